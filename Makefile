@@ -1,0 +1,62 @@
+# What people run; `make help` lists it. Set-up happens by itself, once, and again when what it depends on has changed.
+
+SHELL := /bin/bash
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.complete
+
+# Where pip looks for torch besides its usual index; for a CPU build: https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+.PHONY: help train test lint up down doctor bench clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
+
+train: $(SETUP) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= ARGS="field=value ..."
+	@$(BIN)/python -m flows.train \
+	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(MODE),--mode '$(MODE)') \
+	  $(if $(SEED),--seed '$(SEED)') $(if $(STEPS),--steps '$(STEPS)') \
+	  $(if $(SCORE),--stop-at-score '$(SCORE)') $(if $(MINUTES),--stop-after-minutes '$(MINUTES)') $(ARGS)
+
+test: $(SETUP) ## every test that needs nothing but this set-up: ARGS= goes to pytest
+	$(BIN)/python -m pytest -m 'not gpu and not s3 and not vllm' $(ARGS)
+
+lint: $(SETUP) ## format, style, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+up: $(SETUP) ## open the pages of Prefect and MLflow: PREFECT_PORT= MLFLOW_PORT=
+	@$(BIN)/python -m flows.stack up
+
+down: $(SETUP) ## end what `make up` started
+	@$(BIN)/python -m flows.stack down
+
+doctor: $(SETUP) ## what this machine has and lacks
+	@$(BIN)/python -m flows.doctor
+
+bench: $(SETUP) ## benchmarks, or one: NAME=
+	@for name in $(or $(NAME),$(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))); do \
+	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit; done
+
+clean: ## remove caches and build leftovers; .venv and .areal stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+refuse = { echo "areal: error: $(1)" >&2; exit 2; }
+
+$(SETUP): pyproject.toml requirements/constraints.txt
+	@[ "$$(uname -sm)" = "Linux x86_64" ] || $(call refuse,needs Linux on x86-64; this is $$(uname -sm))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null \
+	  || $(call refuse,needs Python 3.11 as $(PYTHON); PYTHON=/path/to/python3.11 names another)
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \
+	  || $(call refuse,needs the venv module of $(PYTHON); on Debian: apt install python3.11-venv)
+	@echo "Setting up $(VENV): about 2 GB, some minutes, once."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --upgrade pip
+	@$(BIN)/pip install --quiet --constraint requirements/constraints.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --editable '.[dev]'
+	@touch $@

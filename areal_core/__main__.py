@@ -1,0 +1,90 @@
+"""`python -m areal_core`: one run on this machine, without Prefect and Hydra.
+
+Exit status: 0 the run has ended in order; 1 it failed; 2 a setting, a model, the storage or the tracking server is
+wrong; 130 or 143 it was stopped by SIGINT or SIGTERM, after everything that it had started was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from areal_core.config import RunConfig, load, merge
+from areal_core.errors import ArealError, ConfigError, ModelError, StorageError, TrackingError
+from areal_core.progress import RunProgress, conclude
+from areal_core.run import execute
+
+
+class Stopped(BaseException):
+    """A signal asks this process to end; carries its number."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _stop)
+    console = Console(stderr=True)
+    try:
+        config = configuration(options.config, options.overrides)
+        with RunProgress(console) as progress:
+            summary = execute(config, run_id=options.run_id, log=progress.log, on_status=progress.update)
+    except Stopped as stopped:
+        print("areal: stopped", file=sys.stderr)
+        return 128 + int(stopped.args[0])
+    except ArealError as error:
+        print(f"areal: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | ModelError | StorageError | TrackingError) else 1
+    print(conclude(summary))
+    return 0
+
+
+def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a YAML or JSON file, with overrides such as `training.steps=5`. Raises ConfigError."""
+    values: Any = {}
+    if file is not None:
+        try:
+            values = yaml.safe_load(file.read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"--config: can't read {file}: {_one_line(error)}") from error
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"--config: {file} must hold fields and their values")
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{override}: an override looks like training.steps=5")
+        try:
+            values = merge(values, name, yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{name}: {text!r} is not a value: {_one_line(error)}") from error
+    return load(values)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m areal_core", description="Run one experiment on this machine.")
+    parser.add_argument("--run-id", help="name of the run; a run of this name goes on where it ended")
+    parser.add_argument("--config", type=Path, help="YAML or JSON; fields that it leaves out have their defaults")
+    parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="for instance training.steps=5")
+    return parser.parse_args(arguments)
+
+
+def _stop(signum: int, _: FrameType | None) -> None:
+    """Unwind once; a second signal ends this process at once, and the children see that it is gone."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    raise Stopped(signum)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Advantages of whole answers, from their rewards (critic-less, gamma = lambda = 1: every token carries its answer's).
+
+Axes: P groups of a global batch, G answers of a group. Pure functions; arithmetic is float64. A reward that is not
+finite raises RewardError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from areal_core.errors import ConfigError, RewardError
+
+Float64Array = NDArray[np.float64]
+
+_EPS = 1e-6  # added to standard deviations
+
+
+def group_advantages(rewards: ArrayLike) -> Float64Array:
+    """(r - mean) / (population standard deviation + 1e-6) within each group. [P, G] -> [P, G].
+
+    A group whose rewards are all equal says nothing about which answer is better: exactly zero.
+    """
+    return _normalised(_checked(rewards), axis=1)
+
+
+def batch_advantages(rewards: ArrayLike) -> Float64Array:
+    """The same over the global batch, as in the paper: (r - mean) / (population standard deviation + 1e-6).
+    [P, G] -> [P, G]; zero where all rewards of the batch are equal."""
+    return _normalised(_checked(rewards), axis=None)
+
+
+def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
+    """r minus the mean of the group's other answers (RLOO), not scaled. [P, G] -> [P, G].
+
+    Raises ConfigError where there are no others.
+    """
+    checked = _checked(rewards)
+    size = checked.shape[1]
+    if size < 2:
+        raise ConfigError(f"algorithm.group_size: must be at least 2 with leave_one_out, got {size}")
+    others = (checked.sum(axis=1, keepdims=True) - checked) / (size - 1)
+    return np.where(_constant(checked, 1), 0.0, checked - others)
+
+
+ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmConfig.advantage
+    "group": group_advantages,
+    "batch": batch_advantages,
+    "leave_one_out": leave_one_out_advantages,
+}
+
+
+def _checked(rewards: ArrayLike) -> Float64Array:
+    checked = np.asarray(rewards, dtype=np.float64)
+    assert checked.ndim == 2, "rewards are groups x answers"
+    if not np.isfinite(checked).all():
+        raise RewardError(f"rewards: must be finite, got {checked[~np.isfinite(checked)][0]}")
+    return checked
+
+
+def _normalised(rewards: Float64Array, axis: int | None) -> Float64Array:
+    centred = rewards - rewards.mean(axis=axis, keepdims=True)
+    scaled = centred / (rewards.std(axis=axis, keepdims=True) + _EPS)
+    return np.where(_constant(rewards, axis), 0.0, scaled)
+
+
+def _constant(rewards: Float64Array, axis: int | None) -> NDArray[np.bool_]:
+    """Whether all rewards along `axis` are equal; asked of the rewards, as a deviation of 0 may come out as 1e-17."""
+    return rewards.max(axis=axis, keepdims=True) == rewards.min(axis=axis, keepdims=True)

@@ -1,0 +1,53 @@
+"""One exception hierarchy: what a caller can catch, and nothing else.
+
+Every message is a single line that names the field or the part and says what would be right.
+Errors carry plain strings only, so they survive pickling between processes.
+"""
+
+
+class ArealError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(ArealError, ValueError):
+    """A setting is wrong. The message starts with the dotted name of the field."""
+
+
+class ModelError(ArealError, ValueError):
+    """A model folder is missing, broken or of an architecture that is not supported."""
+
+
+class StorageError(ArealError):
+    """A storage location is unknown, unreachable or not writable, or what it holds is damaged."""
+
+
+class TrackingError(ArealError):
+    """The tracking server can't be reached or refuses what it is sent."""
+
+
+class GenerationError(ArealError):
+    """A generation server failed a request or can't be reached."""
+
+
+class ServerLostError(GenerationError):
+    """A generation server can no longer be trusted: it died or failed a weight update."""
+
+
+class RewardError(ArealError):
+    """A verifier failed, which says nothing about the answer that it looked at."""
+
+
+class LedgerError(ArealError):
+    """A transition that the trajectory ledger does not allow."""
+
+
+class DivergenceError(ArealError):
+    """A loss, a gradient or a log-probability is not finite."""
+
+
+class ProcessError(ArealError):
+    """A process of the run died, hung or never became ready, and its restarts are spent."""
+
+
+class RunFinished(ArealError):  # noqa: N818 - an ending, not a failure
+    """The run has ended: no further batch will be served. The message is the reason."""

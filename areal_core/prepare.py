@@ -1,0 +1,229 @@
+"""From a configuration to a run's folder that processes can start from.
+
+Whatever can be found wrong is found here, before anything is started. Making the base model and opening the tracking
+run happen once; a run that was here before is adopted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from areal_core.config import RunConfig
+from areal_core.data.source import open_source
+from areal_core.data.tokenizer import Tokenizer
+from areal_core.errors import ConfigError, ModelError, ProcessError
+from areal_core.launch import FileLock, RoleSpec, StopSignal, Supervisor
+from areal_core.rundir import RunDir, RunInfo, write_json
+from areal_core.storage import Storage
+from areal_core.tracking.outbox import Outbox
+from areal_core.training.recipe import cache_key
+
+Log = Callable[[str], None]
+
+_TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
+_MAY_CHANGE = re.compile(r"training\.steps|(stop|launch)\..*|state_dir")  # between a run and its resumption
+_OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier launcher to end
+_WARMUP_LOCK_S = 1800.0  # for another run to make the same base model
+
+
+def preflight(config: RunConfig) -> None:
+    """Check what a run will need: folders, model, prompts, storage, tracking. Makes what is absent and may be made.
+
+    Raises ConfigError, ModelError, StorageError or TrackingError with one line that names the field.
+    """
+    probe = Path(config.state_dir) / f".probe-{os.getpid()}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
+    if config.model.path is not None:
+        _check_model(Path(config.model.path), config)
+    if config.task.name == "jsonl":
+        assert config.model.path is not None  # config.load sees to it
+        open_source(config, Tokenizer.from_folder(Path(config.model.path)))
+    Storage.open(config.storage.url, config.storage.endpoint_url)
+    if uri := tracking_uri(config):
+        from areal_core.tracking.forwarder import check_reachable  # seconds of imports
+
+        check_reachable(uri)
+
+
+def prepare(
+    config: RunConfig, *, run_id: str | None = None, flow_run_id: str | None = None, log: Log = print
+) -> RunDir:
+    """Make everything that the processes of a run start from; adopt what is there when `run_id` has been here before.
+
+    Raises what `preflight` raises, ConfigError for a resumed run whose configuration differs, ProcessError when the
+    warm-up of the base model fails or the run is running already.
+    """
+    run_id = run_id or _new_run_id(config.name)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", run_id):
+        raise ConfigError(f"run_id: must be letters, digits, dots, dashes and underscores, got {run_id!r}")
+    run = run_folder(config, run_id)
+    resumed = (run.root / "run.json").exists()
+    if resumed:
+        _check_unchanged(run.config(), config)
+        if run.summary.exists():
+            log(f"run {run_id} has finished before")
+            return run
+    preflight(config)
+    if not resumed:
+        model = _base_model(config, log)
+        storage = Storage.open(config.storage.url, config.storage.endpoint_url).child(f"runs/{run_id}")
+        tracking_run_id = _start_tracking(config, run_id, flow_run_id)
+        info = RunInfo(
+            run_id=run_id,
+            model_path=str(model),
+            checkpoint_url=storage.url,
+            tracking_uri=tracking_uri(config),
+            tracking_run_id=tracking_run_id,
+            flow_run_id=flow_run_id,
+        )
+        return RunDir.create(config, info)
+    with sole_owner(run, config):
+        log(f"run {run_id} goes on where it ended")
+        outbox = Outbox(run.outbox, run_id)
+        outbox.reopen()
+        outbox.close()
+        return RunDir.create(config, dataclasses.replace(run.info(), flow_run_id=flow_run_id or run.info().flow_run_id))
+
+
+def run_folder(config: RunConfig, run_id: str) -> RunDir:
+    return RunDir(Path(config.state_dir).absolute() / "runs" / run_id)
+
+
+def tracking_uri(config: RunConfig) -> str | None:
+    """Where MLflow is: tracking.uri, MLFLOW_TRACKING_URI, or a SQLite file in the state folder; None when off."""
+    if not config.tracking.enabled:
+        return None
+    if uri := config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
+    folder = Path(config.state_dir).absolute() / "mlflow"
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+def _new_run_id(name: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "run"
+    return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _check_model(folder: Path, config: RunConfig) -> None:
+    """What can be seen of a model folder without torch; the generation server checks the rest when it starts."""
+    try:
+        shape = json.loads((folder / "config.json").read_text())
+        context = int(shape["max_position_embeddings"])
+    except OSError as error:
+        raise ModelError(f"model.path: can't read {folder}/config.json: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model.path: {folder}/config.json has no usable max_position_embeddings: {error}") from error
+    needed = config.task.max_prompt_tokens + config.task.max_new_tokens
+    if context < needed:
+        raise ConfigError(
+            f"task.max_new_tokens: prompt and answer need {needed} tokens (max_prompt_tokens + max_new_tokens), "
+            f"more than the context of {folder}, {context}"
+        )
+    for wanted in ("tokenizer.json", "*.safetensors"):
+        if not any(folder.glob(wanted)):
+            raise ModelError(f"model.path: {folder} holds no {wanted}")
+
+
+def _base_model(config: RunConfig, log: Log) -> Path:
+    """The folder of policy version 0: the user's, or the embedded model, made once for all runs of one recipe."""
+    if config.model.path is not None:
+        return Path(config.model.path).absolute()
+    cache = Path(config.state_dir).absolute() / "cache"
+    cache.mkdir(exist_ok=True)
+    folder = cache / cache_key(config)
+    lock = cache / f"{folder.name}.lock"
+    with FileLock(lock, timeout_s=_WARMUP_LOCK_S, busy=f"state_dir: {lock} is still held by another run's warm-up"):
+        if not folder.exists():
+            log(f"warming up the base model, once for all runs of this recipe: {folder}")
+            _warm_up(config, folder, log)
+    return folder
+
+
+def _warm_up(config: RunConfig, folder: Path, log: Log) -> None:
+    work = RunDir(folder.with_name(f"{folder.name}.warmup"))
+    for path in (work.ready, work.logs):
+        path.mkdir(parents=True, exist_ok=True)
+    write_json(work.root / "config.json", config.to_dict())
+    argv = python("areal_core.training.warmup", "--config", work.root / "config.json", "--out", folder)
+    spec = RoleSpec(name="warmup", argv=lambda index: argv, announces=False)
+    launch = dataclasses.replace(config.launch, restarts=0)
+    Supervisor(work, spec, launch, stop=StopSignal(), log=log).run()
+    if not folder.exists():
+        raise ProcessError(f"warmup-0 exited with code 0 and left no {folder}")
+
+
+def _start_tracking(config: RunConfig, run_id: str, flow_run_id: str | None) -> str | None:
+    uri = tracking_uri(config)
+    if uri is None:
+        return None
+    from areal_core.tracking.forwarder import start_run  # seconds of imports
+
+    return start_run(uri, config.tracking.experiment, run_id, _tags(run_id, flow_run_id), config.to_dict())
+
+
+def _tags(run_id: str, flow_run_id: str | None) -> dict[str, str]:
+    """What a run was made with, beside its configuration."""
+    tags = {"areal.run_id": run_id, "areal.flow_run_id": flow_run_id, "areal.git_revision": _git_revision()}
+    for package in _TAGGED_PACKAGES:
+        try:
+            tags[f"version.{package}"] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a package that this installation does without
+    return {name: value for name, value in tags.items() if value}
+
+
+def _git_revision() -> str | None:
+    """The commit of this source tree, marked when files differ from it; None outside of a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _check_unchanged(before: RunConfig, now: RunConfig) -> None:
+    """Raises ConfigError naming the first field that differs and that a resumed run must keep."""
+    new = dict(_leaves(now.to_dict()))
+    for name, old in _leaves(before.to_dict()):
+        if new[name] != old and not _MAY_CHANGE.fullmatch(name):
+            raise ConfigError(
+                f"{name}: must be {old!r} as when this run was started, got {new[name]!r}; "
+                "a resumed run may only change training.steps, stop and launch"
+            )
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def sole_owner(run: RunDir, config: RunConfig) -> FileLock:
+    """Wait for what an earlier launcher left dying; refuse a run that somebody else is running."""
+    patience_s = config.launch.stop_timeout_s + _OWNER_S
+    busy = f"run_id: {run.root.name} is running already; wait for its end or choose another"
+    return FileLock(run.root / "lock", timeout_s=patience_s, busy=busy)
+
+
+def python(module: str, *arguments: Any) -> list[str]:
+    """The command line of a module of this package, run by this interpreter."""
+    return [sys.executable, "-m", module, *map(str, arguments)]

@@ -1,0 +1,83 @@
+"""What a person sees of a run: a live line under the log on a terminal, otherwise a line a step."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from areal_core.types import RunStatus, RunSummary
+
+
+class RunProgress:
+    """Log lines and the newest status, on one console. A context: the live line goes when it ends."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._step = -1
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if console.is_terminal:
+            columns = (BarColumn(20), TextColumn("{task.description}", markup=False))
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> RunProgress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def log(self, line: str) -> None:
+        self._console.print(escape(line), highlight=False, soft_wrap=True)
+
+    def update(self, status: RunStatus) -> None:
+        if self._bar:
+            self._bar.update(self._task, total=status.steps, completed=status.step, description=describe(status))
+        elif status.step > self._step:
+            self.log(describe(status))
+        self._step = max(self._step, status.step)
+
+
+def describe(status: RunStatus) -> str:
+    """One line; what isn't known yet is a dash."""
+    rate = status.effective_tokens_per_s
+    parts = (
+        f"step {status.step}/{status.steps}",
+        f"reward {_number(status.reward, '.3f')}",
+        f"accuracy {_number(status.accuracy, '.3f')}",
+        f"staleness {_number(status.staleness, '.2f')}",
+        f"{_number(None if rate is None else rate / 1000, '.1f')}k tokens/s",
+        f"finishing: {status.finished}" if status.finished else f"{_duration(status.eta_s)} left",
+    )
+    return "  ".join(parts)
+
+
+def conclude(summary: RunSummary) -> str:
+    """The result of a run in a few lines."""
+    lines = [
+        f"run {summary.run_id} ended ({summary.reason}): {summary.steps} steps in {_duration(summary.rl_wall_s)}",
+        f"  held-out accuracy {summary.accuracy_before:.3f} -> {summary.accuracy_after:.3f}, "
+        f"best {summary.best_accuracy:.3f}",
+        f"  tokens/s {summary.effective_tokens_per_s:.0f} trained on, {summary.generated_tokens_per_s:.0f} generated",
+        f"  staleness {summary.staleness_mean:.2f} on average, {summary.staleness_max} at most",
+        f"  model {summary.model_url}",
+    ]
+    if summary.time_to_score_s is not None:
+        lines.insert(2, f"  score reached after {_duration(summary.time_to_score_s)}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,289 @@
+"""The rollout controller's core: what flows where, and when it may.
+
+    prompt source --admit--> engine --answers--> scorer --scored group--> ledger --batch of a step--> trainer
+         ^                     ^                                                                        |
+         |                     +---- update: newest published version <----- publish --------------------+
+         +---- gate: admits while N_r <= (i + eta + 1) B
+
+Four coroutines move everything:
+
+- `_admit` takes room (the gate's and the servers') and produces running groups;
+- `_rollout`, one per running group, takes an admitted group and produces a READY group, or a DROPPED one with its reason: the
+  one place where failures of a rollout are caught;
+- `_update` takes the newest published version and loads it into the servers; the gate opens when they hold it;
+- `batch`, called by the trainer, takes READY groups and produces the fixed batch of a step.
+
+Invariants: a group is in exactly one state, in the ledger; the gate is asked before every admission; a batch once fixed
+never changes; nothing here knows of threads, sockets or wall time, so that the same core runs under a virtual clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from typing import Protocol
+
+from areal_core.config import RunConfig
+from areal_core.errors import ArealError, GenerationError, RewardError, RunFinished
+from areal_core.rollout.gate import StalenessGate
+from areal_core.rollout.ledger import AdmittedGroup, Selection, TrajectoryLedger
+from areal_core.types import BatchManifest, GenerationRequest, GroupSummary, PolicyVersion, Prompt
+from areal_core.wire import parse_generation
+
+logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Training prompts by their place in a seeded order."""
+
+    def prompt(self, index: int) -> Prompt: ...
+
+
+class Engine(Protocol):
+    """The generation servers, seen as one."""
+
+    @property
+    def version(self) -> int:
+        """Lowest policy version loaded by any server that takes work: i of Eq. 3."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Answers worth having in flight at once; 0 while no server takes work."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> bytes:
+        """The raw answer body; raises GenerationError."""
+        ...
+
+    async def load_version(self, version: PolicyVersion) -> None:
+        """Load a version into every server; those that fail are taken out, which is not an error here."""
+        ...
+
+    async def abort_all(self) -> None:
+        """End running requests with the tokens they have."""
+        ...
+
+
+class Scorer(Protocol):
+    """The reward service."""
+
+    async def score(self, prompt: Prompt, answer: bytes) -> tuple[GroupSummary, bytes]:
+        """Verify and pack the G answers of a body; raises RewardError."""
+        ...
+
+
+class Signal:
+    """Wakes everyone who waits at this moment. Waiters check their condition again."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    async def wait(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+
+class RolloutController:
+    """Keeps the servers busy within the staleness bound and serves batches. Single-threaded: one event loop."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        source: Source,
+        engine: Engine,
+        scorer: Scorer,
+        ledger: TrajectoryLedger,
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._engine = engine
+        self._scorer = scorer
+        self._ledger = ledger
+        self._stop_token_ids = stop_token_ids
+        self._group_size = config.algorithm.group_size
+        self._gate = StalenessGate(
+            batch_size=config.rollout.batch_size, max_staleness=config.max_staleness, steps=config.training.steps
+        )
+        self._selection = Selection(
+            groups=config.groups_per_batch,
+            policy=config.rollout.policy,
+            max_staleness=config.max_staleness,
+            max_requeues=config.rollout.max_requeues,
+        )
+        self._changed = Signal()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._failed_in_a_row = 0
+        self._finished: str | None = None
+
+    # -- what the outside calls --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Admit, generate and update until `finish`; returns when nothing is in flight. A failure of the controller
+        itself, unlike one of a rollout, ends it with an exception group."""
+        async with asyncio.TaskGroup() as tasks:
+            updating = tasks.create_task(self._update(), name="update")
+            await self._admit(tasks)
+            await self._engine.abort_all()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            updating.cancel()
+
+    async def batch(self, step: int, *, timeout_s: float) -> BatchManifest | None:
+        """The fixed batch of `step`; waits for it at most `timeout_s`, then None. Raises RunFinished once the run has
+        ended, unless the batch was fixed before."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if manifest := self._ledger.batch(step):
+                        return manifest
+                    if self._finished is not None:
+                        raise RunFinished(self._finished)
+                    admitted = self._ledger.admitted
+                    manifest = self._ledger.fix_batch(step, self._selection)
+                    if self._ledger.admitted != admitted:  # looking dropped stale groups: there is room again
+                        self._changed.notify()
+                    if manifest:
+                        return manifest
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+
+    def publish(self, version: PolicyVersion) -> str:
+        """The trainer has a new version; see TrajectoryLedger.publish. The servers load it as soon as they can."""
+        outcome = self._ledger.publish(version)
+        if outcome == "epoch":
+            logger.warning("version %d has other weights than before: epoch %d", version.version, self._ledger.epoch)
+            for task in self._running.values():
+                task.cancel()
+        self._changed.notify()
+        return outcome
+
+    def finish(self, reason: str) -> None:
+        """End the run: nothing more is admitted, what runs is aborted and noted as in flight."""
+        if self._finished is None:
+            self._finished = reason
+            self._changed.notify()
+
+    def servers_changed(self) -> None:
+        """A server came, went or loaded a version."""
+        self._changed.notify()
+
+    @property
+    def finished(self) -> str | None:
+        return self._finished
+
+    @property
+    def running_groups(self) -> int:
+        return len(self._running)
+
+    # -- the coroutines ----------------------------------------------------------------------------------------
+
+    async def _admit(self, tasks: asyncio.TaskGroup) -> None:
+        for group in self._ledger.inflight():
+            self._start(tasks, group)
+        while self._finished is None:
+            if self._has_room():
+                self._start(tasks, self._ledger.admit())
+                await asyncio.sleep(0)  # let requests go out between two admissions
+            else:
+                await self._changed.wait()
+
+    def _has_room(self) -> bool:
+        answers = (len(self._running) + 1) * self._group_size
+        capacity = self._engine.capacity
+        if capacity == 0 or (self._running and answers > capacity):
+            return False
+        return self._gate.admits(self._group_size, admitted=self._ledger.admitted, version=self._engine.version)
+
+    def _start(self, tasks: asyncio.TaskGroup, group: AdmittedGroup) -> None:
+        task = tasks.create_task(self._rollout(group), name=f"group-{group.group_id}")
+        self._running[group.group_id] = task
+        task.add_done_callback(lambda _: self._ended(group.group_id))
+
+    def _ended(self, group_id: int) -> None:
+        del self._running[group_id]
+        self._changed.notify()
+
+    async def _rollout(self, group: AdmittedGroup) -> None:
+        prompt = self._source.prompt(group.prompt_index)
+        answer: bytes | None = None
+        while True:
+            try:
+                if answer is None:
+                    answer = await self._generate(group, prompt)
+                if self._finished is not None:
+                    self._ledger.partial(group.group_id, _sampled_tokens(answer))
+                    return
+                summary, payload = await self._scorer.score(prompt, answer)
+            except (GenerationError, RewardError) as error:
+                if self._finished is not None or self._give_up(group, error, answer):
+                    return
+                continue
+            self._ledger.ready(group.group_id, summary, payload, version=self._engine.version)
+            self._failed_in_a_row = 0
+            return
+
+    async def _generate(self, group: AdmittedGroup, prompt: Prompt) -> bytes:
+        request = GenerationRequest(
+            request_id=f"group-{group.group_id}-{self._ledger.epoch}",
+            token_ids=prompt.token_ids,
+            n=self._group_size,
+            max_tokens=self._config.task.max_new_tokens,
+            seed=trajectory_seed(self._config.seed, group.prompt_index, group.requeues),
+            stop_token_ids=self._stop_token_ids,
+        )
+        timeout_s = self._config.rollout.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._engine.generate(request)
+        except TimeoutError:
+            raise GenerationError(f"rollout.request_timeout_s: no answer within {timeout_s} s") from None
+
+    def _give_up(self, group: AdmittedGroup, error: ArealError, answer: bytes | None) -> bool:
+        """Count a failed try; drop the group when its tries are spent. A run in which every group fails must end: after
+        as many drops in a row as a batch has groups, the last error is the run's."""
+        tries = self._ledger.failed_try(group.group_id)
+        logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
+        if tries < self._config.rollout.max_tries:
+            return False
+        if answer is not None:
+            self._ledger.partial(group.group_id, _sampled_tokens(answer))
+        self._ledger.drop(group.group_id, "generation" if isinstance(error, GenerationError) else "reward")
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self._config.groups_per_batch:
+            raise error
+        return True
+
+    async def _update(self) -> None:
+        loaded = self._ledger.newest_version()  # servers that join get it before they get work
+        while True:
+            newest = self._ledger.newest_version()
+            if newest is None or newest == loaded:
+                await self._changed.wait()
+                continue
+            await self._engine.load_version(newest)
+            loaded = newest
+            self._changed.notify()
+
+
+def trajectory_seed(run_seed: int, prompt_index: int, requeues: int) -> int:
+    """Seed of a group's sampling streams, 63 bits: the same however often it is sent, and whoever serves it."""
+    name = f"{run_seed}/{prompt_index}/{requeues}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+
+
+def _sampled_tokens(answer: bytes) -> int:
+    return sum(len(choice.token_ids) for choice in parse_generation(answer))

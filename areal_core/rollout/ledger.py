@@ -1,0 +1,400 @@
+"""The trajectory ledger: where every group stands, kept in SQLite so that a killed controller forgets nothing.
+
+A group goes WAITING -> INFLIGHT -> READY -> CONSUMED, or to DROPPED with a reason. Every public method is one
+transaction. State rows are small; payloads lie apart in their own table and are deleted once a committed checkpoint no
+longer needs them. The token ledger is a query over the rows, not a counter.
+
+Batches are fixed by step: the first call for a step picks its groups; every later call, also after a restart, gives the
+same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_core.errors import LedgerError
+from areal_core.types import BatchGroup, BatchManifest, GroupState, GroupSummary, PolicyVersion, TokenLedger
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups (
+    group_id INTEGER PRIMARY KEY,
+    prompt_index INTEGER NOT NULL,
+    requeues INTEGER NOT NULL,            -- times that this prompt was queued again before
+    state TEXT NOT NULL,
+    reason TEXT,                          -- why it was dropped
+    admission INTEGER UNIQUE,             -- order of admission; NULL while waiting
+    tries INTEGER NOT NULL DEFAULT 0,     -- failed tries
+    step INTEGER,                         -- the batch that it belongs to, once consumed
+    tokens INTEGER NOT NULL DEFAULT 0,    -- sampled tokens of the answers that stand
+    lost_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled by tries that failed
+    min_version INTEGER, max_version INTEGER, ready_version INTEGER,
+    summary TEXT
+);
+CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state, admission);
+CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step, admission);
+CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY, path TEXT NOT NULL, sha256 TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+_ADMITTED = "state IN ('inflight', 'ready', 'consumed')"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmittedGroup:
+    """A group that may generate."""
+
+    group_id: int
+    prompt_index: int
+    requeues: int
+    admission: int
+    tries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """How a batch is put together (paper, section 4.1; the policies bound what the aggregate rule does not).
+
+    admit: the READY groups admitted first; a straggler may exceed eta. wait: strictly in order of admission, an
+    unfinished older group holds the batch up. drop: as admit, but a group whose oldest token would exceed eta is
+    dropped and its prompt queued again, at most `max_requeues` times.
+    """
+
+    groups: int  # P
+    policy: str
+    max_staleness: int
+    max_requeues: int
+
+
+class TrajectoryLedger:
+    """The ledger of one run. Not thread-safe: it belongs to the controller's event loop."""
+
+    def __init__(self, path: Path | str, *, group_size: int) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.row_factory = sqlite3.Row
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.executescript(_SCHEMA)
+        self._group_size = group_size
+        self._admitted_groups: int = self._value(f"SELECT COUNT(*) FROM groups WHERE {_ADMITTED}")
+
+    def close(self) -> None:
+        self._db.close()
+
+    # -- admission ---------------------------------------------------------------------------------------------
+
+    @property
+    def admitted(self) -> int:
+        """N_r of Eq. 3: trajectories admitted so far, finished and running; dropped groups gave their slots back."""
+        return self._admitted_groups * self._group_size
+
+    def admit(self) -> AdmittedGroup:
+        """Admit the oldest waiting group, or the next prompt of the source where none waits."""
+        with self._transaction():
+            admission = self._value("SELECT COALESCE(MAX(admission), -1) + 1 FROM groups")
+            waiting = self._db.execute("SELECT MIN(group_id) FROM groups WHERE state = 'waiting'").fetchone()[0]
+            if waiting is None:
+                prompt_index = self._value("SELECT COALESCE(MAX(prompt_index), -1) + 1 FROM groups")
+                waiting = self._insert_waiting(prompt_index, requeues=0)
+            self._db.execute(
+                "UPDATE groups SET state = 'inflight', admission = ? WHERE group_id = ?", (admission, waiting)
+            )
+            self._admitted_groups += 1
+            return self._admitted_group(waiting)
+
+    def inflight(self) -> list[AdmittedGroup]:
+        """Groups that were admitted and are not finished, oldest first: what a restarted controller sends again."""
+        rows = self._db.execute("SELECT group_id FROM groups WHERE state = 'inflight' ORDER BY admission")
+        return [self._admitted_group(row["group_id"]) for row in rows.fetchall()]
+
+    def failed_try(self, group_id: int, *, lost_tokens: int = 0) -> int:
+        """Count a failed try of a running group; returns how many have failed."""
+        with self._transaction():
+            self._expect(group_id, GroupState.INFLIGHT)
+            self._db.execute(
+                "UPDATE groups SET tries = tries + 1, lost_tokens = lost_tokens + ? WHERE group_id = ?",
+                (lost_tokens, group_id),
+            )
+            return self._value("SELECT tries FROM groups WHERE group_id = ?", group_id)
+
+    def partial(self, group_id: int, tokens: int) -> None:
+        """Note the tokens that a running group had sampled when the run ended: they stay in flight."""
+        with self._transaction():
+            self._expect(group_id, GroupState.INFLIGHT)
+            self._db.execute("UPDATE groups SET tokens = ? WHERE group_id = ?", (tokens, group_id))
+
+    def ready(self, group_id: int, summary: GroupSummary, payload: bytes, *, version: int) -> None:
+        """A scored group enters the buffer while `version` is the policy version in force."""
+        with self._transaction():
+            self._expect(group_id, GroupState.INFLIGHT)
+            self._db.execute(
+                "UPDATE groups SET state = 'ready', tokens = ?, min_version = ?, max_version = ?, ready_version = ?, "
+                "summary = ? WHERE group_id = ?",
+                (
+                    summary.tokens,
+                    summary.min_version,
+                    summary.max_version,
+                    version,
+                    json.dumps(
+                        {
+                            "lengths": summary.lengths,
+                            "rewards": summary.rewards,
+                            "correct": summary.correct,
+                            "truncated": summary.truncated,
+                            "samples": summary.samples,
+                        }
+                    ),
+                    group_id,
+                ),
+            )
+            self._db.execute("INSERT INTO payloads VALUES (?, ?)", (group_id, payload))
+
+    def drop(self, group_id: int, reason: str, *, requeue: bool = False) -> None:
+        """Give a running or buffered group up: its slot is free again; its prompt may be queued again."""
+        with self._transaction():
+            self._expect(group_id, GroupState.INFLIGHT, GroupState.READY)
+            self._drop(group_id, reason, requeue=requeue)
+
+    # -- consumption -------------------------------------------------------------------------------------------
+
+    def batch(self, step: int) -> BatchManifest | None:
+        """The batch of `step`, if it has been fixed."""
+        rows = self._db.execute(
+            "SELECT group_id, summary, ready_version FROM groups WHERE step = ? ORDER BY admission", (step,)
+        ).fetchall()
+        if not rows:
+            return None
+        stored = [(row, json.loads(row["summary"])) for row in rows]
+        groups = (
+            BatchGroup(
+                group_id=row["group_id"],
+                lengths=tuple(summary["lengths"]),
+                rewards=tuple(summary["rewards"]),
+                ready_version=row["ready_version"],
+            )
+            for row, summary in stored
+        )
+        return BatchManifest(step=step, groups=tuple(groups))
+
+    def fix_batch(self, step: int, selection: Selection) -> BatchManifest | None:
+        """Fix the batch of `step` if enough groups are ready; None if they are not. Steps are fixed in order."""
+        with self._transaction():
+            last = self._value("SELECT COALESCE(MAX(step), 0) FROM groups")
+            if step != last + 1:
+                raise LedgerError(f"step: batch {step} can't be fixed, the next one is {last + 1}")
+            if selection.policy == "drop":
+                self._drop_stale(step, selection)
+            states = "('inflight', 'ready')" if selection.policy == "wait" else "('ready')"
+            rows = self._db.execute(
+                f"SELECT group_id, state FROM groups WHERE state IN {states} ORDER BY admission LIMIT ?",
+                (selection.groups,),
+            ).fetchall()
+            if len(rows) < selection.groups or any(row["state"] != "ready" for row in rows):
+                return None
+            self._db.executemany(
+                "UPDATE groups SET state = 'consumed', step = ? WHERE group_id = ?",
+                [(step, row["group_id"]) for row in rows],
+            )
+        return self.batch(step)
+
+    def payload(self, group_id: int) -> bytes:
+        """The packed trajectories of a group; LedgerError once they are freed."""
+        row = self._db.execute("SELECT data FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
+        if row is None:
+            raise LedgerError(f"group_id: no payload is kept for group {group_id}")
+        return row["data"]
+
+    def summaries(self, step: int) -> list[GroupSummary]:
+        """What is known of the groups of a fixed batch, oldest first."""
+        rows = self._db.execute("SELECT * FROM groups WHERE step = ? ORDER BY admission", (step,)).fetchall()
+        return [_summary(row) for row in rows]
+
+    def prompt_indices(self, step: int) -> list[int]:
+        """Places in the prompt source of the groups of a fixed batch, oldest first."""
+        rows = self._db.execute("SELECT prompt_index FROM groups WHERE step = ? ORDER BY admission", (step,))
+        return [row["prompt_index"] for row in rows]
+
+    def free(self, step: int) -> None:
+        """Delete the payloads that steps up to `step` consumed: a committed checkpoint makes them needless."""
+        with self._transaction():
+            self._db.execute(
+                "DELETE FROM payloads WHERE group_id IN (SELECT group_id FROM groups WHERE step <= ?)", (step,)
+            )
+
+    # -- versions ----------------------------------------------------------------------------------------------
+
+    def publish(self, version: PolicyVersion) -> str:
+        """Record a published version.
+
+        Returns "new"; "same" if it was published before with this content; "epoch" if its content differs from what was
+        published under its number, in which case everything that the old content touched starts again.
+        """
+        with self._transaction():
+            highest = self.newest_version()
+            if highest is not None and version.version > highest.version + 1:
+                raise LedgerError(f"version: {version.version} can't follow {highest.version}")
+            known = self.version(version.version)
+            outcome = "new" if known is None else "same" if known.sha256 == version.sha256 else "epoch"
+            if outcome == "epoch":
+                self._new_epoch(version.version)
+            self._db.execute(
+                "INSERT OR REPLACE INTO versions VALUES (?, ?, ?)", (version.version, version.path, version.sha256)
+            )
+            return outcome
+
+    def newest_version(self) -> PolicyVersion | None:
+        """The highest version ever published in this epoch."""
+        highest = self._db.execute("SELECT MAX(version) FROM versions").fetchone()[0]
+        return None if highest is None else self.version(highest)
+
+    def version(self, version: int) -> PolicyVersion | None:
+        """What was published under a number in this epoch."""
+        row = self._db.execute("SELECT * FROM versions WHERE version = ?", (version,)).fetchone()
+        return None if row is None else PolicyVersion(**dict(row))
+
+    @property
+    def epoch(self) -> int:
+        """Times that recovery could not reproduce a version's weights."""
+        return self.note("epoch", 0)
+
+    # -- looking at it -----------------------------------------------------------------------------------------
+
+    def tokens(self) -> TokenLedger:
+        """Where every sampled token went."""
+        row = self._db.execute(
+            "SELECT COALESCE(SUM(tokens + lost_tokens), 0) AS generated,"
+            " COALESCE(SUM(CASE WHEN state = 'consumed' THEN tokens END), 0) AS consumed,"
+            " COALESCE(SUM(CASE WHEN state = 'dropped' THEN tokens END), 0) + COALESCE(SUM(lost_tokens), 0) AS dropped,"
+            " COALESCE(SUM(CASE WHEN state = 'ready' THEN tokens END), 0) AS buffered,"
+            " COALESCE(SUM(CASE WHEN state IN ('inflight', 'waiting') THEN tokens END), 0) AS in_flight FROM groups"
+        ).fetchone()
+        return TokenLedger(**dict(row))
+
+    def counts(self) -> dict[GroupState, int]:
+        """Groups by state."""
+        rows = dict(self._db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall())
+        return {state: rows.get(state.value, 0) for state in GroupState}
+
+    def dropped(self) -> dict[str, int]:
+        """Dropped groups by reason."""
+        return dict(
+            self._db.execute(
+                "SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason ORDER BY reason"
+            ).fetchall()
+        )
+
+    def last_step(self) -> int:
+        """The last step whose batch is fixed; 0 if none is."""
+        return self._value("SELECT COALESCE(MAX(step), 0) FROM groups")
+
+    def note(self, key: str, default: Any) -> Any:
+        """A small JSON value that must survive a restart together with the groups."""
+        row = self._db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
+        return default if row is None else json.loads(row["value"])
+
+    def set_note(self, key: str, value: Any) -> None:
+        self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, json.dumps(value)))
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _insert_waiting(self, prompt_index: int, *, requeues: int) -> int:
+        cursor = self._db.execute(
+            "INSERT INTO groups (prompt_index, requeues, state) VALUES (?, ?, 'waiting')", (prompt_index, requeues)
+        )
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def _drop(self, group_id: int, reason: str, *, requeue: bool) -> None:
+        row = self._row(group_id)
+        self._db.execute(
+            "UPDATE groups SET state = 'dropped', reason = ?, step = NULL WHERE group_id = ?", (reason, group_id)
+        )
+        self._db.execute("DELETE FROM payloads WHERE group_id = ?", (group_id,))
+        self._admitted_groups -= 1
+        if requeue:
+            self._insert_waiting(row["prompt_index"], requeues=row["requeues"] + 1)
+
+    def _drop_stale(self, step: int, selection: Selection) -> None:
+        oldest_allowed = step - 1 - selection.max_staleness
+        rows = self._db.execute(
+            "SELECT group_id, requeues FROM groups WHERE state = 'ready' AND min_version < ? ORDER BY admission",
+            (oldest_allowed,),
+        ).fetchall()
+        for row in rows:
+            self._drop(row["group_id"], "stale", requeue=row["requeues"] < selection.max_requeues)
+
+    def _new_epoch(self, version: int) -> None:
+        """Forget what depends on the old content of `version`: later versions, batches fixed for later steps, and
+        groups that hold its tokens, or may (the running ones). Their prompts are queued again."""
+        self.set_note("epoch", self.epoch + 1)
+        self._db.execute("DELETE FROM versions WHERE version > ?", (version,))
+        self._db.execute("UPDATE groups SET state = 'ready', step = NULL WHERE step > ?", (version,))
+        rows = self._db.execute(
+            "SELECT group_id FROM groups WHERE state = 'inflight' OR (state = 'ready' AND max_version >= ?) "
+            "ORDER BY admission",
+            (version,),
+        ).fetchall()
+        for row in rows:
+            self._drop(row["group_id"], "epoch", requeue=True)
+
+    def _admitted_group(self, group_id: int) -> AdmittedGroup:
+        row = self._row(group_id)
+        return AdmittedGroup(
+            **{key: row[key] for key in ("group_id", "prompt_index", "requeues", "admission", "tries")}
+        )
+
+    def _row(self, group_id: int) -> sqlite3.Row:
+        row = self._db.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+        if row is None:
+            raise LedgerError(f"group_id: there is no group {group_id}")
+        return row
+
+    def _expect(self, group_id: int, *states: GroupState) -> None:
+        state = self._row(group_id)["state"]
+        if state not in states:
+            raise LedgerError(f"group_id: group {group_id} is {state}, not {' or '.join(states)}")
+
+    def _value(self, query: str, *parameters: Any) -> int:
+        return int(self._db.execute(query, parameters).fetchone()[0])
+
+    @contextmanager
+    def _transaction(self) -> Generator[None]:
+        admitted = self._admitted_groups
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            self._admitted_groups = admitted
+            raise
+        self._db.execute("COMMIT")
+
+
+def snapshot(source: Path, target: Path) -> None:
+    """Copy a ledger in use, consistently, to `target`. Runs in any thread: it opens connections of its own."""
+    target.unlink(missing_ok=True)
+    reader, writer = sqlite3.connect(source), sqlite3.connect(target)
+    try:
+        reader.backup(writer)
+    finally:
+        reader.close()
+        writer.close()
+
+
+def _summary(row: sqlite3.Row) -> GroupSummary:
+    stored = json.loads(row["summary"])
+    return GroupSummary(
+        lengths=tuple(stored["lengths"]),
+        tokens=row["tokens"],
+        min_version=row["min_version"],
+        max_version=row["max_version"],
+        rewards=tuple(stored["rewards"]),
+        correct=stored["correct"],
+        truncated=stored["truncated"],
+        samples=tuple((text, reward, versions) for text, reward, versions in stored["samples"]),
+    )

@@ -1,0 +1,365 @@
+"""From the outbox to MLflow: the only user of MLflow.
+
+Every point arrives once. A batch is marked as attempted, sent, marked as sent; after a failure or a restart the
+attempted points are compared with the histories that the server holds before anything is sent again. A server that is
+down stops nothing: points wait in the outbox.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import posixpath
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # MLflow reads these at its import or at each call
+os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the forwarder itself tries again
+os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = "10"
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request, verify_rest_response
+
+from areal_core.errors import TrackingError
+from areal_core.tracking.outbox import Document, Outbox
+from areal_core.types import MetricRow
+
+_FAILURES = (MlflowException, OSError)  # OSError: what requests raises while an artifact is sent
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_MAX_METRICS, _MAX_LABELS = 1000, 100  # a log_batch call
+_MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
+_MAX_TABLES = 50  # listed on the run's page; its tag holds no more
+_INTERVAL_S = 1.0  # between two looks into the outbox
+_MAX_BACKOFF_S = 5.0
+_REQUEST_S = 5  # for one request of the forwarder
+_STOP_S = 2  # for sending what is left when the process is told to go; also for each request then
+_FINAL_METRICS = (
+    "accuracy_before",
+    "accuracy_after",
+    "best_accuracy",
+    "rl_wall_s",
+    "time_to_score_s",
+    "effective_tokens_per_s",
+    "generated_tokens_per_s",
+    "staleness_mean",
+    "staleness_max",
+)
+_log = logging.getLogger(__name__)
+
+
+def check_reachable(uri: str) -> None:
+    """Raise TrackingError, in one line that names tracking.uri, unless an MLflow answers there within 5 seconds."""
+    _check_scheme(uri)
+    with _reporting(uri):
+        if _is_database(uri):
+            MlflowClient(uri).search_experiments(max_results=1)
+            return
+        endpoint = "/api/2.0/mlflow/experiments/search"
+        answer = http_request(
+            get_default_host_creds(uri), endpoint, "POST", json={"max_results": 1}, max_retries=0, timeout=4
+        )
+        verify_rest_response(answer, endpoint)
+
+
+def start_run(uri: str, experiment: str, name: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> str:
+    """Open a run and return its id. `params` is the resolved configuration: parameters with dotted names, config.json.
+
+    What is longer than MLflow takes is cut, with a mark. Raises TrackingError.
+    """
+    _check_scheme(uri)
+    client = MlflowClient(uri)
+    with _reporting(uri):
+        run = client.create_run(
+            _experiment(client, uri, _cut(experiment, _MAX_NAME)),
+            run_name=_cut(name, _MAX_NAME),
+            tags={_name(key): _cut(value, _MAX_TAG) for key, value in tags.items()},
+        )
+        run_id: str = run.info.run_id
+        flat = iter(_flatten(params))
+        while chunk := list(islice(flat, _MAX_LABELS)):
+            client.log_batch(run_id, params=[Param(_name(key), _cut(value, _MAX_PARAM)) for key, value in chunk])
+        client.log_dict(run_id, dict(params), "config.json")
+    return run_id
+
+
+class Forwarder:
+    """Sends what an outbox holds to one MLflow run, and ends that run."""
+
+    def __init__(self, outbox: Outbox, uri: str, run_id: str, flush_timeout_s: float = 60.0) -> None:
+        self._outbox = outbox
+        self._client = MlflowClient(uri)
+        self._uri = uri
+        self._run_id = run_id
+        self._flush_timeout_s = flush_timeout_s
+        self._opened = False
+        self._doubtful = True  # the server may hold points that are marked as attempted only
+
+    def run(self, wait: Callable[[float], bool]) -> bool:
+        """Forward until the outbox has ended and all is sent, or `flush_timeout_s` after that; then True.
+
+        `wait(seconds)` returns early with True when the process is to go: then what can be sent within a few seconds
+        is, the run is marked as KILLED unless the outbox has ended otherwise, and the answer is False.
+        """
+        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(_REQUEST_S)
+        failures = 0
+        give_up_at = math.inf
+        while True:
+            ended = self._outbox.ended()  # read first: all there is to send is in the outbox by then
+            try:
+                waiting = self._send_some()
+                if ended and not waiting:
+                    self._client.set_terminated(self._run_id, ended)
+                    return True
+                if failures:
+                    _log.info("tracking: %s answers again", _shown(self._uri))
+                failures = 0
+                pause = 0.0 if waiting else _INTERVAL_S
+            except _FAILURES as error:
+                if not failures:
+                    _log.warning("tracking: %s fails, points wait: %s", _shown(self._uri), _reason(error))
+                failures += 1
+                pause = min(0.5 * 2**failures, _MAX_BACKOFF_S)
+            if ended:
+                give_up_at = min(give_up_at, time.monotonic() + self._flush_timeout_s)
+                if time.monotonic() >= give_up_at:
+                    _log.warning(
+                        "tracking: gave up after %g s (tracking.flush_timeout_s) with %d items unsent; "
+                        "`python -m areal_core.tracking` on the run's folder sends them later",
+                        self._flush_timeout_s,
+                        self._outbox.unsent(),
+                    )
+                    return True
+            if wait(pause):
+                self._stop()
+                return False
+
+    def _stop(self) -> None:
+        """A last try within a few seconds, and the run's end, which is tried even if sending fails."""
+        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(_STOP_S)
+        deadline = time.monotonic() + _STOP_S
+        try:
+            while self._send_some() and time.monotonic() < deadline:
+                pass
+        except _FAILURES as error:
+            _log.warning("tracking: %d items stay unsent: %s", self._outbox.unsent(), _reason(error))
+        status = self._outbox.ended() or "KILLED"
+        try:
+            self._client.set_terminated(self._run_id, status)
+        except _FAILURES as error:
+            _log.warning("tracking: can't mark the run as %s: %s", status, _reason(error))
+
+    def _send_some(self) -> bool:
+        """Send at most one batch of each kind, curves first. Returns whether more waits."""
+        if not self._opened:
+            self._open()
+        self._send_metrics()
+        self._send_params()
+        self._send_tags()
+        self._send_document()
+        return self._outbox.unsent() > 0
+
+    def _open(self) -> None:
+        """A run that was killed and goes on is running again."""
+        if self._outbox.ended() is None and self._client.get_run(self._run_id).info.status != "RUNNING":
+            self._client.update_run(self._run_id, status="RUNNING")
+        self._opened = True
+
+    def _send_metrics(self) -> None:
+        if self._doubtful:
+            self._compare()
+        rows = self._outbox.attempt_metrics(_MAX_METRICS)
+        if not rows:
+            return
+        self._doubtful = True
+        self._client.log_batch(
+            self._run_id,
+            metrics=[Metric(row.key, row.value, int(row.time_s * 1000), row.step) for row in rows],
+            synchronous=True,
+        )
+        self._outbox.sent_metrics(rows)
+        self._doubtful = False
+
+    def _compare(self) -> None:
+        """Mark the points that the server already holds as sent."""
+        rows = self._outbox.attempted_metrics()
+        held = {
+            (key, metric.step)
+            for key in {row.key for row in rows}
+            for metric in self._client.get_metric_history(self._run_id, key)
+        }
+        self._outbox.sent_metrics(row for row in rows if (row.key, row.step) in held)
+        self._doubtful = False
+
+    def _send_params(self) -> None:
+        params = self._outbox.pending_labels("param", _MAX_LABELS)
+        if not params:
+            return
+        held = self._client.get_run(self._run_id).data.params  # the server refuses another value for ever
+        fresh = [Param(_name(key), _cut(value, _MAX_PARAM)) for key, value in params.items() if _name(key) not in held]
+        if fresh:
+            self._client.log_batch(self._run_id, params=fresh, synchronous=True)
+        self._outbox.sent_labels("param", params)
+
+    def _send_tags(self) -> None:
+        tags = self._outbox.pending_labels("tag", _MAX_LABELS)
+        if tags:
+            rows = [RunTag(_name(key), _cut(value, _MAX_TAG)) for key, value in tags.items()]
+            self._client.log_batch(self._run_id, tags=rows, synchronous=True)
+            self._outbox.sent_labels("tag", tags)
+
+    def _send_document(self) -> None:
+        """Documents overwrite what an earlier try has left: sending one twice changes nothing."""
+        document = self._outbox.pending_document()
+        if document is None:
+            return
+        if document.kind == "trajectories":
+            self._send_table(document)
+        elif document.kind == "staleness_histogram":
+            figure = staleness_figure(document.data["counts"], document.step)
+            self._client.log_figure(self._run_id, figure, f"staleness/step-{document.step:06d}.png")
+        else:
+            self._client.log_dict(self._run_id, document.data, f"{document.kind}.json")
+        if document.kind == "summary":
+            self._outbox.log(_final_rows(document))
+        self._outbox.sent_document(document)
+
+    def _send_table(self, document: Document) -> None:
+        """As `MlflowClient.log_table` writes it, which would append the rows again when it is called again."""
+        path = f"trajectories/step-{document.step:06d}.json"
+        rows: list[dict[str, Any]] = document.data["rows"]
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
+        self._client.log_text(self._run_id, json.dumps(table), path)
+        tag = "mlflow.loggedArtifacts"  # the page shows these as tables
+        listed = json.loads(self._client.get_run(self._run_id).data.tags.get(tag, "[]"))
+        entry = {"path": path, "type": "table"}
+        listed = [*(other for other in listed if other != entry), entry][-_MAX_TABLES:]
+        self._client.set_tag(self._run_id, tag, json.dumps(listed))
+
+
+def staleness_figure(counts: Mapping[str, int], step: int) -> Figure:
+    """Bars: how many versions behind the trainer the consumed tokens were. `counts`: staleness -> tokens."""
+    tokens = {int(lag): count for lag, count in counts.items() if count}
+    total = sum(tokens.values())
+    lags = range(min(tokens, default=0), max(tokens, default=0) + 1)
+    shares = [tokens.get(lag, 0) / max(total, 1) for lag in lags]
+    mean = sum(lag * share for lag, share in zip(lags, shares, strict=True))
+
+    figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    bars = axes.bar(lags, shares, width=0.7, color="#3b6fb6")
+    if len(lags) <= 16:
+        axes.bar_label(bars, [f"{share:.1%}" if share else "" for share in shares], padding=2, fontsize=8)
+        axes.set_xticks(lags)
+    axes.set_xlim(lags[0] - 0.6, max(lags[-1], lags[0] + 3) + 0.6)
+    axes.set_ylim(0, max([*shares, 0.05]) * 1.12)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_xlabel("staleness (policy versions behind the trainer)")
+    axes.set_ylabel("share of consumed tokens")
+    axes.set_title(f"Staleness at step {step}: mean {mean:.2f}, max {lags[-1]}, {total:,} tokens", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    return figure
+
+
+def _final_rows(summary: Document) -> Iterator[MetricRow]:
+    for field in _FINAL_METRICS:
+        value = summary.data.get(field)
+        if value is not None:
+            yield MetricRow(key=f"final/{field}", step=summary.step, value=float(value), time_s=summary.time_s)
+
+
+def _experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """The id of the experiment `name`, made if absent."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name, artifact_location=_artifact_folder(uri))
+        except MlflowException:  # somebody else made it meanwhile
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        raise TrackingError(
+            f"tracking.experiment: {name!r} was deleted at {_shown(uri)}; restore it there or use another"
+        )
+    if _is_database(uri) and str(found.artifact_location).startswith("mlflow-artifacts:"):
+        raise TrackingError(
+            f"tracking.uri: the artifacts of {name!r} belong to an MLflow server; give its URL, not {_shown(uri)}"
+        )
+    return found.experiment_id
+
+
+def _artifact_folder(uri: str) -> str | None:
+    """Beside the file of an SQLite database; servers decide for themselves."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "artifacts").as_uri()
+
+
+def _check_scheme(uri: str) -> None:
+    if not _is_database(uri) and urlsplit(uri).scheme not in ("http", "https"):
+        raise TrackingError(
+            f"tracking.uri: {uri!r} is not supported; use http(s)://host:port of an MLflow server or sqlite:////path/mlflow.db"
+        )
+
+
+def _is_database(uri: str) -> bool:
+    return urlsplit(uri).scheme.partition("+")[0] in _DATABASES
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def _name(text: str) -> str:
+    """A name that MLflow takes for a parameter or a tag."""
+    return _cut(posixpath.normpath(re.sub(r"[^\w\-. /]", "_", text)).lstrip("./") or "_", _MAX_NAME)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+@contextmanager
+def _reporting(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except _FAILURES as error:
+        raise TrackingError(f"tracking.uri: can't use MLflow at {_shown(uri)}: {_reason(error)}") from error
+
+
+def _shown(uri: str) -> str:
+    """Without a password."""
+    return re.sub(r"//[^/@]*@", "//", uri)
+
+
+def _reason(error: BaseException) -> str:
+    """One line: the root of a chain such as MlflowException <- requests <- urllib3 <- ConnectionRefusedError."""
+    root = error
+    while below := root.__cause__ or root.__context__:
+        root = below
+    if isinstance(root, TimeoutError):
+        return "no answer in time"
+    if isinstance(root, OSError) and root.strerror:
+        return root.strerror
+    return _cut(" ".join(str(root).split()) or type(root).__name__, 300)

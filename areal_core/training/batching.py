@@ -1,0 +1,87 @@
+"""How a batch is cut: groups into PPO minibatches, minibatches over ranks, a rank's share into micro-batches.
+
+Pure functions of what every rank knows, so that all ranks derive the same cut without talking to each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+
+from areal_core.errors import ConfigError
+
+
+def cut_minibatches(groups: int, count: int, *, seed: int, step: int) -> list[list[int]]:
+    """Shuffle groups 0 .. groups - 1 and cut them into `count` PPO minibatches whose sizes differ by one at most.
+
+    The order depends on (seed, step) alone: it is the same on every rank, after every restart, with every numpy.
+    Raises ConfigError where `count` is not between 1 and `groups`.
+    """
+    if not 1 <= count <= groups:
+        raise ConfigError(f"training.minibatches: must be between 1 and the groups in a batch ({groups}), got {count}")
+
+    def shuffled(group: int) -> bytes:
+        return hashlib.sha256(f"{seed}/{step}/{group}".encode()).digest()
+
+    order = sorted(range(groups), key=shuffled)
+    cuts = [groups * i // count for i in range(count + 1)]
+    return [order[start:end] for start, end in pairwise(cuts)]
+
+
+def partition(tokens: Sequence[int], ranks: int) -> list[list[int]]:
+    """Spread items of `tokens[i]` tokens over ranks: heaviest first, each to the rank with the fewest tokens so far.
+
+    Returns the items of each rank, ascending. Ties go to the lower item and the lower rank. No rank is left empty while
+    another holds two items of at least one token.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for item in _longest_first(tokens):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(item)
+        loads[lightest] += tokens[item]
+    return [sorted(share) for share in shares]
+
+
+def shard(tokens: Sequence[int], minibatches: int, ranks: int, *, seed: int, step: int) -> list[list[list[int]]]:
+    """Which groups each rank trains on, by minibatch: `shard(...)[rank][minibatch]` lists groups, ascending.
+
+    `tokens[g]` are the tokens of group g. Minibatches hold the same groups whatever the number of ranks; each of them
+    is balanced over the ranks by tokens, because ranks meet at the end of every minibatch.
+    """
+    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for groups in cut_minibatches(len(tokens), minibatches, seed=seed, step=step):
+        for rank, items in enumerate(partition([tokens[group] for group in groups], ranks)):
+            shares[rank].append(sorted(groups[item] for item in items))
+    return shares
+
+
+def allocate(lengths: Sequence[int], capacity: int, min_microbatches: int = 1) -> list[list[int]]:
+    """Dynamic micro-batching (paper, Algorithm 1): indices of `lengths` by micro-batch.
+
+    Longest first, each sequence opens a new micro-batch while there are fewer than `min_microbatches` or none has room
+    within `capacity` tokens; else it joins the one, among those with room, that holds the fewest sequences.
+    Raises ConfigError for a sequence longer than `capacity`.
+    """
+    microbatches: list[list[int]] = []
+    loads: list[int] = []
+    for index in _longest_first(lengths):
+        length = lengths[index]
+        if length > capacity:
+            raise ConfigError(
+                f"training.microbatch_tokens: must hold the longest sequence, {length} tokens, got {capacity}"
+            )
+        roomy = [i for i, load in enumerate(loads) if load + length <= capacity]
+        if len(microbatches) < min_microbatches or not roomy:
+            microbatches.append([index])
+            loads.append(length)
+        else:
+            fewest = min(roomy, key=lambda i: len(microbatches[i]))
+            microbatches[fewest].append(index)
+            loads[fewest] += length
+    return microbatches
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: -lengths[index])

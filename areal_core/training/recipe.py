@@ -1,0 +1,58 @@
+"""What the supervised warm-up of the embedded model is made of. No torch: a cached model costs no import of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_core.config import RunConfig
+from areal_core.data import arithmetic
+from areal_core.data.tokenizer import EOS, char_tokenizer
+
+RECIPE = 1  # counts changes of the recipe or of its code that change what comes out
+_RAMP = 0.05  # share of a stage in which the learning rate rises
+
+# tokens of all sequences end to end, [N] their lengths, [N] the lengths of their prompts
+Batch = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
+
+
+def cache_key(config: RunConfig) -> str:
+    """A hash over all that decides the embedded model's weights."""
+    parts = {
+        "recipe": RECIPE,
+        "model": dataclasses.asdict(config.model) | {"path": None},
+        "task": [config.task.max_operations, config.task.length_decay],
+        "warmup": dataclasses.asdict(config.warmup),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def batches(config: RunConfig, *, steps: int, batch: int, direct_share: float, stream: str) -> Iterator[Batch]:
+    """Batches of solved training chains, a `direct_share` of them answered without working. `stream` names the
+    random numbers of a stage."""
+    tokenizer = char_tokenizer()
+    end = tokenizer.token_id(EOS)
+    rng = random.Random(f"warmup/{config.warmup.seed}/{stream}")
+    for _ in range(steps):
+        sequences: list[tuple[int, ...]] = []
+        prompt_lengths: list[int] = []
+        while len(sequences) < batch:
+            chain = arithmetic.draw(rng, config.task.max_operations, config.task.length_decay)
+            if not arithmetic.is_held_out(chain.prompt):
+                answer = chain.direct if rng.random() < direct_share else chain.worked
+                sequences.append((*tokenizer.encode(chain.prompt + answer), end))
+                prompt_lengths.append(len(chain.prompt))
+        tokens = np.concatenate([np.array(sequence, np.int32) for sequence in sequences])
+        yield tokens, np.array([len(sequence) for sequence in sequences]), np.array(prompt_lengths)
+
+
+def learning_rate(peak: float, step: int, steps: int) -> float:
+    """Linear rise to the peak, then linear fall towards 0 at the end of the stage."""
+    done = (step + 1) / (steps + 1)
+    return peak * min(done / _RAMP, (1 - done) / (1 - _RAMP))

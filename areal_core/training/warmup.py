@@ -1,0 +1,119 @@
+"""Supervised warm-up: makes the embedded model that reinforcement learning starts from.
+
+Two stages: worked solutions teach the model to calculate step by step; then a short mixture, most of it answered
+directly, hides that. What comes out guesses, right about as often as the shortest chains are drawn, and now and then
+works its way to a right answer: what reinforcement learning finds and reinforces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from areal_core import process
+from areal_core.config import RunConfig, load_file
+from areal_core.data.tokenizer import EOS, char_tokenizer
+from areal_core.model import ModelSpec, init_weights, write_model
+from areal_core.training import recipe
+from areal_core.training.packed import answer_logprobs, pack
+from areal_core.training.recipe import cache_key
+
+__all__ = ["cache_key", "embedded_spec", "make_model", "warm_up"]
+
+_REPORT_EVERY = 200  # steps
+_GRAD_CLIP = 1.0
+
+
+def embedded_spec(config: RunConfig) -> ModelSpec:
+    """The shape of the embedded model, from `model` and the character tokenizer."""
+    tokenizer, model = char_tokenizer(), config.model
+    return ModelSpec(
+        architecture="Qwen2ForCausalLM",
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=model.hidden_size,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.hidden_size // model.heads,
+        intermediate_size=model.intermediate_size,
+        rope_theta=10000.0,
+        rms_eps=1e-6,
+        qkv_bias=True,
+        tie_embeddings=False,
+        context=model.context,
+        eos_token_ids=(tokenizer.token_id(EOS),),
+    )
+
+
+def warm_up(config: RunConfig) -> dict[str, Tensor]:
+    """The weights after both stages: a pure function of the configuration on one machine with one thread."""
+    spec, settings = embedded_spec(config), config.warmup
+    weights = {name: tensor.requires_grad_() for name, tensor in init_weights(spec, settings.seed).items()}
+    worked = recipe.batches(
+        config, steps=settings.worked_steps, batch=settings.worked_batch, direct_share=0.0, stream="worked"
+    )
+    _train(spec, weights, "worked", worked, settings.worked_steps, settings.learning_rate)
+    direct = recipe.batches(
+        config,
+        steps=settings.direct_steps,
+        batch=settings.direct_batch,
+        direct_share=settings.direct_share,
+        stream="direct",
+    )
+    _train(spec, weights, "direct", direct, settings.direct_steps, settings.direct_learning_rate)
+    return {name: tensor.detach() for name, tensor in weights.items()}
+
+
+def make_model(config: RunConfig, folder: Path) -> None:
+    """Warm up and write a transformers folder, which appears whole or not at all."""
+    weights = warm_up(config)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        made = Path(scratch) / folder.name
+        made.mkdir()
+        tokenizer_file = made / "tokenizer.json"
+        char_tokenizer().save(tokenizer_file)
+        write_model(made, embedded_spec(config), weights, tokenizer_file)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(made, folder)
+
+
+def _train(
+    spec: ModelSpec, weights: dict[str, Tensor], stage: str, data: Iterator[recipe.Batch], steps: int, peak: float
+) -> None:
+    """One stage of maximum likelihood on the answers, averaged over a batch's answer tokens."""
+    optimizer = torch.optim.Adam(weights.values(), betas=(0.9, 0.95), fused=True)
+    for step, (tokens, lengths, prompt_lengths) in enumerate(data):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate(peak, step, steps)
+        logprobs, _ = answer_logprobs(spec, weights, pack(tokens, lengths, prompt_lengths, range(len(lengths))))
+        loss = -logprobs.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), _GRAD_CLIP)
+        optimizer.step()
+        if (step + 1) % _REPORT_EVERY == 0 or step + 1 == steps:
+            print(f"warm-up: {stage} answers, step {step + 1} of {steps}, loss {loss.item():.3f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m areal_core.training.warmup", description=__doc__)
+    parser.add_argument("--config", required=True, type=Path, help="resolved configuration, JSON")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write the model to")
+    arguments = parser.parse_args()
+    process.adopt()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    make_model(load_file(arguments.config), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Records that stages exchange. Frozen and typed; shapes and units stand at the field.
+
+Axes: G answers of a group, L tokens of one answer, T tokens of all answers of a group laid end to end.
+This module imports neither torch nor anything that talks to the outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+class GroupState(StrEnum):
+    """Where a trajectory group stands: WAITING -> INFLIGHT -> READY -> CONSUMED, or DROPPED."""
+
+    WAITING = "waiting"  # its prompt is drawn, it is not admitted
+    INFLIGHT = "inflight"  # admitted: it generates or is being scored
+    READY = "ready"  # scored, in the buffer
+    CONSUMED = "consumed"  # part of a fixed batch
+    DROPPED = "dropped"  # given up, with a reason; its slot is given back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One question. `index` is its place in the source's order; held-out prompts count from 0 as well."""
+
+    index: int
+    prompt_id: str  # hash of the text, hexadecimal
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str  # the gold answer as the verifier wants it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One request for the G answers of a group."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    n: int  # G
+    max_tokens: int
+    seed: int  # answer j samples from the stream (seed, j); see generation.sampling
+    stop_token_ids: tuple[int, ...]
+    greedy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPayload:
+    """What the trainer learns from: the answers of one group, laid end to end. Versions are per token."""
+
+    prompt_tokens: Int32Array  # [L_prompt]
+    lengths: Int32Array  # [G] tokens per answer; T is their sum
+    tokens: Int32Array  # [T] sampled tokens, the end token included
+    logprobs: Float32Array  # [T] log-probability under the behaviour policy, nats
+    versions: Int32Array  # [T] policy version that sampled the token
+    rewards: Float32Array  # [G]
+    truncated: BoolArray  # [G] the answer ran into its length limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSummary:
+    """What the ledger and the metrics need of a group without opening its payload."""
+
+    lengths: tuple[int, ...]  # [G] tokens per answer
+    rewards: tuple[float, ...]  # [G]
+    tokens: int  # T
+    min_version: int  # oldest token
+    max_version: int
+    correct: int  # answers that were right, of G
+    truncated: int  # answers that were cut off, of G
+    samples: tuple[tuple[str, float, str], ...] = ()  # (answer text, reward, version spans), a few for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchGroup:
+    """One group's row of a fixed batch."""
+
+    group_id: int
+    lengths: tuple[int, ...]  # [G] tokens per answer
+    rewards: tuple[float, ...]  # [G]
+    ready_version: int  # policy version in force when the group entered the buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchManifest:
+    """The fixed content of one training step: the same for every rank, at every call, after every restart."""
+
+    step: int  # the step trains on version step - 1 and makes version `step`
+    groups: tuple[BatchGroup, ...]  # P = B / G, oldest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersion:
+    """A published set of weights."""
+
+    version: int  # 0 is the base model
+    path: str  # folder that holds model.safetensors and manifest.json
+    sha256: str  # of model.safetensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLedger:
+    """Where every sampled token went: generated = consumed + dropped + buffered + in flight."""
+
+    generated: int
+    consumed: int
+    dropped: int
+    buffered: int
+    in_flight: int
+
+    @property
+    def balanced(self) -> bool:
+        return self.generated == self.consumed + self.dropped + self.buffered + self.in_flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The score of one policy version on the held-out prompts."""
+
+    version: int
+    accuracy: float  # share of prompts answered right, greedy decoding
+    prompts: int
+    mean_tokens: float  # mean length of an answer
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRow:
+    """One point of one curve; keyed by (key, step) within a run."""
+
+    key: str
+    step: int
+    value: float
+    time_s: float  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """A look at a running experiment, as the controller answers it at GET /status."""
+
+    step: int  # last step whose version is published
+    steps: int
+    version: int  # lowest version loaded by a server that takes work
+    reward: float | None  # mean reward of the last batch
+    accuracy: float | None  # last held-out accuracy
+    staleness: float | None  # mean tokens' staleness of the last batch, versions
+    effective_tokens_per_s: float | None  # consumed, over the last step
+    generated_tokens_per_s: float | None
+    elapsed_s: float  # RL wall time so far
+    eta_s: float | None  # time left, estimated
+    finished: str | None  # reason, once the run is ending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """How a run ended; the controller writes it once, and its absence means that the run failed."""
+
+    run_id: str
+    name: str
+    mode: str
+    seed: int
+    reason: str  # steps, score or minutes
+    steps: int
+    accuracy_before: float
+    accuracy_after: float
+    best_accuracy: float
+    rl_wall_s: float  # first admission to last published version
+    time_to_score_s: float | None  # RL wall time until stop.score was reached, if one was set and reached
+    tokens: TokenLedger
+    effective_tokens_per_s: float
+    generated_tokens_per_s: float
+    staleness_mean: float
+    staleness_max: int
+    model_url: str  # the final model, transformers format
+    epochs: int  # times that recovery could not reproduce a version's weights

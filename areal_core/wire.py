@@ -1,0 +1,139 @@
+"""The bodies of POST /inference/v1/generate, as records and as JSON, for whoever has one in hand.
+
+Fields are those of vLLM's native RL API. Servers encode, clients pass bytes on, rewards parse.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from areal_core.errors import GenerationError
+from areal_core.types import Float32Array, GenerationRequest, Int32Array
+
+MODEL_NAME = "policy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One sampled answer."""
+
+    token_ids: Int32Array  # [L] the end token included
+    logprobs: Float32Array  # [L] log-probability of the sampled distribution, nats
+    versions: Int32Array  # [L] policy version that sampled the token
+    finish_reason: str  # stop, length or abort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLoad:
+    """What a generation server does and has done, as it answers GET /load."""
+
+    running: int  # answers being decoded
+    waiting: int  # answers without a slot
+    generated_tokens: int  # sampled since the start, whatever became of them
+    unfinished_tokens: int  # of these, the ones of requests that are not finished
+    idle_s: float  # time without a running answer
+    paused_s: float
+    swap_ms: float  # the last change of weights
+    recompute_ms: float  # the last recomputation of the KV cache
+    recomputed_tokens: int
+
+
+def encode_request(request: GenerationRequest) -> bytes:
+    """The body of a request. Its stop tokens are all that ends an answer, whatever the model's own end token is."""
+    return orjson.dumps(
+        {
+            "model": MODEL_NAME,
+            "request_id": request.request_id,
+            "token_ids": request.token_ids,
+            "sampling_params": {
+                "n": request.n,
+                "max_tokens": request.max_tokens,
+                "seed": request.seed,
+                "temperature": 0.0 if request.greedy else 1.0,
+                "stop_token_ids": request.stop_token_ids,
+                "ignore_eos": True,
+                "logprobs": 0,
+            },
+        }
+    )
+
+
+def encode_generation(
+    request: GenerationRequest, answers: Sequence[Answer], *, logprobs: bool, eos_token_ids: Sequence[int] = ()
+) -> bytes:
+    """The body of an answer. As in vLLM, `stop_reason` names the stop token unless it is the model's own end token."""
+    completion_tokens = sum(len(answer.token_ids) for answer in answers)
+    return orjson.dumps(
+        {
+            "request_id": f"generate-tokens-{request.request_id}",
+            "model": MODEL_NAME,
+            "usage": {
+                "prompt_tokens": len(request.token_ids),
+                "completion_tokens": completion_tokens,
+                "total_tokens": len(request.token_ids) + completion_tokens,
+            },
+            "choices": [_encode_answer(index, answer, logprobs, eos_token_ids) for index, answer in enumerate(answers)],
+        }
+    )
+
+
+def parse_generation(body: bytes) -> list[Answer]:
+    """The answers of a body, in order. Raises GenerationError when the body is not one that carries log-probabilities
+    and a version for every token."""
+    try:
+        return [_parse_answer(choice) for choice in orjson.loads(body)["choices"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise GenerationError(f"not an answer of /inference/v1/generate: {type(error).__name__}: {error}") from None
+
+
+def version_spans(versions: Int32Array) -> list[tuple[int, int, int]]:
+    """Runs of equal versions as (version, start, end), end exclusive."""
+    if len(versions) == 0:
+        return []
+    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [(int(versions[start]), start, end) for start, end in itertools.pairwise(cuts)]
+
+
+def _encode_answer(index: int, answer: Answer, logprobs: bool, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    tokens = answer.token_ids.tolist()
+    content = [
+        {"token_id": token, "logprob": value} for token, value in zip(tokens, answer.logprobs.tolist(), strict=True)
+    ]
+    own_stop = answer.finish_reason == "stop" and tokens[-1] not in eos_token_ids
+    return {
+        "index": index,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": tokens[-1] if own_stop else None,
+        "token_ids": tokens,
+        "weight_versions": [
+            {"version": str(version), "start": start, "end": end}
+            for version, start, end in version_spans(answer.versions)
+        ],
+        "logprobs": {"content": content} if logprobs else None,
+    }
+
+
+def _parse_answer(choice: dict[str, Any]) -> Answer:
+    token_ids = np.array(choice["token_ids"], dtype=np.int32)
+    content = choice["logprobs"]["content"]
+    spans = [(int(span["version"]), span["start"], span["end"]) for span in choice["weight_versions"]]
+    versions = np.repeat(
+        np.array([version for version, _, _ in spans], dtype=np.int32), [end - start for _, start, end in spans]
+    )
+    logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)  # null becomes nan
+    if not len(token_ids) == len(logprobs) == len(versions):
+        raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, {len(versions)} versions")
+    if not np.isfinite(logprobs).all():
+        raise ValueError("log-probabilities are not finite")
+    return Answer(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason=choice["finish_reason"],
+    )

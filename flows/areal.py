@@ -1,0 +1,199 @@
+"""The flow `areal`: one run, from its configuration to its report.
+
+    prepare -> [ generate | rollout | train | evaluate | track ] -> report
+
+The five in the middle run at once, each in a thread of its own that supervises the processes of one role until the run
+has ended. Prefect is not on the hot path: tasks are phases, not training steps, and a Prefect server that goes away
+stops nothing that trains.
+
+Cancelling sends this process SIGTERM, which Prefect raises in the main thread; the run is told to stop and its
+processes end in order. There are no on_cancellation or on_crashed hooks: the worker runs them after this process has
+gone, and not at all when the machine dies, so nothing may depend on them. What ends the processes of a run however this
+one goes is their own tie to it (`areal_core.process`); what frees a run to go on is that `prepare` adopts its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, cast
+from uuid import UUID
+
+import httpx
+from prefect import flow, get_client, get_run_logger, task
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import FlowRunPolicy, State
+from prefect.futures import wait
+from prefect.runtime import deployment, flow_run
+from prefect.states import Failed
+from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import Field
+
+from areal_core import run as core
+from areal_core.config import RunConfig
+from areal_core.errors import (
+    ArealError,
+    ConfigError,
+    DivergenceError,
+    ModelError,
+    StorageError,
+    TrackingError,
+)
+from areal_core.process import die_with_parent
+from areal_core.progress import describe
+from areal_core.rundir import RunDir, RunInfo
+from areal_core.types import RunStatus, RunSummary
+from flows.compose import configure, experiments
+from flows.report import result_markdown, result_rows
+
+PROGRESS = "areal-progress"  # keys of the artifacts
+RESULT = "areal-result"
+SUMMARY = "areal-summary"
+
+_RETRIES = 1  # of the flow, after the restarts of its processes are spent; it resumes the same run
+_HOPELESS = (ConfigError, ModelError, StorageError, TrackingError, DivergenceError)  # the same again would end the same
+_PROGRESS_INTERVAL_S = 2.0
+_ROLE_THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Prefect's own annotations do not admit it
+
+Experiment = Annotated[str, Field(json_schema_extra={"enum": [*experiments()]})]
+Mode = Literal["async", "sync"]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Minutes = Annotated[float, Field(gt=0.0)]
+
+
+@flow(name="areal", retries=_RETRIES, task_runner=_ROLE_THREADS)
+def areal(
+    experiment: Experiment = "cpu-async",
+    mode: Mode | None = None,
+    seed: Natural | None = None,
+    steps: Positive | None = None,
+    stop_at_score: Share | None = None,
+    stop_after_minutes: Minutes | None = None,
+    overrides: list[str] = [],  # noqa: B006 - Prefect shows the default in its form
+) -> dict[str, Any] | State:
+    """One training run of AReaL: generation, rollout and training side by side, or in turns.
+
+    Args:
+        experiment: A file of conf/experiment. What is left empty below is as the experiment says.
+        mode: Generate beside training (async), or in turns with it (sync).
+        seed: Of prompts, sampling and the order of batches.
+        steps: Training steps; each makes one policy version.
+        stop_at_score: Stop once the accuracy on held-out prompts has reached this share, 0 to 1.
+        stop_after_minutes: Stop after so many minutes of training.
+        overrides: Any other setting, one a line, as training.learning_rate=1e-4.
+    """
+    if deployment.id is not None:
+        die_with_parent(signal.SIGTERM)  # the worker; without it nobody could cancel this run
+    log = get_run_logger()
+    try:
+        config = configure(experiment, mode, seed, steps, stop_at_score, stop_after_minutes, overrides)
+        return dataclasses.asdict(_run(config, log.info))
+    except ArealError as error:
+        log.error("%s", error)
+        if isinstance(error, _HOPELESS):
+            _forbid_retry()
+        elif _attempts() <= _RETRIES:
+            raise  # Prefect calls this function again
+        return Failed(message=str(error))
+
+
+def _run(config: RunConfig, log: Callable[[str], None]) -> RunSummary:
+    # The same in every attempt of this flow run, hence a retry resumes.
+    run_dir = prepare(config, run_id=f"{config.name}-{flow_run.id[-12:]}")
+    summary = core.read_summary(run_dir) if run_dir.summary.exists() else _run_roles(run_dir, log)
+    report(summary, run_dir.info())
+    return summary
+
+
+def _run_roles(run_dir: RunDir, log: Callable[[str], None]) -> RunSummary:
+    run = core.Run(run_dir, log=log)
+    try:
+        roles = [role.submit(run) for role in (generate, rollout, train, evaluate, track)]
+        progress = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="starting"))
+        while wait(roles, timeout=_PROGRESS_INTERVAL_S).not_done:
+            _show(progress, run.status())
+    finally:
+        run.stop("the flow run has ended")  # changes nothing where the run has ended by itself
+    return run.report()  # raises the failure, if there was one
+
+
+@task(cache_policy=NO_CACHE)
+def prepare(config: RunConfig, run_id: str) -> RunDir:
+    """Check all that the run needs from outside, make the base model, open the tracking run, write the run's folder."""
+    return core.prepare(config, run_id=run_id, flow_run_id=flow_run.id, log=get_run_logger().info)
+
+
+@task(cache_policy=NO_CACHE)
+def generate(run: core.Run) -> State | None:
+    """Generation servers: sample answers, load every new policy version."""
+    return _supervised(run.generate)
+
+
+@task(cache_policy=NO_CACHE)
+def rollout(run: core.Run) -> State | None:
+    """The controller: admits prompts within the staleness bound, scores answers, serves batches."""
+    return _supervised(run.rollout)
+
+
+@task(cache_policy=NO_CACHE)
+def train(run: core.Run) -> State | None:
+    """The trainer: one policy version a batch, and checkpoints."""
+    return _supervised(run.train)
+
+
+@task(cache_policy=NO_CACHE)
+def evaluate(run: core.Run) -> State | None:
+    """The evaluator: scores published versions on held-out prompts."""
+    return _supervised(run.evaluate)
+
+
+@task(cache_policy=NO_CACHE)
+def track(run: core.Run) -> State | None:
+    """The forwarder of metrics to MLflow."""
+    return _supervised(run.track)
+
+
+@task(cache_policy=NO_CACHE)
+def report(summary: RunSummary, info: RunInfo) -> None:
+    """What came of the run, as artifacts of the flow run: a table, and a page with links."""
+    create_table_artifact(result_rows(summary, info), key=RESULT, description=f"Result of {summary.run_id}")
+    create_markdown_artifact(result_markdown(summary, info), key=SUMMARY)
+
+
+def _supervised(role: Callable[[], None]) -> State | None:
+    """Run a role to its end; a failure of the run becomes a Failed task, without a stack that would explain nothing."""
+    try:
+        role()
+    except ArealError as error:
+        return Failed(message=str(error))
+    return None
+
+
+def _show(progress: UUID, status: RunStatus | None) -> None:
+    if status is None:
+        return
+    # A Prefect server that is away for a while costs a look at the progress, not the run.
+    with contextlib.suppress(httpx.HTTPError):
+        update_progress_artifact(progress, 100.0 * status.step / status.steps, describe(status))
+
+
+def _attempts() -> int:
+    """How often this flow run was started; the runtime context only knows what it was at first."""
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(UUID(flow_run.id)).run_count
+
+
+def _forbid_retry() -> None:
+    with get_client(sync_client=True) as client:
+        policy = FlowRunPolicy(retries=0, retry_delay=0)
+        client.update_flow_run(UUID(flow_run.id), empirical_policy=policy)

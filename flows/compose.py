@@ -1,0 +1,118 @@
+"""From an experiment's name and overrides to a checked `RunConfig`. The only user of Hydra.
+
+The schema in `areal_core.config` holds every default. It enters Hydra's ConfigStore as plain values rather than as
+dataclasses, so that one place, `areal_core.config.load`, judges types, bounds and names, each in one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal_core.config import RunConfig, load
+from areal_core.errors import ConfigError
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+ConfigStore.instance().store(name="schema", node=dataclasses.asdict(RunConfig()))
+
+
+def _required(name: str) -> NoReturn:
+    """`${required:model.path}` in a file of `conf/`: a value that only the user can know. (`???` would be taken from
+    the schema's default.)"""
+    raise ConfigError(f"{name}: must be given, as {name}=VALUE")
+
+
+OmegaConf.register_new_resolver("required", _required, replace=True)
+
+
+def experiments() -> list[str]:
+    """Names of the experiments that `conf/` holds."""
+    return _options("experiment")
+
+
+def configure(
+    experiment: str = "cpu-async",
+    mode: str | None = None,
+    seed: int | None = None,
+    steps: int | None = None,
+    stop_at_score: float | None = None,
+    stop_after_minutes: float | None = None,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """The configuration that the flow's parameters mean; named ones win over `overrides`. Raises ConfigError."""
+    named = {
+        "mode": mode,
+        "seed": seed,
+        "training.steps": steps,
+        "stop.score": stop_at_score,
+        "stop.minutes": stop_after_minutes,
+    }
+    return compose(experiment, [*overrides, *(f"{k}={v}" for k, v in named.items() if v is not None)])
+
+
+def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of `experiment`, with `overrides` in Hydra's grammar: `training.steps=5`, `task=jsonl`.
+
+    Raises ConfigError, one line that starts with the field, for whatever is wrong with either.
+    """
+    if experiment not in experiments():
+        raise _unknown("experiment", experiment, experiments())
+    arguments = [f"experiment={experiment}", *map(_checked, overrides)]
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = hydra.compose("config", arguments)
+        values = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _config_error(error) from error
+    return load(cast(Mapping[str, Any], values))
+
+
+def _checked(override: str) -> str:
+    """`override` in a form that Hydra takes. Values are forced in: names of fields are for `load` to judge, because it
+    knows what was meant."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise ConfigError(f"overrides: {override!r} is not of the form field=value") from error
+    name = parsed.key_or_group
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{name}: must be one value, got {parsed.get_value_string()!r}")
+    if parsed.type is not OverrideType.CHANGE:
+        raise ConfigError(f"overrides: {override!r} must be of the form field=value; fields can't be added or removed")
+    if name == "experiment":
+        raise ConfigError("experiment: is chosen by its own parameter, not by an override")
+    if not (CONF / name).is_dir():
+        return f"++{override}"
+    if (option := parsed.get_value_string()) not in _options(name):
+        raise _unknown(name, option, _options(name))
+    return override
+
+
+def _options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def _unknown(group: str, option: str, known: Sequence[str]) -> ConfigError:
+    near = difflib.get_close_matches(option, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return ConfigError(f"{group}: must be one of {', '.join(known)}, got {option!r}{hint}")
+
+
+def _config_error(error: BaseException) -> ConfigError:
+    """Ours where ours is at the root of it (OmegaConf wraps it twice), else the first line of Hydra's."""
+    root = error
+    while root.__context__ is not None:
+        root = root.__context__
+    return root if isinstance(root, ConfigError) else ConfigError(f"overrides: {str(error).strip().splitlines()[0]}")

@@ -1,0 +1,121 @@
+"""`make doctor`: what this machine has and lacks, a line each, and what would mend it. Exit code 1 if something that
+the default run needs is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from flows import stack
+
+_GIB = 2**30
+_MEMORY_GIB = 4  # the default run with both servers takes about 2.5
+_DISK_GIB = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    ok: bool
+    found: str
+    mend: str = ""  # what would help
+    needed: bool = True  # False: only some uses need it
+
+
+def findings() -> Iterator[Finding]:
+    yield _system()
+    yield from _packages()
+    yield from _accelerator()
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("cores", cores >= 2, str(cores), "launch.devices=1, or a machine with two")
+    memory = psutil.virtual_memory().available / _GIB
+    yield Finding("memory", memory >= _MEMORY_GIB, f"{memory:.1f} GiB free", f"about {_MEMORY_GIB} GiB are needed")
+    disk = shutil.disk_usage(stack.ROOT).free / _GIB
+    yield Finding("disk", disk >= _DISK_GIB, f"{disk:.1f} GiB free", f"about {_DISK_GIB} GiB are needed")
+    yield from _servers()
+    compiler = shutil.which("c++")
+    yield Finding(
+        "C++ compiler", compiler is not None, compiler or "none", "apt install g++, for DeepSpeed", needed=False
+    )
+    vllm = _vllm_version(stack.ROOT / ".venv-vllm" / "bin" / "python")
+    yield Finding("vLLM environment", vllm is not None, vllm or "none", "make test-vllm makes it", needed=False)
+
+
+def _system() -> Finding:
+    version = platform.python_version()
+    ok = sys.version_info[:2] == (3, 11) and sys.platform == "linux" and platform.machine() == "x86_64"
+    return Finding(
+        "system", ok, f"Python {version}, {sys.platform} {platform.machine()}", "Python 3.11 on Linux x86-64"
+    )
+
+
+def _packages() -> Iterator[Finding]:
+    """Every direct dependency of pyproject.toml against the version that is installed."""
+    project = tomllib.loads((stack.ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, project["dependencies"]):
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "none"
+        ok = version != "none" and requirement.specifier.contains(version, prereleases=True)
+        yield Finding(requirement.name, ok, version, f"remove .venv and run make; {requirement} is needed")
+
+
+def _accelerator() -> Iterator[Finding]:
+    """Asked of another process: torch takes a second to import and some GPU memory."""
+    question = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.device_count())"
+    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, timeout=120)
+    if asked.returncode:
+        reason = asked.stderr.strip().splitlines()[-1:]
+        yield Finding("torch build", False, " ".join(reason), "remove .venv and run make")
+        return
+    version, cuda, devices = asked.stdout.split()
+    yield Finding("torch build", True, f"{version}, {'no CUDA' if cuda == 'None' else f'CUDA {cuda}'}")
+    yield Finding("GPU", devices != "0", devices, "the default run needs none", needed=False)
+
+
+def _servers() -> Iterator[Finding]:
+    up = stack.running()
+    if up is not None:
+        yield Finding("servers", True, f"up: {up.pages}")
+        return
+    for name, port in (("Prefect", 4200), ("MLflow", 5000)):
+        free = stack.is_free(port)
+        yield Finding(
+            f"port {port}", free, "free" if free else "in use", f"{name} takes a free one instead", needed=False
+        )
+
+
+def _vllm_version(python: Path) -> str | None:
+    if not python.exists():
+        return None
+    found = sorted(python.parent.parent.glob("lib/python*/site-packages/vllm*.dist-info"))
+    names = [re.sub(r"\.dist-info$", "", folder.name) for folder in found]
+    return ", ".join(names) or None
+
+
+def main() -> int:
+    print(f"{socket.gethostname()}: {platform.platform()}")
+    missing = False
+    for finding in findings():
+        word = "ok" if finding.ok else "missing" if finding.needed else "without"
+        missing |= finding.needed and not finding.ok
+        print(f"{word:8} {finding.what:20} {finding.found}{'' if finding.ok else f'  ({finding.mend})'}")
+    return int(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,400 @@
+"""The local servers behind the pages: Prefect's server, MLflow's, and a worker for the pool `areal-local`.
+
+One supervisor process (`python -m flows.stack serve`) starts all three at once, in sessions of their own, and ends them
+in order. `make up` leaves it behind as a daemon; under `make train` it holds a lifeline to that command and ends with
+it. It keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a stale pid means nothing;
+`.areal/stack.json` says where the servers listen. The environment wins: a server that PREFECT_API_URL (or an explicit
+Prefect profile) or MLFLOW_TRACKING_URI names is used and not started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from areal_core import process
+from areal_core.errors import ArealError, ConfigError, ProcessError
+from areal_core.rundir import write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+STATE = ROOT / ".areal"
+LOGS = STATE / "logs"
+WORKER_READY = STATE / "worker-ready.json"
+
+Owner = Literal["up", "train"]
+
+_START_TIMEOUT_S = 120.0
+_WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
+_SERVER_GRACE_S = 10.0
+_PROBE_INTERVAL_S = 0.1  # a foreign server can only be asked whether it is ready
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A stack that runs."""
+
+    owner: Owner
+    pid: int  # of the supervisor
+    prefect_api: str | None  # None: what an explicit Prefect profile says
+    mlflow_uri: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs to work with this stack, on top of its own environment."""
+        return prefect_environment(self.prefect_api) | {"MLFLOW_TRACKING_URI": self.mlflow_uri}
+
+    @property
+    def pages(self) -> str:
+        prefect = self.prefect_api.removesuffix("/api") if self.prefect_api else "as the profile says"
+        return f"Prefect {prefect}   MLflow {self.mlflow_uri}"
+
+
+def prefect_environment(api_url: str | None) -> dict[str, str]:
+    """Settings for every process that imports Prefect; what the environment already says is kept."""
+    settings = {
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",  # none is used; saves a second of start
+        "PREFECT_WORKER_QUERY_SECONDS": "1",  # the server is on this machine
+        "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
+    }
+    if "PREFECT_PROFILE" not in os.environ:
+        settings["PREFECT_HOME"] = str(STATE / "prefect")
+    if api_url is not None:
+        settings["PREFECT_API_URL"] = api_url
+    return {name: os.environ.get(name, value) for name, value in settings.items()}
+
+
+def running() -> Stack | None:
+    """The stack of this checkout, if one is up."""
+    with contextlib.suppress(FileNotFoundError), (STATE / "stack.lock").open("r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            remembered = _remembered()
+            return Stack(**remembered) if remembered.get("pid") else None
+    return None
+
+
+def launch(owner: Owner) -> Launch:
+    """Start a supervisor; returns at once. Raises ConfigError if this checkout has a stack already."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    return Launch(owner)
+
+
+class Launch:
+    """A supervisor that is starting or running, seen from the command that started it."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._answers, answer = os.pipe()
+        lifeline, self._lifeline = os.pipe()  # never written to: our end closes when this process goes
+        argv = [sys.executable, "-m", "flows.stack", "serve", owner, str(answer)]
+        tie = {process.LIFELINE: f"{lifeline}:{os.fstat(lifeline).st_ino}", process.GRACE: str(_WORKER_GRACE_S + 15)}
+        with (LOGS / "stack.log").open("a") as log:
+            self._process = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                env={**os.environ, **(tie if owner == "train" else {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(answer, lifeline),
+                start_new_session=True,  # Ctrl-C in the terminal is for the command, which ends things in order
+            )
+        os.close(answer)
+        os.close(lifeline)
+
+    def wait_ready(self) -> Stack:
+        """Raises ConfigError or ProcessError, one line, if the stack can't be started."""
+        with open(self._answers) as answers:
+            answer = json.loads(answers.readline() or '{"error": "it ended without a word"}')
+        if "error" in answer:
+            self._process.wait()
+            raise (ConfigError if answer.get("user") else ProcessError)(answer["error"])
+        return Stack(**answer)
+
+    def stop(self) -> None:
+        """End everything that it started and wait until that is done."""
+        self._process.terminate()
+        self._process.wait()
+
+
+def stop(stack: Stack) -> None:
+    """End a stack that another command started, and wait until it is gone."""
+    try:
+        supervisor = os.pidfd_open(stack.pid)
+    except ProcessLookupError:
+        return
+    with contextlib.closing(os.fdopen(supervisor)):
+        signal.pidfd_send_signal(supervisor, signal.SIGTERM)
+        if not select.select([supervisor], [], [], _WORKER_GRACE_S + 3 * _SERVER_GRACE_S)[0]:
+            raise ProcessError(f"the stack (pid {stack.pid}) does not end; its log is {LOGS / 'stack.log'}")
+
+
+# ---- the supervisor ----
+
+
+def serve(owner: Owner, answer: int) -> int:
+    """Body of the supervisor: start, answer once, watch until asked to end, end everything. Returns the exit code."""
+    with os.fdopen(answer, "w") as pipe:
+
+        def say(message: Mapping[str, object]) -> None:
+            if not pipe.closed:
+                pipe.write(json.dumps(message) + "\n")
+                pipe.close()
+
+        try:
+            with _locked(), _Services() as services:
+                if owner == "train":
+                    process.adopt()
+                stack = _start(services, owner)
+                write_json(STATE / "stack.json", dataclasses.asdict(stack))
+                say(dataclasses.asdict(stack))
+                services.watch()
+        except ArealError as error:
+            print(f"areal: error: {error}", file=sys.stderr, flush=True)
+            say({"error": str(error), "user": isinstance(error, ConfigError)})
+            return 1
+    return 0
+
+
+def _start(services: _Services, owner: Owner) -> Stack:
+    """Start what the environment doesn't name, all at once, and wait until all of it answers."""
+    before = _remembered()
+    prefect_api, mlflow_uri = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI")
+    probes: dict[str, Callable[[], bool]] = {"worker": WORKER_READY.exists}
+    if prefect_api is None and "PREFECT_PROFILE" not in os.environ:
+        port = _port("PREFECT_PORT", 4200, before.get("prefect_api"))
+        prefect_api = f"http://127.0.0.1:{port}/api"
+        argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+        services.start("prefect-server", argv, prefect_environment(prefect_api))
+        probes["prefect-server"] = lambda: _answers(f"{prefect_api}/health")
+    if mlflow_uri is None:
+        port = _port("MLFLOW_PORT", 5000, before.get("mlflow_uri"))
+        mlflow_uri = f"http://127.0.0.1:{port}"
+        services.start("mlflow", _mlflow_argv(port), _MLFLOW_ENVIRONMENT)
+        probes["mlflow"] = lambda: _answers(f"{mlflow_uri}/health")
+    stack = Stack(owner=owner, pid=os.getpid(), prefect_api=prefect_api, mlflow_uri=mlflow_uri)
+    WORKER_READY.unlink(missing_ok=True)
+    services.start("worker", [sys.executable, "-m", "flows.worker"], stack.environment, _WORKER_GRACE_S)
+    services.until_ready(probes)
+    return stack
+
+
+_MLFLOW_ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+
+
+def _mlflow_argv(port: int) -> list[str]:
+    folder = STATE / "mlflow"
+    folder.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    return [
+        *argv,
+        "--backend-store-uri",
+        f"sqlite:///{folder}/mlflow.db",
+        "--artifacts-destination",
+        f"{folder}/artifacts",
+    ]
+
+
+@dataclass(frozen=True)
+class _Service:
+    name: str
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+    log: Path
+    grace_s: float
+
+
+class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure
+    pass
+
+
+class _Services:
+    """The processes of a stack, watched together with the request to stop (SIGTERM, SIGINT, SIGHUP)."""
+
+    def __init__(self) -> None:
+        self._services: list[_Service] = []
+        self._asked, self._ask = os.pipe()
+
+    def __enter__(self) -> _Services:
+        def ask(_signum: int, _frame: FrameType | None) -> None:
+            os.write(self._ask, b"x")
+
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, ask)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """End everything, last started first: the worker still needs the servers to say how its flow run ended."""
+        for service in reversed(self._services):
+            service.popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                service.popen.wait(service.grace_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(service.popen.pid, signal.SIGKILL)  # whatever of its session is left
+            service.popen.wait()
+            os.close(service.pidfd)
+        return kind is _StopAsked
+
+    def start(
+        self, name: str, argv: list[str], environment: Mapping[str, str], grace_s: float = _SERVER_GRACE_S
+    ) -> None:
+        path = LOGS / f"{name}.log"
+        with path.open("w") as log:
+            popen = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # Foreign programs don't watch a lifeline. Safe here: no thread of this process holds a lock.
+                preexec_fn=lambda: process.die_with_parent(signal.SIGTERM),
+            )
+        self._services.append(_Service(name, popen, os.pidfd_open(popen.pid), path, grace_s))
+
+    def until_ready(self, probes: Mapping[str, Callable[[], bool]]) -> None:
+        """Raises ProcessError naming what was not ready in time or ended before."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        missing = dict(probes)
+        while missing:
+            self._watch(_PROBE_INTERVAL_S)
+            missing = {name: ready for name, ready in missing.items() if not ready()}
+            if time.monotonic() > deadline:
+                raise ProcessError(
+                    f"{', '.join(missing)}: not ready after {_START_TIMEOUT_S:.0f} s; logs are in {LOGS}"
+                )
+
+    def watch(self) -> None:
+        """Block until asked to stop. Raises ProcessError as soon as one of them ends by itself."""
+        self._watch(None)
+
+    def _watch(self, timeout_s: float | None) -> None:
+        ended, _, _ = select.select([self._asked, *(service.pidfd for service in self._services)], [], [], timeout_s)
+        if self._asked in ended:
+            raise _StopAsked
+        for service in self._services:
+            if service.pidfd in ended:
+                raise ProcessError(f"{service.name}: ended with code {service.popen.wait()}: {_last_line(service.log)}")
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """Hold this checkout's stack; the kernel lets go when this process ends, however it ends."""
+    with (STATE / "stack.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("this checkout already runs a stack; `make down` ends what `make up` started") from None
+        yield
+
+
+def _remembered() -> dict[str, Any]:
+    try:
+        return json.loads((STATE / "stack.json").read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def _port(variable: str, default: int, last_url: object) -> int:
+    """The port asked for by `variable`, else the one used last time, else the default, else a free one."""
+    asked = os.environ.get(variable)
+    if asked is not None:
+        if not asked.isdigit() or not 0 < int(asked) < 65536:
+            raise ConfigError(f"{variable}: must be a port, 1 to 65535, got {asked!r}")
+        if not is_free(int(asked)):
+            raise ConfigError(f"{variable}: port {asked} is in use; name another or leave {variable} out")
+        return int(asked)
+    last = str(last_url or "").removesuffix("/api").rpartition(":")[2]
+    candidates = [int(last)] if last.isdigit() else []
+    return next((port for port in [*candidates, default] if is_free(port)), 0) or _any_port()
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _any_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1].strip() if lines else 'no word'} ({log})"
+
+
+def _up() -> None:
+    stack = running()
+    if stack is not None and stack.owner == "train":
+        raise ConfigError(f"`make train` (pid {stack.pid}) runs its own stack; wait for its end")
+    if stack is None:
+        stack = launch("up").wait_ready()
+    print(f"{stack.pages}\n`make train` uses them; `make down` ends them.")
+
+
+def _down() -> None:
+    stack = running()
+    if stack is None:
+        print("Nothing is up.")
+    elif stack.owner == "train":
+        raise ConfigError(f"`make train` (pid {stack.pid}) runs its own stack, which ends with it")
+    else:
+        stop(stack)
+        print("Down.")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m flows.stack", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("up")
+    commands.add_parser("down")
+    internal = commands.add_parser("serve")
+    internal.add_argument("owner", choices=("up", "train"))
+    internal.add_argument("answer", type=int)
+    arguments = parser.parse_args()
+    if arguments.command == "serve":
+        return serve(arguments.owner, arguments.answer)
+    try:
+        (_up if arguments.command == "up" else _down)()
+    except ArealError as error:
+        print(f"areal: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The process worker of the pool `areal-local`: makes the pool and the deployments of prefect.yaml known to the API,
+then runs what is scheduled, one run at a time because a run uses the whole machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.exceptions import ObjectAlreadyExists
+from prefect.workers.process import ProcessWorker
+
+from areal_core import process
+from areal_core.errors import ProcessError
+from flows.stack import ROOT, WORKER_READY
+
+POOL = "areal-local"
+
+_API_TIMEOUT_S = 90.0
+_PROBE_INTERVAL_S = 0.1
+
+
+async def main() -> None:
+    """Runs until SIGTERM, which ends the flow run first."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with get_client() as client:
+        await _until_healthy(client)
+        await _make_pool(client)
+    await _deploy()
+    process.announce_ready(WORKER_READY)
+    await ProcessWorker(work_pool_name=POOL, name=f"areal-{os.getpid()}", limit=1).start()
+
+
+async def _until_healthy(client: PrefectClient) -> None:
+    """The server is started at the same moment as this process, and can only be asked whether it is ready."""
+    try:
+        async with asyncio.timeout(_API_TIMEOUT_S):
+            while await client.api_healthcheck() is not None:  # noqa: ASYNC110 - nothing else tells
+                await asyncio.sleep(_PROBE_INTERVAL_S)
+    except TimeoutError:
+        raise ProcessError(f"no Prefect server answered at {client.api_url} for {_API_TIMEOUT_S:.0f} s") from None
+
+
+async def _make_pool(client: PrefectClient) -> None:
+    template = ProcessWorker.get_default_base_job_template()
+    with contextlib.suppress(ObjectAlreadyExists):
+        await client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
+
+
+async def _deploy() -> None:
+    """`prefect deploy` itself, so that prefect.yaml means here what it means to everybody."""
+    deploy = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", cwd=ROOT
+    )
+    if code := await deploy.wait():
+        raise ProcessError(f"prefect deploy: ended with code {code}; its words are above")
+
+
+if __name__ == "__main__":
+    process.die_with_parent(signal.SIGTERM)
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        pass  # SIGTERM, and all is ended
+    except ProcessError as error:
+        sys.exit(f"areal: error: {error}")

@@ -1,0 +1,309 @@
+"""Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded."""
+
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from areal_core.config import load
+from areal_core.errors import TrackingError
+from areal_core.rundir import RunDir, RunInfo
+from areal_core.tracking.forwarder import check_reachable, start_run
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import MetricRow
+
+pytestmark = pytest.mark.slow
+PAUSE = threading.Event()  # never set: `PAUSE.wait` is the pause between two looks
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    for _ in range(int(timeout_s / 0.1)):
+        if condition():
+            return
+        PAUSE.wait(0.1)
+    pytest.fail(f"waited {timeout_s:g} s for {what}")
+
+
+class Server:
+    """`mlflow server` on a port of its own; its database outlives it."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.folder = folder
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = ["-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts"), "--host", "127.0.0.1"]
+        command += ["--port", str(self.port), "--workers", "1"]
+        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        until(self.healthy, f"the MLflow server; its log: {self.folder}/server.log", 120)
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=1) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("mlflow"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def client(server: Server) -> MlflowClient:
+    return MlflowClient(server.uri)
+
+
+class Run:
+    """A run's folder, its outbox and its forwarding process."""
+
+    def __init__(self, folder: Path, uri: str, run_id: str) -> None:
+        config = load({"state_dir": str(folder), "tracking": {"flush_timeout_s": 60.0}})
+        info = RunInfo(run_id="r1", model_path="", checkpoint_url="", tracking_uri=uri, tracking_run_id=run_id)
+        self.folder = RunDir.create(config, info)
+        self.outbox = Outbox(self.folder.outbox, "r1")
+        self.command = ["-m", "areal_core.tracking", "--run-dir", str(self.folder.root)]
+
+    def forward(self, **environment: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, *self.command]
+        return subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
+
+    def log(self, steps: range) -> None:
+        for step in steps:
+            self.outbox.log(
+                MetricRow(key=key, step=step, value=step / 7, time_s=1.7e9 + step) for key in ("reward", "loss/policy")
+            )
+
+
+@pytest.fixture
+def run(server: Server, tmp_path: Path) -> Run:
+    return Run(tmp_path, server.uri, start_run(server.uri, "areal", "test", {}, {}))
+
+
+def tracking_id(run: Run) -> str:
+    run_id = run.folder.info().tracking_run_id
+    assert run_id is not None
+    return run_id
+
+
+def held(server: Server, run_id: str) -> list[tuple[str, int, float, int]]:
+    """Every stored point, straight from the server's database: doubles would show."""
+    with closing(sqlite3.connect(f"file:{server.folder}/mlflow.db?mode=ro", uri=True)) as database:
+        query = "SELECT key, step, value, timestamp FROM metrics WHERE run_uuid = ? ORDER BY key, step"
+        return database.execute(query, (run_id,)).fetchall()
+
+
+def expected(steps: range) -> list[tuple[str, int, float, int]]:
+    return [(key, step, step / 7, int((1.7e9 + step) * 1000)) for key in ("loss/policy", "reward") for step in steps]
+
+
+def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> None:
+    forwarder = run.forward()
+    run.log(range(3000))
+    until(lambda: len(held(server, tracking_id(run))) > 0, "the first points")
+    server.kill()  # most likely while a batch is stored
+    run.log(range(3000, 3500))
+    PAUSE.wait(1.0)  # some attempts fail
+    assert forwarder.poll() is None
+    server.start()
+    run.log(range(3500, 4000))
+    run.outbox.end("FINISHED")
+
+    _, log = forwarder.communicate(timeout=120)
+
+    assert forwarder.returncode == 0, log
+    assert held(server, tracking_id(run)) == expected(range(4000))
+    assert "points wait" in log
+    assert "answers again" in log
+
+
+def test_no_gap_and_no_double_over_a_killed_forwarder(server: Server, run: Run) -> None:
+    run.log(range(3000))
+    forwarder = run.forward()
+    until(lambda: len(held(server, tracking_id(run))) > 0, "the first points")
+    forwarder.kill()
+    forwarder.communicate()
+    run.outbox.end("FINISHED")
+
+    again = run.forward()
+    _, log = again.communicate(timeout=120)
+
+    assert again.returncode == 0, log
+    assert held(server, tracking_id(run)) == expected(range(3000))
+
+
+def test_forwarder_that_is_told_to_go_marks_the_run_killed(run: Run, client: MlflowClient) -> None:
+    run.log(range(5))
+    forwarder = run.forward(MLFLOW_RUN_ID="0" * 32, MLFLOW_TRACKING_URI="http://127.0.0.1:1")  # must not interfere
+    until(lambda: run.outbox.unsent() == 0, "the points")
+    run.log(range(5, 10))
+    forwarder.terminate()
+
+    _, log = forwarder.communicate(timeout=30)
+
+    assert forwarder.returncode == 143, log
+    assert client.get_run(tracking_id(run)).info.status == "KILLED"
+    assert len(client.get_metric_history(tracking_id(run), "reward")) == 10
+
+    run.outbox.end("FAILED")  # another forwarder takes over
+    assert run.forward().wait(60) == 0
+    assert client.get_run(tracking_id(run)).info.status == "FAILED"
+
+
+def test_signal_during_the_start_is_not_lost(run: Run, client: MlflowClient) -> None:
+    forwarder = run.forward()
+    until(lambda: "SigBlk:\t0000000000004002" in Path(f"/proc/{forwarder.pid}/status").read_text(), "blocked signals")
+    forwarder.terminate()
+
+    _, log = forwarder.communicate(timeout=60)
+
+    assert forwarder.returncode == 143, log
+    assert client.get_run(tracking_id(run)).info.status == "KILLED"
+
+
+def test_orphan_marks_the_run_killed(run: Run, client: MlflowClient) -> None:
+    code = f"import subprocess, sys; subprocess.run([sys.executable, *{run.command!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    until(run.folder.ready_file("tracker").exists, "the forwarder")
+    parent.kill()
+    parent.wait()
+
+    until(lambda: client.get_run(tracking_id(run)).info.status == "KILLED", "the run to be marked as killed", 15)
+
+
+def test_documents_are_shown(
+    server: Server, run: Run, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.outbox.document(
+        "trajectories", 10, {"rows": [{"reward": 1.0, "answer": "1-1=0;#0"}, {"reward": 0.0, "answer": ""}]}
+    )
+    run.outbox.document("staleness_histogram", 10, {"counts": {"0": 6000, "1": 2500, "2": 300}})
+    run.outbox.document("summary", 35, {"accuracy_before": 0.2, "accuracy_after": 0.8, "reason": "steps"})
+    run.outbox.params({"late": "1"})
+    run.outbox.tags({"git": "abc"})
+    run.outbox.end("FINISHED")
+    assert run.forward().wait(60) == 0
+
+    run_id = tracking_id(run)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)  # load_table asks the global client
+    table = client.load_table(client.get_run(run_id).info.experiment_id, "trajectories/step-000010.json", [run_id])
+    assert table.to_dict("list") == {"reward": [1.0, 0.0], "answer": ["1-1=0;#0", ""]}
+    picture = Path(client.download_artifacts(run_id, "staleness/step-000010.png", str(tmp_path)))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    summary = Path(client.download_artifacts(run_id, "summary.json", str(tmp_path)))
+    assert json.loads(summary.read_text())["reason"] == "steps"
+    data = client.get_run(run_id).data
+    assert data.metrics == {"final/accuracy_before": 0.2, "final/accuracy_after": 0.8}
+    assert (data.params["late"], data.tags["git"]) == ("1", "abc")
+
+
+def test_start_run_records_the_configuration(
+    server: Server, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
+    config = load({}).to_dict()
+
+    run_id = start_run(server.uri, "areal", "cpu-async", {"areal.git": "abc"}, config)
+
+    run = client.get_run(run_id)
+    assert (run.info.status, run.info.run_name, run.data.tags["areal.git"]) == ("RUNNING", "cpu-async", "abc")
+    assert client.get_experiment(run.info.experiment_id).name == "areal"
+    assert run.data.params["algorithm.group_size"] == "16"
+    assert run.data.params["model.path"] == "None"
+    saved = Path(client.download_artifacts(run_id, "config.json", str(tmp_path)))
+    assert json.loads(saved.read_text()) == config
+
+
+def test_long_and_odd_names_do_not_fail(server: Server, client: MlflowClient) -> None:
+    params = {"p" * 400: "v" * 7000, "a:b\n/../c": "x", "empty": "", **{f"many.{i}": str(i) for i in range(250)}}
+
+    run_id = start_run(server.uri, "e" * 600, "n" * 600, {"t" * 400: "v" * 9000}, params)
+
+    stored = client.get_run(run_id).data.params
+    assert len(stored) == 253
+    assert len(stored["p" * 247 + "..."]) == 6000
+    assert stored["empty"] == ""
+
+
+def test_deleted_experiment_is_named(server: Server, client: MlflowClient) -> None:
+    client.delete_experiment(client.create_experiment("gone"))
+
+    with pytest.raises(TrackingError, match=r"^tracking\.experiment: 'gone' was deleted"):
+        start_run(server.uri, "gone", "x", {}, {})
+
+
+def test_sqlite_needs_no_server(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    check_reachable(uri)
+    run = Run(tmp_path, uri, start_run(uri, "areal", "x", {}, {"seed": 1}))
+    run.log(range(3))
+    run.outbox.end("FINISHED")
+    assert run.forward().wait(60) == 0
+
+    client = MlflowClient(uri)
+    assert client.get_run(tracking_id(run)).info.status == "FINISHED"
+    assert len(client.get_metric_history(tracking_id(run), "reward")) == 3
+    assert list((tmp_path / "artifacts").rglob("config.json"))
+
+
+def test_database_behind_a_server_is_refused(server: Server) -> None:
+    start_run(server.uri, "areal", "x", {}, {})
+
+    with pytest.raises(TrackingError, match=r"^tracking\.uri: the artifacts of 'areal' belong to an MLflow server"):
+        start_run(f"sqlite:///{server.folder}/mlflow.db", "areal", "x", {}, {})
+
+
+def assert_unreachable(uri: str, reason: str) -> None:
+    with pytest.raises(TrackingError, match=rf"^tracking\.uri: can't use MLflow at .*: .*{reason}") as caught:
+        check_reachable(uri)
+    assert "\n" not in str(caught.value)
+
+
+def test_reachable_server_passes(server: Server) -> None:
+    check_reachable(server.uri)
+
+
+def test_closed_port_is_named() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        assert_unreachable(f"http://127.0.0.1:{closed.getsockname()[1]}", "Connection refused")
+
+
+def test_silent_server_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert_unreachable(f"http://127.0.0.1:{silent.getsockname()[1]}", "no answer in time")
+
+
+def test_unusable_database_is_named() -> None:
+    assert_unreachable("sqlite:////proc/areal/mlflow.db", "(unable to open database file|No such file or directory)")

@@ -1,0 +1,193 @@
+"""The rollout core under a virtual clock: the gate, the policies and the books hold for any timing, for a thousand steps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_core.config import load
+from areal_core.errors import GenerationError, RunFinished
+from areal_core.rollout.controller import RolloutController, trajectory_seed
+from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
+from areal_core.types import BatchManifest, GroupState, PolicyVersion
+from tests.support.rollout import FakeEngine, FakeScorer, Prompts
+from tests.support.virtual import run_virtual
+
+
+class WatchedLedger(TrajectoryLedger):
+    """Checks Eq. 3 at every single admission."""
+
+    limit = 0  # set by the harness
+
+    def admit(self) -> AdmittedGroup:
+        admitted = super().admit()
+        assert self.admitted <= self.engine_limit(), "the gate let too much in"
+        return admitted
+
+    def engine_limit(self) -> int:
+        raise NotImplementedError
+
+
+def build(seed: int, *, steps: int, eta: int, policy: str = "admit", group: int = 2, batch: int = 8, **faults: float):
+    config = load(
+        {
+            "seed": seed,
+            "mode": "async",
+            "algorithm": {"group_size": group},
+            "rollout": {"batch_size": batch, "max_staleness": eta, "policy": policy, "max_tries": 3},
+            "training": {"steps": steps, "minibatches": 1},
+        }
+    )
+    rng = random.Random(seed)
+    engine = FakeEngine(rng, capacity=rng.choice([group, 2 * batch, 8 * batch]), fail=faults.get("generation", 0.0))
+    ledger = WatchedLedger(":memory:", group_size=group)
+    ledger.engine_limit = lambda: (engine.version + eta + 1) * batch
+    ledger.publish(PolicyVersion(version=0, path="base", sha256="0"))
+    controller = RolloutController(
+        config=config,
+        source=Prompts(),
+        engine=engine,
+        scorer=FakeScorer(rng, fail=faults.get("reward", 0.0)),
+        ledger=ledger,
+        stop_token_ids=(1,),
+    )
+    return config, rng, engine, ledger, controller
+
+
+async def train(controller: RolloutController, rng: random.Random, steps: int) -> list[BatchManifest]:
+    """A trainer: pulls, takes its time, publishes."""
+    running = asyncio.ensure_future(controller.run())
+    manifests: list[BatchManifest] = []
+    for step in range(1, steps + 1):
+        manifest = await controller.batch(step, timeout_s=1000.0)
+        assert manifest is not None, f"no batch for step {step}"
+        assert await controller.batch(step, timeout_s=20.0) == manifest
+        manifests.append(manifest)
+        await asyncio.sleep(rng.expovariate(2.0))
+        controller.publish(PolicyVersion(version=step, path=f"v{step}", sha256=f"{step}"))
+    await asyncio.sleep(1.0)
+    controller.finish("steps")
+    await running
+    return manifests
+
+
+def check_books(engine: FakeEngine, ledger: TrajectoryLedger, manifests: list[BatchManifest], *, exact: bool) -> None:
+    served = [group.group_id for manifest in manifests for group in manifest.groups]
+    assert len(served) == len(set(served)), "a group was trained on twice"
+    tokens = ledger.tokens()
+    assert tokens.balanced
+    if exact:
+        assert tokens.generated == engine.sampled, "tokens were sampled that the ledger does not know"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    eta=st.integers(0, 5),
+    policy=st.sampled_from(["admit", "wait", "drop"]),
+    failing=st.booleans(),
+)
+def test_any_timing_keeps_the_bound_and_the_books(seed, eta, policy, failing):
+    faults = {"generation": 0.05, "reward": 0.05} if failing else {}
+    config, rng, engine, ledger, controller = build(seed, steps=30, eta=eta, policy=policy, **faults)
+    manifests = run_virtual(train(controller, rng, 30))
+    check_books(engine, ledger, manifests, exact=not failing)
+    for manifest in manifests:
+        lags = [manifest.step - 1 - summary.min_version for summary in ledger.summaries(manifest.step)]
+        assert min(lags) >= 0
+        if policy in ("wait", "drop"):
+            assert max(lags) <= eta
+        if eta == 0 and policy != "admit":
+            assert set(lags) == {0}
+
+
+def test_a_thousand_steps_under_a_virtual_clock():
+    config, rng, engine, ledger, controller = build(7, steps=1000, eta=2)
+    manifests = run_virtual(train(controller, rng, 1000))
+    assert len(manifests) == 1000
+    check_books(engine, ledger, manifests, exact=True)
+    assert ledger.counts()[GroupState.CONSUMED] == 1000 * config.groups_per_batch
+
+
+def test_zero_staleness_alternates_strictly():
+    _, rng, engine, ledger, controller = build(3, steps=20, eta=0)
+    manifests = run_virtual(train(controller, rng, 20))
+    for manifest in manifests:
+        assert [group.ready_version for group in manifest.groups] == [manifest.step - 1] * len(manifest.groups)
+        assert {summary.max_version for summary in ledger.summaries(manifest.step)} == {manifest.step - 1}
+
+
+def test_a_run_in_which_every_group_fails_ends_with_the_reason():
+    _, rng, _, ledger, controller = build(1, steps=5, eta=1, generation=1.0)
+
+    async def main() -> None:
+        await controller.run()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtual(main())
+    assert caught.group_contains(GenerationError, match="the server is gone")
+    assert ledger.dropped() == {"generation": 4}
+
+
+def test_a_batch_that_can_not_be_had_is_none_and_after_the_end_it_raises():
+    _, rng, engine, _, controller = build(1, steps=5, eta=1)
+    engine.capacity = 0
+
+    async def main() -> None:
+        running = asyncio.ensure_future(controller.run())
+        assert await controller.batch(1, timeout_s=5.0) is None
+        controller.finish("score")
+        with pytest.raises(RunFinished, match="score"):
+            await controller.batch(1, timeout_s=5.0)
+        await running
+
+    run_virtual(main())
+
+
+def test_a_restarted_controller_sends_running_groups_again_under_the_same_seeds():
+    _, rng, engine, ledger, controller = build(5, steps=5, eta=1)
+
+    async def interrupted() -> None:
+        running = asyncio.ensure_future(controller.run())
+        await asyncio.sleep(0.3)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run_virtual(interrupted())
+    before = {group.group_id: group.prompt_index for group in ledger.inflight()}
+    assert before
+    _, rng, engine, _, controller = build(5, steps=5, eta=1)
+    controller._ledger = ledger
+    ledger.engine_limit = lambda: (engine.version + 2) * 8
+    manifests = run_virtual(train(controller, rng, 5))
+    consumed = {group.group_id for manifest in manifests for group in manifest.groups}
+    assert set(before) <= consumed | {group.group_id for group in ledger.inflight()}
+    for group_id, prompt_index in before.items():
+        assert engine.seeds[f"group-{group_id}-0"] == trajectory_seed(5, prompt_index, 0)
+
+
+def test_an_epoch_starts_running_groups_again():
+    _, rng, engine, ledger, controller = build(11, steps=6, eta=1)
+
+    async def main() -> None:
+        running = asyncio.ensure_future(controller.run())
+        for step in (1, 2):
+            assert await controller.batch(step, timeout_s=1000.0)
+            controller.publish(PolicyVersion(version=step, path=f"v{step}", sha256=f"{step}"))
+            await asyncio.sleep(0.5)
+        flying = {group.group_id for group in ledger.inflight()}
+        controller.publish(PolicyVersion(version=1, path="v1", sha256="other"))
+        await asyncio.sleep(5.0)
+        assert ledger.epoch == 1
+        assert engine.version == 1
+        assert not flying & {group.group_id for group in ledger.inflight()}
+        assert await controller.batch(2, timeout_s=1000.0)
+        controller.finish("steps")
+        await running
+
+    run_virtual(main())
+    assert ledger.tokens().balanced

@@ -1,0 +1,143 @@
+"""The ledger under any order of events: nothing is lost, nothing is served twice, every token is accounted for."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from areal_core.rollout.ledger import Selection, TrajectoryLedger
+from areal_core.types import GroupState, GroupSummary
+
+GROUP = 2
+GROUPS_PER_BATCH = 2
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Drives a ledger and keeps books of its own, with counters: the two must agree after every event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = TrajectoryLedger(":memory:", group_size=GROUP)
+        self.inflight: dict[int, int] = {}  # group -> prompt index
+        self.ready: dict[int, int] = {}
+        self.tokens: dict[int, int] = {}  # of ready and consumed groups
+        self.batches: dict[int, tuple[int, ...]] = {}
+        self.waiting: list[int] = []  # prompt indices queued again
+        self.next_prompt = 0
+        self.generated = self.consumed = self.dropped = 0
+
+    def teardown(self) -> None:
+        self.ledger.close()
+
+    @rule()
+    def admit(self) -> None:
+        group = self.ledger.admit()
+        if self.waiting:
+            assert group.prompt_index == self.waiting.pop(0)
+        else:
+            assert group.prompt_index == self.next_prompt
+            self.next_prompt += 1
+        assert group.group_id not in self.inflight
+        self.inflight[group.group_id] = group.prompt_index
+
+    @precondition(lambda self: self.inflight)
+    @rule(data=st.data(), tokens=st.integers(0, 50), age=st.integers(0, 3))
+    def finish(self, data: st.DataObject, tokens: int, age: int) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.inflight)))
+        version = max(0, len(self.batches) - age)
+        summary = GroupSummary(
+            lengths=(tokens, 0),
+            rewards=(0.0, 0.0),
+            tokens=tokens,
+            min_version=version,
+            max_version=version,
+            correct=0,
+            truncated=0,
+        )
+        self.ledger.ready(group_id, summary, b"payload", version=len(self.batches))
+        self.ready[group_id] = self.inflight.pop(group_id)
+        self.tokens[group_id] = tokens
+        self.generated += tokens
+
+    @precondition(lambda self: self.inflight)
+    @rule(data=st.data(), tokens=st.integers(0, 50))
+    def fail(self, data: st.DataObject, tokens: int) -> None:
+        self.ledger.failed_try(data.draw(st.sampled_from(sorted(self.inflight))), lost_tokens=tokens)
+        self.generated += tokens
+        self.dropped += tokens
+
+    @precondition(lambda self: self.inflight or self.ready)
+    @rule(data=st.data(), requeue=st.booleans())
+    def drop(self, data: st.DataObject, requeue: bool) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.inflight | self.ready)))
+        self.ledger.drop(group_id, "why", requeue=requeue)
+        self._forget(group_id, requeue=requeue)
+
+    @rule(policy=st.sampled_from(["admit", "wait", "drop"]))
+    def fix(self, policy: str) -> None:
+        step = len(self.batches) + 1
+        selection = Selection(groups=GROUPS_PER_BATCH, policy=policy, max_staleness=1, max_requeues=0)
+        before = self.ledger.dropped()
+        manifest = self.ledger.fix_batch(step, selection)
+        if self.ledger.dropped() != before:
+            self._forget_stale()
+        if manifest is None:
+            return
+        members = tuple(group.group_id for group in manifest.groups)
+        assert len(members) == GROUPS_PER_BATCH
+        for group_id in members:
+            assert group_id in self.ready, "a group was served that is not ready, or served twice"
+            del self.ready[group_id]
+            self.consumed += self.tokens[group_id]
+        self.batches[step] = members
+
+    @rule()
+    def restart(self) -> None:
+        """A restarted controller finds the running groups, all of them, in the order of their admission."""
+        found = self.ledger.inflight()
+        assert {group.group_id for group in found} == set(self.inflight)
+        assert [group.admission for group in found] == sorted(group.admission for group in found)
+
+    @invariant()
+    def every_group_is_where_it_belongs(self) -> None:
+        counts = self.ledger.counts()
+        assert counts[GroupState.INFLIGHT] == len(self.inflight)
+        assert counts[GroupState.READY] == len(self.ready)
+        assert counts[GroupState.CONSUMED] == len(self.batches) * GROUPS_PER_BATCH
+        assert counts[GroupState.WAITING] == len(self.waiting)
+        alive = len(self.inflight) + len(self.ready) + len(self.batches) * GROUPS_PER_BATCH
+        assert self.ledger.admitted == GROUP * alive
+
+    @invariant()
+    def fixed_batches_stay(self) -> None:
+        for step, members in self.batches.items():
+            manifest = self.ledger.batch(step)
+            assert manifest is not None
+            assert tuple(group.group_id for group in manifest.groups) == members
+
+    @invariant()
+    def every_token_is_accounted_for(self) -> None:
+        tokens = self.ledger.tokens()
+        assert tokens.balanced
+        assert tokens.generated == self.generated
+        assert tokens.consumed == self.consumed
+        assert tokens.dropped == self.dropped
+        assert tokens.buffered == sum(self.tokens[group_id] for group_id in self.ready)
+
+    def _forget(self, group_id: int, *, requeue: bool) -> None:
+        if group_id in self.ready:
+            self.dropped += self.tokens[group_id]
+        prompt_index = self.ready.pop(group_id, None)
+        if prompt_index is None:
+            prompt_index = self.inflight.pop(group_id)
+        if requeue:
+            self.waiting.append(prompt_index)
+
+    def _forget_stale(self) -> None:
+        for group_id in list(self.ready):
+            state = self.ledger._db.execute("SELECT state FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0]
+            if state == "dropped":
+                self._forget(group_id, requeue=False)
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

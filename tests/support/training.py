@@ -1,0 +1,105 @@
+"""A tiny model and batches for tests of training; run as a module, one rank of a data-parallel group."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from areal_core.algorithm.advantages import group_advantages
+from areal_core.config import AlgorithmConfig, TrainingConfig
+from areal_core.model import ModelSpec, init_weights
+from areal_core.training.batching import shard
+from areal_core.training.engine import StepStats, TrainingBatch, build_batch
+from areal_core.training.torch_engine import TorchEngine
+from areal_core.types import GroupPayload
+
+torch.set_num_threads(1)  # as the processes of a run do; two would only wait for each other at this size
+
+GROUPS, GROUP_SIZE = 5, 4
+TRAINING = TrainingConfig(minibatches=2, microbatch_tokens=64, learning_rate=1e-2, warmup_steps=4, weight_decay=0.1)
+SPEC = ModelSpec(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=23,
+    hidden_size=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    intermediate_size=24,
+    rope_theta=10000.0,
+    rms_eps=1e-6,
+    qkv_bias=True,
+    tie_embeddings=True,
+    context=64,
+    eos_token_ids=(1,),
+)
+
+
+def weights(spec: ModelSpec = SPEC, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Large enough that no two tokens are alike, biases included."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + 0.3 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in init_weights(spec, seed).items()
+    }
+
+
+def payload(seed: int, answers: int = GROUP_SIZE, version: int = 0) -> GroupPayload:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 12, answers).astype(np.int32)
+    total = int(lengths.sum())
+    return GroupPayload(
+        prompt_tokens=rng.integers(0, SPEC.vocab_size, rng.integers(1, 6)).astype(np.int32),
+        lengths=lengths,
+        tokens=rng.integers(0, SPEC.vocab_size, total).astype(np.int32),
+        logprobs=(-3 + 0.5 * rng.normal(size=total)).astype(np.float32),
+        versions=np.full(total, version, np.int32),
+        rewards=(rng.random(answers) < 0.5).astype(np.float32),
+        truncated=rng.random(answers) < 0.3,
+    )
+
+
+def batch(step: int = 1, *, rank: int = 0, world_size: int = 1, minibatches: int = 2) -> TrainingBatch:
+    payloads = {group: payload(100 * step + group, version=step - 1) for group in range(GROUPS)}
+    tokens = [int(group.lengths.sum()) for group in payloads.values()]
+    shares = shard(tokens, minibatches, world_size, seed=0, step=step)[rank]
+    advantages = group_advantages([group.rewards for group in payloads.values()])
+    return build_batch(step, shares, payloads, advantages)
+
+
+def engine(
+    training: TrainingConfig = TRAINING, algorithm: AlgorithmConfig | None = None, spec: ModelSpec = SPEC
+) -> TorchEngine:
+    return TorchEngine(spec, weights(spec), training, algorithm or AlgorithmConfig())
+
+
+def train(
+    engine: TorchEngine, steps: range, rank: int = 0, world_size: int = 1, minibatches: int = 2
+) -> list[StepStats]:
+    stats: list[StepStats] = []
+    for step in steps:
+        share = batch(step, rank=rank, world_size=world_size, minibatches=minibatches)
+        stats.append(engine.train_step(share, engine.logprobs(share)))
+    return stats
+
+
+def _main(rank: int, world_size: int, minibatches: int, steps: int, folder: Path) -> None:
+    one = TorchEngine(
+        SPEC,
+        weights(),
+        TRAINING,
+        AlgorithmConfig(),
+        rank=rank,
+        world_size=world_size,
+        rendezvous=folder / "rendezvous",
+        timeout_s=60,
+    )
+    stats = train(one, range(1, steps + 1), rank, world_size, minibatches)
+    np.savez(folder / f"rank-{rank}.npz", stats=repr(stats), **one.weights())  # type: ignore[arg-type]
+    one.close()
+
+
+if __name__ == "__main__":
+    rank, world_size, minibatches, steps = map(int, sys.argv[1:5])
+    _main(rank, world_size, minibatches, steps, Path(sys.argv[5]))

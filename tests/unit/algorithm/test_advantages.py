@@ -1,0 +1,43 @@
+import numpy as np
+import pytest
+
+from areal_core.algorithm.advantages import ADVANTAGES, batch_advantages, group_advantages, leave_one_out_advantages
+from areal_core.errors import ConfigError, RewardError
+
+# Group 0: mean 1/4, population std sqrt(3)/4. Group 1 has no variance. The batch: mean 5/8, std sqrt(15)/8.
+REWARDS = [[1, 0, 0, 0], [1, 1, 1, 1]]
+
+
+def test_group_normalises_within_each_group():
+    std = 3**0.5 / 4 + 1e-6
+    expected = [[0.75 / std, -0.25 / std, -0.25 / std, -0.25 / std], [0, 0, 0, 0]]
+    np.testing.assert_allclose(group_advantages(REWARDS), expected, rtol=1e-12)
+
+
+def test_batch_normalises_over_all_groups():
+    std = 15**0.5 / 8 + 1e-6
+    expected = [[0.375 / std, *[-0.625 / std] * 3], [0.375 / std] * 4]
+    np.testing.assert_allclose(batch_advantages(REWARDS), expected, rtol=1e-12)
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others():
+    np.testing.assert_allclose(leave_one_out_advantages(REWARDS), [[1, -1 / 3, -1 / 3, -1 / 3], [0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("kind", ["group", "batch", "leave_one_out"])
+def test_equal_rewards_give_exactly_nothing(kind: str):
+    # The mean of ten times 0.1 is not 0.1 in floating point; a deviation of 1e-17 must not count.
+    assert not ADVANTAGES[kind](np.full((3, 10), 0.1)).any()
+
+
+@pytest.mark.parametrize("kind", ["group", "leave_one_out"])
+def test_each_group_sums_to_nothing(kind: str):
+    rewards = np.random.default_rng(0).normal(size=(5, 8))
+    np.testing.assert_allclose(ADVANTAGES[kind](rewards).sum(axis=1), 0, atol=1e-12)
+
+
+def test_unusable_rewards_are_refused():
+    with pytest.raises(RewardError, match="rewards: must be finite, got nan"):
+        batch_advantages([[np.nan, 0.0]])
+    with pytest.raises(ConfigError, match=r"algorithm\.group_size: must be at least 2 with leave_one_out, got 1"):
+        leave_one_out_advantages([[1.0], [0.0]])

@@ -1,0 +1,238 @@
+import asyncio
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_core.config import AlgorithmConfig, TaskConfig
+from areal_core.data.tokenizer import EOS, char_tokenizer
+from areal_core.errors import GenerationError, RewardError
+from areal_core.rewards.packing import unpack_group
+from areal_core.rewards.worker import RewardPool, ScoredGroup, ScoreJob, score_group
+from areal_core.types import GenerationRequest, GroupSummary
+from areal_core.wire import Answer, encode_generation
+
+END = char_tokenizer().token_id(EOS)
+SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, correct=0, truncated=0)
+
+
+def answer(text, versions, finish_reason="stop"):
+    ids = [*char_tokenizer().encode(text), *([END] if finish_reason == "stop" else [])]
+    return Answer(
+        token_ids=np.array(ids, np.int32),
+        logprobs=-np.arange(len(ids), dtype=np.float32) / 8,
+        versions=np.array(versions, np.int32),
+        finish_reason=finish_reason,
+    )
+
+
+def body(*answers):
+    request = GenerationRequest(
+        request_id="1", token_ids=(2,), n=len(answers), max_tokens=9, seed=0, stop_token_ids=(END,)
+    )
+    return encode_generation(request, answers, logprobs=True)
+
+
+def job(answer_body=b"", *, gold="3", model_path="", **algorithm):
+    return ScoreJob(
+        answer=answer_body,
+        prompt_token_ids=char_tokenizer().encode("1-1-7="),
+        gold=gold,
+        task=TaskConfig(),
+        algorithm=AlgorithmConfig(**algorithm),
+        model_path=str(model_path),
+    )
+
+
+@pytest.fixture
+def model(tmp_path):
+    char_tokenizer().save(tmp_path / "tokenizer.json")
+    return tmp_path
+
+
+# Verifiers of the pool's tests; `gold` says what to do. They are found by name in the worker processes.
+
+
+def obey(job):
+    if job.gold == "hang":
+        time.sleep(600)
+    if job.gold == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job.gold == "raise":
+        raise ZeroDivisionError("by zero")
+    return ScoredGroup(payload=str(os.getpid()).encode(), summary=SUMMARY)
+
+
+# score_group
+
+
+def test_a_group_is_scored_and_packed(model):
+    group = body(answer("1-1=0;0-7=3#3", [4] * 9 + [5] * 5), answer("#7", [5, 5, 5]))
+    scored = score_group(job(group, model_path=model, reward_correct=5.0, reward_wrong=-5.0))
+    payload = unpack_group(scored.payload)
+    assert payload.lengths.tolist() == [14, 3]
+    assert payload.rewards.tolist() == [5.0, -5.0]
+    assert payload.truncated.tolist() == [False, False]
+    assert payload.tokens[-3:].tolist() == [*char_tokenizer().encode("#7"), END]
+    assert payload.versions.tolist() == [4] * 9 + [5] * 8
+    assert payload.logprobs[-3:].tolist() == [0, -0.125, -0.25]
+    assert payload.prompt_tokens.tolist() == list(char_tokenizer().encode("1-1-7="))
+    assert dataclasses.asdict(scored.summary) == {
+        "lengths": (14, 3),
+        "rewards": (5.0, -5.0),
+        "tokens": 17,
+        "min_version": 4,
+        "max_version": 5,
+        "correct": 1,
+        "truncated": 0,
+        "samples": (("1-1=0;0-7=3#3", 5.0, "4:0-9 5:9-14"), ("#7", -5.0, "5:0-3")),
+    }
+
+
+def test_a_truncated_answer_is_flagged_and_wrong_even_if_its_text_is_right(model):
+    scored = score_group(job(body(answer("#3", [0, 0], "length"), answer("#3", [0, 0, 0])), model_path=model))
+    payload = unpack_group(scored.payload)
+    assert payload.truncated.tolist() == [True, False]
+    assert payload.rewards.tolist() == [0.0, 1.0]
+    assert (scored.summary.correct, scored.summary.truncated) == (1, 1)
+
+
+@pytest.mark.parametrize("unfinished", [answer("#3", [0, 0], "abort"), answer("", [], "length")])
+def test_an_unfinished_answer_is_not_scored(model, unfinished):
+    with pytest.raises(RewardError, match="answer 1 is not finished"):
+        score_group(job(body(answer("#3", [0, 0, 0]), unfinished), model_path=model))
+
+
+def test_a_body_that_is_no_answer_is_refused(model):
+    with pytest.raises(GenerationError):
+        score_group(job(b"{}", model_path=model))
+
+
+# RewardPool
+
+
+@pytest.fixture
+async def pool():
+    pool = RewardPool(workers=2, timeout_s=30.0, function=obey)
+    yield pool
+    workers = Watch(pool.pids())
+    await pool.close()
+    assert workers.all_end()
+
+
+async def test_the_pool_scores_in_processes_of_its_own(model):
+    pool = RewardPool(workers=1, timeout_s=30.0)
+    scored = await pool.score(job(body(answer("#3", [0, 0, 0])), model_path=model))
+    with pytest.raises(GenerationError):  # an error of its own comes back as it is
+        await pool.score(job(b"{}", model_path=model))
+    await pool.close()
+    assert scored.summary.correct == 1
+
+
+async def test_more_jobs_than_workers_all_come_back(pool):
+    scored = await asyncio.gather(*(pool.score(job()) for _ in range(20)))
+    assert {int(s.payload) for s in scored} <= set(pool.pids())
+
+
+async def test_a_killed_worker_costs_only_the_job_that_it_held(pool):
+    async def score(gold):
+        return await pool.score(job(gold=gold))
+
+    results = await asyncio.gather(*(score("die" if i == 3 else "") for i in range(10)), return_exceptions=True)
+    assert [type(r) for r in results] == [RewardError if i == 3 else ScoredGroup for i in range(10)]
+    assert "died" in str(results[3])
+    assert len(pool.pids()) == 2
+
+
+async def test_idle_workers_that_were_killed_cost_nothing(pool):
+    await asyncio.gather(*(pool.score(job()) for _ in range(4)))
+    killed = pool.pids()
+    workers = Watch(killed)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    assert workers.all_end()
+    scored = await asyncio.gather(*(pool.score(job()) for _ in range(4)))
+    assert not {int(s.payload) for s in scored} & set(killed)
+
+
+async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced():
+    pool = RewardPool(workers=1, timeout_s=0.5, function=obey)
+    workers = Watch(pool.pids())
+    with pytest.raises(RewardError, match=r"reward_timeout_s.*0\.5 s"):
+        await pool.score(job(gold="hang"))
+    assert workers.all_end()
+    assert int((await pool.score(job())).payload) in pool.pids()
+    await pool.close()
+
+
+async def test_a_failing_verifier_is_named_and_its_worker_lives_on(pool):
+    before = set(pool.pids())
+    with pytest.raises(RewardError, match="ZeroDivisionError: by zero"):
+        await pool.score(job(gold="raise"))
+    assert set(pool.pids()) == before
+
+
+async def test_a_cancelled_score_frees_its_worker():
+    pool = RewardPool(workers=1, timeout_s=600.0, function=obey)
+    await pool.score(job())  # it is up
+    hanging = asyncio.create_task(pool.score(job(gold="hang")))
+    await asyncio.sleep(0)  # the job is under way
+    hanging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hanging
+    await pool.score(job())
+    await pool.close()
+
+
+async def test_closing_ends_what_is_under_way():
+    pool = RewardPool(workers=1, timeout_s=600.0, function=obey)
+    await pool.score(job())
+    jobs = [asyncio.create_task(pool.score(job(gold="hang"))) for _ in range(3)]
+    await asyncio.sleep(0)
+    await pool.close()
+    for scoring in jobs:
+        with pytest.raises(RewardError):
+            await scoring
+
+
+def test_workers_do_not_outlive_their_controller(tmp_path):
+    script = tmp_path / "controller.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        f"sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        "from test_worker import RewardPool, job, obey\n"
+        "async def main():\n"
+        "    pool = RewardPool(workers=2, timeout_s=600.0, function=obey)\n"
+        "    await asyncio.gather(*(pool.score(job()) for _ in range(2)))\n"
+        "    jobs = [asyncio.create_task(pool.score(job(gold='hang'))) for _ in range(2)]\n"
+        "    print(*pool.pids(), flush=True)\n"
+        "    await asyncio.wait(jobs)\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main())\n"
+    )
+    root = str(Path(__file__).parents[3])
+    controller = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}
+    )
+    assert controller.stdout is not None
+    workers = Watch(map(int, controller.stdout.readline().split()))
+    controller.kill()
+    controller.wait()
+    assert workers.all_end()
+
+
+class Watch:
+    """Processes, held on to by pidfd: one that has ended stays distinguishable from another that got its number."""
+
+    def __init__(self, pids):
+        self._fds = [os.pidfd_open(pid) for pid in pids]
+
+    def all_end(self):
+        return all(select.select([fd], [], [], 20)[0] for fd in self._fds)

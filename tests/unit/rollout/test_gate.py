@@ -1,0 +1,30 @@
+"""The gate's arithmetic against the paper's own form of Eq. 3."""
+
+import math
+
+import pytest
+
+from areal_core.rollout.gate import StalenessGate
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 12])
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_admits_exactly_what_equation_3_admits(batch_size, max_staleness):
+    gate = StalenessGate(batch_size=batch_size, max_staleness=max_staleness, steps=1000)
+    for version in range(4):
+        for admitted in range(12 * batch_size):
+            n_r = admitted + 1
+            paper = math.floor((n_r - 1) / batch_size) <= version + max_staleness
+            assert gate.admits(1, admitted=admitted, version=version) == paper
+
+
+def test_a_group_is_admitted_whole_or_not_at_all():
+    gate = StalenessGate(batch_size=8, max_staleness=0, steps=10)
+    assert gate.admits(4, admitted=4, version=0)
+    assert not gate.admits(4, admitted=5, version=0)
+
+
+def test_nothing_is_admitted_that_no_step_will_consume():
+    gate = StalenessGate(batch_size=8, max_staleness=4, steps=2)
+    assert gate.limit(0) == 16
+    assert not gate.admits(1, admitted=16, version=2)

@@ -1,0 +1,209 @@
+"""Transitions, selection policies, recovery and epochs of the trajectory ledger, on a real SQLite file."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from areal_core.errors import LedgerError
+from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
+from areal_core.types import GroupState, GroupSummary, PolicyVersion
+
+GROUP = 2
+
+
+def summary(tokens: int = 4, version: int = 0) -> GroupSummary:
+    return GroupSummary(
+        lengths=(tokens - 1, 1),
+        rewards=(1.0, 0.0),
+        tokens=tokens,
+        min_version=version,
+        max_version=version,
+        correct=1,
+        truncated=0,
+        samples=(("#3", 1.0, "0"),),
+    )
+
+
+def selection(policy: str = "admit", groups: int = 2, max_staleness: int = 1, max_requeues: int = 1) -> Selection:
+    return Selection(groups=groups, policy=policy, max_staleness=max_staleness, max_requeues=max_requeues)
+
+
+def version(number: int, content: str = "a") -> PolicyVersion:
+    return PolicyVersion(version=number, path=f"/weights/{number}", sha256=f"{number}{content}")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path):
+    opened = TrajectoryLedger(tmp_path / "ledger.sqlite", group_size=GROUP)
+    yield opened
+    opened.close()
+
+
+def admit_ready(ledger: TrajectoryLedger, *, tokens: int = 4, at: int = 0) -> int:
+    group = ledger.admit()
+    ledger.ready(group.group_id, summary(tokens, at), b"payload", version=at)
+    return group.group_id
+
+
+def test_prompts_are_drawn_in_order_and_every_one_once(ledger):
+    assert [ledger.admit().prompt_index for _ in range(4)] == [0, 1, 2, 3]
+    assert ledger.admitted == 4 * GROUP
+
+
+def test_a_dropped_group_gives_its_slot_back_and_its_prompt_waits_first(ledger):
+    first, second = ledger.admit(), ledger.admit()
+    ledger.drop(first.group_id, "stale", requeue=True)
+    ledger.drop(second.group_id, "reward")
+    assert ledger.admitted == 0
+    again = ledger.admit()
+    assert (again.prompt_index, again.requeues, again.admission) == (0, 1, 2)
+    assert ledger.admit().prompt_index == 2
+    assert ledger.dropped() == {"reward": 1, "stale": 1}
+
+
+def test_transitions_that_do_not_exist_are_refused(ledger):
+    group = ledger.admit().group_id
+    ledger.ready(group, summary(), b"x", version=0)
+    with pytest.raises(LedgerError, match="is ready, not inflight"):
+        ledger.ready(group, summary(), b"x", version=0)
+    with pytest.raises(LedgerError, match="no group 99"):
+        ledger.drop(99, "why")
+    ledger.drop(group, "why")
+    with pytest.raises(LedgerError, match="is dropped"):
+        ledger.drop(group, "why")
+    assert ledger.counts()[GroupState.DROPPED] == 1
+
+
+def test_a_fixed_batch_never_changes_even_after_a_restart(ledger, tmp_path):
+    ids = [admit_ready(ledger) for _ in range(3)]
+    assert ledger.fix_batch(1, selection(groups=2)) == ledger.batch(1)
+    assert [group.group_id for group in ledger.batch(1).groups] == ids[:2]
+    assert ledger.batch(1).groups[0].lengths == (3, 1)
+    assert ledger.batch(1).groups[0].rewards == (1.0, 0.0)
+    reopened = TrajectoryLedger(tmp_path / "ledger.sqlite", group_size=GROUP)
+    assert reopened.batch(1) == ledger.batch(1)
+    assert reopened.admitted == ledger.admitted == 6
+    reopened.close()
+
+
+def test_steps_are_fixed_in_order(ledger):
+    admit_ready(ledger)
+    with pytest.raises(LedgerError, match="the next one is 1"):
+        ledger.fix_batch(2, selection(groups=1))
+
+
+def test_admit_takes_the_ready_group_that_was_admitted_first(ledger):
+    straggler = ledger.admit().group_id
+    later = admit_ready(ledger)
+    assert [g.group_id for g in ledger.fix_batch(1, selection("admit", groups=1)).groups] == [later]
+    ledger.ready(straggler, summary(version=0), b"x", version=3)
+    admit_ready(ledger)
+    assert [g.group_id for g in ledger.fix_batch(2, selection("admit", groups=1)).groups] == [straggler]
+
+
+def test_wait_holds_the_batch_up_for_an_unfinished_older_group(ledger):
+    straggler = ledger.admit().group_id
+    later = admit_ready(ledger)
+    assert ledger.fix_batch(1, selection("wait", groups=1)) is None
+    ledger.ready(straggler, summary(), b"x", version=0)
+    assert [g.group_id for g in ledger.fix_batch(1, selection("wait", groups=2)).groups] == [straggler, later]
+
+
+def test_drop_gives_up_what_would_exceed_eta_a_bounded_number_of_times(ledger):
+    for step in (1, 2):
+        admit_ready(ledger, at=step - 1)
+        ledger.fix_batch(step, selection("drop", groups=1))
+    stale = admit_ready(ledger, at=0)  # step 3 trains on version 2: staleness 2 > 1
+    assert ledger.fix_batch(3, selection("drop", groups=1)) is None
+    assert ledger.dropped() == {"stale": 1}
+    again = ledger.admit()
+    assert again.prompt_index == 2
+    assert again.group_id != stale
+    ledger.ready(again.group_id, summary(version=0), b"x", version=0)
+    assert ledger.fix_batch(3, selection("drop", groups=1)) is None
+    assert ledger.admit().prompt_index == 3  # requeued once, not twice
+
+
+def test_the_token_ledger_is_exact(ledger):
+    consumed = admit_ready(ledger, tokens=10)
+    ledger.fix_batch(1, selection(groups=1))
+    admit_ready(ledger, tokens=7)
+    dropped, flying = admit_ready(ledger, tokens=5), ledger.admit().group_id
+    ledger.drop(dropped, "why")
+    ledger.failed_try(flying, lost_tokens=3)
+    ledger.partial(flying, 2)
+    tokens = ledger.tokens()
+    assert (tokens.consumed, tokens.buffered, tokens.dropped, tokens.in_flight) == (10, 7, 8, 2)
+    assert tokens.generated == 27
+    assert tokens.balanced
+    assert ledger.payload(consumed) == b"payload"
+
+
+def test_a_committed_checkpoint_frees_what_it_covers_and_nothing_else(ledger):
+    first, second = admit_ready(ledger), admit_ready(ledger)
+    ledger.fix_batch(1, selection(groups=1))
+    ledger.fix_batch(2, selection(groups=1))
+    ledger.free(1)
+    with pytest.raises(LedgerError, match="no payload"):
+        ledger.payload(first)
+    assert ledger.payload(second) == b"payload"
+    assert ledger.batch(1) is not None
+
+
+def test_publishing_the_same_weights_again_changes_nothing(ledger):
+    for number in (0, 1, 2):
+        assert ledger.publish(version(number)) == "new"
+    group = admit_ready(ledger, at=2)
+    assert ledger.publish(version(1)) == "same"
+    assert ledger.newest_version() == version(2)
+    assert ledger.payload(group) == b"payload"
+    assert ledger.epoch == 0
+    with pytest.raises(LedgerError, match="can't follow 2"):
+        ledger.publish(version(4))
+
+
+def test_other_weights_under_an_old_number_open_an_epoch_and_no_label_lies(ledger):
+    for number in (0, 1, 2, 3):
+        ledger.publish(version(number))
+    batches = {}
+    for step, sampled_by in ((1, 0), (2, 0), (3, 1), (4, 2)):
+        batches[step] = admit_ready(ledger, at=sampled_by)
+        ledger.fix_batch(step, selection(groups=1))
+    ready_old, ready_new, flying = admit_ready(ledger, at=1), admit_ready(ledger, at=3), ledger.admit().group_id
+
+    assert ledger.publish(version(2, "other")) == "epoch"
+
+    assert ledger.epoch == 1
+    assert ledger.newest_version() == version(2, "other")
+    assert ledger.batch(2) is not None  # made version 2: its content stands
+    assert ledger.batch(3) is None
+    assert ledger.batch(4) is None
+    with pytest.raises(LedgerError):
+        ledger.drop(flying, "again")  # dropped already
+    with pytest.raises(LedgerError):
+        ledger.payload(batches[4])  # sampled by the version whose weights changed
+    assert ledger.payload(batches[3]) == b"payload"  # sampled by version 1, which stands
+    assert ledger.payload(ready_old) == b"payload"
+    with pytest.raises(LedgerError):
+        ledger.payload(ready_new)
+    assert ledger.dropped() == {"epoch": 3}
+    assert ledger.fix_batch(3, selection(groups=2)).groups[0].group_id == batches[3]
+
+
+def test_a_snapshot_of_a_ledger_in_use_is_a_ledger(ledger, tmp_path):
+    admit_ready(ledger)
+    ledger.set_note("elapsed_s", 1.5)
+    snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite")
+    copy = TrajectoryLedger(tmp_path / "copy.sqlite", group_size=GROUP)
+    assert copy.tokens() == ledger.tokens()
+    assert copy.note("elapsed_s", None) == 1.5
+    copy.close()
+
+
+def test_a_transition_that_fails_leaves_nothing_half_done(ledger):
+    group = ledger.admit().group_id
+    with pytest.raises(sqlite3.Error):
+        ledger.ready(group, summary(), object(), version=0)  # type: ignore[arg-type]
+    assert ledger.counts()[GroupState.INFLIGHT] == 1
+    assert ledger.admitted == GROUP

@@ -1,0 +1,103 @@
+"""The command line: overrides, one-line errors, exit statuses, signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import areal_core.__main__ as command
+from areal_core.config import RunConfig
+from areal_core.errors import ArealError, ConfigError, ModelError, ProcessError, StorageError, TrackingError
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Any:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("name: mine\ntraining: {steps: 7, learning_rate: 1.0e-3}\n")
+    config = command.configuration(file, ["training.steps=9", "stop.score=null", "tracking.enabled=false", "mode=sync"])
+    assert (config.name, config.mode, config.training.steps, config.training.learning_rate) == ("mine", "sync", 9, 1e-3)
+    assert config.stop.score is None
+    assert config.tracking.enabled is False
+    assert command.configuration(None, []) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "error"),
+    [
+        ("a: [", [], r"^--config: can't read .*run\.yaml: "),
+        ("- 1", [], r"^--config: .* must hold fields"),
+        ("", ["training.steps"], "^training.steps: an override looks like"),
+        ("", ["=3"], "^=3: an override looks like"),
+        ("", ["name=[1"], r"^name: '\[1' is not a value"),
+        ("", ["training.steps=many"], r"^training\.steps: must be a whole number, got 'many'"),
+        ("mode: 3", ["mode.x=1"], "^mode.x: mode is a value"),
+    ],
+)
+def test_what_a_user_can_do_wrong(tmp_path: Path, text: str, overrides: list[str], error: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=error) as caught:
+        command.configuration(file, overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("a.b: wrong"), 2),
+        (ModelError("wrong"), 2),
+        (StorageError("wrong"), 2),
+        (TrackingError("wrong"), 2),
+        (ProcessError("trainer-0 exited"), 1),
+        (command.Stopped(signal.SIGTERM), 143),
+        (command.Stopped(signal.SIGINT), 130),
+    ],
+)
+def test_exit_statuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, status: int
+) -> None:
+    def execute(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "execute", execute)
+    assert command.main([]) == status
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines() == [f"areal: error: {error}" if isinstance(error, ArealError) else "areal: stopped"]
+
+
+def test_a_signal_unwinds_once_and_the_second_ends_the_process() -> None:
+    code = """
+import os, signal, sys
+import areal_core.__main__ as command
+def execute(*_, **__):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        print("unwinds", flush=True)
+        if "twice" in sys.argv:
+            os.kill(os.getpid(), signal.SIGINT)
+command.execute = execute
+sys.exit(command.main([]))
+"""
+    for arguments, status in (([], 143), (["twice"], -signal.SIGINT)):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (status, "unwinds\n"), done.stderr
+
+
+def test_no_heavy_import() -> None:
+    heavy = "'torch', 'mlflow', 'transformers', 'prefect', 'hydra', 's3fs'"
+    code = f"import sys, areal_core.__main__; print([name for name in ({heavy}) if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,265 @@
+"""The forwarder against a stand-in for MLflow's client that fails where a test wants it to.
+
+Against a real server: tests/integration/test_tracking.py.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlflow.exceptions import MlflowException
+
+from areal_core.errors import TrackingError
+from areal_core.tracking import forwarder as module
+from areal_core.tracking.forwarder import Forwarder, check_reachable, staleness_figure
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import MetricRow
+
+
+class Server:
+    """MlflowClient's methods that the forwarder uses. `failures` are spent before or after a batch is stored."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, int, float, int]] = []  # key, step, value, timestamp in ms
+        self.params: dict[str, str] = {}
+        self.tags: dict[str, str] = {}
+        self.artifacts: dict[str, Any] = {}
+        self.status = "RUNNING"
+        self.fail_before = 0
+        self.fail_after = 0
+        self.batches: list[int] = []
+
+    def log_batch(
+        self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = (), synchronous: bool = True
+    ) -> None:
+        if self.fail_before:
+            self.fail_before -= 1
+            raise MlflowException("down")
+        self.batches.append(len(metrics))
+        self.points += [(m.key, m.step, m.value, m.timestamp) for m in metrics]
+        for param in params:
+            assert self.params.setdefault(param.key, param.value) == param.value
+        self.tags |= {tag.key: tag.value for tag in tags}
+        if self.fail_after:
+            self.fail_after -= 1
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+    def get_metric_history(self, run_id: str, key: str) -> list[Any]:
+        return [SimpleNamespace(step=step) for name, step, _, _ in self.points if name == key]
+
+    def get_run(self, run_id: str) -> Any:
+        data = SimpleNamespace(params=dict(self.params), tags=dict(self.tags))
+        return SimpleNamespace(info=SimpleNamespace(status=self.status), data=data)
+
+    def set_tag(self, run_id: str, name: str, value: str) -> None:
+        self.tags[name] = value
+
+    def log_text(self, run_id: str, text: str, path: str) -> None:
+        self.artifacts[path] = text
+
+    def log_dict(self, run_id: str, values: Any, path: str) -> None:
+        self.artifacts[path] = values
+
+    def log_figure(self, run_id: str, figure: Any, path: str) -> None:
+        self.artifacts[path] = figure
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.status = status
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.status = status
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    server = Server()
+    monkeypatch.setattr(module, "MlflowClient", lambda uri: server)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # restored afterwards: the forwarder shortens it
+    return server
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Outbox:
+    return Outbox(tmp_path / "outbox.sqlite", "run")
+
+
+def rows(steps: range, key: str = "reward") -> list[MetricRow]:
+    return [MetricRow(key=key, step=step, value=step / 2, time_s=1000 + step) for step in steps]
+
+
+def never(seconds: float) -> bool:
+    return False
+
+
+def stop_at(call: int, also: Callable[[], None] = lambda: None) -> Callable[[float], bool]:
+    calls = iter(range(1, call + 1))
+
+    def wait(seconds: float) -> bool:
+        if next(calls) < call:
+            return False
+        also()
+        return True
+
+    return wait
+
+
+def forward(outbox: Outbox, wait: Callable[[float], bool] = never, flush_timeout_s: float = 60.0) -> bool:
+    return Forwarder(outbox, "http://user:secret@host", "id", flush_timeout_s).run(wait)
+
+
+def test_all_is_sent_and_the_run_ends(server: Server, outbox: Outbox) -> None:
+    outbox.log(rows(range(2500)))
+    outbox.params({"a": "1"})
+    outbox.tags({"b": "x" * 9000})
+    outbox.end("FAILED")
+
+    assert forward(outbox)
+
+    assert server.points == [("reward", step, step / 2, (1000 + step) * 1000) for step in range(2500)]
+    assert [n for n in server.batches if n] == [1000, 1000, 500]
+    assert server.params == {"a": "1"}
+    assert server.tags["b"].endswith("...")
+    assert server.status == "FAILED"
+
+
+@pytest.mark.parametrize("moment", ["fail_before", "fail_after"])
+def test_no_gap_and_no_double_after_a_failure(server: Server, outbox: Outbox, moment: str) -> None:
+    outbox.log(rows(range(10)))
+    outbox.end("FINISHED")
+    setattr(server, moment, 2)
+
+    assert forward(outbox)
+
+    assert [point[1] for point in server.points] == list(range(10))
+
+
+@pytest.mark.parametrize("arrived", [0, 4, 10])
+def test_no_gap_and_no_double_after_a_restart(server: Server, outbox: Outbox, arrived: int) -> None:
+    outbox.log(rows(range(10)))
+    attempted = outbox.attempt_metrics(1000)  # an earlier forwarder died in this batch
+    server.points = [(r.key, r.step, r.value, int(r.time_s * 1000)) for r in attempted[:arrived]]
+    outbox.log(rows(range(10, 12)))
+    outbox.end("FINISHED")
+
+    assert forward(outbox)
+
+    assert [point[1] for point in server.points] == list(range(12))
+
+
+def test_param_that_the_server_holds_otherwise_is_left(server: Server, outbox: Outbox) -> None:
+    server.params["a"] = "old"
+    outbox.params({"a": "new", "b": "1"})
+    outbox.end("FINISHED")
+
+    assert forward(outbox)
+
+    assert server.params == {"a": "old", "b": "1"}
+
+
+def test_killed_run_that_goes_on_is_running(server: Server, outbox: Outbox) -> None:
+    server.status = "KILLED"
+    seen: list[str] = []
+
+    forward(outbox, stop_at(1, lambda: seen.append(server.status)))
+
+    assert seen == ["RUNNING"]
+
+
+def test_stop_sends_the_rest_and_marks_the_run_killed(server: Server, outbox: Outbox) -> None:
+    outbox.log(rows(range(3)))
+
+    assert not forward(outbox, stop_at(2, lambda: outbox.log(rows(range(3, 2400)))))
+
+    assert len(server.points) == 2400
+    assert server.status == "KILLED"
+
+
+def test_stop_after_the_end_keeps_its_status(server: Server, outbox: Outbox) -> None:
+    assert not forward(outbox, stop_at(1, lambda: outbox.end("FINISHED")))
+
+    assert server.status == "FINISHED"
+
+
+def test_server_that_stays_down_is_given_up(server: Server, outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    server.fail_before = 10**9
+    outbox.log(rows(range(3)))
+    outbox.end("FINISHED")
+
+    assert forward(outbox, flush_timeout_s=1e-9)
+
+    assert "with 3 items unsent" in caplog.text
+    assert "secret" not in caplog.text
+    assert outbox.unsent() == 3
+
+
+def test_broken_artifacts_do_not_hold_curves_back(
+    server: Server, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(server, "log_dict", refuse)
+    outbox.document("config", 0, {})
+
+    forward(outbox, stop_at(3, lambda: outbox.log(rows(range(5)))))
+
+    assert len(server.points) == 5
+    assert server.status == "KILLED"
+
+
+def test_documents_become_artifacts(server: Server, outbox: Outbox) -> None:
+    outbox.document("config", 0, {"seed": 1})
+    outbox.document("trajectories", 10, {"rows": [{"reward": 1.0, "answer": "#3"}, {"answer": "#4", "tokens": 2}]})
+    outbox.document("trajectories", 5, {"rows": []})
+    outbox.document("staleness_histogram", 10, {"counts": {"0": 3, "2": 1}})
+    outbox.document("summary", 35, {"accuracy_after": 0.8, "time_to_score_s": None, "reason": "steps"})
+    outbox.end("FINISHED")
+
+    assert forward(outbox)
+
+    assert server.artifacts["config.json"] == {"seed": 1}
+    assert json.loads(server.artifacts["trajectories/step-000010.json"]) == {
+        "columns": ["reward", "answer", "tokens"],
+        "data": [[1.0, "#3", None], [None, "#4", 2]],
+    }
+    assert [entry["path"] for entry in json.loads(server.tags["mlflow.loggedArtifacts"])] == [
+        "trajectories/step-000010.json",
+        "trajectories/step-000005.json",
+    ]
+    assert "staleness/step-000010.png" in server.artifacts
+    assert server.artifacts["summary.json"]["reason"] == "steps"
+    assert [point[:3] for point in server.points] == [("final/accuracy_after", 35, 0.8)]
+
+
+def test_list_of_tables_stays_within_a_tag(server: Server, outbox: Outbox) -> None:
+    for step in range(80):
+        outbox.document("trajectories", step, {"rows": [{"reward": 1.0}]})
+    outbox.end("FINISHED")
+
+    assert forward(outbox)
+
+    listed = server.tags["mlflow.loggedArtifacts"]
+    assert len(listed) < 8000
+    assert json.loads(listed)[-1]["path"] == "trajectories/step-000079.json"
+    assert len(server.artifacts) == 80
+
+
+@pytest.mark.parametrize(
+    "counts", [{}, {"0": 0}, {"0": 5, "4": 0}, {"3": 1, "11": 2}, {str(lag): 1 for lag in range(40)}]
+)
+def test_staleness_figure_draws_shares(counts: dict[str, int]) -> None:
+    figure = staleness_figure(counts, 10)
+
+    heights = [bar.get_height() for bar in figure.axes[0].patches]  # type: ignore[attr-defined]
+    assert sum(heights) == pytest.approx(1.0 if sum(counts.values()) else 0.0)
+    highest = max((int(lag) for lag, count in counts.items() if count), default=0)
+    assert f"max {highest}, {sum(counts.values()):,} tokens" in figure.axes[0].get_title()
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "file:///tmp/mlruns", "/tmp/mlruns", "ftp://host", ""])
+def test_file_store_and_unknown_schemes_are_refused(uri: str) -> None:
+    with pytest.raises(TrackingError, match=r"^tracking\.uri: .* is not supported; use http"):
+        check_reachable(uri)

@@ -1,0 +1,180 @@
+"""The outbox: what wins, what is frozen, and that several processes may use it without MLflow."""
+
+import math
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_core.errors import TrackingError
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import MetricRow
+
+
+def row(key: str = "reward", step: int = 1, value: float = 0.5, time_s: float = 100.0) -> MetricRow:
+    return MetricRow(key=key, step=step, value=value, time_s=time_s)
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Outbox:
+    return Outbox(tmp_path / "outbox.sqlite", "run-1")
+
+
+def test_rows_come_out_in_order_and_once(outbox: Outbox) -> None:
+    rows = [row("b"), row("a"), row("b", 2)]
+    outbox.log(rows)
+
+    first = outbox.attempt_metrics(2)
+    outbox.sent_metrics(first)
+    second = outbox.attempt_metrics(2)
+    outbox.sent_metrics(second)
+
+    assert first == rows[:2]
+    assert second == rows[2:]
+    assert outbox.attempt_metrics(2) == []
+    assert outbox.unsent() == 0
+
+
+def test_last_write_wins_until_the_first_attempt(outbox: Outbox) -> None:
+    outbox.log([row(value=1.0)])
+    outbox.log([row(value=2.0, time_s=101.0)])
+    attempted = outbox.attempt_metrics(10)
+    outbox.log([row(value=3.0)])
+
+    assert attempted == [row(value=2.0, time_s=101.0)]
+    assert outbox.attempted_metrics() == attempted
+    outbox.sent_metrics(attempted)
+    outbox.log([row(value=4.0)])
+    assert outbox.unsent() == 0
+
+
+def test_attempted_rows_come_first_again(outbox: Outbox) -> None:
+    outbox.log([row(step=1), row(step=2)])
+    outbox.attempt_metrics(1)
+    outbox.log([row(step=3)])
+
+    assert outbox.attempt_metrics(2) == [row(step=1), row(step=2)]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_survive(outbox: Outbox, value: float) -> None:
+    outbox.log([row(value=value)])
+
+    assert repr(outbox.attempt_metrics(1)[0].value) == repr(value)
+
+
+@pytest.mark.parametrize("key", ["", "a:b", "a//b", "/a", "../a", "a/", "a\nb", "é" * 251])
+def test_key_that_mlflow_refuses_is_refused(outbox: Outbox, key: str) -> None:
+    with pytest.raises(TrackingError, match="metric key"):
+        outbox.log([row("fine"), row(key)])
+    assert outbox.unsent() == 0
+
+
+@pytest.mark.parametrize("key", ["a", "time/step_s", "rollout/staleness-mean 0.5", "é" * 250])
+def test_key_that_mlflow_takes_is_taken(outbox: Outbox, key: str) -> None:
+    outbox.log([row(key)])
+
+    assert outbox.unsent() == 1
+
+
+def test_runs_do_not_see_each_other(outbox: Outbox, tmp_path: Path) -> None:
+    other = Outbox(tmp_path / "outbox.sqlite", "run-2")
+    outbox.log([row()])
+    outbox.end("FINISHED")
+
+    assert other.attempt_metrics(10) == []
+    assert other.ended() is None
+
+
+def test_params_keep_the_first_value_and_tags_the_last(outbox: Outbox) -> None:
+    outbox.params({"a": "1"})
+    outbox.params({"a": "2", "b": "3"})
+    outbox.tags({"a": "1"})
+    outbox.tags({"a": "2"})
+
+    assert outbox.pending_labels("param", 10) == {"a": "1", "b": "3"}
+    assert outbox.pending_labels("tag", 10) == {"a": "2"}
+
+
+def test_tag_changed_while_it_is_sent_is_sent_again(outbox: Outbox) -> None:
+    outbox.tags({"a": "1", "b": "1"})
+    sending = outbox.pending_labels("tag", 10)
+    outbox.tags({"a": "2"})
+    outbox.sent_labels("tag", sending)
+
+    assert outbox.pending_labels("tag", 10) == {"a": "2"}
+    outbox.sent_labels("tag", {"a": "2"})
+    outbox.tags({"a": "2"})
+    assert outbox.unsent() == 0
+
+
+def test_documents_are_replaced_until_equal(outbox: Outbox) -> None:
+    outbox.document("staleness_histogram", 5, {"counts": {"0": 1}})
+    sending = outbox.pending_document()
+    assert sending is not None
+    outbox.document("staleness_histogram", 5, {"counts": {"0": 2}})
+    outbox.sent_document(sending)
+
+    replaced = outbox.pending_document()
+    assert replaced is not None
+    assert replaced.data == {"counts": {"0": 2}}
+    outbox.sent_document(replaced)
+    outbox.document("staleness_histogram", 5, {"counts": {"0": 2}})
+    assert outbox.pending_document() is None
+
+
+def test_wrong_documents_and_ends_are_refused(outbox: Outbox) -> None:
+    with pytest.raises(TrackingError, match="document kind 'picture': must be one of config, "):
+        outbox.document("picture", 1, {})
+    with pytest.raises(TrackingError, match="document trajectories: needs the field 'rows'"):
+        outbox.document("trajectories", 1, {"row": []})
+    with pytest.raises(TrackingError, match="end status 'OK': must be one of FINISHED"):
+        outbox.end("OK")
+
+
+def test_end_can_be_taken_back(outbox: Outbox) -> None:
+    outbox.end("KILLED")
+    assert outbox.ended() == "KILLED"
+    outbox.reopen()
+    assert outbox.ended() is None
+
+
+def test_unsent_rows_survive_the_process(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.log([row(step=1), row(step=2)])
+    outbox.attempt_metrics(1)
+    outbox.close()
+
+    again = Outbox(tmp_path / "outbox.sqlite", "run-1")
+
+    assert again.attempted_metrics() == [row(step=1)]
+    assert again.attempt_metrics(10) == [row(step=1), row(step=2)]
+
+
+def _write(path: Path, key: str) -> None:
+    outbox = Outbox(path, "run-1")
+    for step in range(200):
+        outbox.log([row(key, step)])
+
+
+def test_processes_write_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write, args=(tmp_path / "outbox.sqlite", key)) for key in "abc"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+
+    assert Outbox(tmp_path / "outbox.sqlite", "run-1").unsent() == 600
+
+
+def test_unusable_path_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TrackingError, match="can't open the outbox"):
+        Outbox(tmp_path / "absent" / "outbox.sqlite", "run-1")
+
+
+def test_writers_need_no_mlflow() -> None:
+    code = "import sys, areal_core.tracking, areal_core.tracking.outbox; sys.exit('mlflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,153 @@
+import json
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+import torch
+
+from areal_core.config import load, merge
+from areal_core.data.arithmetic import is_held_out
+from areal_core.data.tokenizer import Tokenizer, char_tokenizer
+from areal_core.model import read_spec, read_weights
+from areal_core.training import recipe
+from areal_core.training.warmup import cache_key, embedded_spec, make_model, warm_up
+
+SMALL = {
+    "model": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 24},
+    "task": {"max_operations": 3, "max_prompt_tokens": 8, "max_new_tokens": 24},
+    "warmup": {"worked_steps": 30, "worked_batch": 8, "direct_steps": 4, "direct_batch": 8},
+}
+
+
+def small(dotted=None, value=None):
+    return load(SMALL if dotted is None else merge(SMALL, dotted, value))
+
+
+def texts(batch):
+    tokens, lengths, prompt_lengths = batch
+    ends = lengths.cumsum()
+    for end, length, prompt in zip(ends, lengths, prompt_lengths, strict=True):
+        sequence = tokens[end - length : end].tolist()
+        yield char_tokenizer().decode(sequence[:prompt]), char_tokenizer().decode(sequence[prompt:]), sequence[-1]
+
+
+def drawn(config, share, steps=20):
+    found = recipe.batches(config, steps=steps, batch=16, direct_share=share, stream="test")
+    return [row for batch in found for row in texts(batch)]
+
+
+def test_batches_are_solved_training_chains_that_end_with_the_end_token():
+    rows = drawn(small(), share=0.5)
+    for prompt, answer, last in rows:
+        assert prompt.endswith("=")
+        assert not is_held_out(prompt)
+        assert answer.rpartition("#")[2].isdigit()
+        assert last == embedded_spec(small()).eos_token_ids[0]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
+def test_the_share_of_direct_answers(share):
+    rows = drawn(small(), share)
+    direct = sum(answer.startswith("#") for _, answer, _ in rows) / len(rows)
+    assert direct == pytest.approx(share, abs=0.0 if share in (0.0, 1.0) else 0.08)
+
+
+def test_the_learning_rate_rises_then_falls_towards_zero():
+    rates = [recipe.learning_rate(1e-3, step, 200) for step in range(200)]
+    peak = rates.index(max(rates))
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert max(rates) == pytest.approx(1e-3, rel=0.02)
+    assert 0 < rates[-1] < 1e-5
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_does_not():
+    torch.set_num_threads(1)
+    one, two, other = warm_up(small()), warm_up(small()), warm_up(small("warmup.seed", 1))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_the_warm_up_lowers_the_loss(capsys):
+    warm_up(small("warmup.worked_steps", 100))
+    out = capsys.readouterr().out
+    assert "worked answers, step 100 of 100, loss" in out
+    assert float(out.splitlines()[0].split()[-1]) < 2.5  # from log(18) = 2.9
+
+
+def test_the_command_writes_a_folder_that_transformers_loads(tmp_path):
+    import transformers  # takes seconds
+
+    config, folder = small(), tmp_path / "cache" / "model"
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    command = ["-m", "areal_core.training.warmup", "--config", str(tmp_path / "config.json"), "--out", str(folder)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+    assert "warm-up: direct answers, step 4 of 4" in done.stdout
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    spec = read_spec(folder)
+    assert spec == embedded_spec(config)
+    read_weights(folder, spec)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tuple(tokenizer("1-1-7=")["input_ids"]) == char_tokenizer().encode("1-1-7=")
+    assert Tokenizer.from_folder(folder).encode("1-1-7=") == char_tokenizer().encode("1-1-7=")
+    assert (tokenizer.eos_token_id,) == spec.eos_token_ids
+    assert tokenizer.decode([*char_tokenizer().encode("#3"), tokenizer.eos_token_id], skip_special_tokens=True) == "#3"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.eos_token_id in (spec.eos_token_ids[0], list(spec.eos_token_ids))
+
+
+def test_a_folder_that_is_there_is_replaced_whole(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "left-over").touch()
+    make_model(small(), folder)
+    assert not (folder / "left-over").exists()
+    assert read_spec(folder) == embedded_spec(small())
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("areal_core.training.warmup.write_model", fail)
+    with pytest.raises(OSError, match="disk full"):
+        make_model(small("warmup.worked_steps", 1), tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value"),
+    [
+        ("model.hidden_size", 32),
+        ("model.context", 200),
+        ("task.max_operations", 2),
+        ("task.length_decay", 0.5),
+        ("warmup.seed", 9),
+        ("warmup.direct_share", 0.9),
+        ("warmup.learning_rate", 1e-3),
+        ("warmup.direct_learning_rate", 1e-3),
+    ],
+)
+def test_the_cache_key_changes_with_what_decides_the_weights(dotted, value):
+    assert cache_key(small(dotted, value)) != cache_key(small())
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value"), [("seed", 9), ("training.steps", 3), ("task.max_new_tokens", 30), ("task.held_out", 7)]
+)
+def test_the_cache_key_ignores_everything_else(dotted, value):
+    assert cache_key(small(dotted, value)) == cache_key(small())
+
+
+def test_data_rewards_and_the_cache_key_need_no_torch():
+    modules = "areal_core.training.recipe, areal_core.data.source, areal_core.rewards.worker"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_batches_of_one_stream_do_not_depend_on_how_many_are_taken():
+    long = recipe.batches(small(), steps=10, batch=4, direct_share=0.5, stream="a")
+    short = recipe.batches(small(), steps=3, batch=4, direct_share=0.5, stream="a")
+    for one, two in zip(short, islice(long, 3), strict=True):
+        assert all((a == b).all() for a, b in zip(one, two, strict=True))
