@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.complete
 
-# Where pip looks for torch besides its usual index; for a CPU build: https://download.pytorch.org/whl/cpu
+# Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
 .PHONY: help train test lint up down doctor bench clean

@@ -1,7 +1,7 @@
 """What the trainer, the evaluator and the launcher ask of the controller, over HTTP.
 
-Synchronous and stdlib only. The controller may be restarted on another port: after a failed connection the address is read
-again from its ready file, for a bounded time. Every call is safe to repeat.
+Synchronous and stdlib only. The controller may be restarted on another port: after a failed connection the address is
+read again from its ready file, for a bounded time. Every call is safe to repeat.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ControllerClient:
     # -- trainer -----------------------------------------------------------------------------------------------
 
     def batch(self, step: int) -> BatchManifest:
-        """Wait for the batch of `step`. Raises RunFinished. A run in which no batch ever comes is the launcher's to end."""
+        """Wait for the batch of `step`. Raises RunFinished. If none ever comes, the launcher ends the run."""
         while True:
             answer = self._call("GET", f"/batch/{step}?timeout_s={_POLL_S}")
             if answer is not None:

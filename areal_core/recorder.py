@@ -1,7 +1,7 @@
 """What a run writes down about itself: metrics, status, the end's summary. It watches; it decides only when to stop.
 
-Everything that must survive a restart of the controller lies in the ledger's notes. Metric rows go to the outbox and from
-there to MLflow. `docs/metrics.md` defines every key.
+Everything that must survive a restart of the controller lies in the ledger's notes. Metric rows go to the outbox and
+from there to MLflow. `docs/metrics.md` defines every key.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
             count=ranks,
             cpus=lambda index: core(servers + index),
             gang=ranks > 1,
+            env={"GLOO_SOCKET_IFNAME": "lo"},  # ranks of one machine meet on its loopback
         ),
         RoleSpec(name="evaluator", argv=lambda _: role("areal_core.evaluation"), nice=config.launch.evaluator_nice),
         RoleSpec(name="tracker", argv=lambda _: role("areal_core.tracking"), nice=config.launch.evaluator_nice),

@@ -306,11 +306,10 @@ def restore(run: RunDir, storage: Storage) -> None:
 
 def base_version(model_path: str) -> PolicyVersion:
     """Version 0: the base model's own folder."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(model_path).glob("*.safetensors")):
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return PolicyVersion(version=0, path=model_path, sha256=digest.hexdigest())
+    files = sorted(Path(model_path).glob("*.safetensors"))
+    hashes = [checkpoint.describe(file).sha256 for file in files]
+    whole = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return PolicyVersion(version=0, path=model_path, sha256=whole)
 
 
 def stop_token_ids(model_path: str) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ Owner = Literal["up", "train"]
 _START_TIMEOUT_S = 120.0
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
 _SERVER_GRACE_S = 10.0
+_ORPHAN_GRACE_S = 20.0  # of a worker whose supervisor was killed: there is no server left to tell
 _PROBE_INTERVAL_S = 0.1  # a foreign server can only be asked whether it is ready
 
 
@@ -105,12 +106,12 @@ class Launch:
         self._answers, answer = os.pipe()
         lifeline, self._lifeline = os.pipe()  # never written to: our end closes when this process goes
         argv = [sys.executable, "-m", "flows.stack", "serve", owner, str(answer)]
-        tie = {process.LIFELINE: f"{lifeline}:{os.fstat(lifeline).st_ino}", process.GRACE: str(_WORKER_GRACE_S + 15)}
+        tie = _tie(lifeline, _WORKER_GRACE_S + 2 * _SERVER_GRACE_S) if owner == "train" else {}
         with (LOGS / "stack.log").open("a") as log:
             self._process = subprocess.Popen(
                 argv,
                 cwd=ROOT,
-                env={**os.environ, **(tie if owner == "train" else {})},
+                env={**os.environ, **tie},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -232,6 +233,7 @@ class _Services:
     def __init__(self) -> None:
         self._services: list[_Service] = []
         self._asked, self._ask = os.pipe()
+        self._lifeline, self._our_end = os.pipe()  # see areal_core.process; the worker watches it
 
     def __enter__(self) -> _Services:
         def ask(_signum: int, _frame: FrameType | None) -> None:
@@ -261,12 +263,13 @@ class _Services:
             popen = subprocess.Popen(
                 argv,
                 cwd=ROOT,
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, **_tie(self._lifeline, _ORPHAN_GRACE_S)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                pass_fds=(self._lifeline,),
                 start_new_session=True,
-                # Foreign programs don't watch a lifeline. Safe here: no thread of this process holds a lock.
+                # Foreign programs don't watch the lifeline. Safe here: no thread of this process holds a lock.
                 preexec_fn=lambda: process.die_with_parent(signal.SIGTERM),
             )
         self._services.append(_Service(name, popen, os.pidfd_open(popen.pid), path, grace_s))
@@ -294,6 +297,10 @@ class _Services:
         for service in self._services:
             if service.pidfd in ended:
                 raise ProcessError(f"{service.name}: ended with code {service.popen.wait()}: {_last_line(service.log)}")
+
+
+def _tie(lifeline: int, grace_s: float) -> dict[str, str]:
+    return {process.LIFELINE: f"{lifeline}:{os.fstat(lifeline).st_ino}", process.GRACE: str(grace_s)}
 
 
 @contextlib.contextmanager

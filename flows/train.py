@@ -51,6 +51,7 @@ def main() -> int:
             launch = stack.launch("train")
             up = launch.wait_ready()
         os.environ.update(up.environment)  # Prefect reads it when it is imported
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")  # a server on this machine is there or gone
         return _train(parameters, up, console)
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)

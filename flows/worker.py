@@ -63,7 +63,7 @@ async def _deploy() -> None:
 
 
 if __name__ == "__main__":
-    process.die_with_parent(signal.SIGTERM)
+    process.adopt()
     try:
         asyncio.run(main())
     except asyncio.CancelledError:

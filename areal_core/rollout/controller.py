@@ -8,8 +8,8 @@
 Four coroutines move everything:
 
 - `_admit` takes room (the gate's and the servers') and produces running groups;
-- `_rollout`, one per running group, takes an admitted group and produces a READY group, or a DROPPED one with its reason: the
-  one place where failures of a rollout are caught;
+- `_rollout`, one per running group, takes an admitted group and produces a READY group, or a DROPPED one with its
+  reason: the one place where failures of a rollout are caught;
 - `_update` takes the newest published version and loads it into the servers; the gate opens when they hold it;
 - `batch`, called by the trainer, takes READY groups and produces the fixed batch of a step.
 

@@ -2,15 +2,14 @@
 
     GET /batch/{k} -> payloads -> advantages -> pi_prox (one forward pass) -> PPO minibatches -> version k -> POST /versions
 
-Step k trains on policy version k - 1 and makes version k. Rank 0 alone publishes, checkpoints and reports; the others follow
-the same batches. A restarted trainer resumes from the newest complete checkpoint and replays the batches that the ledger has
-fixed since: on a CPU it makes the same versions again, bit for bit.
+Step k trains on policy version k - 1 and makes version k. Rank 0 alone publishes, checkpoints and reports; the others
+follow the same batches. A restarted trainer resumes from the newest complete checkpoint and replays the batches that
+the ledger has fixed since: on a CPU it makes the same versions again, bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 import time
@@ -128,7 +127,7 @@ class Trainer:
     # -- what is told ------------------------------------------------------------------------------------------
 
     def _staleness(self, manifest: BatchManifest, batch: TrainingBatch) -> Counter[int]:
-        """Loss tokens by staleness over all ranks: version that trains on them - version that sampled them. Collective."""
+        """Loss tokens of all ranks by staleness: the version trained on them - the one that sampled them. Collective."""
         lags = manifest.step - 1 - batch.versions[batch.loss_mask]
         counts = np.bincount(lags, minlength=manifest.step).astype(np.float64)
         total = self.engine.all_sum(counts)

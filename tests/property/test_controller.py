@@ -1,4 +1,4 @@
-"""The rollout core under a virtual clock: the gate, the policies and the books hold for any timing, for a thousand steps."""
+"""The rollout core under a virtual clock: gate, policies and books hold for any timing, and for a thousand steps."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_books(engine: FakeEngine, ledger: TrajectoryLedger, manifests: list[Ba
 )
 def test_any_timing_keeps_the_bound_and_the_books(seed, eta, policy, failing):
     faults = {"generation": 0.05, "reward": 0.05} if failing else {}
-    config, rng, engine, ledger, controller = build(seed, steps=30, eta=eta, policy=policy, **faults)
+    _, rng, engine, ledger, controller = build(seed, steps=30, eta=eta, policy=policy, **faults)
     manifests = run_virtual(train(controller, rng, 30))
     check_books(engine, ledger, manifests, exact=not failing)
     for manifest in manifests:
@@ -114,7 +114,7 @@ def test_a_thousand_steps_under_a_virtual_clock():
 
 
 def test_zero_staleness_alternates_strictly():
-    _, rng, engine, ledger, controller = build(3, steps=20, eta=0)
+    _, rng, _, ledger, controller = build(3, steps=20, eta=0)
     manifests = run_virtual(train(controller, rng, 20))
     for manifest in manifests:
         assert [group.ready_version for group in manifest.groups] == [manifest.step - 1] * len(manifest.groups)
@@ -122,7 +122,7 @@ def test_zero_staleness_alternates_strictly():
 
 
 def test_a_run_in_which_every_group_fails_ends_with_the_reason():
-    _, rng, _, ledger, controller = build(1, steps=5, eta=1, generation=1.0)
+    _, _, _, ledger, controller = build(1, steps=5, eta=1, generation=1.0)
 
     async def main() -> None:
         await controller.run()
@@ -134,7 +134,7 @@ def test_a_run_in_which_every_group_fails_ends_with_the_reason():
 
 
 def test_a_batch_that_can_not_be_had_is_none_and_after_the_end_it_raises():
-    _, rng, engine, _, controller = build(1, steps=5, eta=1)
+    _, _, engine, _, controller = build(1, steps=5, eta=1)
     engine.capacity = 0
 
     async def main() -> None:
@@ -171,7 +171,7 @@ def test_a_restarted_controller_sends_running_groups_again_under_the_same_seeds(
 
 
 def test_an_epoch_starts_running_groups_again():
-    _, rng, engine, ledger, controller = build(11, steps=6, eta=1)
+    _, _, engine, ledger, controller = build(11, steps=6, eta=1)
 
     async def main() -> None:
         running = asyncio.ensure_future(controller.run())

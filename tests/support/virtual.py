@@ -1,4 +1,4 @@
-"""An asyncio event loop whose clock jumps to the next thing that is due: days pass in milliseconds, in the same order."""
+"""An asyncio event loop whose clock jumps to whatever is due next: days pass in milliseconds, in the same order."""
 
 from __future__ import annotations
 

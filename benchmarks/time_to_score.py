@@ -1,0 +1,50 @@
+"""How long does the main job take to learn? The default experiment for several seeds, each from the same base model.
+
+    python -m benchmarks.time_to_score [--seeds 1 2 3] [field=value ...]
+
+`rl_wall_s` runs from the moment the first generation server takes work until the last version is published; start-up
+and the cached warm-up are outside. Both accuracies are greedy, over all held-out prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import yaml
+
+from areal_core.config import load, merge
+from areal_core.run import execute
+from areal_core.types import RunSummary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    arguments = parser.parse_args()
+    summaries = [_run(seed, arguments.overrides) for seed in arguments.seeds]
+    print(
+        json.dumps(
+            {
+                "accuracy_before": [round(summary.accuracy_before, 4) for summary in summaries],
+                "accuracy_after": [round(summary.accuracy_after, 4) for summary in summaries],
+                "rl_wall_s": [round(summary.rl_wall_s, 2) for summary in summaries],
+                "steps": [summary.steps for summary in summaries],
+                "seeds": arguments.seeds,
+            }
+        )
+    )
+
+
+def _run(seed: int, overrides: list[str]) -> RunSummary:
+    values: dict[str, object] = {"name": "time-to-score", "seed": seed}
+    for override in overrides:
+        name, _, value = override.partition("=")
+        values = merge(values, name, yaml.safe_load(value))
+    return execute(load(values), log=lambda line: print(f"seed {seed}: {line}", file=sys.stderr, flush=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Asynchronous with eta = 0 is the synchronous mode: the same tokens, the same losses, the same weights."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_core.config import load
+from areal_core.rewards.packing import unpack_group
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.run import execute, run_folder
+from areal_core.types import GroupPayload
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+GROUP = 4
+
+
+def run(root: Path, mode: str) -> tuple[list[list[GroupPayload]], list[float], list[str]]:
+    """Trajectories by step, losses by step and hashes of the published weights of a short run with one server."""
+    config = load(
+        {
+            "mode": mode,
+            "state_dir": str(root / "state"),
+            "storage": {"url": str(root / mode)},
+            "tracking": {"uri": f"sqlite:///{root}/mlflow.db"},
+            "model": {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 64},
+            "warmup": {"worked_steps": 60, "direct_steps": 10},
+            "task": {"held_out": 16},
+            "algorithm": {"group_size": GROUP},
+            "generation": {"servers": 1, "slots": 16, "deterministic": True},
+            "rollout": {"batch_size": 32, "max_staleness": 0, "retain": "all"},
+            "training": {"steps": STEPS, "ranks": 1, "minibatches": 2, "learning_rate": 3e-3},
+            "launch": {"restarts": 0},
+        }
+    )
+    assert execute(config, run_id=mode, log=lambda line: None).steps == STEPS
+    folder = run_folder(config, mode)
+    ledger = TrajectoryLedger(folder.ledger, group_size=GROUP)
+    batches = [ledger.batch(step) for step in range(1, STEPS + 1)]
+    trajectories = [[unpack_group(ledger.payload(group.group_id)) for group in batch.groups] for batch in batches]
+    hashes = [ledger.version(step).sha256 for step in range(STEPS + 1)]
+    ledger.close()
+    with sqlite3.connect(folder.outbox) as outbox:
+        rows = outbox.execute("SELECT value FROM metrics WHERE key = 'loss/policy' ORDER BY step").fetchall()
+    return trajectories, [value for (value,) in rows], hashes
+
+
+def test_zero_staleness_is_the_synchronous_mode(tmp_path: Path) -> None:
+    asynchronous, async_losses, async_hashes = run(tmp_path, "async")
+    synchronous, sync_losses, sync_hashes = run(tmp_path, "sync")
+    assert len(asynchronous) == len(synchronous) == STEPS
+    for step, (left, right) in enumerate(zip(asynchronous, synchronous, strict=True)):
+        for a, b in zip(left, right, strict=True):
+            np.testing.assert_array_equal(a.prompt_tokens, b.prompt_tokens)
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            assert set(a.versions) == set(b.versions) == {step}
+    assert len(async_losses) == STEPS
+    assert any(loss != 0 for loss in async_losses), "nothing was learnt: the comparison would be empty"
+    np.testing.assert_allclose(async_losses, sync_losses, atol=1e-5, rtol=0)
+    assert async_hashes == sync_hashes
