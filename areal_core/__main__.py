@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from rich.console import Console
@@ -28,11 +28,11 @@ class Stopped(BaseException):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _stop)
     console = Console(stderr=True)
     try:
+        options = _parse(arguments)
         config = configuration(options.config, options.overrides)
         with RunProgress(console) as progress:
             summary = execute(config, run_id=options.run_id, log=progress.log, on_status=progress.update)
@@ -53,13 +53,14 @@ def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
         try:
             values = yaml.safe_load(file.read_text()) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"--config: can't read {file}: {_one_line(error)}") from error
+            reason = error.strerror if isinstance(error, OSError) else _one_line(error)
+            raise ConfigError(f"--config: can't read {file}: {reason}") from error
         if not isinstance(values, Mapping):
             raise ConfigError(f"--config: {file} must hold fields and their values")
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name:
-            raise ConfigError(f"{override}: an override looks like training.steps=5")
+            raise ConfigError(f"{override!r}: an override looks like training.steps=5")
         try:
             values = merge(values, name, yaml.safe_load(text))
         except yaml.YAMLError as error:
@@ -67,12 +68,19 @@ def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
     return load(values)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Errors are raised, to be told like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m areal_core", description="Run one experiment on this machine.")
+    parser = _Parser(prog="python -m areal_core", description="Run one experiment on this machine.")
     parser.add_argument("--run-id", help="name of the run; a run of this name goes on where it ended")
     parser.add_argument("--config", type=Path, help="YAML or JSON; fields that it leaves out have their defaults")
     parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="for instance training.steps=5")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)  # an option may stand between two overrides
 
 
 def _stop(signum: int, _: FrameType | None) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.errors import ConfigError
+
+
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def _bounded(default: Any, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
@@ -120,7 +124,7 @@ class TrainingConfig:
     steps: int = _bounded(35, low=1)
     ranks: int | None = _bounded(None, low=1)  # data-parallel processes; None: every device in sync mode, else 1
     minibatches: int = _bounded(4, low=1)  # PPO minibatches a step, cut by whole groups
-    learning_rate: float = _bounded(3e-4, above=0.0)
+    learning_rate: float = _bounded(5e-5, above=0.0)
     warmup_steps: int = _bounded(0, low=0)  # optimiser steps of linear learning-rate warm-up
     weight_decay: float = _bounded(0.0, low=0.0)
     beta1: float = _bounded(0.9, low=0.0, high=0.9999)
@@ -249,15 +253,15 @@ def load_file(path: str | Path) -> RunConfig:
     return load(json.loads(Path(path).read_text()))
 
 
-def merge(base: Mapping[str, Any], dotted: str, value: Any) -> dict[str, Any]:
-    """A copy of `base` with the nested field `dotted` set to `value`."""
+def merge(base: Mapping[str, Any], dotted: str, value: Any, above: str = "") -> dict[str, Any]:
+    """A copy of `base` with the nested field `dotted` set to `value`. `above` is what the name of `base` starts with."""
     head, _, rest = dotted.partition(".")
     merged = dict(base)
     if rest:
         below = merged.get(head, {})
         if not isinstance(below, Mapping):
-            raise ConfigError(f"{dotted}: {head} is a value, not a group of fields")
-        merged[head] = merge(typing.cast(Mapping[str, Any], below), rest, value)
+            raise ConfigError(f"{above}{dotted}: {above}{head} is a value, not a group of fields")
+        merged[head] = merge(typing.cast(Mapping[str, Any], below), rest, value, f"{above}{head}.")
     else:
         merged[head] = value
     return merged
@@ -291,6 +295,8 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
     wanted = next(option for option in options if option is not type(None))
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if wanted is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return float(value)  # YAML 1.1 takes 1e-4 for text
     if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
         return value
     kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

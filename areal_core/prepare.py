@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import os
 import re
 import secrets
@@ -21,10 +20,11 @@ from typing import Any
 
 from areal_core.config import RunConfig
 from areal_core.data.source import open_source
-from areal_core.data.tokenizer import Tokenizer
+from areal_core.data.tokenizer import Tokenizer, char_tokenizer
 from areal_core.errors import ConfigError, ModelError, ProcessError
 from areal_core.launch import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.rundir import RunDir, RunInfo, write_json
+from areal_core.spec import check_folder
 from areal_core.storage import Storage
 from areal_core.tracking.outbox import Outbox
 from areal_core.training.recipe import cache_key
@@ -49,11 +49,10 @@ def preflight(config: RunConfig) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
-    if config.model.path is not None:
+    if config.model.path is None:
+        open_source(config, char_tokenizer())
+    else:
         _check_model(Path(config.model.path), config)
-    if config.task.name == "jsonl":
-        assert config.model.path is not None  # config.load sees to it
-        open_source(config, Tokenizer.from_folder(Path(config.model.path)))
     Storage.open(config.storage.url, config.storage.endpoint_url)
     if uri := tracking_uri(config):
         from areal_core.tracking.forwarder import check_reachable  # seconds of imports
@@ -122,23 +121,28 @@ def _new_run_id(name: str) -> str:
 
 
 def _check_model(folder: Path, config: RunConfig) -> None:
-    """What can be seen of a model folder without torch; the generation server checks the rest when it starts."""
+    """A model folder must be whole and fit the task: its shape, the headers of its weights, tokenizer and prompts."""
     try:
-        shape = json.loads((folder / "config.json").read_text())
-        context = int(shape["max_position_embeddings"])
-    except OSError as error:
-        raise ModelError(f"model.path: can't read {folder}/config.json: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path: {folder}/config.json has no usable max_position_embeddings: {error}") from error
+        spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
+    except ModelError as error:
+        raise ModelError(f"model.path: {error}") from error
     needed = config.task.max_prompt_tokens + config.task.max_new_tokens
-    if context < needed:
+    if spec.context < needed:
         raise ConfigError(
             f"task.max_new_tokens: prompt and answer need {needed} tokens (max_prompt_tokens + max_new_tokens), "
-            f"more than the context of {folder}, {context}"
+            f"more than the context of {folder}, {spec.context}"
         )
-    for wanted in ("tokenizer.json", "*.safetensors"):
-        if not any(folder.glob(wanted)):
-            raise ModelError(f"model.path: {folder} holds no {wanted}")
+    if not spec.eos_token_ids:
+        raise ModelError(f"model.path: {folder} names no eos_token_id, so that no answer would ever end")
+    try:
+        prompts = open_source(config, tokenizer).held_out()
+    except ModelError as error:
+        raise ModelError(f"model.path: {folder}: {error}") from error
+    highest = max(max(prompt.token_ids) for prompt in prompts)
+    if highest >= spec.vocab_size:
+        raise ModelError(
+            f"model.path: {folder}: tokenizer.json gives token {highest}, vocab_size in config.json is {spec.vocab_size}"
+        )
 
 
 def _base_model(config: RunConfig, log: Log) -> Path:

@@ -12,9 +12,7 @@ import argparse
 import json
 import sys
 
-import yaml
-
-from areal_core.config import load, merge
+from areal_core.__main__ import configuration
 from areal_core.run import execute
 from areal_core.types import RunSummary
 
@@ -39,11 +37,8 @@ def main() -> None:
 
 
 def _run(seed: int, overrides: list[str]) -> RunSummary:
-    values: dict[str, object] = {"name": "time-to-score", "seed": seed}
-    for override in overrides:
-        name, _, value = override.partition("=")
-        values = merge(values, name, yaml.safe_load(value))
-    return execute(load(values), log=lambda line: print(f"seed {seed}: {line}", file=sys.stderr, flush=True))
+    config = configuration(None, ["name=time-to-score", f"seed={seed}", *overrides])
+    return execute(config, log=lambda line: print(f"seed {seed}: {line}", file=sys.stderr, flush=True))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ One supervisor process (`python -m flows.stack serve`) starts all three at once,
 in order. `make up` leaves it behind as a daemon; under `make train` it holds a lifeline to that command and ends with
 it. It keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a stale pid means nothing;
 `.areal/stack.json` says where the servers listen. The environment wins: a server that PREFECT_API_URL (or an explicit
-Prefect profile) or MLFLOW_TRACKING_URI names is used and not started.
+Prefect profile) or MLFLOW_TRACKING_URI names is used and not started. AREAL_STATE_DIR puts `.areal` elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.rundir import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-STATE = ROOT / ".areal"
+STATE = Path(os.environ.get("AREAL_STATE_DIR", ROOT / ".areal")).absolute()
 LOGS = STATE / "logs"
 WORKER_READY = STATE / "worker-ready.json"
 

@@ -143,6 +143,8 @@ def _show_result(client: SyncPrefectClient, flow_run: FlowRun, console: Console)
     assert artifact is not None, "a completed flow run has reported"
     rows = json.loads(cast(str, artifact.data))
     table = Table(title=artifact.description, show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")
     for row in rows:
         table.add_row(row["what"], row["value"])
     console.print(table)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areal_core.config import TaskConfig
 from areal_core.data.tokenizer import Tokenizer
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, ModelError
 from areal_core.types import Prompt
 
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
@@ -74,7 +74,7 @@ def _read(name: str, path: str, task: TaskConfig, tokenizer: Tokenizer) -> list[
             continue
         try:
             prompts.append(_parse(line, len(prompts), task, tokenizer))
-        except ConfigError as error:
+        except (ConfigError, ModelError) as error:
             raise ConfigError(f"{name}: {path}, line {number}: {error}") from error
     if not prompts:
         raise ConfigError(f"{name}: {path} holds no prompt")

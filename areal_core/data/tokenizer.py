@@ -33,7 +33,11 @@ class Tokenizer:
             raise ModelError(f"{file}: not a tokenizer: {error}") from error
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._inner.encode(text, add_special_tokens=False).ids)
+        """Raises ModelError for a text that the vocabulary can't spell."""
+        try:
+            return tuple(self._inner.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(f"the model's tokenizer can't spell {text[:40]!r}: {error}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, special tokens left out."""
@@ -57,7 +61,7 @@ class Tokenizer:
 
 def char_tokenizer() -> Tokenizer:
     """The embedded model's tokenizer: a token per character of the arithmetic task, after `<pad>` (0) and `<eos>` (1).
-    Any other character is an error of the library."""
+    It can spell nothing else."""
     vocabulary = {token: index for index, token in enumerate((PAD, EOS, *CHARACTERS))}
     inner = tokenizers.Tokenizer(models.WordLevel(vocabulary))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

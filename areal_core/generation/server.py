@@ -331,7 +331,10 @@ def main() -> int:
     try:
         asyncio.run(_serve(arguments, engine))
     except OSError as error:
-        print(f"areal: error: can't listen on {arguments.host}:{arguments.port}: {error.strerror}", file=sys.stderr)
+        where = f"{arguments.host}:{arguments.port}"
+        print(
+            f"areal: error: --port: can't listen on {where}: {error.strerror}; 0 takes any free one", file=sys.stderr
+        )
         return 2
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)

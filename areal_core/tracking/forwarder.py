@@ -13,9 +13,10 @@ import math
 import os
 import posixpath
 import re
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def check_reachable(uri: str) -> None:
     _check_scheme(uri)
     with _reporting(uri):
         if _is_database(uri):
+            _check_file(uri)
             MlflowClient(uri).search_experiments(max_results=1)
             return
         endpoint = "/api/2.0/mlflow/experiments/search"
@@ -310,6 +312,16 @@ def _artifact_folder(uri: str) -> str | None:
     if not uri.startswith("sqlite:///"):
         return None
     return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "artifacts").as_uri()
+
+
+def _check_file(uri: str) -> None:
+    """An SQLite file that can't be written is found at once; MLflow tries for minutes."""
+    if uri.startswith("sqlite:///"):
+        try:
+            with closing(sqlite3.connect(uri.removeprefix("sqlite:///"), timeout=2.0)) as database:
+                database.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            raise TrackingError(f"tracking.uri: can't write to {uri}: {error}") from error
 
 
 def _check_scheme(uri: str) -> None:

@@ -1,15 +1,25 @@
-"""The whole ring on one machine: every role a process of its own, a tiny model, two steps."""
+"""The whole ring on one machine: every role a process of its own, a tiny model, a few steps."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from moto.server import ThreadedMotoServer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_core import checkpoint, weights
 from areal_core.config import RunConfig, load
+from areal_core.model import read_weights
 from areal_core.run import execute, run_folder
+from areal_core.spec import read_spec
+from areal_core.storage import Storage
+from areal_core.training.packed import answer_logprobs, pack
 from areal_core.types import RunStatus
 
 pytestmark = pytest.mark.slow
@@ -42,9 +52,59 @@ def test_a_run_from_nothing_to_its_summary(tmp_path: Path, mode: str) -> None:
     assert (summary.run_id, summary.reason, summary.steps) == ("r", "steps", 2)
     assert summary.tokens.balanced
     assert summary.tokens.consumed > 0
-    assert Path(summary.model_url, "model.safetensors").exists()
     assert mode == "async" or summary.staleness_max == 0
     assert seen
     ready = run_folder(config, "r").ready.glob("[!.]*.json")
     assert not any(Path(f"/proc/{json.loads(file.read_text())['pid']}").exists() for file in ready)
     assert execute(config, run_id="r", log=lines.append) == summary  # a finished run is not run again
+    _check_final_model(config, Path(summary.model_url))
+
+
+def _check_final_model(config: RunConfig, folder: Path) -> None:
+    """The saved model is the last published version, and transformers reads it as we do."""
+    spec = read_spec(folder)
+    saved = read_weights(folder, spec)
+    published = weights.newest(run_folder(config, "r").weights)
+    assert published is not None
+    assert published.version == 2
+    for name, array in weights.load(published).items():
+        assert torch.equal(saved[name], torch.from_numpy(array))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = AutoTokenizer.from_pretrained(folder)("1+2*3=1+2=3;3*3=9#9", return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+        tokens = ids[0].numpy().astype(np.int32)
+        ours, _ = answer_logprobs(spec, saved, pack(tokens, np.array([len(tokens)]), np.array([1]), [0]))
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+def test_on_a_new_machine_a_run_goes_on_from_its_checkpoint_in_s3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    server = ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    host, port = server.get_host_and_port()
+    store = {"url": "s3://runs/areal", "endpoint_url": f"http://{host}:{port}"}
+    try:
+        steps = {"minibatches": 2, "checkpoint_every": 2}
+        first = execute(tiny(tmp_path, storage=store, training={"steps": 3, **steps}), run_id="r", log=print)
+        assert first.model_url.startswith("s3://runs/areal/")
+        shutil.rmtree(tmp_path / "state" / "runs")
+        config = tiny(tmp_path, storage=store, training={"steps": 5, **steps})
+        second = execute(config, run_id="r", log=print)
+        assert second.steps == 5
+        assert second.epochs == 0
+        assert second.tokens.balanced
+        assert second.tokens.consumed > first.tokens.consumed
+        storage = Storage.open(f"{store['url']}/runs/r", store["endpoint_url"])
+        newest = checkpoint.newest(storage)
+        assert newest is not None
+        assert newest.step == 5
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+            Path(name).name for name in storage.sizes("final")
+        }
+    finally:
+        server.stop()

@@ -1,0 +1,65 @@
+"""The result says what came of the run and where everything is."""
+
+import dataclasses
+
+from areal_core.rundir import RunInfo
+from areal_core.types import RunSummary, TokenLedger
+from flows.report import result_markdown, result_rows, tracking_page
+
+_INFO = RunInfo(
+    run_id="r-1",
+    model_path="/model",
+    checkpoint_url="s3://bucket/runs/r-1",
+    tracking_uri="http://127.0.0.1:5000/",
+    tracking_run_id="abc",
+)
+_SUMMARY = RunSummary(
+    run_id="r-1",
+    name="cpu-async",
+    mode="async",
+    seed=3,
+    reason="score",
+    steps=12,
+    accuracy_before=0.17,
+    accuracy_after=0.77,
+    best_accuracy=0.78,
+    rl_wall_s=61.25,
+    time_to_score_s=55.0,
+    tokens=TokenLedger(generated=10, consumed=6, dropped=1, buffered=2, in_flight=1),
+    effective_tokens_per_s=21904.4,
+    generated_tokens_per_s=23000.0,
+    staleness_mean=1.25,
+    staleness_max=3,
+    model_url="s3://bucket/runs/r-1/final",
+    epochs=0,
+)
+
+
+def _values(summary: RunSummary = _SUMMARY, info: RunInfo = _INFO) -> dict[str, str]:
+    return {row["what"]: row["value"] for row in result_rows(summary, info)}
+
+
+def test_rows_hold_score_cost_and_places() -> None:
+    values = _values()
+    assert values["held-out accuracy"] == "0.170 -> 0.770 (best 0.780)"
+    assert values["steps"] == "12 (ended by score)"
+    assert values["time to score"] == "55.0 s"
+    assert values["effective throughput"] == "21,904 tokens/s"
+    assert "10 generated = 6 consumed + 1 dropped + 2 buffered + 1 in flight" in values["tokens"]
+    assert values["model"] == "s3://bucket/runs/r-1/final"
+    assert values["checkpoints"] == "s3://bucket/runs/r-1"
+    assert values["tracking"] == "http://127.0.0.1:5000/#/runs/abc"
+
+
+def test_unset_score_and_tracking_without_a_server() -> None:
+    assert _values(dataclasses.replace(_SUMMARY, time_to_score_s=None))["time to score"] == "-"
+    assert tracking_page(dataclasses.replace(_INFO, tracking_uri="sqlite:///x.db")) is None
+    assert _values(info=dataclasses.replace(_INFO, tracking_uri="sqlite:///x.db"))["tracking"] == "sqlite:///x.db"
+    assert _values(info=dataclasses.replace(_INFO, tracking_uri=None))["tracking"] == "off"
+
+
+def test_page_is_a_markdown_table_of_the_same_rows() -> None:
+    page = result_markdown(_SUMMARY, _INFO)
+    assert page.startswith("# r-1\n\n| | |\n|---|---|\n")
+    for what, value in _values().items():
+        assert f"| {what} | {value} |" in page

@@ -1,0 +1,154 @@
+"""Ports, the environment's precedence, the one stack of a checkout, and that services end with their supervisor."""
+
+import fcntl
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_core.errors import ConfigError, ProcessError
+from flows import stack
+
+_VARIABLES = ("PREFECT_PORT", "PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_HOME", "MLFLOW_TRACKING_URI")
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in {"STATE": tmp_path, "LOGS": tmp_path / "logs", "WORKER_READY": tmp_path / "ready"}.items():
+        monkeypatch.setattr(stack, name, value)
+    for variable in _VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def _free() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_default_port_moves_when_taken(taken: int) -> None:
+    port = stack._port("PREFECT_PORT", taken, None)
+    assert port != taken
+    assert stack.is_free(port)
+
+
+def test_port_used_last_time_comes_before_the_default() -> None:
+    last, default = _free(), _free()
+    assert stack._port("PREFECT_PORT", default, f"http://127.0.0.1:{last}/api") == last
+
+
+def test_port_used_last_time_is_given_up_when_taken(taken: int) -> None:
+    default = _free()
+    assert stack._port("PREFECT_PORT", default, f"http://127.0.0.1:{taken}") == default
+
+
+def test_port_asked_for_is_taken_or_refused(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = _free()
+    monkeypatch.setenv("PREFECT_PORT", str(free))
+    assert stack._port("PREFECT_PORT", 1, None) == free
+    monkeypatch.setenv("PREFECT_PORT", str(taken))
+    with pytest.raises(ConfigError, match=rf"^PREFECT_PORT: port {taken} is in use"):
+        stack._port("PREFECT_PORT", free, None)
+    monkeypatch.setenv("PREFECT_PORT", "http")
+    with pytest.raises(ConfigError, match=r"^PREFECT_PORT: must be a port"):
+        stack._port("PREFECT_PORT", free, None)
+
+
+def test_prefect_home_is_ours_unless_the_user_has_one(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stack.prefect_environment("u")["PREFECT_HOME"] == str(state / "prefect")
+    monkeypatch.setenv("PREFECT_HOME", "/elsewhere")
+    assert stack.prefect_environment("u")["PREFECT_HOME"] == "/elsewhere"
+    monkeypatch.delenv("PREFECT_HOME")
+    monkeypatch.setenv("PREFECT_PROFILE", "mine")
+    assert "PREFECT_HOME" not in stack.prefect_environment(None)
+
+
+def test_api_url_of_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "https://theirs/api")
+    assert stack.prefect_environment("http://ours/api")["PREFECT_API_URL"] == "https://theirs/api"
+
+
+def test_servers_that_the_environment_names_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "https://theirs/api")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://theirs")
+    started: list[str] = []
+
+    class Recorded(stack._Services):
+        def start(self, name: str, *_: object) -> None:  # type: ignore[override]
+            started.append(name)
+
+        def until_ready(self, probes) -> None:
+            assert set(probes) == {"worker"}
+
+    made = stack._start(Recorded(), "up")
+    assert started == ["worker"]
+    assert (made.prefect_api, made.mlflow_uri) == ("https://theirs/api", "https://theirs")
+
+
+def test_a_stack_runs_only_while_its_lock_is_held(state: Path) -> None:
+    assert stack.running() is None
+    told = {"owner": "up", "pid": 1, "prefect_api": "http://127.0.0.1:1/api", "mlflow_uri": "http://127.0.0.1:2"}
+    (state / "stack.json").write_text(json.dumps(told))
+    (state / "stack.lock").touch()
+    assert stack.running() is None  # left by one that is gone
+    with (state / "stack.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert stack.running() == stack.Stack(**told)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="already runs a stack"), stack._locked():
+            pass
+
+
+def test_service_that_ends_is_named_with_its_last_words() -> None:
+    with stack._Services() as services:
+        services.start("short", [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"], {})
+        with pytest.raises(ProcessError, match=r"^short: ended with code 3: no luck"):
+            services.watch()
+
+
+def test_leaving_ends_every_process_of_every_service() -> None:
+    """Even of one whose child ignores SIGTERM, as a server's worker may."""
+    child = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with stack._Services() as services:
+        services.start("family", [sys.executable, "-c", parent], {})
+        (family,) = services._services
+        services.until_ready({"family": lambda: family.log.read_text().endswith("\n")})
+        pidfd = os.pidfd_open(int(family.log.read_text()))
+    assert select.select([pidfd], [], [], 10)[0], "the child outlived the stack"
+    os.close(pidfd)
+
+
+def test_killed_supervisor_takes_its_services_along(state: Path) -> None:
+    supervisor = f"""
+import sys, time
+from pathlib import Path
+from flows import stack
+stack.LOGS = Path({str(state)!r})
+with stack._Services() as services:
+    services.start("child", [sys.executable, "-c", "import time; time.sleep(60)"], {{}})
+    print(services._services[0].popen.pid, flush=True)
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", supervisor], stdout=subprocess.PIPE, cwd=stack.ROOT)
+    assert process.stdout is not None
+    pidfd = os.pidfd_open(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    assert select.select([pidfd], [], [], 10)[0], "the service outlived its supervisor"
+    os.close(pidfd)
