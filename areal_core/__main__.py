@@ -60,7 +60,7 @@ def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name:
-            raise ConfigError(f"{override!r}: an override looks like training.steps=5")
+            raise ConfigError(f"{override or repr(override)}: an override looks like training.steps=5")
         try:
             values = merge(values, name, yaml.safe_load(text))
         except yaml.YAMLError as error:

@@ -121,7 +121,7 @@ class RolloutConfig:
 class TrainingConfig:
     """The optimiser, how a batch is cut and how often the state is saved."""
 
-    steps: int = _bounded(35, low=1)
+    steps: int = _bounded(25, low=1)
     ranks: int | None = _bounded(None, low=1)  # data-parallel processes; None: every device in sync mode, else 1
     minibatches: int = _bounded(4, low=1)  # PPO minibatches a step, cut by whole groups
     learning_rate: float = _bounded(5e-5, above=0.0)

@@ -1,6 +1,6 @@
 """How long does the main job take to learn? The default experiment for several seeds, each from the same base model.
 
-    python -m benchmarks.time_to_score [--seeds 1 2 3] [field=value ...]
+    python -m benchmarks.time_to_score [--seeds 1,2,3] [field=value ...]
 
 `rl_wall_s` runs from the moment the first generation server takes work until the last version is published; start-up
 and the cached warm-up are outside. Both accuracies are greedy, over all held-out prompts.
@@ -19,7 +19,7 @@ from areal_core.types import RunSummary
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
     parser.add_argument("overrides", nargs="*", metavar="field=value")
     arguments = parser.parse_args()
     summaries = [_run(seed, arguments.overrides) for seed in arguments.seeds]

@@ -332,9 +332,7 @@ def main() -> int:
         asyncio.run(_serve(arguments, engine))
     except OSError as error:
         where = f"{arguments.host}:{arguments.port}"
-        print(
-            f"areal: error: --port: can't listen on {where}: {error.strerror}; 0 takes any free one", file=sys.stderr
-        )
+        print(f"areal: error: --port: can't listen on {where}: {error.strerror}; 0 takes any free one", file=sys.stderr)
         return 2
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)

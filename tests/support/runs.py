@@ -1,0 +1,154 @@
+"""Runs as their users start them: a launcher in a process of its own, and a look at what it started and left."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areal_core import weights
+from areal_core.config import RunConfig, load
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.run import read_summary, run_folder
+from areal_core.types import RunSummary
+
+T = TypeVar("T")
+
+MARK = "AREAL_TEST_RUN"  # in the environment of everything that a launcher starts, however deep
+TIMEOUT_S = 90.0  # for whatever a test waits for; what fails to come fails there
+TINY: dict[str, Any] = {
+    "tracking": {"enabled": False},
+    "model": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 32},
+    "warmup": {"worked_steps": 1, "worked_batch": 1, "direct_steps": 0},
+    "task": {"held_out": 32, "max_new_tokens": 24},
+    "algorithm": {"group_size": 4},
+    "rollout": {"batch_size": 32},
+    "training": {"steps": 4, "minibatches": 2, "checkpoint_every": 3},
+}
+
+
+def tiny(state: Path, **groups: dict[str, Any]) -> RunConfig:
+    """A run of seconds; `groups` change fields of it."""
+    base = TINY | {"state_dir": str(state), "storage": {"url": str(state / "store")}}
+    return load(base | {name: base.get(name, {}) | fields for name, fields in groups.items()})
+
+
+class Launched:
+    """`python -m areal_core` at work. A context: whatever is left at its end is killed."""
+
+    def __init__(self, config: RunConfig, run_id: str) -> None:
+        self.config = config
+        self.run = run_folder(config, run_id)
+        self._mark = secrets.token_hex(8)
+        state = Path(config.state_dir)
+        state.mkdir(parents=True, exist_ok=True)
+        file = state / f"{run_id}.json"
+        file.write_text(json.dumps(config.to_dict()))
+        self._output = (state / f"{run_id}.{self._mark}.txt").open("w+")
+        self.launcher = subprocess.Popen(
+            [sys.executable, "-m", "areal_core", "--run-id", run_id, "--config", str(file)],
+            env={**os.environ, MARK: self._mark},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+        self._output.close()
+
+    def output(self) -> str:
+        return Path(self._output.name).read_text()
+
+    def wait_for(self, what: str, condition: Callable[[], T | None]) -> T:
+        """What `condition` gives once it gives something, while the launcher lives."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            assert self.launcher.poll() is None, f"the launcher ended before: {what}\n{self.output()}"
+            time.sleep(0.02)
+        raise AssertionError(f"not within {TIMEOUT_S:g} s: {what}\n{self.output()}")
+
+    def pid(self, role: str, *, but: int = 0) -> int:
+        """The process of a role once it is ready, another one than `but`."""
+
+        def ready() -> int | None:
+            try:
+                pid = json.loads(self.run.ready_file(role).read_text())["pid"]
+            except FileNotFoundError:
+                return None
+            return pid if pid != but else None
+
+        return self.wait_for(f"{role} is ready", ready)
+
+    def children(self, pid: int) -> list[int]:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def until_step(self, step: int) -> None:
+        """Return once version `step`, or a later one, is published."""
+        self.wait_for(f"step {step}", lambda: (found := weights.newest(self.run.weights)) and found.version >= step)
+
+    def end(self) -> int:
+        """The launcher's exit status; nothing that it started may be left."""
+        try:
+            status = self.launcher.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the launcher hangs\n{self.output()}") from None
+        left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in self.processes()}
+        assert not left, f"left running: {left}\n{self.output()}"
+        return status
+
+    def processes(self) -> list[int]:
+        """Everything that runs and was started by the launcher, itself included, in whatever session."""
+        mark = f"{MARK}={self._mark}".encode()
+        found: list[int] = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:  # it has ended, or it is another user's
+                continue
+        return found
+
+    def finished(self) -> RunSummary:
+        """The summary of a run that ended in order, after a look at everything that has to hold then."""
+        status = self.end()
+        assert status == 0, self.output()
+        summary = read_summary(self.run)
+        steps = self.config.training.steps
+        assert (summary.steps, summary.reason, summary.epochs) == (steps, "steps", 0)
+        assert summary.tokens.balanced
+        ledger = TrajectoryLedger(self.run.ledger, group_size=self.config.algorithm.group_size)
+        batches = [ledger.batch(step) for step in range(1, steps + 1)]
+        groups = [group.group_id for batch in batches if batch for group in batch.groups]
+        assert len(groups) == len(set(groups)) == steps * self.config.groups_per_batch
+        assert sum(sum(sum(group.lengths) for group in batch.groups) for batch in batches if batch) == (
+            summary.tokens.consumed
+        )
+        assert all(ledger.version(version) for version in range(steps + 1))
+        assert ledger.last_step() == steps
+        ledger.close()
+        assert Path(summary.model_url, "model.safetensors").exists()
+        return summary
+
+    def failed(self, *patterns: str) -> str:
+        """The one line that a failed run ends with."""
+        status = self.end()
+        assert status == 1, self.output()
+        assert not self.run.summary.exists()
+        line = self.output().rstrip().splitlines()[-1]
+        assert line.startswith("areal: error: ")
+        return line
