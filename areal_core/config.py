@@ -254,7 +254,7 @@ def load_file(path: str | Path) -> RunConfig:
 
 
 def merge(base: Mapping[str, Any], dotted: str, value: Any, above: str = "") -> dict[str, Any]:
-    """A copy of `base` with the nested field `dotted` set to `value`. `above` is what the name of `base` starts with."""
+    """A copy of `base` with the nested field `dotted` set to `value`. `above` is what the names in `base` start with."""
     head, _, rest = dotted.partition(".")
     merged = dict(base)
     if rest:

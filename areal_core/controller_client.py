@@ -92,7 +92,8 @@ class ControllerClient:
     # -- launcher ----------------------------------------------------------------------------------------------
 
     def status(self) -> RunStatus:
-        return RunStatus(**self._json("GET", "/status"))
+        values = self._json("GET", "/status")
+        return RunStatus(**{**values, "lost_servers": tuple(values["lost_servers"])})
 
     def join(self, name: str, url: str) -> None:
         """A generation server is ready to take work."""

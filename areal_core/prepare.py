@@ -141,7 +141,7 @@ def _check_model(folder: Path, config: RunConfig) -> None:
     highest = max(max(prompt.token_ids) for prompt in prompts)
     if highest >= spec.vocab_size:
         raise ModelError(
-            f"model.path: {folder}: its tokenizer gives token {highest}, its config.json a vocab_size of {spec.vocab_size}"
+            f"model.path: {folder}: its tokenizer gives token {highest}, config.json has vocab_size {spec.vocab_size}"
         )
 
 

@@ -146,7 +146,7 @@ class Recorder:
             return "minutes"
         return None
 
-    def status(self, *, version: int, finished: str | None) -> RunStatus:
+    def status(self, *, version: int, finished: str | None, lost_servers: tuple[str, ...]) -> RunStatus:
         steps = self._config.training.steps
         newest = self._ledger.newest_version()
         step = 0 if newest is None else newest.version
@@ -163,6 +163,7 @@ class Recorder:
             elapsed_s=self.elapsed_s,
             eta_s=None if step_s is None or step == 0 else self.elapsed_s / step * (steps - step),
             finished=finished,
+            lost_servers=lost_servers,
         )
 
     def summary(self, *, run_id: str, reason: str, version: int, model_url: str) -> RunSummary:

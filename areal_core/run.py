@@ -15,6 +15,7 @@ import concurrent.futures
 import json
 import os
 import queue
+import signal
 import sqlite3
 import threading
 import time
@@ -101,6 +102,7 @@ class Run:
         self._abort = StopSignal()
         self._stop_servers = StopSignal()
         self._stop_tracker = StopSignal()
+        self._servers: dict[str, int] = {}  # URL of a generation server -> a pidfd of it
         self._arrivals: queue.Queue[tuple[str, str] | None] = queue.Queue()  # None: the controller is ready
 
     # -- the five roles ------------------------------------------------------------------------------------------------
@@ -116,6 +118,8 @@ class Run:
                 self._stop_servers.set()
                 self._arrivals.put(None)
                 introducing.join()
+                while self._servers:
+                    os.close(self._servers.popitem()[1])
 
     def rollout(self) -> None:
         """Keep the controller running until it has written the summary."""
@@ -268,6 +272,7 @@ class Run:
         _later(patience_s, self._stop_tracker.set)
 
     def _server_ready(self, index: int, info: dict[str, Any]) -> None:
+        self._servers[info["url"]] = os.pidfd_open(info["pid"])  # it can't have been reaped yet
         self._arrivals.put((f"generation-{index}", info["url"]))
 
     def _introduce(self) -> None:
@@ -296,13 +301,24 @@ class Run:
                         self._log(f"{name} is not at work yet: {complaint}")
         client.close()
 
+    def _end_server(self, url: str) -> None:
+        """Kill a server that the controller has taken out, so that it is started again and joins anew."""
+        pidfd = self._servers.pop(url, None)
+        if pidfd is not None:
+            with suppress(ProcessLookupError):  # it has ended by itself
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                self._log(f"the generation server at {url} was taken out by the controller: killed")
+            os.close(pidfd)
+
     def _watch_progress(self) -> None:
-        """Fail a run that makes no new step for launch.stall_timeout_s."""
+        """Fail a run that makes no new step for launch.stall_timeout_s; end servers that the controller has lost."""
         limit_s = self.config.launch.stall_timeout_s
         seen: tuple[int, str | None] | None = None
         since = time.monotonic()
         while not self._stop_servers.wait(_POLL_S):
             status = self.status()
+            for url in status.lost_servers if status else ():
+                self._end_server(url)
             progress = (status.step, status.finished) if status else seen
             if progress != seen:
                 seen, since = progress, time.monotonic()

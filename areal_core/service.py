@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import signal
+import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from areal_core.tracking.outbox import Outbox
 from areal_core.types import Evaluation, GroupSummary, MetricRow, PolicyVersion, Prompt
 
 logger = logging.getLogger(__name__)
+_CHECK_S = 5.0  # between two looks at the generation servers' health
 _VERSIONS_KEPT = 3  # newest versions whose folders stay: servers may be staging one while the next is announced
 
 
@@ -109,16 +111,25 @@ class Service:
         host, port = runner.addresses[0][:2]
         process.announce_ready(ready_file, f"http://{host}:{port}")
         try:
-            if self._final:
-                self.controller.finish(self._final["reason"])
-            await self.controller.run()
-            await self._scored()
-            await self._write_summary()
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(self._watch_servers(), name="watch servers")
+                if self._final:
+                    self.controller.finish(self._final["reason"])
+                await self.controller.run()
+                await self._scored()
+                await self._write_summary()
+                watching.cancel()
         finally:
             await runner.cleanup()
             await self.servers.close()
             await self.rewards.close()
             self.ledger.close()
+
+    async def _watch_servers(self) -> None:
+        """Take out servers that hang, whether they have requests or not."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            await self.servers.check()
 
     async def _scored(self) -> None:
         """Wait until the trainer has handed its last version in and the evaluator has scored it."""
@@ -168,7 +179,9 @@ class Service:
         return web.Response()
 
     async def _status(self, _: web.Request) -> web.Response:
-        status = self.recorder.status(version=self.servers.version, finished=self.controller.finished)
+        status = self.recorder.status(
+            version=self.servers.version, finished=self.controller.finished, lost_servers=self.servers.lost
+        )
         return web.json_response(dataclasses.asdict(status))
 
     async def _join(self, request: web.Request) -> web.Response:
@@ -334,6 +347,8 @@ async def _errors_as_lines(
         return web.Response(status=400, text=f"{type(error).__name__}: {error}")
     except GenerationError as error:
         return web.Response(status=502, text=str(error))
+    except (ArealError, sqlite3.Error, OSError) as error:  # the store, the disk: nothing that the caller did
+        return web.Response(status=500, text=f"{type(error).__name__}: {error}")
 
 
 async def _main(run: RunDir, ready_file: Path) -> None:
@@ -342,8 +357,11 @@ async def _main(run: RunDir, ready_file: Path) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     try:
         await serving
-    except* ArealError as errors:  # of the rollout core's task group: the first tells why
-        raise errors.exceptions[0] from None
+    except* ArealError as errors:  # of a task group in a task group: the first tells why
+        error: BaseException = errors
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 def main() -> None:

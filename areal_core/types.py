@@ -156,6 +156,7 @@ class RunStatus:
     elapsed_s: float  # RL wall time so far
     eta_s: float | None  # time left, estimated
     finished: str | None  # reason, once the run is ending
+    lost_servers: tuple[str, ...] = ()  # URLs of generation servers that were taken out: to be started again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,18 +108,18 @@ def areal(
 
 
 def _run(config: RunConfig, log: Callable[[str], None]) -> RunSummary:
-    # The same in every attempt of this flow run, hence a retry resumes.
+    progress = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="preparing"))
+    # The same id in every attempt of this flow run, hence a retry resumes.
     run_dir = prepare(config, run_id=f"{config.name}-{flow_run.id[-12:]}")
-    summary = core.read_summary(run_dir) if run_dir.summary.exists() else _run_roles(run_dir, log)
+    summary = core.read_summary(run_dir) if run_dir.summary.exists() else _run_roles(run_dir, progress, log)
     report(summary, run_dir.info())
     return summary
 
 
-def _run_roles(run_dir: RunDir, log: Callable[[str], None]) -> RunSummary:
+def _run_roles(run_dir: RunDir, progress: UUID, log: Callable[[str], None]) -> RunSummary:
     run = core.Run(run_dir, log=log)
     try:
         roles = [role.submit(run) for role in (generate, rollout, train, evaluate, track)]
-        progress = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="starting"))
         while wait(roles, timeout=_PROGRESS_INTERVAL_S).not_done:
             _show(progress, run.status())
     finally:

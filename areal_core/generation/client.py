@@ -134,6 +134,7 @@ class GenerationPool:
         self._patience_s = patience_s
         self._on_change = on_change
         self._servers: dict[str, _Server] = {}
+        self._lost: dict[str, str] = {}  # name -> URL of those that failed and have not come back
         self._target: PolicyVersion | None = None  # what every server has or is being given
         self._updating = asyncio.Lock()  # one update at a time: a server that joins must not miss one
         self._joined = asyncio.Event()  # set while there is a server
@@ -145,6 +146,11 @@ class GenerationPool:
         return min(loaded, default=0 if self._target is None else self._target.version)
 
     @property
+    def lost(self) -> tuple[str, ...]:
+        """URLs of servers that were taken out since they failed, or could not join: starting them again may help."""
+        return tuple(self._lost.values())
+
+    @property
     def capacity(self) -> int:
         """Answers worth having in flight at once."""
         return self._answers_per_server * len(self._servers)
@@ -153,6 +159,7 @@ class GenerationPool:
         """Give a server the current version, then work. It takes the place of one of the same name. Raises
         ServerLostError when it can't be given that version. Version 0 is not sent to a server that says it has it."""
         await self.leave(name)
+        self._lost.pop(name, None)
         server = _Server(name, GenerationClient(url, update_timeout_s=self._patience_s))
         try:
             async with self._updating:
@@ -160,8 +167,10 @@ class GenerationPool:
                     self._target = current
                 await self._bring_up(server)
                 self._servers[name] = server
-        except BaseException:
+        except BaseException as error:
             await server.client.close()
+            if isinstance(error, ServerLostError):
+                self._lost[name] = url
             raise
         self._joined.set()
         self._on_change()
@@ -170,7 +179,7 @@ class GenerationPool:
         """Take a server out, if it is there; its requests fail."""
         server = self._servers.get(name)
         if server is not None:
-            await self._remove(server, "it left")
+            await self._remove(server, "it left", failed=False)
 
     async def generate(self, request: GenerationRequest) -> bytes:
         """The raw body of the answers, from the server with the least to do. Waits for a server to join. Raises
@@ -206,6 +215,10 @@ class GenerationPool:
         async with self._updating:  # between two phases of an update, it would let the server go on
             await self._each(self._servers.values(), lambda server: server.client.abort_all())
 
+    async def check(self) -> None:
+        """Take out servers that do not answer."""
+        await self._each(self._servers.values(), lambda server: server.client.health())
+
     async def loads(self) -> list[ServerLoad]:
         """What the servers do; those that do not answer are taken out."""
         return await self._each(self._servers.values(), lambda server: server.client.load())
@@ -213,7 +226,7 @@ class GenerationPool:
     async def close(self) -> None:
         """Let go of all servers; they are not stopped."""
         for server in list(self._servers.values()):
-            await self._remove(server, "the pool is closed")
+            await self._remove(server, "the pool is closed", failed=False)
 
     async def _least_loaded(self) -> _Server:
         try:
@@ -251,13 +264,15 @@ class GenerationPool:
                 answers.append(result)
         return answers
 
-    async def _remove(self, server: _Server, reason: str) -> None:
+    async def _remove(self, server: _Server, reason: str, *, failed: bool = True) -> None:
         """Take a server out once, however many of its requests notice that it is gone."""
         if server.lost:
             return
         server.lost = True
         if self._servers.get(server.name) is server:
             del self._servers[server.name]
+            if failed:
+                self._lost[server.name] = server.client.url
         if not self._servers:
             self._joined.clear()
         logger.warning("generation server %s is taken out: %s", server.name, reason)

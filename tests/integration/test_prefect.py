@@ -1,14 +1,12 @@
-"""A real Prefect server, worker and MLflow: the deployment, runs that complete, fail and are cancelled, and their end."""
+"""A real Prefect server, worker and MLflow: the deployment; runs that complete, fail, are cancelled; and their end."""
 
 from __future__ import annotations
 
 import json
-import os
 import select
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -16,34 +14,13 @@ from uuid import UUID
 import pytest
 from mlflow import MlflowClient
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling
 
-from flows.stack import ROOT
+from tests.support.control import environment, run_python, tiny
 
 pytestmark = pytest.mark.slow
-
-_NAMED_BY_THE_ENVIRONMENT = ("PREFECT_API_URL", "PREFECT_HOME", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI")
-_TINY = (
-    *("model.hidden_size=16", "model.layers=1", "model.heads=2", "model.kv_heads=2", "model.intermediate_size=32"),
-    *("warmup.worked_steps=20", "warmup.direct_steps=5", "task.held_out=16", "launch.restarts=0"),
-    *("algorithm.group_size=4", "rollout.batch_size=16", "training.minibatches=2"),
-)
-
-
-def _environment(state: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in _NAMED_BY_THE_ENVIRONMENT}
-    return kept | {"AREAL_STATE_DIR": str(state)}
-
-
-def _tiny(state: Path) -> list[str]:
-    return [*_TINY, f"state_dir={state}", f"storage.url={state}/storage"]
-
-
-def _python(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=_environment(state), capture_output=True, text=True, timeout=240)
 
 
 class Up:
@@ -55,9 +32,9 @@ class Up:
         self.client = SyncPrefectClient(self.told["prefect_api"])
 
     def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = _environment(self.state) | {"PREFECT_API_URL": self.told["prefect_api"], "DO_NOT_TRACK": "1"}
+        settings = environment(self.state) | {"PREFECT_API_URL": self.told["prefect_api"], "DO_NOT_TRACK": "1"}
         command = [sys.executable, "-m", "prefect", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=240)
 
     def start(self, **parameters: Any) -> UUID:
         deployment = self.client.read_deployment_by_name("areal/train")
@@ -83,13 +60,13 @@ class Up:
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     state = tmp_path_factory.mktemp("state")
-    started = _python(state, "flows.stack", "up")
+    started = run_python(state, "flows.stack", "up")
     assert started.returncode == 0, started.stderr
     try:
         with (stack := Up(state)).client:
             yield stack
     finally:
-        ended = _python(state, "flows.stack", "down")
+        ended = run_python(state, "flows.stack", "down")
         assert ended.returncode == 0, ended.stderr
 
 
@@ -102,12 +79,12 @@ def test_deployment_has_a_form_a_pool_and_a_schedule_that_sleeps(up: Up) -> None
 
 
 def test_up_again_finds_what_is_there(up: Up) -> None:
-    assert up.told["prefect_api"].removesuffix("/api") in _python(up.state, "flows.stack", "up").stdout
+    assert up.told["prefect_api"].removesuffix("/api") in run_python(up.state, "flows.stack", "up").stdout
     assert json.loads((up.state / "stack.json").read_text()) == up.told
 
 
 def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up: Up) -> None:
-    parameters = ["--param", "steps=2", "--param", f"overrides={json.dumps(_tiny(up.state))}"]
+    parameters = ["--param", "steps=2", "--param", f"overrides={json.dumps(tiny(up.state))}"]
     ran = up.prefect("deployment", "run", "areal/train", "--watch", *parameters)
     assert ran.returncode == 0, ran.stdout
     (flow_run,) = [run for run in up.client.read_flow_runs() if run.state_name == "Completed"]
@@ -137,7 +114,7 @@ def test_unknown_experiment_is_refused_with_the_known_ones(up: Up) -> None:
 
 
 def test_cancelled_run_is_cancelled_and_leaves_no_process(up: Up) -> None:
-    flow_run_id = up.start(steps=10_000, overrides=_tiny(up.state))
+    flow_run_id = up.start(steps=10_000, overrides=tiny(up.state))
     up.wait(flow_run_id, "Running")
     ready = up.state / "runs" / f"cpu-async-{str(flow_run_id)[-12:]}" / "ready"
     clock = select.poll()
@@ -150,56 +127,3 @@ def test_cancelled_run_is_cancelled_and_leaves_no_process(up: Up) -> None:
     up.wait(flow_run_id, "Cancelled")
     assert pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-def _processes_of(state: Path) -> list[str]:
-    """Command lines of processes that were started with this state folder in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(state).encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-        except (OSError, UnicodeDecodeError):
-            continue  # gone meanwhile
-    return found
-
-
-def _train(state: Path, *arguments: str) -> Sequence[str]:
-    return [sys.executable, "-m", "flows.train", *arguments, *_tiny(state)]
-
-
-def test_train_brings_its_own_servers_and_ends_them(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        _train(tmp_path, "--steps", "2"),
-        cwd=ROOT,
-        env=_environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "2 (ended by steps)" in ran.stdout
-    assert "make up" in ran.stdout
-    assert _processes_of(tmp_path) == []
-
-
-def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -> None:
-    train = subprocess.Popen(
-        _train(tmp_path, "--steps", "10000"), cwd=ROOT, env=_environment(tmp_path), stdout=subprocess.PIPE, text=True
-    )
-    assert train.stdout is not None
-    for line in train.stdout:
-        if line.startswith("step"):
-            break
-    train.send_signal(signal.SIGINT)
-    rest, _ = train.communicate(timeout=120)
-    assert train.returncode == 130
-    assert "The flow run is Cancelled." in rest
-    assert _processes_of(tmp_path) == []
-
-
-def test_wrong_setting_ends_train_before_anything_starts(tmp_path: Path) -> None:
-    ran = _python(tmp_path, "flows.train", "training.stepz=3")
-    assert ran.returncode == 2
-    assert ran.stderr.splitlines() == ["areal: error: training.stepz: no such field; did you mean training.steps?"]
-    assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,24 +83,30 @@ class Launched:
             time.sleep(0.02)
         raise AssertionError(f"not within {TIMEOUT_S:g} s: {what}\n{self.output()}")
 
-    def pid(self, role: str, *, but: int = 0) -> int:
+    def pid(self, role: str, index: int = 0, *, but: int = 0) -> int:
         """The process of a role once it is ready, another one than `but`."""
 
         def ready() -> int | None:
-            try:
-                pid = json.loads(self.run.ready_file(role).read_text())["pid"]
-            except FileNotFoundError:
-                return None
-            return pid if pid != but else None
+            with suppress(FileNotFoundError):
+                return pid if (pid := self.last_pid(role, index)) != but else None
 
-        return self.wait_for(f"{role} is ready", ready)
+        return self.wait_for(f"{role}-{index} is ready", ready)
+
+    def last_pid(self, role: str, index: int = 0) -> int:
+        """The process of a role that was ready last."""
+        return json.loads(self.run.ready_file(role, index).read_text())["pid"]
 
     def children(self, pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
+    def step(self) -> int:
+        """The newest published version."""
+        newest = weights.newest(self.run.weights)
+        return 0 if newest is None else newest.version
+
     def until_step(self, step: int) -> None:
         """Return once version `step`, or a later one, is published."""
-        self.wait_for(f"step {step}", lambda: (found := weights.newest(self.run.weights)) and found.version >= step)
+        self.wait_for(f"step {step}", lambda: self.step() >= step)
 
     def end(self) -> int:
         """The launcher's exit status; nothing that it started may be left."""
@@ -123,6 +130,13 @@ class Launched:
                 continue
         return found
 
+    def gone(self) -> None:
+        """Wait until nothing is left of a run whose launcher is gone."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.processes():
+            assert time.monotonic() < deadline, f"left running: {self.processes()}"
+            time.sleep(0.05)
+
     def finished(self) -> RunSummary:
         """The summary of a run that ended in order, after a look at everything that has to hold then."""
         status = self.end()
@@ -133,18 +147,16 @@ class Launched:
         assert summary.tokens.balanced
         ledger = TrajectoryLedger(self.run.ledger, group_size=self.config.algorithm.group_size)
         batches = [ledger.batch(step) for step in range(1, steps + 1)]
-        groups = [group.group_id for batch in batches if batch for group in batch.groups]
-        assert len(groups) == len(set(groups)) == steps * self.config.groups_per_batch
-        assert sum(sum(sum(group.lengths) for group in batch.groups) for batch in batches if batch) == (
-            summary.tokens.consumed
-        )
+        rows = [group for batch in batches if batch for group in batch.groups]
+        assert len({group.group_id for group in rows}) == len(rows) == steps * self.config.groups_per_batch
+        assert sum(sum(group.lengths) for group in rows) == summary.tokens.consumed
         assert all(ledger.version(version) for version in range(steps + 1))
         assert ledger.last_step() == steps
         ledger.close()
         assert Path(summary.model_url, "model.safetensors").exists()
         return summary
 
-    def failed(self, *patterns: str) -> str:
+    def failed(self) -> str:
         """The one line that a failed run ends with."""
         status = self.end()
         assert status == 1, self.output()

@@ -1,0 +1,1 @@
+"""The RL core of AReaL: generation decoupled from training, bounded staleness, decoupled PPO."""

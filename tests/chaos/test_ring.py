@@ -1,0 +1,154 @@
+"""Processes of a running system are killed and hung: what follows is recovery or a clear failure, never a hang, a
+process that nobody owns, or a failure that looks like success."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.types import PolicyVersion
+from tests.support.runs import Launched, tiny
+
+T = TypeVar("T")
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One state folder, so that the base model is made once."""
+    return tmp_path_factory.mktemp("state")
+
+
+def in_ledger(run: Launched, look: Callable[[TrajectoryLedger], T]) -> T:
+    ledger = TrajectoryLedger(run.run.ledger, group_size=run.config.algorithm.group_size)
+    try:
+        return look(ledger)
+    finally:
+        ledger.close()
+
+
+def versions(ledger: TrajectoryLedger) -> list[PolicyVersion | None]:
+    newest = ledger.newest_version()
+    return [ledger.version(version) for version in range(newest.version + 1 if newest else 0)]
+
+
+def reward_worker(run: Launched) -> int:
+    (worker,) = [
+        pid for pid in run.children(run.pid("controller")) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return worker
+
+
+def test_a_run_survives_the_death_of_every_process(state: Path) -> None:
+    from mlflow import MlflowClient
+
+    config = tiny(state, training={"steps": 40, "checkpoint_every": 5}, tracking={"enabled": True})
+    with Launched(config, "each") as run:
+        for role in ("generation", "controller", "evaluator", "trainer", "tracker"):
+            pid = run.pid(role)
+            run.until_step(run.step() + 1)
+            before = in_ledger(run, versions)
+            os.kill(pid, signal.SIGKILL)
+            assert run.pid(role, but=pid)
+            if role == "controller":
+                os.kill(reward_worker(run), signal.SIGKILL)
+            run.until_step(len(before))  # beyond what was there: the trainer has made it again by then
+            assert in_ledger(run, versions)[: len(before)] == before
+        summary = run.finished()
+        assert len(re.findall(r"\w-0 was killed by SIGKILL: restart 1 of 2", run.output())) == 5
+        assert "trainer-0: resumed from the checkpoint of step " in run.output()
+        info = run.run.info()
+        assert info.tracking_uri
+        assert info.tracking_run_id
+        mlflow = MlflowClient(info.tracking_uri)
+        assert mlflow.get_run(info.tracking_run_id).info.status == "FINISHED"
+        for key in ("loss/policy", "heldout/accuracy"):
+            points = [point.step for point in mlflow.get_metric_history(info.tracking_run_id, key)]
+            assert len(points) == len(set(points))
+        assert sorted(p.step for p in mlflow.get_metric_history(info.tracking_run_id, "loss/policy")) == list(
+            range(1, summary.steps + 1)
+        )
+
+
+def test_a_generation_server_that_hangs_is_started_again(state: Path) -> None:
+    with Launched(tiny(state, rollout={"request_timeout_s": 8.0}), "hang") as run:
+        server = run.pid("generation")
+        run.until_step(1)
+        os.kill(server, signal.SIGSTOP)
+        run.finished()
+        assert "was taken out by the controller: killed" in run.output()
+
+
+def test_a_trainer_that_hangs_ends_the_run(state: Path) -> None:
+    with Launched(tiny(state, launch={"stall_timeout_s": 4.0, "stop_timeout_s": 1.0}), "stall") as run:
+        trainer = run.pid("trainer")
+        run.until_step(1)
+        os.kill(trainer, signal.SIGSTOP)
+        assert re.search(r"no new step after step \d of 4 for 4 s \(launch\.stall_timeout_s\)", run.failed())
+
+
+@pytest.mark.parametrize("role", ["generation", "controller", "trainer", "evaluator"])
+def test_without_restarts_a_death_ends_the_run(state: Path, role: str) -> None:
+    with Launched(tiny(state, training={"steps": 40}, launch={"restarts": 0}), f"no-restart-{role}") as run:
+        pid = run.pid(role)
+        run.until_step(1)
+        os.kill(pid, signal.SIGKILL)
+        assert f"{role}-0 was killed by SIGKILL; {run.run.log_file(role)} ends: " in run.failed()
+
+
+def test_an_evaluator_that_dies_when_all_wait_for_it(state: Path) -> None:
+    with Launched(tiny(state), "evaluator") as run:
+        evaluator = run.pid("evaluator")
+        os.kill(evaluator, signal.SIGSTOP)
+        run.wait_for("the trainer has finished", lambda: in_ledger(run, lambda ledger: ledger.note("final", None)))
+        os.kill(evaluator, signal.SIGKILL)
+        run.finished()
+
+
+def test_a_rank_that_dies_takes_its_gang_along(state: Path) -> None:
+    with Launched(tiny(state, training={"ranks": 2, "steps": 6}), "gang") as run:
+        ranks = [run.pid("trainer", rank) for rank in range(2)]
+        run.until_step(4)
+        os.kill(ranks[1], signal.SIGKILL)
+        run.finished()
+        assert "trainer-1 was killed by SIGKILL: restart 1 of 2" in run.output()
+        assert all(run.last_pid("trainer", rank) != ranks[rank] for rank in range(2))
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_launcher_that_is_told_to_stop(state: Path, signum: signal.Signals, status: int) -> None:
+    with Launched(tiny(state, training={"steps": 40}), f"stop-{status}") as run:
+        run.until_step(1)
+        run.launcher.send_signal(signum)
+        assert run.end() == status
+        assert run.output().rstrip().splitlines()[-1] == "areal: stopped"
+        assert not run.run.summary.exists()
+
+
+def test_a_launcher_that_dies_leaves_nothing_and_its_run_goes_on_later(state: Path) -> None:
+    config = tiny(state, training={"steps": 8})
+    with Launched(config, "resumed") as run:
+        run.until_step(5)
+        run.launcher.kill()
+        run.gone()
+        assert not run.run.summary.exists()
+    with Launched(config, "resumed") as run:
+        run.finished()
+        assert "trainer-0: resumed from the checkpoint of step 3" in run.output()
+
+
+def test_a_store_that_can_be_written_no_more_ends_the_run(state: Path) -> None:
+    config = tiny(state, training={"steps": 40}, launch={"restarts": 1}, storage={"url": str(state / "lost")})
+    with Launched(config, "store") as run:
+        run.until_step(1)
+        (state / "lost").rename(state / "moved")
+        (state / "lost").touch()
+        assert re.search(r"trainer-0 exited with code 1 .*storage\.url: can't write", run.failed())

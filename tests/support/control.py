@@ -1,0 +1,43 @@
+"""Commands of the control plane run with a state folder of their own and a model that takes no time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from flows.stack import ROOT
+
+_NAMED_BY_THE_ENVIRONMENT = ("PREFECT_API_URL", "PREFECT_HOME", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI")
+_TINY = (
+    *("model.hidden_size=16", "model.layers=1", "model.heads=2", "model.kv_heads=2", "model.intermediate_size=32"),
+    *("warmup.worked_steps=20", "warmup.direct_steps=5", "task.held_out=16", "launch.restarts=0"),
+    *("algorithm.group_size=4", "rollout.batch_size=16", "training.minibatches=2"),
+)
+
+
+def environment(state: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _NAMED_BY_THE_ENVIRONMENT}
+    return kept | {"AREAL_STATE_DIR": str(state)}
+
+
+def tiny(state: Path) -> list[str]:
+    return [*_TINY, f"state_dir={state}", f"storage.url={state}/storage"]
+
+
+def run_python(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment(state), capture_output=True, text=True, timeout=240)
+
+
+def processes_of(state: Path) -> list[str]:
+    """Command lines of processes that were started with this state folder in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(state).encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except (OSError, UnicodeDecodeError):
+            continue  # gone meanwhile
+    return found
