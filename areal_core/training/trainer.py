@@ -1,6 +1,6 @@
 """The trainer: one process a rank, in a loop of pull, recompute, optimise, publish.
 
-    GET /batch/{k} -> payloads -> advantages -> pi_prox (one forward pass) -> PPO minibatches -> version k -> POST /versions
+    GET /batch/{k} -> payloads -> advantages -> pi_prox (one forward pass) -> PPO minibatches -> POST /versions (k)
 
 Step k trains on policy version k - 1 and makes version k. Rank 0 alone publishes, checkpoints and reports; the others
 follow the same batches. A restarted trainer resumes from the newest complete checkpoint and replays the batches that
@@ -127,7 +127,7 @@ class Trainer:
     # -- what is told ------------------------------------------------------------------------------------------
 
     def _staleness(self, manifest: BatchManifest, batch: TrainingBatch) -> Counter[int]:
-        """Loss tokens of all ranks by staleness: the version trained on them - the one that sampled them. Collective."""
+        """Loss tokens of all ranks by staleness: version trained on them - version that sampled them. Collective."""
         lags = manifest.step - 1 - batch.versions[batch.loss_mask]
         counts = np.bincount(lags, minlength=manifest.step).astype(np.float64)
         total = self.engine.all_sum(counts)
