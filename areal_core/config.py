@@ -21,7 +21,6 @@ from typing import Any
 
 from areal_core.errors import ConfigError
 
-
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
@@ -254,7 +253,7 @@ def load_file(path: str | Path) -> RunConfig:
 
 
 def merge(base: Mapping[str, Any], dotted: str, value: Any, above: str = "") -> dict[str, Any]:
-    """A copy of `base` with the nested field `dotted` set to `value`. `above` is what the names in `base` start with."""
+    """A copy of `base` with the nested field `dotted` set to `value`; `above` is the prefix of the names in `base`."""
     head, _, rest = dotted.partition(".")
     merged = dict(base)
     if rest:

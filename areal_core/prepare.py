@@ -138,7 +138,7 @@ def _check_model(folder: Path, config: RunConfig) -> None:
         prompts = open_source(config, tokenizer).held_out()
     except ModelError as error:
         raise ModelError(f"model.path: {folder}: {error}") from error
-    highest = max(max(prompt.token_ids) for prompt in prompts)
+    highest = max((token for prompt in prompts for token in prompt.token_ids), default=0)
     if highest >= spec.vocab_size:
         raise ModelError(
             f"model.path: {folder}: its tokenizer gives token {highest}, config.json has vocab_size {spec.vocab_size}"

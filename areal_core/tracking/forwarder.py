@@ -44,6 +44,8 @@ _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _MAX_METRICS, _MAX_LABELS = 1000, 100  # a log_batch call
 _MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
 _MAX_TABLES = 50  # listed on the run's page; its tag holds no more
+# The page then opens on training runs and their charts, not on traces and judges of a chat application.
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 _INTERVAL_S = 1.0  # between two looks into the outbox
 _MAX_BACKOFF_S = 5.0
 _REQUEST_S = 5  # for one request of the forwarder
@@ -291,7 +293,7 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
-            return client.create_experiment(name, artifact_location=_artifact_folder(uri))
+            return client.create_experiment(name, artifact_location=_artifact_folder(uri), tags=_EXPERIMENT_TAGS)
         except MlflowException:  # somebody else made it meanwhile
             found = client.get_experiment_by_name(name)
             if found is None:

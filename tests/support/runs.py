@@ -35,9 +35,9 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiny(state: Path, **groups: dict[str, Any]) -> RunConfig:
+def tiny(state: Path, *, mode: str = "async", **groups: dict[str, Any]) -> RunConfig:
     """A run of seconds; `groups` change fields of it."""
-    base = TINY | {"state_dir": str(state), "storage": {"url": str(state / "store")}}
+    base = TINY | {"mode": mode, "state_dir": str(state), "storage": {"url": str(state / "store")}}
     return load(base | {name: base.get(name, {}) | fields for name, fields in groups.items()})
 
 

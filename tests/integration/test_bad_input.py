@@ -1,0 +1,298 @@
+"""Whatever a user can do wrong is one line on stderr that names what is wrong and exit status 2, and nothing is left of
+it: no process, no run's folder, no MLflow run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import save_file
+
+from areal_core.__main__ import main
+from areal_core.data.tokenizer import EOS, char_tokenizer
+from areal_core.model import ModelSpec, init_weights, write_model
+
+SPEC = ModelSpec(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=char_tokenizer().vocab_size,
+    hidden_size=8,
+    layers=1,
+    heads=1,
+    kv_heads=1,
+    head_dim=8,
+    intermediate_size=8,
+    rope_theta=10000.0,
+    rms_eps=1e-6,
+    qkv_bias=True,
+    tie_embeddings=False,
+    context=160,
+    eos_token_ids=(char_tokenizer().token_id(EOS),),
+)
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture(scope="module")
+def sound_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    char_tokenizer().save(folder / "tokenizer.json")
+    write_model(folder, SPEC, init_weights(SPEC, seed=0), folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture
+def model(sound_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound_model, tmp_path / "model"))
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command in this process and return its error, after a look at what must not be there."""
+    state = tmp_path / "state"
+
+    def refused(*arguments: str) -> str:
+        children = psutil.Process().children()
+        base = (f"state_dir={state}", f"storage.url={tmp_path}/store", "task.held_out=8")
+        assert main([*base, *arguments]) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        (line,) = output.err.splitlines()
+        assert psutil.Process().children() == children
+        assert not (state / "runs").exists()
+        assert not (state / "cache").exists()
+        assert not (state / "mlflow" / "mlflow.db").exists()
+        assert line.startswith("areal: error: ")
+        return line.removeprefix("areal: error: ")
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["training.stepz=5"], "training.stepz: no such field; did you mean training.steps?"),
+        (["trainin.steps=5"], "trainin: no such field; did you mean training?"),
+        (["training.steps=0"], "training.steps: must be at least 1, got 0"),
+        (["algorithm.clip_eps=0"], "algorithm.clip_eps: must be greater than 0.0, got 0"),
+        (["mode=both"], "mode: must be one of async, sync, got 'both'"),
+        (["training.steps=many"], "training.steps: must be a whole number, got 'many'"),
+        (["training=3"], "training: expected a group of fields, got 3"),
+        (["training.steps=3", "training.steps.x=3"], "training.steps.x: training.steps is a value"),
+        (
+            ["rollout.batch_size=30", "algorithm.group_size=4"],
+            "rollout.batch_size: must be a multiple of algorithm.group_size (4), got 30",
+        ),
+        (
+            ["model.context=100"],
+            "task.max_prompt_tokens: prompt and answer need 152 tokens (max_prompt_tokens + max_new_tokens), "
+            "more than model.context, 100",
+        ),
+        (
+            ["task.max_prompt_tokens=9"],
+            "task.max_prompt_tokens: must be at least 34 with task.max_operations=16, got 9",
+        ),
+        (["task.name=jsonl"], "task.path: task.name=jsonl needs a file of prompts"),
+        (["training.steps"], "training.steps: an override looks like training.steps=5"),
+        (["training.steps=[1"], "training.steps: '[1' is not a value: "),
+        (["--config", "/nowhere.yaml"], "--config: can't read /nowhere.yaml: No such file or directory"),
+        (["--run-id", "../up"], "run_id: must be letters, digits, dots, dashes and underscores, got '../up'"),
+        (["--run-identity", "x"], "unrecognized arguments: --run-identity x; see python -m areal_core --help"),
+        (["--run-id"], "argument --run-id: expected one argument; see python -m areal_core --help"),
+        (["storage.url=gs://bucket"], "storage.url: 'gs://bucket' is not a location; use a folder"),
+        (["storage.url=s3://"], "storage.url: 's3://' names no bucket; use s3://bucket/prefix"),
+        (["tracking.uri=file:///somewhere"], "tracking.uri: 'file:///somewhere' is not supported; use http"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_settings(refused: Callable[..., str], arguments: list[str], error: str) -> None:
+    assert refused(*arguments).startswith(error)
+
+
+def test_a_configuration_file(refused: Callable[..., str], tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    for text, error in (("a: [", f"--config: can't read {file}: while parsing"), ("3", f"--config: {file} must hold")):
+        file.write_text(text)
+        assert refused("--config", str(file)).startswith(error)
+
+
+# -- what is beyond this process ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]
+
+
+def test_folders_that_can_t_be_written(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    inside = f"{tmp_path}/file/inside"
+    assert refused(f"state_dir={inside}") == f"state_dir: can't write to {inside}: Not a directory"
+    assert refused(f"storage.url={inside}").startswith(f"storage.url: can't write {inside}/")
+    assert refused(f"tracking.uri=sqlite:///{inside}.db") == (
+        f"tracking.uri: can't write to sqlite:///{inside}.db: unable to open database file"
+    )
+
+
+def test_servers_that_do_not_listen(refused: Callable[..., str], closed_port: int) -> None:
+    url = f"http://127.0.0.1:{closed_port}"
+    assert refused(f"tracking.uri={url}") == f"tracking.uri: can't use MLflow at {url}: Connection refused"
+    error = refused("storage.url=s3://bucket/prefix", f"storage.endpoint_url={url}")
+    assert error.startswith(f"storage.url: can't use s3://bucket/prefix at {url} (storage.endpoint_url): ")
+
+
+def test_a_tracking_server_that_does_not_answer(refused: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert refused(f"tracking.uri={url}") == f"tracking.uri: can't use MLflow at {url}: no answer in time"
+
+
+# -- model folders -----------------------------------------------------------------------------------------------------
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def without_end_token(folder: Path) -> None:
+    edit(folder, eos_token_id=None)
+    (folder / "generation_config.json").unlink()
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def without_a_tensor(folder: Path) -> None:
+    weights = init_weights(SPEC, seed=0)
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "error"),
+    [
+        (shutil.rmtree, "{model}: no model folder, it has no config.json"),
+        (lambda m: (m / "config.json").unlink(), "{model}: no model folder, it has no config.json"),
+        (lambda m: (m / "config.json").write_text("{"), "{model}/config.json: not readable as JSON ("),
+        (lambda m: (m / "config.json").write_text("[]"), "{model}/config.json: must hold a JSON object, got list"),
+        (lambda m: edit(m, vocab_size=None), "{model}: config.json has no vocab_size"),
+        (lambda m: edit(m, rms_norm_eps="tiny"), "{model}: rms_norm_eps must be a number greater than 0, got 'tiny'"),
+        (lambda m: edit(m, rope_parameters=3), "{model}: rope_parameters must be an object, got 3"),
+        (
+            lambda m: edit(m, architectures=["GPT2LMHeadModel"]),
+            "{model}: architectures must name one of Qwen2ForCausalLM, LlamaForCausalLM, got 'GPT2LMHeadModel'",
+        ),
+        (without_end_token, "{model} names no eos_token_id"),
+        (lambda m: (m / "model.safetensors").unlink(), "{model}/model.safetensors: no such file"),
+        (lambda m: cut(m / "model.safetensors"), "{model}/model.safetensors: not a readable safetensors file ("),
+        (
+            lambda m: (m / "model.safetensors").write_text("weights"),
+            "{model}/model.safetensors: not a readable safetensors file (",
+        ),
+        (without_a_tensor, "{model}: model.norm.weight: tensor is missing, expected shape [8]"),
+        (
+            lambda m: edit(m, intermediate_size=16),
+            "{model}: model.layers.0.mlp.gate_proj.weight: expected shape [16, 8], got [8, 8]",
+        ),
+        (lambda m: (m / "tokenizer.json").unlink(), "{model}/tokenizer.json: no such file; the model folder must"),
+        (lambda m: (m / "tokenizer.json").write_text("{"), "{model}/tokenizer.json: not a tokenizer: "),
+    ],
+)
+def test_broken_models(
+    refused: Callable[..., str], model: Path, break_it: Callable[[Path], object], error: str
+) -> None:
+    break_it(model)
+    assert refused(f"model.path={model}").startswith(f"model.path: {error.format(model=model)}")
+
+
+def test_a_model_of_too_short_a_context(refused: Callable[..., str], model: Path) -> None:
+    edit(model, max_position_embeddings=100)
+    assert refused(f"model.path={model}") == (
+        "task.max_new_tokens: prompt and answer need 152 tokens (max_prompt_tokens + max_new_tokens), "
+        f"more than the context of {model}, 100"
+    )
+
+
+def test_a_tokenizer_of_another_model(refused: Callable[..., str], tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    char_tokenizer().save(folder / "tokenizer.json")
+    spec = ModelSpec(**{name: getattr(SPEC, name) for name in SPEC.__slots__} | {"vocab_size": 5})
+    write_model(folder, spec, init_weights(spec, seed=0), folder / "tokenizer.json")
+    assert refused(f"model.path={folder}").startswith(f"model.path: {folder}: its tokenizer gives token ")
+
+
+# -- prompt files ------------------------------------------------------------------------------------------------------
+
+GOOD = '{"question": "1+1=", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("{\n", "not JSON: "),
+        ("[1]\n", "must be a JSON object"),
+        ('{"answer": "2"}\n', "task.prompt_field=question must be text"),
+        ('{"question": "1+2=", "answer": "none"}\n', "task.answer_field=answer must end on a number"),
+        (GOOD.replace("1+1=", "1+1" * 14), "a prompt of 42 tokens, more than task.max_prompt_tokens=40"),
+        (GOOD.replace("1+1=", "What?"), "the model's tokenizer can't spell 'What?': "),
+    ],
+)
+def test_prompts(refused: Callable[..., str], model: Path, tmp_path: Path, line: str, error: str) -> None:
+    prompts, held_out = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    prompts.write_text(GOOD + line)
+    held_out.write_text(GOOD.replace("1+1", "1+2"))
+    task = (f"model.path={model}", "task.name=jsonl", f"task.path={prompts}", f"task.held_out_path={held_out}")
+    assert refused(*task).startswith(f"task.path: {prompts}, line 2: {error}")
+
+
+def test_a_prompt_file_that_is_absent(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    task = (f"model.path={model}", "task.name=jsonl", "task.path=/nowhere", f"task.held_out_path={tmp_path}/none")
+    assert refused(*task).startswith(f"task.held_out_path: can't read {tmp_path}/none: ")
+
+
+# -- a process of its own ----------------------------------------------------------------------------------------------
+
+
+def test_the_command_itself(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "areal_core", f"state_dir={tmp_path}/state", "training.stepz=5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "areal: error: training.stepz: no such field; did you mean training.steps?\n"
+    assert not (tmp_path / "state").exists()
+
+
+def test_resuming_with_another_configuration(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from areal_core.__main__ import configuration
+    from areal_core.prepare import prepare
+
+    base = [f"state_dir={tmp_path}/state", f"storage.url={tmp_path}/store", f"model.path={model}"]
+    base += ["tracking.enabled=false", "task.held_out=8"]
+    run = prepare(configuration(None, base), run_id="r", log=print)
+    files = {file: file.stat().st_mtime_ns for file in run.root.rglob("*")}
+    assert main(["--run-id", "r", *base, "algorithm.clip_eps=0.1"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "areal: error: algorithm.clip_eps: must be 0.2 as when this run was started, got 0.1; a resumed run may only"
+    )
+    assert {file: file.stat().st_mtime_ns for file in run.root.rglob("*")} == files
