@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from areal_core import checkpoint
 from areal_core.config import RunConfig
 from areal_core.data.source import open_source
 from areal_core.data.tokenizer import Tokenizer, char_tokenizer
@@ -32,7 +33,8 @@ from areal_core.training.recipe import cache_key
 Log = Callable[[str], None]
 
 _TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
-_MAY_CHANGE = re.compile(r"training\.steps|(stop|launch)\..*|state_dir")  # between a run and its resumption
+_MAY_CHANGE = r"training\.steps|(stop|launch)\..*|state_dir"  # between a run and its resumption
+_MAY_MOVE = rf"{_MAY_CHANGE}|(model|task)\.(held_out_)?path|(storage|tracking)\..*"  # when it is resumed elsewhere
 _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier launcher to end
 _WARMUP_LOCK_S = 1800.0  # for another run to make the same base model
 
@@ -74,14 +76,16 @@ def prepare(
     run = run_folder(config, run_id)
     resumed = (run.root / "run.json").exists()
     if resumed:
-        _check_unchanged(run.config(), config)
+        _check_unchanged(run.config().to_dict(), config, _MAY_CHANGE)
         if run.summary.exists():
             log(f"run {run_id} has finished before")
             return run
     preflight(config)
     if not resumed:
-        model = _base_model(config, log)
         storage = Storage.open(config.storage.url, config.storage.endpoint_url).child(f"runs/{run_id}")
+        if elsewhere := checkpoint.newest(storage):
+            _check_unchanged(elsewhere.extra["config"], config, _MAY_MOVE)
+        model = _base_model(config, log)
         tracking_run_id = _start_tracking(config, run_id, flow_run_id)
         info = RunInfo(
             run_id=run_id,
@@ -202,13 +206,13 @@ def _git_revision() -> str | None:
         return None
 
 
-def _check_unchanged(before: RunConfig, now: RunConfig) -> None:
+def _check_unchanged(before: dict[str, Any], now: RunConfig, may_change: str) -> None:
     """Raises ConfigError naming the first field that differs and that a resumed run must keep."""
     new = dict(_leaves(now.to_dict()))
-    for name, old in _leaves(before.to_dict()):
-        if new[name] != old and not _MAY_CHANGE.fullmatch(name):
+    for name, old in _leaves(before):
+        if new.get(name) != old and not re.fullmatch(may_change, name):
             raise ConfigError(
-                f"{name}: must be {old!r} as when this run was started, got {new[name]!r}; "
+                f"{name}: must be {old!r} as when this run was started, got {new.get(name)!r}; "
                 "a resumed run may only change training.steps, stop and launch"
             )
 

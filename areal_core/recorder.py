@@ -86,9 +86,6 @@ class Recorder:
         """Step `step` is done: throughput, bubbles and the token ledger since the step before."""
         now = self.elapsed_s
         timeline: dict[str, float] = self._ledger.note("published_s", {})
-        timeline[str(step)] = now
-        self._ledger.set_note("published_s", timeline)
-        self._ledger.set_note("elapsed_s", now)
         step_s = max(now - timeline.get(str(step - 1), 0.0), 1e-9)
         tokens = self._ledger.tokens()
         batch_tokens = sum(group.tokens for group in self._ledger.summaries(step))
@@ -105,13 +102,17 @@ class Recorder:
             "rollout/dropped_groups": sum(self._ledger.dropped().values()),
         }
         self.log(step, values | self._server_rates(now, list(loads)))
+        self._ledger.set_note("elapsed_s", now)
+        self._ledger.set_note("published_s", timeline | {str(step): now})  # last: a step in it is recorded whole
+
+    def has_published(self, step: int) -> bool:
+        """Whether `published` was called for a step; a controller that died on the way there has it to do again."""
+        return str(step) in self._ledger.note("published_s", {})
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """A version's held-out score is in."""
         if any(known.version == evaluation.version for known in self.evaluations):
             return
-        self.evaluations.append(evaluation)
-        self._ledger.set_note("evaluations", [dataclasses.asdict(known) for known in self.evaluations])
         self.log(
             evaluation.version,
             {
@@ -120,6 +121,8 @@ class Recorder:
                 "heldout/wall_s": evaluation.wall_s,
             },
         )
+        self.evaluations.append(evaluation)
+        self._ledger.set_note("evaluations", [dataclasses.asdict(known) for known in self.evaluations])
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Metric rows of one step, time-stamped now."""
@@ -174,7 +177,7 @@ class Recorder:
         target = self._config.stop.score
         reached = [v for v, accuracy in sorted(scores.items()) if target is not None and accuracy >= target]
         tokens = self._ledger.tokens()
-        staleness: dict[str, int] = self._ledger.note("staleness_counts", {})
+        staleness: dict[str, int] = self._ledger.note("staleness", {"counts": {}})["counts"]
         counted = sum(staleness.values())
         return RunSummary(
             run_id=run_id,
@@ -199,12 +202,12 @@ class Recorder:
 
     def staleness(self, step: int, counts: dict[str, int]) -> None:
         """Tokens by staleness that the step trained on: a picture now and then, and the whole run's sum."""
-        total: dict[str, int] = self._ledger.note("staleness_counts", {})
-        if self._ledger.note("staleness_step", 0) < step:
+        known: dict[str, Any] = self._ledger.note("staleness", {"step": 0, "counts": {}})
+        if known["step"] < step:
+            total: dict[str, int] = known["counts"]
             for lag, count in counts.items():
                 total[lag] = total.get(lag, 0) + count
-            self._ledger.set_note("staleness_counts", total)
-            self._ledger.set_note("staleness_step", step)
+            self._ledger.set_note("staleness", {"step": step, "counts": total})
         if step == 1 or step % self._config.tracking.table_every == 0:
             self.document("staleness_histogram", step, {"counts": counts})
 

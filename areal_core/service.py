@@ -41,7 +41,7 @@ from areal_core.types import Evaluation, GroupSummary, MetricRow, PolicyVersion,
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 5.0  # between two looks at the generation servers' health
-_VERSIONS_KEPT = 3  # newest versions whose folders stay: servers may be staging one while the next is announced
+_VERSIONS_KEPT = 8  # at most, of the newest: servers may be staging one, and the trainer compares engines on old ones
 
 
 class GroupScorer:
@@ -75,8 +75,7 @@ class Service:
         self.storage = Storage.open(self.info.checkpoint_url, self.config.storage.endpoint_url)
         restore(run, self.storage)
         self.ledger = TrajectoryLedger(run.ledger, group_size=self.config.algorithm.group_size)
-        if self.ledger.newest_version() is None:
-            self.ledger.publish(base_version(self.info.model_path))
+        self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
         outbox = Outbox(run.outbox, self.info.run_id) if self.config.tracking.enabled else None
         self.recorder = Recorder(self.config, self.ledger, outbox)
         self.source: PromptSource = open_source(self.config, Tokenizer.from_folder(self.info.model_path))
@@ -199,7 +198,7 @@ class Service:
         manifest = await self.controller.batch(step, timeout_s=float(request.query.get("timeout_s", "20")))
         if manifest is None:
             return web.Response(status=204)
-        if manifest.step > fixed_before:
+        if manifest.step >= fixed_before:  # once more after a restart, which may have come before the first time
             self.recorder.batch_fixed(manifest, self.source.prompt)
         return web.json_response(dataclasses.asdict(manifest))
 
@@ -209,7 +208,7 @@ class Service:
     async def _publish(self, request: web.Request) -> web.Response:
         version = PolicyVersion(**await request.json())
         outcome = self.controller.publish(version)
-        if outcome != "same":
+        if outcome != "same" or not self.recorder.has_published(version.version):
             self.recorder.published(version.version, await self.servers.loads())
         self._changed.notify()
         return web.json_response({"status": outcome, "release": self._released()})
@@ -288,15 +287,20 @@ class Service:
         every = self.config.evaluation.every
         newest = self._newest().version
         due = range(0, newest + 1, every) if self._final is None else sorted({0, self._final["version"]})
-        missing = [version for version in due if version not in scored]
-        return self.ledger.version(missing[0]) if missing else None
+        for number in due:
+            version = self.ledger.version(number)
+            # Weights that another machine kept to itself are gone; no score of them will ever come.
+            if number not in scored and version is not None and Path(version.path).exists():
+                return version
+        return None
 
     def _released(self) -> list[int]:
         """Versions whose folders nobody needs: neither a server that loads, nor the evaluator, nor a restart."""
         newest = self._newest().version
         scored = {evaluation.version for evaluation in self.recorder.evaluations}
         every = self.config.evaluation.every
-        return [v for v in range(1, newest - _VERSIONS_KEPT + 1) if v % every or v in scored]
+        kept = min(self.config.max_staleness + 2, _VERSIONS_KEPT)
+        return [v for v in range(1, newest - kept + 1) if v % every or v in scored]
 
 
 def restore(run: RunDir, storage: Storage) -> None:

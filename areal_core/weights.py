@@ -33,7 +33,7 @@ def publish(folder: Path, version: int, tensors: Mapping[str, NDArray[Any]]) -> 
     The same tensors always make the same bytes, hence the same hash. Raises StorageError.
     """
     data = save_tensors({name: np.ascontiguousarray(array) for name, array in tensors.items()}, {"format": "pt"})
-    path = _folder(folder, version)
+    path = version_folder(folder, version)
     made = PolicyVersion(version=version, path=str(path), sha256=hashlib.sha256(data).hexdigest())
     if _complete(path) == made:
         return made
@@ -92,12 +92,13 @@ def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
 def release(folder: Path, versions: Iterable[int]) -> None:
     """Delete versions that nobody needs any more; those that are gone already are fine."""
     for version in versions:
-        path = _folder(folder, version)
+        path = version_folder(folder, version)
         (path / _MANIFEST).unlink(missing_ok=True)  # first: half a version must not look like one
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _folder(folder: Path, version: int) -> Path:
+def version_folder(folder: Path, version: int) -> Path:
+    """Where a version lies, or would."""
     return folder / f"v{version:06d}"
 
 

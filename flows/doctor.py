@@ -51,7 +51,13 @@ def findings() -> Iterator[Finding]:
         "C++ compiler", compiler is not None, compiler or "none", "apt install g++, for DeepSpeed", needed=False
     )
     vllm = _vllm_version(stack.ROOT / ".venv-vllm" / "bin" / "python")
-    yield Finding("vLLM environment", vllm is not None, vllm or "none", "make test-vllm makes it", needed=False)
+    yield Finding(
+        "vLLM environment",
+        vllm is not None,
+        vllm or "none",
+        "only an engine on GPUs will need it",
+        needed=False,
+    )
 
 
 def _system() -> Finding:

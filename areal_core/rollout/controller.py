@@ -192,8 +192,9 @@ class RolloutController:
     # -- the coroutines ----------------------------------------------------------------------------------------
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
-        for group in self._ledger.inflight():
-            self._start(tasks, group)
+        if self._finished is None:
+            for group in self._ledger.inflight():
+                self._start(tasks, group)
         while self._finished is None:
             if self._has_room():
                 self._start(tasks, self._ledger.admit())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_core.algorithm.losses import LossStats, PolicyLoss, decoupled_ppo, naive_ppo
+from areal_core.algorithm.losses import LossStats, PolicyLoss, decoupled_ppo, k3, naive_ppo
 from areal_core.config import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
 from areal_core.model import ModelSpec, check_weights, weight_shapes
@@ -27,6 +27,8 @@ from areal_core.training.batching import allocate
 from areal_core.training.engine import EngineState, StepStats, TrainingBatch
 from areal_core.training.packed import Packed, answer_logprobs, pack
 from areal_core.types import BoolArray, Float32Array
+
+_MISMATCH_SEQUENCES = 64  # a sample is enough to see that two engines disagree
 
 
 def learning_rate(config: TrainingConfig, update: int) -> float:
@@ -100,6 +102,18 @@ class TorchEngine:
             losses.append(loss)
             norms.append(norm)
         return self._step_stats(losses, norms, self._merged(stats))
+
+    @torch.no_grad()
+    def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
+        tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
+        total, tokens = 0.0, 0
+        for packed in self._microbatches(batch, range(min(_MISMATCH_SEQUENCES, len(batch.lengths)))):
+            ours, _ = answer_logprobs(self._spec, tensors, packed)
+            matched = torch.from_numpy(((batch.versions == version) & batch.loss_mask)[packed.source])
+            theirs = torch.from_numpy(batch.behaviour_logprobs[packed.source])
+            total += float(k3((ours.double() - theirs)[matched]).sum())
+            tokens += int(matched.sum())
+        return total, tokens
 
     def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         total = torch.from_numpy(values.copy())

@@ -24,7 +24,7 @@ from areal_core import checkpoint, process, weights
 from areal_core.algorithm.advantages import ADVANTAGES
 from areal_core.config import RunConfig
 from areal_core.controller_client import ControllerClient
-from areal_core.errors import ArealError, RunFinished
+from areal_core.errors import ArealError, RunFinished, StorageError
 from areal_core.model import read_spec, read_weights, write_model
 from areal_core.rewards.packing import unpack_group
 from areal_core.rundir import RunDir
@@ -97,7 +97,7 @@ class Trainer:
                 "time/publish_s": published - trained,
                 "bubble/trainer_wait": (got_batch - waiting_since) / (published - waiting_since),
             }
-            self._report(manifest, stats, staleness, times)
+            self._report(manifest, stats, staleness, times, self._mismatch(batch, stats))
             if self.step % self.config.training.checkpoint_every == 0:
                 self._checkpoint()
 
@@ -133,8 +133,28 @@ class Trainer:
         total = self.engine.all_sum(counts)
         return Counter({lag: int(count) for lag, count in enumerate(total) if count})
 
+    def _mismatch(self, batch: TrainingBatch, stats: StepStats) -> float | None:
+        """Mean k3 of trainer against generator on the same weights, nats: over tokens of the version just trained on,
+        else, now and then, over a sample of the newest tokens whose version is still in the store."""
+        if stats.mismatch_kl is not None or self.step % self.config.tracking.table_every:
+            return stats.mismatch_kl
+        for number in sorted(set(batch.versions[batch.loss_mask].tolist()), reverse=True):
+            try:
+                published = weights.read_manifest(weights.version_folder(self.run_dir.weights, number))
+                total, tokens = self.engine.mismatch(batch, weights.load(published), number)
+            except StorageError:
+                continue  # released meanwhile, or the base, which is a model folder
+            if tokens:
+                return total / tokens
+        return None
+
     def _report(
-        self, manifest: BatchManifest, stats: StepStats, staleness: Counter[int], times: dict[str, float]
+        self,
+        manifest: BatchManifest,
+        stats: StepStats,
+        staleness: Counter[int],
+        times: dict[str, float],
+        mismatch: float | None,
     ) -> None:
         token_mean = sum(lag * count for lag, count in staleness.items()) / max(staleness.total(), 1)
         sampled = sum(sum(group.lengths) for group in manifest.groups)
@@ -154,8 +174,8 @@ class Trainer:
             "staleness/in_flight_mean": token_mean - queued / sampled,
             "staleness/token_max": max(staleness, default=0),
         }
-        if stats.mismatch_kl is not None:
-            values["mismatch/k3"] = stats.mismatch_kl
+        if mismatch is not None:
+            values["mismatch/k3"] = mismatch
         now = time.time()
         rows = [MetricRow(key=key, step=self.step, value=float(value), time_s=now) for key, value in values.items()]
         counts = {str(lag): count for lag, count in sorted(staleness.items())}
@@ -186,7 +206,7 @@ class Trainer:
             self.storage,
             self.step,
             {checkpoint.STATE: file},
-            {"engine": state.scalars},
+            {"engine": state.scalars, "config": self.config.to_dict()},
             uploaded={checkpoint.LEDGER: ledger},
         )
         self.controller.committed(self.step)
