@@ -49,7 +49,8 @@ from areal_core.errors import (
 )
 from areal_core.process import die_with_parent
 from areal_core.progress import describe
-from areal_core.rundir import RunDir, RunInfo
+from areal_core.rundir import RunDir
+from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus, RunSummary
 from flows.compose import configure, experiments
 from flows.report import result_markdown, result_rows
@@ -112,7 +113,7 @@ def _run(config: RunConfig, log: Callable[[str], None]) -> RunSummary:
     # The same id in every attempt of this flow run, hence a retry resumes.
     run_dir = prepare(config, run_id=f"{config.name}-{flow_run.id[-12:]}")
     summary = core.read_summary(run_dir) if run_dir.summary.exists() else _run_roles(run_dir, progress, log)
-    report(summary, run_dir.info())
+    report(summary, run_dir)
     return summary
 
 
@@ -164,10 +165,21 @@ def track(run: core.Run) -> State | None:
 
 
 @task(cache_policy=NO_CACHE)
-def report(summary: RunSummary, info: RunInfo) -> None:
+def report(summary: RunSummary, run_dir: RunDir) -> None:
     """What came of the run, as artifacts of the flow run: a table, and a page with links."""
-    create_table_artifact(result_rows(summary, info), key=RESULT, description=f"Result of {summary.run_id}")
-    create_markdown_artifact(result_markdown(summary, info), key=SUMMARY)
+    rows = result_rows(summary, run_dir.info(), _untracked(run_dir))
+    create_table_artifact(rows, key=RESULT, description=f"Result of {summary.run_id}")
+    create_markdown_artifact(result_markdown(summary.run_id, rows), key=SUMMARY)
+
+
+def _untracked(run_dir: RunDir) -> str | None:
+    """What an MLflow that was away has missed, and what sends it; None when it has everything."""
+    info = run_dir.info()
+    if info.tracking_uri is None:
+        return None
+    with contextlib.closing(Outbox(run_dir.outbox, info.run_id)) as outbox:
+        waiting = outbox.unsent()
+    return f"{waiting} items; python -m areal_core.tracking --run-dir {run_dir.root} sends them" if waiting else None
 
 
 def _supervised(role: Callable[[], None]) -> State | None:

@@ -6,8 +6,8 @@ from areal_core.rundir import RunInfo
 from areal_core.types import RunSummary
 
 
-def result_rows(summary: RunSummary, info: RunInfo) -> list[dict[str, str]]:
-    """Name and value of everything worth knowing at the end."""
+def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None) -> list[dict[str, str]]:
+    """Name and value of everything worth knowing at the end; `untracked` is what MLflow has missed."""
     ledger = summary.tokens
     rows = {
         "mode": summary.mode,
@@ -26,13 +26,15 @@ def result_rows(summary: RunSummary, info: RunInfo) -> list[dict[str, str]]:
         "checkpoints": info.checkpoint_url,
         "tracking": tracking_page(info) or info.tracking_uri or "off",
     }
+    if untracked:
+        rows["not yet tracked"] = untracked
     return [{"what": name, "value": value} for name, value in rows.items()]
 
 
-def result_markdown(summary: RunSummary, info: RunInfo) -> str:
+def result_markdown(run_id: str, rows: list[dict[str, str]]) -> str:
     """The page of a finished run, with the ways to what it left."""
-    rows = "\n".join(f"| {row['what']} | {row['value']} |" for row in result_rows(summary, info))
-    return f"# {summary.run_id}\n\n| | |\n|---|---|\n{rows}\n"
+    lines = "\n".join(f"| {row['what']} | {row['value']} |" for row in rows)
+    return f"# {run_id}\n\n| | |\n|---|---|\n{lines}\n"
 
 
 def tracking_page(info: RunInfo) -> str | None:

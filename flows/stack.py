@@ -3,7 +3,8 @@
 One supervisor process (`python -m flows.stack serve`) starts all three at once, in sessions of their own, and ends them
 in order. `make up` leaves it behind as a daemon; under `make train` it holds a lifeline to that command and ends with
 it. It keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a stale pid means nothing;
-`.areal/stack.json` says where the servers listen. The environment wins: a server that PREFECT_API_URL (or an explicit
+`.areal/stack.json` says where the servers listen. Without MLflow runs go on, their points wait; without one of the
+others the stack ends. The environment wins: a server that PREFECT_API_URL (or an explicit
 Prefect profile) or MLFLOW_TRACKING_URI names is used and not started. AREAL_STATE_DIR puts `.areal` elsewhere.
 """
 
@@ -15,6 +16,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -22,11 +24,13 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
+
+import psutil
 
 from areal_core import process
 from areal_core.errors import ArealError, ConfigError, ProcessError
@@ -38,6 +42,8 @@ LOGS = STATE / "logs"
 WORKER_READY = STATE / "worker-ready.json"
 
 Owner = Literal["up", "train"]
+
+_MARK = "AREAL_STACK"  # in the environment of everything that a stack starts, however deep
 
 _START_TIMEOUT_S = 120.0
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
@@ -103,15 +109,17 @@ class Launch:
     """A supervisor that is starting or running, seen from the command that started it."""
 
     def __init__(self, owner: Owner) -> None:
-        self._answers, answer = os.pipe()
+        answers, answer = os.pipe()
+        self._answers = open(answers, "rb", buffering=0)  # noqa: SIM115 - for as long as the supervisor lives
         lifeline, self._lifeline = os.pipe()  # never written to: our end closes when this process goes
         argv = [sys.executable, "-m", "flows.stack", "serve", owner, str(answer)]
         tie = _tie(lifeline, _WORKER_GRACE_S + 2 * _SERVER_GRACE_S) if owner == "train" else {}
+        self._mark = secrets.token_hex(8)
         with (LOGS / "stack.log").open("a") as log:
             self._process = subprocess.Popen(
                 argv,
                 cwd=ROOT,
-                env={**os.environ, **tie},
+                env={**os.environ, **tie, _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -123,17 +131,33 @@ class Launch:
 
     def wait_ready(self) -> Stack:
         """Raises ConfigError or ProcessError, one line, if the stack can't be started."""
-        with open(self._answers) as answers:
-            answer = json.loads(answers.readline() or '{"error": "it ended without a word"}')
+        answer = json.loads(self._answers.readline() or '{"error": "the stack ended without a word"}')
         if "error" in answer:
             self._process.wait()
             raise (ConfigError if answer.get("user") else ProcessError)(answer["error"])
+        os.set_blocking(self._answers.fileno(), False)
         return Stack(**answer)
+
+    def news(self, timeout_s: float = 0.0) -> list[str]:
+        """What the user should know and was not told before, a line each; waits up to `timeout_s` for it.
+
+        Raises ProcessError, one line that names what died, once the stack has ended by itself.
+        """
+        select.select([self._answers], [], [], timeout_s)
+        said = self._answers.read()  # None: nothing
+        if said == b"":
+            raise ProcessError(f"the supervisor of the servers is gone; its log is {LOGS / 'stack.log'}")
+        messages = [json.loads(line) for line in (said or b"").splitlines()]
+        for message in messages:
+            if "error" in message:
+                raise ProcessError(message["error"])
+        return [message["news"] for message in messages]
 
     def stop(self) -> None:
         """End everything that it started and wait until that is done."""
         self._process.terminate()
         self._process.wait()
+        _end_marked(self._mark, _ORPHAN_GRACE_S + _SERVER_GRACE_S)  # none, unless the supervisor was killed
 
 
 def stop(stack: Stack) -> None:
@@ -152,13 +176,15 @@ def stop(stack: Stack) -> None:
 
 
 def serve(owner: Owner, answer: int) -> int:
-    """Body of the supervisor: start, answer once, watch until asked to end, end everything. Returns the exit code."""
-    with os.fdopen(answer, "w") as pipe:
+    """Body of the supervisor: start, answer, watch until asked to end, end everything. Returns the exit code.
+
+    A line of JSON each goes to `answer`: the stack or an error; under `make train` also what happens after that.
+    """
+    with os.fdopen(answer, "w", buffering=1) as pipe:
 
         def say(message: Mapping[str, object]) -> None:
-            if not pipe.closed:
+            with contextlib.suppress(BrokenPipeError):  # who would read it is gone, or was content with the first
                 pipe.write(json.dumps(message) + "\n")
-                pipe.close()
 
         try:
             with _locked(), _Services() as services:
@@ -167,7 +193,9 @@ def serve(owner: Owner, answer: int) -> int:
                 stack = _start(services, owner)
                 write_json(STATE / "stack.json", dataclasses.asdict(stack))
                 say(dataclasses.asdict(stack))
-                services.watch()
+                for line in services.watch():
+                    print(line, file=sys.stderr, flush=True)
+                    say({"news": line})
         except ArealError as error:
             print(f"areal: error: {error}", file=sys.stderr, flush=True)
             say({"error": str(error), "user": isinstance(error, ConfigError)})
@@ -189,7 +217,7 @@ def _start(services: _Services, owner: Owner) -> Stack:
     if mlflow_uri is None:
         port = _port("MLFLOW_PORT", 5000, before.get("mlflow_uri"))
         mlflow_uri = f"http://127.0.0.1:{port}"
-        services.start("mlflow", _mlflow_argv(port), _MLFLOW_ENVIRONMENT)
+        services.start("mlflow", _mlflow_argv(port), _MLFLOW_ENVIRONMENT, needed=False)
         probes["mlflow"] = lambda: _answers(f"{mlflow_uri}/health")
     stack = Stack(owner=owner, pid=os.getpid(), prefect_api=prefect_api, mlflow_uri=mlflow_uri)
     WORKER_READY.unlink(missing_ok=True)
@@ -221,6 +249,12 @@ class _Service:
     pidfd: int
     log: Path
     grace_s: float
+    needed: bool
+
+    def obituary(self) -> str:
+        code = self.popen.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"{self.name} {how}: {_last_line(self.log)}"
 
 
 class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure
@@ -244,19 +278,32 @@ class _Services:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        """End everything, last started first: the worker still needs the servers to say how its flow run ended."""
-        for service in reversed(self._services):
-            service.popen.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                service.popen.wait(service.grace_s)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(service.popen.pid, signal.SIGKILL)  # whatever of its session is left
-            service.popen.wait()
-            os.close(service.pidfd)
+        """End everything, last started first: a flow run still needs the servers to say how it ended."""
+        while self._services:
+            self._end(self._services[-1])
         return kind is _StopAsked
 
+    def _end(self, service: _Service) -> None:
+        """End what a service has started too: a flow run is waited for, whose worker may have been killed."""
+        self._services.remove(service)
+        service.popen.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            service.popen.wait(service.grace_s)
+        if service.name != "worker":
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(service.popen.pid, signal.SIGKILL)
+        _end_marked(os.environ[_MARK], service.grace_s, {os.getpid(), *(left.popen.pid for left in self._services)})
+        service.popen.wait()
+        os.close(service.pidfd)
+
     def start(
-        self, name: str, argv: list[str], environment: Mapping[str, str], grace_s: float = _SERVER_GRACE_S
+        self,
+        name: str,
+        argv: list[str],
+        environment: Mapping[str, str],
+        grace_s: float = _SERVER_GRACE_S,
+        *,
+        needed: bool = True,
     ) -> None:
         path = LOGS / f"{name}.log"
         with path.open("w") as log:
@@ -272,31 +319,65 @@ class _Services:
                 # Foreign programs don't watch the lifeline. Safe here: no thread of this process holds a lock.
                 preexec_fn=lambda: process.die_with_parent(signal.SIGTERM),
             )
-        self._services.append(_Service(name, popen, os.pidfd_open(popen.pid), path, grace_s))
+        self._services.append(_Service(name, popen, os.pidfd_open(popen.pid), path, grace_s, needed))
 
     def until_ready(self, probes: Mapping[str, Callable[[], bool]]) -> None:
         """Raises ProcessError naming what was not ready in time or ended before."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         missing = dict(probes)
         while missing:
-            self._watch(_PROBE_INTERVAL_S)
+            for service in self._ended(_PROBE_INTERVAL_S):
+                raise ProcessError(service.obituary())
             missing = {name: ready for name, ready in missing.items() if not ready()}
             if time.monotonic() > deadline:
                 raise ProcessError(
                     f"{', '.join(missing)}: not ready after {_START_TIMEOUT_S:.0f} s; logs are in {LOGS}"
                 )
 
-    def watch(self) -> None:
-        """Block until asked to stop. Raises ProcessError as soon as one of them ends by itself."""
-        self._watch(None)
+    def watch(self) -> Iterator[str]:
+        """Until asked to stop: what happens, a line each. Raises ProcessError once one ends that is needed."""
+        while True:
+            for service in self._ended(None):
+                if service.needed:
+                    raise ProcessError(service.obituary())
+                self._end(service)
+                yield f"{service.obituary()}; runs go on without it, what they would send waits"
 
-    def _watch(self, timeout_s: float | None) -> None:
+    def _ended(self, timeout_s: float | None) -> list[_Service]:
+        """The services that have ended by themselves; waits up to `timeout_s` for one, or for the request to stop."""
         ended, _, _ = select.select([self._asked, *(service.pidfd for service in self._services)], [], [], timeout_s)
         if self._asked in ended:
             raise _StopAsked
-        for service in self._services:
-            if service.pidfd in ended:
-                raise ProcessError(f"{service.name}: ended with code {service.popen.wait()}: {_last_line(service.log)}")
+        return [service for service in self._services if service.pidfd in ended]
+
+
+def _end_marked(mark: str, grace_s: float, groups_left_alone: Collection[int] = ()) -> None:
+    """Wait for what a stack has started outside of these process groups; what is there after `grace_s` is killed.
+
+    A worker that is killed leaves its flow run, a server its helpers, in whatever session; all carry the stack's mark.
+    """
+    deadline = time.monotonic() + grace_s
+    while left := [found for found in _marked(mark) if _group(found.pid) not in groups_left_alone]:
+        _, alive = psutil.wait_procs(left, max(0.0, deadline - time.monotonic()))
+        for straggler in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                straggler.kill()
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for candidate in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # gone meanwhile, or another user's
+            if candidate.environ().get(_MARK) == mark:
+                found.append(candidate)
+    return found
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _tie(lifeline: int, grace_s: float) -> dict[str, str]:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from areal_core.errors import ArealError, ConfigError
+from areal_core.errors import ArealError, ConfigError, ProcessError
 from flows import stack
 from flows.compose import configure
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 _DEPLOYMENT = "areal/train"
 _LOOK_INTERVAL_S = 1.0  # Prefect's API can only be asked
 _CANCEL_TIMEOUT_S = 60.0
+_NEWS_TIMEOUT_S = 2.0  # a supervisor sees at once what dies
+
+News = Callable[[], list[str]]  # what the user was not told yet; raises ProcessError when the servers have ended
 
 
 def main() -> int:
@@ -52,13 +56,15 @@ def main() -> int:
             up = launch.wait_ready()
         os.environ.update(up.environment)  # Prefect reads it when it is imported
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")  # a server on this machine is there or gone
-        return _train(parameters, up, console)
+        try:
+            return _train(parameters, up, console, launch.news if launch else list)
+        except httpx.HTTPError as error:
+            if launch is not None:
+                launch.news(_NEWS_TIMEOUT_S)  # knows better
+            raise ProcessError(f"the Prefect server at {up.prefect_api} is gone: {error}") from error
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    except httpx.HTTPError as error:
-        print(f"areal: error: the Prefect server is gone: {error}; see {stack.LOGS}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
     finally:
@@ -66,7 +72,7 @@ def main() -> int:
             launch.stop()
 
 
-def _train(parameters: dict[str, Any], up: stack.Stack, console: Console) -> int:
+def _train(parameters: dict[str, Any], up: stack.Stack, console: Console, news: News) -> int:
     """Start the flow run, show how it goes, show what came of it."""
     from prefect import get_client
     from prefect.utilities.urls import url_for
@@ -76,7 +82,7 @@ def _train(parameters: dict[str, Any], up: stack.Stack, console: Console) -> int
         flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
         console.print(f"Flow run [bold]{flow_run.name}[/]  {url_for(flow_run) or ''}\n{up.pages}", soft_wrap=True)
         try:
-            flow_run = _watch(client, flow_run.id, console)
+            flow_run = _watch(client, flow_run.id, console, news)
         except KeyboardInterrupt:
             _cancel(client, flow_run.id, console)
             raise
@@ -91,13 +97,15 @@ def _train(parameters: dict[str, Any], up: stack.Stack, console: Console) -> int
     return 0
 
 
-def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> FlowRun:
+def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news: News) -> FlowRun:
     """Show the progress artifact until the flow run has ended; on a terminal as a bar, elsewhere as lines."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("starting", total=100.0)
         said = None
         while True:
+            for line in news():
+                console.print(line, soft_wrap=True)
             flow_run = client.read_flow_run(flow_run_id)
             assert flow_run.state is not None
             artifact = _artifact(client, flow_run_id, "areal-progress")

@@ -90,10 +90,11 @@ def test_on_a_new_machine_a_run_goes_on_from_its_checkpoint_in_s3(
     store = {"url": "s3://runs/areal", "endpoint_url": f"http://{host}:{port}"}
     try:
         steps = {"minibatches": 2, "checkpoint_every": 2}
-        first = execute(tiny(tmp_path, storage=store, training={"steps": 3, **steps}), run_id="r", log=print)
+        config = tiny(tmp_path, storage=store, training={"steps": 3, **steps}, evaluation={"every": 1})
+        first = execute(config, run_id="r", log=print)
         assert first.model_url.startswith("s3://runs/areal/")
-        shutil.rmtree(tmp_path / "state" / "runs")
-        config = tiny(tmp_path, storage=store, training={"steps": 5, **steps})
+        shutil.rmtree(tmp_path / "state")  # its published versions and its base model are gone
+        config = tiny(tmp_path / "elsewhere", storage=store, training={"steps": 5, **steps}, evaluation={"every": 1})
         second = execute(config, run_id="r", log=print)
         assert second.steps == 5
         assert second.epochs == 0

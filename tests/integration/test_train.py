@@ -32,7 +32,7 @@ def test_train_brings_its_own_servers_and_ends_them(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 (ended by steps)" in ran.stdout
     assert "make up" in ran.stdout
-    assert processes_of(tmp_path) == []
+    assert processes_of(tmp_path) == {}
 
 
 def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -
     rest, _ = train.communicate(timeout=120)
     assert train.returncode == 130
     assert "The flow run is Cancelled." in rest
-    assert processes_of(tmp_path) == []
+    assert processes_of(tmp_path) == {}
 
 
 def test_wrong_setting_ends_train_before_anything_starts(tmp_path: Path) -> None:

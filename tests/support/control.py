@@ -31,13 +31,14 @@ def run_python(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, env=environment(state), capture_output=True, text=True, timeout=240)
 
 
-def processes_of(state: Path) -> list[str]:
-    """Command lines of processes that were started with this state folder in their environment."""
-    found = []
+def processes_of(state: Path) -> dict[int, str]:
+    """Pid and command line of every process that has this state folder in its environment or its command line."""
+    found: dict[int, str] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if str(state).encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-        except (OSError, UnicodeDecodeError):
+            command = (process / "cmdline").read_bytes()
+            if str(state).encode() in (process / "environ").read_bytes() + command:
+                found[int(process.name)] = command.decode().replace("\0", " ").strip()
+        except OSError:
             continue  # gone meanwhile
     return found

@@ -58,8 +58,13 @@ def test_unset_score_and_tracking_without_a_server() -> None:
     assert _values(info=dataclasses.replace(_INFO, tracking_uri=None))["tracking"] == "off"
 
 
+def test_what_tracking_has_missed_is_said() -> None:
+    assert "not yet tracked" not in _values()
+    assert {"what": "not yet tracked", "value": "7 items"} in result_rows(_SUMMARY, _INFO, "7 items")
+
+
 def test_page_is_a_markdown_table_of_the_same_rows() -> None:
-    page = result_markdown(_SUMMARY, _INFO)
+    page = result_markdown("r-1", result_rows(_SUMMARY, _INFO))
     assert page.startswith("# r-1\n\n| | |\n|---|---|\n")
     for what, value in _values().items():
         assert f"| {what} | {value} |" in page
