@@ -13,6 +13,7 @@ import json
 import sys
 
 from areal_core.__main__ import configuration
+from areal_core.errors import ArealError
 from areal_core.run import execute
 from areal_core.types import RunSummary
 
@@ -22,7 +23,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
     parser.add_argument("overrides", nargs="*", metavar="field=value")
     arguments = parser.parse_args()
-    summaries = [_run(seed, arguments.overrides) for seed in arguments.seeds]
+    try:
+        summaries = [_run(seed, arguments.overrides) for seed in arguments.seeds]
+    except ArealError as error:
+        raise SystemExit(f"areal: error: {error}") from None
     print(
         json.dumps(
             {

@@ -180,14 +180,19 @@ def serve(owner: Owner, answer: int) -> int:
 
     A line of JSON each goes to `answer`: the stack or an error; under `make train` also what happens after that.
     """
-    with os.fdopen(answer, "w", buffering=1) as pipe:
 
-        def say(message: Mapping[str, object]) -> None:
-            with contextlib.suppress(BrokenPipeError):  # who would read it is gone, or was content with the first
-                pipe.write(json.dumps(message) + "\n")
+    def say(message: Mapping[str, object]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # who would read it is gone, or was content with the first line
+            os.write(answer, json.dumps(message).encode() + b"\n")
 
-        try:
-            with _locked(), _Services() as services:
+    def fail(error: ArealError) -> int:
+        print(f"areal: error: {error}", file=sys.stderr, flush=True)
+        say({"error": str(error), "user": isinstance(error, ConfigError)})
+        return 1
+
+    try:
+        with _locked(), _Services() as services:
+            try:
                 if owner == "train":
                     process.adopt()
                 stack = _start(services, owner)
@@ -196,10 +201,10 @@ def serve(owner: Owner, answer: int) -> int:
                 for line in services.watch():
                     print(line, file=sys.stderr, flush=True)
                     say({"news": line})
-        except ArealError as error:
-            print(f"areal: error: {error}", file=sys.stderr, flush=True)
-            say({"error": str(error), "user": isinstance(error, ConfigError)})
-            return 1
+            except ArealError as error:
+                return fail(error)  # said before everything is ended, which may take a while
+    except ConfigError as error:
+        return fail(error)
     return 0
 
 
@@ -237,8 +242,10 @@ def _mlflow_argv(port: int) -> list[str]:
         *argv,
         "--backend-store-uri",
         f"sqlite:///{folder}/mlflow.db",
-        "--artifacts-destination",
-        f"{folder}/artifacts",
+        # Not through the server: so `python -m areal_core`, which opens the same database, can write artifacts as well.
+        "--no-serve-artifacts",
+        "--default-artifact-root",
+        f"file://{folder}/artifacts",
     ]
 
 
