@@ -184,7 +184,7 @@ class LaunchConfig:
 class RunConfig:
     """Everything that decides what a run does."""
 
-    name: str = "cpu-async"
+    name: str = "cpu"
     mode: str = _choice("async", "async", "sync")
     seed: int = _bounded(1, low=0)
     state_dir: str = ".areal"
@@ -200,6 +200,11 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    @property
+    def label(self) -> str:
+        """What runs of this configuration are called, the mode included."""
+        return f"{self.name}-{self.mode}"
 
     @property
     def max_staleness(self) -> int:

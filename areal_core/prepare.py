@@ -70,7 +70,7 @@ def prepare(
     Raises what `preflight` raises, ConfigError for a resumed run whose configuration differs, ProcessError when the
     warm-up of the base model fails or the run is running already.
     """
-    run_id = run_id or _new_run_id(config.name)
+    run_id = run_id or _new_run_id(config.label)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", run_id):
         raise ConfigError(f"run_id: must be letters, digits, dots, dashes and underscores, got {run_id!r}")
     run = run_folder(config, run_id)

@@ -181,7 +181,7 @@ class Recorder:
         counted = sum(staleness.values())
         return RunSummary(
             run_id=run_id,
-            name=self._config.name,
+            name=self._config.label,
             mode=self._config.mode,
             seed=self._config.seed,
             reason=reason,

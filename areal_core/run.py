@@ -110,7 +110,7 @@ class Run:
     def generate(self) -> None:
         """Keep the generation servers running until the controller has ended."""
         with self._role("generation"):
-            introducing = threading.Thread(target=self._introduce, name="introduce", daemon=True)
+            introducing = threading.Thread(target=self._guarded, args=(self._introduce,), name="introduce", daemon=True)
             introducing.start()
             try:
                 self._supervise("generation", self._stop_servers, self._server_ready)
@@ -124,7 +124,7 @@ class Run:
     def rollout(self) -> None:
         """Keep the controller running until it has written the summary."""
         with self._role("controller"):
-            watching = threading.Thread(target=self._watch_progress, name="progress", daemon=True)
+            watching = threading.Thread(target=self._guarded, args=(self._watch_progress,), name="watch", daemon=True)
             watching.start()
             try:
                 self._supervise("controller", self._abort, lambda index, info: self._arrivals.put(None))
@@ -221,6 +221,14 @@ class Run:
             self._close_when_over()
         if self._failure is not None:
             raise self._failure
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """A thread of ours that ends with an error ends the run."""
+        try:
+            action()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _fail(self, error: BaseException) -> None:
         with self._state:

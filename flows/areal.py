@@ -111,7 +111,7 @@ def areal(
 def _run(config: RunConfig, log: Callable[[str], None]) -> RunSummary:
     progress = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="preparing"))
     # The same id in every attempt of this flow run, hence a retry resumes.
-    run_dir = prepare(config, run_id=f"{config.name}-{flow_run.id[-12:]}")
+    run_dir = prepare(config, run_id=f"{config.label}-{flow_run.id[-12:]}")
     summary = core.read_summary(run_dir) if run_dir.summary.exists() else _run_roles(run_dir, progress, log)
     report(summary, run_dir)
     return summary

@@ -291,15 +291,16 @@ class _Services:
         return kind is _StopAsked
 
     def _end(self, service: _Service) -> None:
-        """End what a service has started too: a flow run is waited for, whose worker may have been killed."""
+        """End what a service has started too. A flow run whose worker was killed is given the time to end in order."""
         self._services.remove(service)
         service.popen.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             service.popen.wait(service.grace_s)
-        if service.name != "worker":
+        if service.name == "worker":
+            _end_marked(os.environ[_MARK], service.grace_s, {os.getpid(), *(left.popen.pid for left in self._services)})
+        else:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(service.popen.pid, signal.SIGKILL)
-        _end_marked(os.environ[_MARK], service.grace_s, {os.getpid(), *(left.popen.pid for left in self._services)})
         service.popen.wait()
         os.close(service.pidfd)
 

