@@ -88,17 +88,18 @@ class Recorder:
         timeline: dict[str, float] = self._ledger.note("published_s", {})
         step_s = max(now - timeline.get(str(step - 1), 0.0), 1e-9)
         tokens = self._ledger.tokens()
+        unfinished = sum(load.unfinished_tokens for load in loads)  # sampled, and not handed over yet
         batch_tokens = sum(group.tokens for group in self._ledger.summaries(step))
         values = {
             "time/elapsed_s": now,
             "time/step_s": step_s,
             "throughput/effective_tokens_per_s": batch_tokens / step_s,
             "throughput/effective_tokens_per_s_per_device": batch_tokens / step_s / self._config.launch.devices,
-            "ledger/generated_tokens": tokens.generated,
+            "ledger/generated_tokens": tokens.generated + unfinished,
             "ledger/consumed_tokens": tokens.consumed,
             "ledger/dropped_tokens": tokens.dropped,
             "ledger/buffered_tokens": tokens.buffered,
-            "ledger/in_flight_tokens": tokens.in_flight + sum(load.unfinished_tokens for load in loads),
+            "ledger/in_flight_tokens": tokens.in_flight + unfinished,
             "rollout/dropped_groups": sum(self._ledger.dropped().values()),
         }
         self.log(step, values | self._server_rates(now, list(loads)))

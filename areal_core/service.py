@@ -146,7 +146,13 @@ class Service:
         tokens = summary.tokens
         assert tokens.balanced, f"the token ledger does not balance: {tokens}"
         sampled = sum(load.generated_tokens for load in await self.servers.loads())
-        logger.info("servers sampled %d tokens; ledger: %s; dropped: %s", sampled, tokens, self.ledger.dropped())
+        logger.info(
+            "tokens: %d generated = %d consumed + %d dropped + %d buffered + %d in flight; servers sampled %d",
+            *dataclasses.astuple(tokens),
+            sampled,
+        )
+        for reason, groups in self.ledger.dropped().items():
+            logger.info("dropped groups: %d, %s", groups, reason)
         values = dataclasses.asdict(summary)
         self.recorder.document("summary", summary.steps, values)
         write_json(self.run_dir.summary, values)

@@ -45,6 +45,7 @@ Owner = Literal["up", "train"]
 
 _MARK = "AREAL_STACK"  # in the environment of everything that a stack starts, however deep
 
+SOLE = "sole"  # told to the worker: no other worker serves this Prefect server
 _START_TIMEOUT_S = 120.0
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
 _SERVER_GRACE_S = 10.0
@@ -213,12 +214,14 @@ def _start(services: _Services, owner: Owner) -> Stack:
     before = _remembered()
     prefect_api, mlflow_uri = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI")
     probes: dict[str, Callable[[], bool]] = {"worker": WORKER_READY.exists}
+    worker = [sys.executable, "-m", "flows.worker"]
     if prefect_api is None and "PREFECT_PROFILE" not in os.environ:
         port = _port("PREFECT_PORT", 4200, before.get("prefect_api"))
         prefect_api = f"http://127.0.0.1:{port}/api"
         argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
         services.start("prefect-server", argv, prefect_environment(prefect_api))
         probes["prefect-server"] = lambda: _answers(f"{prefect_api}/health")
+        worker.append(SOLE)
     if mlflow_uri is None:
         port = _port("MLFLOW_PORT", 5000, before.get("mlflow_uri"))
         mlflow_uri = f"http://127.0.0.1:{port}"
@@ -226,7 +229,7 @@ def _start(services: _Services, owner: Owner) -> Stack:
         probes["mlflow"] = lambda: _answers(f"{mlflow_uri}/health")
     stack = Stack(owner=owner, pid=os.getpid(), prefect_api=prefect_api, mlflow_uri=mlflow_uri)
     WORKER_READY.unlink(missing_ok=True)
-    services.start("worker", [sys.executable, "-m", "flows.worker"], stack.environment, _WORKER_GRACE_S)
+    services.start("worker", worker, stack.environment, _WORKER_GRACE_S)
     services.until_ready(probes)
     return stack
 

@@ -11,15 +11,25 @@ import sys
 
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectAlreadyExists
+from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker
 
 from areal_core import process
 from areal_core.errors import ProcessError
-from flows.stack import ROOT, WORKER_READY
+from flows.stack import ROOT, SOLE, WORKER_READY
 
 POOL = "areal-local"
 
+_UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 _API_TIMEOUT_S = 90.0
 _PROBE_INTERVAL_S = 0.1
 
@@ -32,6 +42,8 @@ async def main() -> None:
     async with get_client() as client:
         await _until_healthy(client)
         await _make_pool(client)
+        if SOLE in sys.argv:
+            await _bury(client)
     await _deploy()
     process.announce_ready(WORKER_READY)
     await ProcessWorker(work_pool_name=POOL, name=f"areal-{os.getpid()}", limit=1).start()
@@ -51,6 +63,15 @@ async def _make_pool(client: PrefectClient) -> None:
     template = ProcessWorker.get_default_base_job_template()
     with contextlib.suppress(ObjectAlreadyExists):
         await client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
+
+
+async def _bury(client: PrefectClient) -> None:
+    """Mark flow runs that died together with their worker or their server, so that nobody could say so."""
+    unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)))
+    pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
+    for left in await client.read_flow_runs(flow_run_filter=unfinished, work_pool_filter=pool):
+        state = Crashed(message="Its worker or the Prefect server died; the run can be resumed.")
+        await client.set_flow_run_state(left.id, state, force=True)
 
 
 async def _deploy() -> None:

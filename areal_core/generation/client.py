@@ -275,7 +275,8 @@ class GenerationPool:
                 self._lost[server.name] = server.client.url
         if not self._servers:
             self._joined.clear()
-        logger.warning("generation server %s is taken out: %s", server.name, reason)
+        if failed:
+            logger.warning("generation server %s is taken out: %s", server.name, reason)
         for call in server.calls:
             call.cancel()
         await server.client.close()

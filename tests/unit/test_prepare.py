@@ -17,6 +17,7 @@ from areal_core.launch import FileLock
 from areal_core.prepare import preflight, prepare, run_folder, tracking_uri
 from areal_core.tracking.outbox import Outbox
 from areal_core.training.recipe import cache_key
+from tests.support.models import SPEC, write_tiny
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_a_new_run(base: dict[str, Any], tmp_path: Path) -> None:
     info = run.info()
     assert run.config() == config
     assert run.root == tmp_path / "state" / "runs" / info.run_id
-    assert re.fullmatch(r"my-run-\d{8}-\d{6}-[0-9a-f]{4}", info.run_id)
+    assert re.fullmatch(r"my-run-async-\d{8}-\d{6}-[0-9a-f]{4}", info.run_id)
     assert info.model_path == base["model"]["path"]
     assert info.checkpoint_url == f"{tmp_path}/store/runs/{info.run_id}"
     assert info.flow_run_id == "flow"

@@ -108,6 +108,7 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
     assert logged["bubble/generation_idle", 2] == 0.5
     assert logged["ledger/consumed_tokens", 2] == 20
     assert logged["ledger/in_flight_tokens", 2] == 4
+    assert logged["ledger/generated_tokens", 2] == 24
     assert logged["time/elapsed_s", 2] == 4.0
     with sqlite3.connect(tmp_path / "outbox.sqlite") as outbox:
         kinds = outbox.execute("SELECT kind, step FROM documents ORDER BY step").fetchall()
