@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import select
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
+import httpx
 import pytest
 from mlflow import MlflowClient
 from prefect.client.orchestration import SyncPrefectClient
@@ -20,7 +23,12 @@ from prefect.states import Cancelling
 
 from tests.support.control import environment, run_python, tiny
 
+T = TypeVar("T")
+
 pytestmark = pytest.mark.slow
+
+_TIMEOUT_S = 120.0  # for whatever a test waits for
+_DUE_S = 8.0  # until the first run of a schedule; Prefect looks for new schedules every 5 s
 
 
 class Up:
@@ -36,25 +44,54 @@ class Up:
         command = [sys.executable, "-m", "prefect", *arguments]
         return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=240)
 
+    @cached_property
+    def deployment_id(self) -> UUID:
+        return self.client.read_deployment_by_name("areal/train").id
+
+    def call(self, method: str, path: str, body: Any) -> Any:
+        """What the pages do: a bare call of Prefect's API."""
+        answer = httpx.request(method, self.told["prefect_api"] + path, json=body)
+        assert answer.is_success, answer.text
+        return answer.json() if answer.content else None
+
     def start(self, **parameters: Any) -> UUID:
-        deployment = self.client.read_deployment_by_name("areal/train")
-        return self.client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+        return self.client.create_flow_run_from_deployment(self.deployment_id, parameters=parameters).id
+
+    def scheduled(self) -> list[FlowRun]:
+        """Runs to come, the next one first."""
+        return sorted(
+            (run for run in self.client.read_flow_runs() if run.state_name == "Scheduled"),
+            key=lambda run: run.expected_start_time or datetime.max.replace(tzinfo=UTC),
+        )
 
     def wait(self, flow_run_id: UUID, *until: str) -> FlowRun:
-        """Blocks in `prefect flow-run watch`-like looks until the state has one of these names."""
-        clock = select.poll()
-        for _ in range(600):
+        """The flow run once its state has one of these names."""
+
+        def there() -> FlowRun | None:
             flow_run = self.client.read_flow_run(flow_run_id)
             assert flow_run.state is not None
             if flow_run.state.name in until:
                 return flow_run
             assert not flow_run.state.is_final(), f"{flow_run.state.name}: {flow_run.state.message}"
-            clock.poll(200)
-        raise AssertionError(f"flow run is not {' or '.join(until)} after 120 s")
+            return None
+
+        return self.until(f"flow run is {' or '.join(until)}", there)
+
+    def until(self, what: str, look: Callable[[], T | None]) -> T:
+        """What `look` finds, once it finds something."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while time.monotonic() < deadline:
+            if found := look():
+                return found
+            time.sleep(0.2)
+        raise AssertionError(f"not within {_TIMEOUT_S:g} s: {what}")
 
     def artifacts(self, flow_run_id: UUID) -> dict[str, Any]:
         chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
         return {str(found.key): found for found in self.client.read_artifacts(artifact_filter=chosen)}
+
+    def result(self, flow_run: FlowRun) -> dict[str, str]:
+        return {row["what"]: row["value"] for row in json.loads(self.artifacts(flow_run.id)["areal-result"].data)}
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +126,7 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     assert ran.returncode == 0, ran.stdout
     (flow_run,) = [run for run in up.client.read_flow_runs() if run.state_name == "Completed"]
     artifacts = up.artifacts(flow_run.id)
-    values = {row["what"]: row["value"] for row in json.loads(artifacts["areal-result"].data)}
-    assert values["steps"] == "2 (ended by steps)"
+    assert up.result(flow_run)["steps"] == "2 (ended by steps)"
     run_id = f"cpu-async-{str(flow_run.id)[-12:]}"
     assert artifacts["areal-summary"].data.startswith(f"# {run_id}")
     info = json.loads((up.state / "runs" / run_id / "run.json").read_text())
@@ -98,6 +134,38 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     tracked = MlflowClient(info["tracking_uri"]).get_run(info["tracking_run_id"])
     assert tracked.info.status == "FINISHED"
     assert tracked.data.tags["areal.flow_run_id"] == str(flow_run.id)
+
+
+def test_run_started_on_the_page_completes(up: Up) -> None:
+    asked = {
+        "parameters": {"experiment": "cpu-async", "mode": "sync", "steps": 1, "overrides": tiny(up.state)},
+        "state": {"type": "SCHEDULED", "message": "Run from the Prefect UI", "state_details": {}},
+        "enforce_parameter_schema": True,
+    }
+    made = up.call("POST", f"/deployments/{up.deployment_id}/create_flow_run", asked)
+    flow_run = up.wait(UUID(made["id"]), "Completed")
+    assert not flow_run.auto_scheduled
+    assert up.result(flow_run)["mode"] == "sync"
+
+
+def test_schedule_that_is_resumed_starts_a_run_by_itself_and_sleeps_again(up: Up) -> None:
+    due = datetime.now(UTC) + timedelta(seconds=_DUE_S)
+    hourly = {"interval": 3600, "anchor_date": due.isoformat(), "timezone": "UTC"}
+    paused = {"schedule": hourly, "active": False, "parameters": {"steps": 1, "overrides": tiny(up.state)}}
+    (schedule,) = up.call("POST", f"/deployments/{up.deployment_id}/schedules", [paused])
+    path = f"/deployments/{up.deployment_id}/schedules/{schedule['id']}"
+    assert up.scheduled() == []
+    up.call("PATCH", path, {"active": True})
+    first = up.until("runs are scheduled", up.scheduled)[0]
+    assert first.auto_scheduled
+    assert first.created_by is not None
+    assert (first.created_by.type, first.created_by.id) == ("SCHEDULE", UUID(schedule["id"]))
+    flow_run = up.wait(first.id, "Completed")
+    assert up.result(flow_run)["steps"] == "1 (ended by steps)"
+    assert flow_run.expected_start_time == due
+    up.call("PATCH", path, {"active": False})
+    assert up.scheduled() == []
+    assert [schedule.active for schedule in up.client.read_deployment(up.deployment_id).schedules] == [False, False]
 
 
 def test_wrong_setting_fails_at_once_with_one_line(up: Up) -> None:
@@ -117,11 +185,7 @@ def test_cancelled_run_is_cancelled_and_leaves_no_process(up: Up) -> None:
     flow_run_id = up.start(steps=10_000, overrides=tiny(up.state))
     up.wait(flow_run_id, "Running")
     ready = up.state / "runs" / f"cpu-async-{str(flow_run_id)[-12:]}" / "ready"
-    clock = select.poll()
-    for _ in range(600):
-        if {"controller-0.json", "trainer-0.json"} <= {path.name for path in ready.glob("*")}:
-            break
-        clock.poll(200)
+    up.until("roles are ready", lambda: {"controller-0.json", "trainer-0.json"} <= {p.name for p in ready.glob("*")})
     pids = [json.loads(path.read_text())["pid"] for path in ready.glob("[!.]*.json")]
     up.client.set_flow_run_state(flow_run_id, Cancelling())
     up.wait(flow_run_id, "Cancelled")

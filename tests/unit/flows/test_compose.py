@@ -11,14 +11,14 @@ from flows.compose import CONF, compose, experiments
 
 @pytest.mark.parametrize("experiment", experiments())
 def test_every_experiment_composes_under_its_own_name(experiment: str) -> None:
-    assert compose(experiment).name == experiment
+    assert compose(experiment).label == experiment
 
 
 def test_default_experiment_is_the_schema_itself() -> None:
     assert compose("cpu-async") == RunConfig()
 
 
-def test_synchronous_experiment_differs_only_in_name_and_mode() -> None:
+def test_synchronous_experiment_differs_only_in_mode() -> None:
     assert compose("cpu-sync") == dataclasses.replace(RunConfig(), mode="sync")
 
 
