@@ -9,7 +9,7 @@ SETUP := $(VENV)/.complete
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train test lint up down doctor bench clean
+.PHONY: help train test chaos lint up down doctor bench clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
@@ -21,7 +21,10 @@ train: $(SETUP) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= S
 	  $(if $(SCORE),--stop-at-score '$(SCORE)') $(if $(MINUTES),--stop-after-minutes '$(MINUTES)') $(ARGS)
 
 test: $(SETUP) ## every test that needs nothing but this set-up: ARGS= goes to pytest
-	$(BIN)/python -m pytest -m 'not gpu and not s3 and not vllm' $(ARGS)
+	$(BIN)/python -m pytest -m 'not gpu and not s3 and not vllm and not chaos' $(ARGS)
+
+chaos: $(SETUP) ## kill every process of a run in turn: ARGS= goes to pytest
+	$(BIN)/python -m pytest -m chaos tests/chaos $(ARGS)
 
 lint: $(SETUP) ## format, style, types, layers
 	$(BIN)/ruff format --check .

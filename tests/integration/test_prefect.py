@@ -28,7 +28,7 @@ T = TypeVar("T")
 pytestmark = pytest.mark.slow
 
 _TIMEOUT_S = 120.0  # for whatever a test waits for
-_DUE_S = 8.0  # until the first run of a schedule; Prefect looks for new schedules every 5 s
+_DUE_S = 6.0  # until the first run of a schedule; the server looks for new schedules every 2 s here
 
 
 class Up:
@@ -97,7 +97,7 @@ class Up:
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     state = tmp_path_factory.mktemp("state")
-    started = run_python(state, "flows.stack", "up")
+    started = run_python(state, "flows.stack", "up", PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="2")
     assert started.returncode == 0, started.stderr
     try:
         with (stack := Up(state)).client:
@@ -151,11 +151,12 @@ def test_run_started_on_the_page_completes(up: Up) -> None:
 def test_schedule_that_is_resumed_starts_a_run_by_itself_and_sleeps_again(up: Up) -> None:
     due = datetime.now(UTC) + timedelta(seconds=_DUE_S)
     hourly = {"interval": 3600, "anchor_date": due.isoformat(), "timezone": "UTC"}
-    paused = {"schedule": hourly, "active": False, "parameters": {"steps": 1, "overrides": tiny(up.state)}}
+    parameters = {"steps": 1, "overrides": tiny(up.state)}
+    paused = {"schedule": hourly, "active": False, "parameters": parameters}
     (schedule,) = up.call("POST", f"/deployments/{up.deployment_id}/schedules", [paused])
     path = f"/deployments/{up.deployment_id}/schedules/{schedule['id']}"
     assert up.scheduled() == []
-    up.call("PATCH", path, {"active": True})
+    up.call("PATCH", path, {"active": True, "parameters": parameters})  # what isn't named is emptied
     first = up.until("runs are scheduled", up.scheduled)[0]
     assert first.auto_scheduled
     assert first.created_by is not None

@@ -26,9 +26,10 @@ def tiny(state: Path) -> list[str]:
     return [*_TINY, f"state_dir={state}", f"storage.url={state}/storage"]
 
 
-def run_python(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(state), capture_output=True, text=True, timeout=240)
+def run_python(state: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """`settings` are variables of the environment."""
+    command, settings = [sys.executable, "-m", *arguments], environment(state) | settings
+    return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=240)
 
 
 def processes_of(state: Path) -> dict[int, str]:

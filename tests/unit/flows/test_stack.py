@@ -3,7 +3,9 @@
 import fcntl
 import json
 import os
+import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -117,8 +119,31 @@ def test_a_stack_runs_only_while_its_lock_is_held(state: Path) -> None:
 def test_service_that_ends_is_named_with_its_last_words() -> None:
     with stack._Services() as services:
         services.start("short", [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"], {})
-        with pytest.raises(ProcessError, match=r"^short: ended with code 3: no luck"):
-            services.watch()
+        with pytest.raises(ProcessError, match=r"^short ended with code 3: no luck"):
+            next(services.watch())
+
+
+def test_service_that_is_not_needed_may_end() -> None:
+    with stack._Services() as services:
+        services.start("luxury", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}, needed=False)
+        happenings = services.watch()
+        assert re.match(r"luxury was killed by SIGKILL: .*; runs go on without it", next(happenings))
+        services.start("short", [sys.executable, "-c", "raise SystemExit(3)"], {})
+        with pytest.raises(ProcessError, match=r"^short ended with code 3"):
+            next(happenings)
+
+
+def test_what_carries_the_mark_is_ended_but_for_the_groups_left_alone() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    marked = {**os.environ, stack._MARK: "test"}
+    lost, kept = (subprocess.Popen(command, env=marked, start_new_session=True) for _ in range(2))
+    try:
+        stack._end_marked("test", 0.0, {kept.pid})
+        assert lost.wait() == -signal.SIGKILL
+        assert kept.poll() is None
+    finally:
+        kept.kill()
+        kept.wait()
 
 
 def test_leaving_ends_every_process_of_every_service() -> None:
