@@ -107,10 +107,11 @@ def fetch(storage: Storage, info: CheckpointInfo, folder: Path) -> dict[str, Pat
     return files
 
 
-def prune(storage: Storage, keep: int) -> None:
+def prune(storage: Storage, keep: int) -> int:
     """Delete all but the newest `keep` complete checkpoints, and the broken ones older than the newest complete one.
 
-    A broken one that is newer may be on its way to completion and stays.
+    A broken one that is newer may be on its way to completion and stays. Returns the step of the oldest complete one
+    that is left; 0 if there is none.
     """
     complete = [info.step for info in _complete(storage)]
     kept = set(complete[:keep])
@@ -118,6 +119,7 @@ def prune(storage: Storage, keep: int) -> None:
         if complete and step < complete[0] and step not in kept:
             storage.delete(f"{folder_name(step)}/{_MANIFEST}")  # first: half a checkpoint must not look like one
             storage.delete(folder_name(step))
+    return min(kept, default=0)
 
 
 def _complete(storage: Storage) -> Iterator[CheckpointInfo]:

@@ -70,7 +70,7 @@ class ControllerClient:
         return self._json("POST", f"/checkpoints/{step}", {})
 
     def committed(self, step: int) -> None:
-        """The checkpoint of `step` is complete: what earlier steps consumed may be freed."""
+        """No run will resume from before `step`: what it and earlier steps consumed may be freed."""
         self._json("POST", f"/checkpoints/{step}/committed", {})
 
     def finish(self, reason: str, version: int, model_url: str) -> None:

@@ -63,6 +63,7 @@ class Evaluator:
             tokens += len(answer.token_ids)
         return Evaluation(
             version=version.version,
+            sha256=version.sha256,
             accuracy=correct / len(self._prompts),
             prompts=len(self._prompts),
             mean_tokens=tokens / len(self._prompts),

@@ -7,16 +7,21 @@ from there to MLflow. `docs/metrics.md` defines every key.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from areal_core.config import RunConfig
+from areal_core.errors import TrackingError
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import BatchManifest, Evaluation, MetricRow, Prompt, RunStatus, RunSummary
 from areal_core.wire import ServerLoad
 
+logger = logging.getLogger(__name__)
 _TABLE_ROWS = 16
 
 
@@ -80,7 +85,7 @@ class Recorder:
                 for index, group in zip(indices, groups, strict=True)
                 for text, reward, versions in group.samples
             ]
-            self._outbox.document("trajectories", step, {"rows": rows[:_TABLE_ROWS]})
+            self.document("trajectories", step, {"rows": rows[:_TABLE_ROWS]})
 
     def published(self, step: int, loads: Sequence[ServerLoad]) -> None:
         """Step `step` is done: throughput, bubbles and the token ledger since the step before."""
@@ -125,6 +130,15 @@ class Recorder:
         self.evaluations.append(evaluation)
         self._ledger.set_note("evaluations", [dataclasses.asdict(known) for known in self.evaluations])
 
+    def forget(self, version: int) -> None:
+        """An epoch has replaced the weights of `version`: what was known of it and of later ones is of others."""
+        self.evaluations = [known for known in self.evaluations if known.version < version]
+        self._ledger.set_note("evaluations", [dataclasses.asdict(known) for known in self.evaluations])
+        timeline: dict[str, float] = self._ledger.note("published_s", {})
+        self._ledger.set_note("published_s", {step: at for step, at in timeline.items() if int(step) < version})
+        known: dict[str, Any] = self._ledger.note("staleness", {"step": 0, "counts": {}})
+        self._ledger.set_note("staleness", known | {"step": min(known["step"], version - 1)})
+
     def log(self, step: int, values: dict[str, float]) -> None:
         """Metric rows of one step, time-stamped now."""
         now = time.time()
@@ -133,11 +147,21 @@ class Recorder:
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         self._live.update({row.key: row.value for row in rows})
         if self._outbox:
-            self._outbox.log(rows)
+            with self._tracking():
+                self._outbox.log(rows)
 
     def document(self, kind: str, step: int, data: dict[str, Any]) -> None:
         if self._outbox:
-            self._outbox.document(kind, step, data)
+            with self._tracking():
+                self._outbox.document(kind, step, data)
+
+    @contextmanager
+    def _tracking(self) -> Generator[None]:
+        """A tracker that can't be written to costs points of curves, never the training."""
+        try:
+            yield
+        except (TrackingError, sqlite3.Error) as error:
+            logger.warning("not tracked: %s", error)
 
     # -- what follows ------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Service:
         restore(run, self.storage)
         self.ledger = TrajectoryLedger(run.ledger, group_size=self.config.algorithm.group_size)
         self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
-        outbox = Outbox(run.outbox, self.info.run_id) if self.config.tracking.enabled else None
+        outbox = Outbox(run.outbox, self.info.run_id, timeout_s=1.0) if self.config.tracking.enabled else None
         self.recorder = Recorder(self.config, self.ledger, outbox)
         self.source: PromptSource = open_source(self.config, Tokenizer.from_folder(self.info.model_path))
         self.rewards = RewardPool(
@@ -191,8 +191,7 @@ class Service:
 
     async def _join(self, request: web.Request) -> web.Response:
         body = await request.json()
-        await self.servers.join(body["name"], body["url"], self._newest())
-        await self.servers.load_version(self._newest())  # a version may have been published meanwhile
+        await self.servers.join(body["name"], body["url"], self._newest)
         self.recorder.start_clock()
         return web.json_response({})
 
@@ -214,6 +213,8 @@ class Service:
     async def _publish(self, request: web.Request) -> web.Response:
         version = PolicyVersion(**await request.json())
         outcome = self.controller.publish(version)
+        if outcome == "epoch":
+            self.recorder.forget(version.version)
         if outcome != "same" or not self.recorder.has_published(version.version):
             self.recorder.published(version.version, await self.servers.loads())
         self._changed.notify()
@@ -232,7 +233,10 @@ class Service:
             return web.Response(status=204)
 
     async def _evaluated(self, request: web.Request) -> web.Response:
-        self.recorder.evaluated(Evaluation(**await request.json()))
+        evaluation = Evaluation(**await request.json())
+        published = self.ledger.version(evaluation.version)
+        if published is not None and published.sha256 == evaluation.sha256:  # else of weights that an epoch disowned
+            self.recorder.evaluated(evaluation)
         if reason := self.recorder.reason_to_stop():
             self.controller.finish(reason)
         self._changed.notify()
@@ -294,9 +298,9 @@ class Service:
         newest = self._newest().version
         due = range(0, newest + 1, every) if self._final is None else sorted({0, self._final["version"]})
         for number in due:
-            version = self.ledger.version(number)
+            version = None if number in scored else self.ledger.version(number)
             # Weights that another machine kept to itself are gone; no score of them will ever come.
-            if number not in scored and version is not None and Path(version.path).exists():
+            if version is not None and Path(version.path).exists():
                 return version
         return None
 

@@ -125,6 +125,7 @@ class Evaluation:
     """The score of one policy version on the held-out prompts."""
 
     version: int
+    sha256: str  # of its weights: after a new epoch the number alone does not say which
     accuracy: float  # share of prompts answered right, greedy decoding
     prompts: int
     mean_tokens: float  # mean length of an answer

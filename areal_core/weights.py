@@ -91,8 +91,8 @@ def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
 
 def release(folder: Path, versions: Iterable[int]) -> None:
     """Delete versions that nobody needs any more; those that are gone already are fine."""
-    for version in versions:
-        path = version_folder(folder, version)
+    released = {version_folder(folder, version) for version in versions}
+    for path in released.intersection(folder.iterdir()):
         (path / _MANIFEST).unlink(missing_ok=True)  # first: half a version must not look like one
         shutil.rmtree(path, ignore_errors=True)
 

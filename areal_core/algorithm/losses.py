@@ -79,7 +79,7 @@ def decoupled_ppo(
     surrogate, clipped = _clipped_surrogate(log_ratio.exp(), advantages, mask, clip_eps)
     cap = math.inf if behaviour_cap is None else behaviour_cap
     loss = -(weight.clamp(max=cap) * surrogate).sum() / denominator
-    return PolicyLoss(loss, _stats(mask, clipped, weight > cap, log_ratio, log_weight, matched, entropy))
+    return PolicyLoss(loss, _stats(mask, clipped, mask & (weight > cap), log_ratio, log_weight, matched, entropy))
 
 
 def naive_ppo(

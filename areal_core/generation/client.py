@@ -155,17 +155,18 @@ class GenerationPool:
         """Answers worth having in flight at once."""
         return self._answers_per_server * len(self._servers)
 
-    async def join(self, name: str, url: str, current: PolicyVersion | None) -> None:
-        """Give a server the current version, then work. It takes the place of one of the same name. Raises
-        ServerLostError when it can't be given that version. Version 0 is not sent to a server that says it has it."""
+    async def join(self, name: str, url: str, newest: Callable[[], PolicyVersion | None]) -> None:
+        """Give a server the newest version, asked for when its turn has come, then work. It takes the place of one of
+        the same name. Raises ServerLostError when it can't be given that version. Version 0 is not sent to a server
+        that says it has it."""
         await self.leave(name)
         self._lost.pop(name, None)
         server = _Server(name, GenerationClient(url, update_timeout_s=self._patience_s))
         try:
             async with self._updating:
-                if current is not None and (self._target is None or current.version >= self._target.version):
-                    self._target = current
+                self._target = newest() or self._target
                 await self._bring_up(server)
+                await self.leave(name)  # a join of the same name may have overtaken this one
                 self._servers[name] = server
         except BaseException as error:
             await server.client.close()

@@ -72,6 +72,8 @@ class EngineThread:
         future: Future[T] = Future()
 
         def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has gone
             try:
                 future.set_result(action(self._engine))
             except Exception as error:  # noqa: BLE001 - handed to the caller
@@ -144,8 +146,6 @@ class EngineThread:
         try:
             while self._obey():
                 self._hand_over(self._engine.step())
-                if self._state is _State.DRAINING and not self._engine.running:
-                    self._pause()
         except BaseException as error:  # noqa: BLE001 - whoever started the thread decides
             self._loop.call_soon_threadsafe(self._failed, error)
 
@@ -153,6 +153,8 @@ class EngineThread:
         """Carry out commands until there is none and a step to take; False once the thread is to end."""
         while True:
             self._account()
+            if self._state is _State.DRAINING and not self._engine.running:  # finished, or aborted
+                self._pause()
             busy = self._engine.running or (self._engine.waiting and self._engine.admitting)
             try:
                 command = self._commands.get(block=not busy or self.is_paused)
@@ -172,7 +174,8 @@ class EngineThread:
 
     def _release_waiters(self) -> None:
         for waiter in self._drained:
-            waiter.set_result(None)
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(None)
         self._drained.clear()
 
     def _hand_over(self, finished: list[Generation]) -> None:

@@ -32,6 +32,7 @@ from areal_core.types import BatchManifest, GenerationRequest, GroupSummary, Pol
 from areal_core.wire import parse_generation
 
 logger = logging.getLogger(__name__)
+_ABORT_AGAIN_S = 1.0
 
 
 class Source(Protocol):
@@ -126,7 +127,9 @@ class RolloutController:
         )
         self._changed = Signal()
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._generating: set[int] = set()  # of these, the ones that a server has: scoring keeps no server busy
         self._failed_in_a_row = 0
+        self._replaced = False  # servers may still hold weights that a new epoch has disowned
         self._finished: str | None = None
 
     # -- what the outside calls --------------------------------------------------------------------------------
@@ -137,8 +140,9 @@ class RolloutController:
         async with asyncio.TaskGroup() as tasks:
             updating = tasks.create_task(self._update(), name="update")
             await self._admit(tasks)
-            await self._engine.abort_all()
-            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            while self._running:  # again, because a request on its way may arrive after the abort
+                await self._engine.abort_all()
+                await asyncio.wait(self._running.values(), timeout=_ABORT_AGAIN_S)
             updating.cancel()
 
     async def batch(self, step: int, *, timeout_s: float) -> BatchManifest | None:
@@ -166,6 +170,7 @@ class RolloutController:
         outcome = self._ledger.publish(version)
         if outcome == "epoch":
             logger.warning("version %d has other weights than before: epoch %d", version.version, self._ledger.epoch)
+            self._replaced = True
             for task in self._running.values():
                 task.cancel()
         self._changed.notify()
@@ -203,19 +208,21 @@ class RolloutController:
                 await self._changed.wait()
 
     def _has_room(self) -> bool:
-        answers = (len(self._running) + 1) * self._group_size
+        answers = (len(self._generating) + 1) * self._group_size
         capacity = self._engine.capacity
-        if capacity == 0 or (self._running and answers > capacity):
+        if self._replaced or capacity == 0 or (self._generating and answers > capacity):
             return False
         return self._gate.admits(self._group_size, admitted=self._ledger.admitted, version=self._engine.version)
 
     def _start(self, tasks: asyncio.TaskGroup, group: AdmittedGroup) -> None:
         task = tasks.create_task(self._rollout(group), name=f"group-{group.group_id}")
         self._running[group.group_id] = task
+        self._generating.add(group.group_id)
         task.add_done_callback(lambda _: self._ended(group.group_id))
 
     def _ended(self, group_id: int) -> None:
         del self._running[group_id]
+        self._generating.discard(group_id)
         self._changed.notify()
 
     async def _rollout(self, group: AdmittedGroup) -> None:
@@ -224,13 +231,22 @@ class RolloutController:
         while True:
             try:
                 if answer is None:
+                    self._generating.add(group.group_id)
                     answer = await self._generate(group, prompt)
+                    self._generating.discard(group.group_id)
+                    self._changed.notify()
                 if self._finished is not None:
                     self._ledger.partial(group.group_id, _sampled_tokens(answer))
                     return
                 summary, payload = await self._scorer.score(prompt, answer)
             except (GenerationError, RewardError) as error:
-                if self._finished is not None or self._give_up(group, error, answer):
+                if isinstance(error, GenerationError):
+                    answer = None  # no answer, or none that can be read: another try has to make it
+                if self._finished is not None:
+                    if answer is not None:
+                        self._ledger.partial(group.group_id, _sampled_tokens(answer))
+                    return
+                if self._give_up(group, error, answer):
                     return
                 continue
             self._ledger.ready(group.group_id, summary, payload, version=self._engine.version)
@@ -277,6 +293,8 @@ class RolloutController:
                 continue
             await self._engine.load_version(newest)
             loaded = newest
+            if newest == self._ledger.newest_version():
+                self._replaced = False
             self._changed.notify()
 
 

@@ -38,6 +38,7 @@ CREATE TABLE IF NOT EXISTS groups (
 );
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state, admission);
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step, admission);
+CREATE INDEX IF NOT EXISTS groups_tokens ON groups (state, tokens, lost_tokens);
 CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (prompt_index);
 CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY, path TEXT NOT NULL, sha256 TEXT NOT NULL);
@@ -140,7 +141,7 @@ class TrajectoryLedger:
                     summary.tokens,
                     summary.min_version,
                     summary.max_version,
-                    version,
+                    max(version, summary.max_version),  # `version` is the lowest of all servers
                     json.dumps(
                         {
                             "lengths": summary.lengths,

@@ -60,12 +60,13 @@ class Outbox:
     Writing takes no network and no MLflow. Safe between threads and between processes.
     """
 
-    def __init__(self, path: Path, run_key: str) -> None:
-        """Open the file `path`, made if absent, for the run `run_key`. Raises TrackingError."""
+    def __init__(self, path: Path, run_key: str, *, timeout_s: float = 30.0) -> None:
+        """Open the file `path`, made if absent, for the run `run_key`. `timeout_s` bounds the wait for another
+        process that writes. Raises TrackingError."""
         self._run = run_key
         self._lock = threading.Lock()
         try:
-            self._db = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
+            self._db = sqlite3.connect(path, timeout=timeout_s, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)

@@ -56,7 +56,7 @@ class Trainer:
             world_size=self.config.training_ranks,
             rendezvous=run.root / f"rendezvous-{os.environ.get('AREAL_ATTEMPT', '0')}",
         )
-        self.step = self._resume()
+        self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
 
     def train(self) -> None:
         """Train until the last step or until the controller says that the run has ended."""
@@ -70,7 +70,7 @@ class Trainer:
                 break
             self._train_step(manifest, waiting_since)
         if self.rank == 0:
-            if self.step % self.config.training.checkpoint_every:
+            if self.step != self._saved:
                 self._checkpoint()
             self.controller.finish(reason, self.step, self._save_model())
         self.engine.close()
@@ -127,8 +127,8 @@ class Trainer:
     # -- what is told ------------------------------------------------------------------------------------------
 
     def _staleness(self, manifest: BatchManifest, batch: TrainingBatch) -> Counter[int]:
-        """Loss tokens of all ranks by staleness: version trained on them - version that sampled them. Collective."""
-        lags = manifest.step - 1 - batch.versions[batch.loss_mask]
+        """Sampled tokens of all ranks by staleness: version trained on - version that sampled them. Collective."""
+        lags = manifest.step - 1 - batch.versions[batch.versions >= 0]
         counts = np.bincount(lags, minlength=manifest.step).astype(np.float64)
         total = self.engine.all_sum(counts)
         return Counter({lag: int(count) for lag, count in enumerate(total) if count})
@@ -209,8 +209,9 @@ class Trainer:
             {"engine": state.scalars, "config": self.config.to_dict()},
             uploaded={checkpoint.LEDGER: ledger},
         )
-        self.controller.committed(self.step)
-        checkpoint.prune(self.storage, self.config.training.keep_checkpoints)
+        self._saved = self.step
+        # Whichever checkpoint is left can be resumed from: what the oldest one would replay is kept.
+        self.controller.committed(checkpoint.prune(self.storage, self.config.training.keep_checkpoints))
 
     def _save_model(self) -> str:
         """Put the final policy into the store as a transformers folder; returns its URL."""

@@ -405,8 +405,8 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(folde
         _, url = stack.enter_context(serving(base, tmp_path / "b.json", "--slots", "4"))
         pool = GenerationPool(answers_per_server=8, patience_s=20, on_change=lambda: changes.append(pool.capacity))
         base_version = PolicyVersion(version=0, path=str(base), sha256="not looked at")
-        await pool.join("a", url_of(dying, tmp_path / "a.json"), base_version)
-        await pool.join("b", url, base_version)
+        await pool.join("a", url_of(dying, tmp_path / "a.json"), lambda: base_version)
+        await pool.join("b", url, lambda: base_version)
         assert (pool.version, pool.capacity) == (0, 16)
         await pool.load_version(published[1])
         assert pool.version == 1

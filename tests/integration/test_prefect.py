@@ -19,6 +19,7 @@ from mlflow import MlflowClient
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Cancelling
 
 from tests.support.control import environment, run_python, tiny
@@ -58,11 +59,9 @@ class Up:
         return self.client.create_flow_run_from_deployment(self.deployment_id, parameters=parameters).id
 
     def scheduled(self) -> list[FlowRun]:
-        """Runs to come, the next one first."""
-        return sorted(
-            (run for run in self.client.read_flow_runs() if run.state_name == "Scheduled"),
-            key=lambda run: run.expected_start_time or datetime.max.replace(tzinfo=UTC),
-        )
+        """Runs that a schedule has made, by the time at which they are due."""
+        runs = self.client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_ASC)
+        return [run for run in runs if run.auto_scheduled]
 
     def wait(self, flow_run_id: UUID, *until: str) -> FlowRun:
         """The flow run once its state has one of these names."""
@@ -165,7 +164,7 @@ def test_schedule_that_is_resumed_starts_a_run_by_itself_and_sleeps_again(up: Up
     assert up.result(flow_run)["steps"] == "1 (ended by steps)"
     assert flow_run.expected_start_time == due
     up.call("PATCH", path, {"active": False})
-    assert up.scheduled() == []
+    assert [run.id for run in up.scheduled()] == [first.id]  # those to come are gone
     assert [schedule.active for schedule in up.client.read_deployment(up.deployment_id).schedules] == [False, False]
 
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_core.config import load
-from areal_core.errors import GenerationError, RunFinished
+from areal_core.errors import GenerationError, RewardError, RunFinished
 from areal_core.rollout.controller import RolloutController, trajectory_seed
 from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
-from areal_core.types import BatchManifest, GroupState, PolicyVersion
+from areal_core.types import BatchManifest, GenerationRequest, GroupState, GroupSummary, PolicyVersion, Prompt
+from areal_core.wire import parse_generation
 from tests.support.rollout import FakeEngine, FakeScorer, Prompts
 from tests.support.virtual import run_virtual
 
@@ -185,9 +186,70 @@ def test_an_epoch_starts_running_groups_again():
         assert ledger.epoch == 1
         assert engine.version == 1
         assert not flying & {group.group_id for group in ledger.inflight()}
+        # Nothing that the disowned weights of version 2 sampled may stand: version 2 does not exist any more.
+        assert ledger.fix_batch(2, controller._selection)
+        assert {summary.max_version for summary in ledger.summaries(2)} <= {0, 1}
         assert await controller.batch(2, timeout_s=1000.0)
         controller.finish("steps")
         await running
 
     run_virtual(main())
     assert ledger.tokens().balanced
+
+
+def test_an_answer_that_can_not_be_read_is_generated_again():
+    _, rng, engine, ledger, controller = build(2, steps=2, eta=0)
+    readable, bodies = engine.generate, [b"not an answer"]
+
+    async def generate(request: GenerationRequest) -> bytes:
+        body = await readable(request)
+        return bodies.pop() if bodies else body
+
+    async def score(prompt: Prompt, answer: bytes) -> tuple[GroupSummary, bytes]:
+        parse_generation(answer)  # as the real scorer does, it raises GenerationError
+        return await FakeScorer(rng).score(prompt, answer)
+
+    engine.generate, controller._scorer.score = generate, score
+    assert len(run_virtual(train(controller, rng, 2))) == 2
+    assert not bodies
+    assert ledger.dropped() == {}
+
+
+def test_answers_that_were_being_scored_at_the_end_are_in_flight():
+    _, _, engine, ledger, controller = build(2, steps=5, eta=1)
+
+    async def score(prompt: Prompt, answer: bytes) -> tuple[GroupSummary, bytes]:
+        await asyncio.sleep(100.0)
+        raise RewardError("the verifier broke")
+
+    controller._scorer.score = score
+
+    async def main() -> None:
+        running = asyncio.ensure_future(controller.run())
+        await asyncio.sleep(50.0)
+        controller.finish("minutes")
+        await running
+
+    run_virtual(main())
+    assert engine.sampled > 0
+    assert ledger.tokens().in_flight == engine.sampled
+
+
+def test_slow_verifiers_keep_no_server_idle():
+    _, _, engine, ledger, controller = build(4, steps=50, eta=5)
+    engine.capacity = 8
+
+    async def score(prompt: Prompt, answer: bytes) -> tuple[GroupSummary, bytes]:
+        await asyncio.sleep(1000.0)
+        raise AssertionError("not reached")
+
+    controller._scorer.score = score
+
+    async def main() -> None:
+        running = asyncio.ensure_future(controller.run())
+        await asyncio.sleep(500.0)
+        assert ledger.admitted == (0 + 5 + 1) * 8  # all that the gate lets in, not just what the servers can hold
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run_virtual(main())

@@ -74,7 +74,7 @@ def server(generated: int, idle_s: float) -> ServerLoad:
 
 
 def evaluation(version: int, accuracy: float) -> Evaluation:
-    return Evaluation(version=version, accuracy=accuracy, prompts=10, mean_tokens=5.0, wall_s=0.1)
+    return Evaluation(version=version, sha256=str(version), accuracy=accuracy, prompts=10, mean_tokens=5.0, wall_s=0.1)
 
 
 def prompt(index: int) -> Prompt:
@@ -157,3 +157,33 @@ def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedge
     assert summary.effective_tokens_per_s == 4.0
     status = after.status(version=2, finished=None, lost_servers=())
     assert (status.step, status.accuracy) == (2, 0.7)
+
+
+def test_an_epoch_forgets_the_scores_of_weights_that_are_gone(ledger: TrajectoryLedger) -> None:
+    recorder = Recorder(CONFIG, ledger, None, clock=Clock())
+    recorder.start_clock()
+    for version, accuracy in ((0, 0.1), (1, 0.5), (2, 0.9)):
+        if version:
+            train(ledger, version)
+            recorder.published(version, [])
+            recorder.staleness(version, {"0": 10})
+        recorder.evaluated(evaluation(version, accuracy))
+    recorder.forget(2)
+    assert not recorder.has_published(2)
+    assert recorder.has_published(1)
+    recorder.evaluated(evaluation(2, 0.2))
+    recorder.staleness(2, {"1": 10})
+    summary = recorder.summary(run_id="r", reason="steps", version=2, model_url="final")
+    assert (summary.accuracy_after, summary.best_accuracy) == (0.2, 0.5)
+    assert summary.staleness_max == 1
+
+
+def test_an_outbox_that_is_locked_costs_points_and_not_the_run(ledger: TrajectoryLedger, tmp_path: Path) -> None:
+    recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r", timeout_s=0.0), clock=Clock())
+    with sqlite3.connect(tmp_path / "outbox.sqlite", isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        recorder.evaluated(evaluation(0, 0.5))
+        other.execute("ROLLBACK")
+    recorder.evaluated(evaluation(1, 0.6))
+    assert [known.version for known in recorder.evaluations] == [0, 1]
+    assert {step for _, step in points(tmp_path / "outbox.sqlite")} == {1}

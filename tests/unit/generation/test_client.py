@@ -103,7 +103,7 @@ async def test_an_update_goes_through_its_phases_in_order(servers, interrupt, mo
 @pytest.mark.parametrize("status", [400, 500])
 async def test_a_server_that_fails_a_phase_is_lost_and_the_others_go_on(servers, pool, path, status):
     for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, version(0))
+        await pool.join(name, server.url, lambda: version(0))
     servers[0].broken[path] = status
     await pool.load_version(version(1))
     assert (pool.version, pool.capacity) == (1, 10)
@@ -137,7 +137,7 @@ async def test_refusals_are_errors_and_server_errors_and_lost_connections_are_lo
 async def test_requests_go_to_the_server_with_the_fewest_answers(servers, pool):
     for name, server in zip("ab", servers, strict=True):
         server.release.clear()
-        await pool.join(name, server.url, version(0))
+        await pool.join(name, server.url, lambda: version(0))
     calls = [asyncio.ensure_future(pool.generate(request("big", n=5)))]
     await started(servers[0], "big")
     calls += [asyncio.ensure_future(pool.generate(request(f"small-{i}", n=2))) for i in range(3)]
@@ -150,7 +150,7 @@ async def test_requests_go_to_the_server_with_the_fewest_answers(servers, pool):
 
 
 async def test_a_refused_request_does_not_cost_the_server_its_place(servers, pool):
-    await pool.join("a", servers[0].url, version(0))
+    await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].broken["/inference/v1/generate"] = 400
     with pytest.raises(GenerationError):
         await pool.generate(request())
@@ -164,14 +164,14 @@ async def test_requests_wait_for_a_server_and_give_up(servers):
     pool = GenerationPool(answers_per_server=10, patience_s=5)
     call = asyncio.ensure_future(pool.generate(request()))
     await asyncio.sleep(0)
-    await pool.join("a", servers[0].url, None)
+    await pool.join("a", servers[0].url, lambda: None)
     assert await call == b"answer"
     await pool.close()
 
 
 async def test_requests_of_a_server_that_leaves_fail_and_cancelled_ones_are_cancelled(servers, pool):
     servers[0].release.clear()
-    await pool.join("a", servers[0].url, version(0))
+    await pool.join("a", servers[0].url, lambda: version(0))
     calls = [asyncio.ensure_future(pool.generate(request(name))) for name in ("cancelled", "failed")]
     await started(servers[0], "cancelled", "failed")
     calls[0].cancel()
@@ -188,10 +188,10 @@ async def test_requests_of_a_server_that_leaves_fail_and_cancelled_ones_are_canc
 
 
 async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
-    await pool.join("a", servers[0].url, version(3))
+    await pool.join("a", servers[0].url, lambda: version(3))
     assert servers[0].label == "3"
     await pool.load_version(version(4))
-    await pool.join("b", servers[1].url, version(3))  # its caller had not heard of version 4
+    await pool.join("b", servers[1].url, lambda: version(4))
     assert (servers[1].label, pool.version) == ("4", 4)
     updates = len(servers[1].calls)
     await pool.load_version(version(4))
@@ -200,8 +200,8 @@ async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
 
 async def test_version_0_is_sent_only_to_servers_that_have_another(servers, pool):
     servers[1].label = "5"
-    await pool.join("a", servers[0].url, version(0))
-    await pool.join("b", servers[1].url, version(0))
+    await pool.join("a", servers[0].url, lambda: version(0))
+    await pool.join("b", servers[1].url, lambda: version(0))
     assert servers[0].calls == []
     assert servers[1].label == "0"
 
@@ -209,13 +209,13 @@ async def test_version_0_is_sent_only_to_servers_that_have_another(servers, pool
 async def test_a_server_that_fails_to_join_takes_no_work(servers, pool):
     servers[0].broken["/update_weights"] = 400
     with pytest.raises(ServerLostError):
-        await pool.join("a", servers[0].url, version(1))
+        await pool.join("a", servers[0].url, lambda: version(1))
     assert (pool.capacity, pool.version) == (0, 1)
 
 
 async def test_the_version_is_the_lowest_that_a_server_has(servers, pool):
     for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, version(1))
+        await pool.join(name, server.url, lambda: version(1))
     loading = asyncio.ensure_future(pool.load_version(version(2)))
     while not loading.done():
         have = sorted((servers[0].label, servers[1].label))
@@ -226,7 +226,7 @@ async def test_the_version_is_the_lowest_that_a_server_has(servers, pool):
 
 async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(servers, pool):
     for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, version(0))
+        await pool.join(name, server.url, lambda: version(0))
     assert [load.generated_tokens for load in await pool.loads()] == [1, 1]
     await pool.abort_all()
     assert servers[1].calls[-2:] == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
@@ -237,17 +237,17 @@ async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(serv
 
 async def test_what_failed_is_lost_until_it_joins_again(servers, pool):
     for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, version(0))
+        await pool.join(name, server.url, lambda: version(0))
     servers[0].broken["/health"] = 503
     await pool.check()
     assert pool.lost == (servers[0].url,)
     assert pool.capacity == 10
     servers[0].broken["/weight_info"] = 500
     with pytest.raises(ServerLostError):
-        await pool.join("a", servers[0].url, version(0))
+        await pool.join("a", servers[0].url, lambda: version(0))
     assert pool.lost == (servers[0].url,)
     servers[0].broken.clear()
-    await pool.join("a", servers[0].url, version(0))
+    await pool.join("a", servers[0].url, lambda: version(0))
     await pool.leave("b")
     assert pool.lost == ()
 
