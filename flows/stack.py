@@ -79,7 +79,7 @@ def prefect_environment(api_url: str | None) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",  # none is used; saves a second of start
-        "PREFECT_WORKER_QUERY_SECONDS": "1",  # the server is on this machine
+        "PREFECT_WORKER_QUERY_SECONDS": "5",  # oftener, and the server's SQLite is locked when others write
         "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
     }
     if "PREFECT_PROFILE" not in os.environ:

@@ -50,8 +50,13 @@ class Up:
         return self.client.read_deployment_by_name("areal/train").id
 
     def call(self, method: str, path: str, body: Any) -> Any:
-        """What the pages do: a bare call of Prefect's API."""
-        answer = httpx.request(method, self.told["prefect_api"] + path, json=body)
+        """What the pages do: a bare call of Prefect's API, tried again while its database is locked."""
+
+        def served() -> httpx.Response | None:
+            answer = httpx.request(method, self.told["prefect_api"] + path, json=body)
+            return None if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE else answer
+
+        answer = self.until(f"{method} {path} is served", served)
         assert answer.is_success, answer.text
         return answer.json() if answer.content else None
 

@@ -19,7 +19,7 @@ _TINY = (
 
 def environment(state: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _NAMED_BY_THE_ENVIRONMENT}
-    return kept | {"AREAL_STATE_DIR": str(state)}
+    return kept | {"AREAL_STATE_DIR": str(state), "PREFECT_WORKER_QUERY_SECONDS": "1"}
 
 
 def tiny(state: Path) -> list[str]:
