@@ -86,7 +86,7 @@ class Service:
             answers_per_server=2 * self.config.generation.slots,
             interrupt=self.config.interruptible,
             patience_s=self.config.rollout.request_timeout_s,
-            on_change=self._servers_changed,
+            on_change=lambda: self.controller.servers_changed(),  # made below, it needs the pool first
         )
         self.controller = RolloutController(
             config=self.config,
@@ -287,9 +287,6 @@ class Service:
         newest = self.ledger.newest_version()
         assert newest is not None
         return newest
-
-    def _servers_changed(self) -> None:
-        self.controller.servers_changed()
 
     def _next_evaluation(self) -> PolicyVersion | None:
         """The oldest version that is due and not scored; once the run has ended only the base and the last count."""
