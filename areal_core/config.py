@@ -214,6 +214,11 @@ class RunConfig:
         return 0 if self.mode == "sync" else 2
 
     @property
+    def emulated(self) -> bool:
+        """Whether accelerators are emulated: their time passes, nothing is generated or learnt."""
+        return self.generation.engine == "emulated"
+
+    @property
     def groups_per_batch(self) -> int:
         """P = B / G."""
         return self.rollout.batch_size // self.algorithm.group_size

@@ -25,6 +25,7 @@ from areal_core.generation.engine import Engine
 from areal_core.model import check_weights, read_spec, read_weights
 from areal_core.rewards.verifiers import verifier
 from areal_core.rundir import RunDir
+from areal_core.timeline import TimelineWriter
 from areal_core.types import Evaluation, GenerationRequest, PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ def evaluate(run: RunDir) -> None:
     """Score what the controller hands out until nothing more will come."""
     controller = ControllerClient(run)
     evaluator = Evaluator(run.config(), run.info().model_path)
+    timeline = TimelineWriter(run.timeline_file("evaluator"))
     process.announce_ready(run.ready_file("evaluator"))
     more = True
     while more:
@@ -93,7 +95,9 @@ def evaluate(run: RunDir) -> None:
             version = controller.next_evaluation()
         except RunFinished:
             return
+        start = time.monotonic()
         evaluation = evaluator.score(version)
+        timeline.span("evaluate", start, time.monotonic(), version.version)
         logger.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
         more = controller.evaluated(evaluation)
 

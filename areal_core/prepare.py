@@ -14,7 +14,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,15 @@ def preflight(config: RunConfig) -> None:
 
 
 def prepare(
-    config: RunConfig, *, run_id: str | None = None, flow_run_id: str | None = None, log: Log = print
+    config: RunConfig,
+    *,
+    run_id: str | None = None,
+    flow_run_id: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    log: Log = print,
 ) -> RunDir:
     """Make everything that the processes of a run start from; adopt what is there when `run_id` has been here before.
+    `tags` are for the tracking run, beside those that every run has.
 
     Raises what `preflight` raises, ConfigError for a resumed run whose configuration differs, ProcessError when the
     warm-up of the base model fails or the run is running already.
@@ -86,7 +92,7 @@ def prepare(
         if elsewhere := checkpoint.newest(storage):
             _check_unchanged(elsewhere.extra["config"], config, _MAY_MOVE)
         model = _base_model(config, log)
-        tracking_run_id = _start_tracking(config, run_id, flow_run_id)
+        tracking_run_id = _start_tracking(config, run_id, _tags(config, run_id, flow_run_id) | dict(tags or {}))
         info = RunInfo(
             run_id=run_id,
             model_path=str(model),
@@ -177,18 +183,26 @@ def _warm_up(config: RunConfig, folder: Path, log: Log) -> None:
         raise ProcessError(f"warmup-0 exited with code 0 and left no {folder}")
 
 
-def _start_tracking(config: RunConfig, run_id: str, flow_run_id: str | None) -> str | None:
+def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> str | None:
     uri = tracking_uri(config)
     if uri is None:
         return None
     from areal_core.tracking.forwarder import start_run  # seconds of imports
 
-    return start_run(uri, config.tracking.experiment, run_id, _tags(run_id, flow_run_id), config.to_dict())
+    return start_run(uri, config.tracking.experiment, run_id, tags, config.to_dict())
 
 
-def _tags(run_id: str, flow_run_id: str | None) -> dict[str, str]:
-    """What a run was made with, beside its configuration."""
-    tags = {"areal.run_id": run_id, "areal.flow_run_id": flow_run_id, "areal.git_revision": _git_revision()}
+def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, str]:
+    """What runs are told apart by, and what this one was made with, beside its configuration."""
+    tags = {
+        "mode": config.mode,
+        "eta": str(config.max_staleness),
+        "seed": str(config.seed),
+        "objective": config.algorithm.objective,
+        "areal.run_id": run_id,
+        "areal.flow_run_id": flow_run_id,
+        "areal.git_revision": git_revision(),
+    }
     for package in _TAGGED_PACKAGES:
         try:
             tags[f"version.{package}"] = importlib.metadata.version(package)
@@ -197,7 +211,7 @@ def _tags(run_id: str, flow_run_id: str | None) -> dict[str, str]:
     return {name: value for name, value in tags.items() if value}
 
 
-def _git_revision() -> str | None:
+def git_revision() -> str | None:
     """The commit of this source tree, marked when files differ from it; None outside of a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

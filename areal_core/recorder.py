@@ -32,7 +32,7 @@ class Recorder:
         self,
         config: RunConfig,
         ledger: TrajectoryLedger,
-        outbox: Outbox | None,
+        outbox: Outbox,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,7 +78,7 @@ class Recorder:
                 "staleness/groups_over_bound": sum(value > self._config.max_staleness for value in lag),
             },
         )
-        if self._outbox and (step == 1 or step % self._config.tracking.table_every == 0):
+        if step == 1 or step % self._config.tracking.table_every == 0:
             indices = self._ledger.prompt_indices(step)
             rows = [
                 {"step": step, "prompt": prompt(index).text, "answer": text, "reward": reward, "versions": versions}
@@ -146,14 +146,12 @@ class Recorder:
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         self._live.update({row.key: row.value for row in rows})
-        if self._outbox:
-            with self._tracking():
-                self._outbox.log(rows)
+        with self._tracking():
+            self._outbox.log(rows)
 
     def document(self, kind: str, step: int, data: dict[str, Any]) -> None:
-        if self._outbox:
-            with self._tracking():
-                self._outbox.document(kind, step, data)
+        with self._tracking():
+            self._outbox.document(kind, step, data)
 
     @contextmanager
     def _tracking(self) -> Generator[None]:
@@ -221,6 +219,7 @@ class Recorder:
             generated_tokens_per_s=tokens.generated / wall_s if wall_s else 0.0,
             staleness_mean=sum(int(lag) * n for lag, n in staleness.items()) / counted if counted else 0.0,
             staleness_max=max(map(int, staleness), default=0),
+            staleness_tokens=staleness,
             model_url=model_url,
             epochs=self._ledger.epoch,
         )

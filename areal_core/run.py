@@ -19,7 +19,7 @@ import signal
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -43,16 +43,18 @@ _POLL_S = 1.0  # between two looks at the controller's status
 def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str, RoleSpec]:
     """How the processes of a run are started. `cores` are those that this process may use."""
     servers, ranks = config.generation_servers, config.training_ranks
-    pinned = config.launch.pin and config.mode == "async" and servers + ranks <= len(cores)
+    pinned = config.launch.pin and config.mode == "async" and servers + ranks <= min(len(cores), config.launch.devices)
 
-    def core(position: int) -> set[int] | None:
-        return {cores[position]} if pinned else None
+    def core(position: int) -> set[int]:
+        """Of generation and training alone: all that a run may use, in either mode, are `launch.devices` cores."""
+        return {cores[position]} if pinned else set(cores[: config.launch.devices])
 
     def server_argv(index: int) -> list[str]:
         return python(
             "areal_core.generation.server",
             *("--model", run.info().model_path, "--host", "127.0.0.1", "--port", 0),
             *("--ready-file", run.ready_file("generation", index), "--weight-version", 0),
+            *("--timeline", run.timeline_file("generation", index)),
             *("--slots", config.generation.slots),
             *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
             *(["--deterministic"] if config.generation.deterministic else []),
@@ -352,6 +354,7 @@ def execute(
     *,
     run_id: str | None = None,
     flow_run_id: str | None = None,
+    tags: Mapping[str, str] | None = None,
     log: Log = print,
     on_status: Callable[[RunStatus], None] | None = None,
 ) -> RunSummary:
@@ -360,7 +363,7 @@ def execute(
     Raises what `prepare` raises, and the run's first failure. An exception raised into the calling thread, such as
     KeyboardInterrupt, stops the run before it goes on its way.
     """
-    run_dir = prepare(config, run_id=run_id, flow_run_id=flow_run_id, log=log)
+    run_dir = prepare(config, run_id=run_id, flow_run_id=flow_run_id, tags=tags, log=log)
     if run_dir.summary.exists():
         return read_summary(run_dir)
     run = Run(run_dir, log=log)

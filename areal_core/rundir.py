@@ -6,6 +6,7 @@
     ready/<role>-<index>.json  a process that is ready: its pid and, for a server, its URL
     logs/<role>-<index>.log
     ledger.sqlite  outbox.sqlite
+    timeline/<role>-<index>.jsonl  what a process did when; see areal_core.timeline
     weights/v000007/         published versions
     summary.json             written once, by the controller, when the run has ended in order
 """
@@ -44,7 +45,7 @@ class RunDir:
     def create(cls, config: RunConfig, info: RunInfo) -> RunDir:
         """Make the folder, or adopt it where this run has been here before, and write what the processes will read."""
         run = cls(Path(config.state_dir).absolute() / "runs" / info.run_id)
-        for folder in (run.ready, run.logs, run.weights):
+        for folder in (run.ready, run.logs, run.weights, run.timeline):
             folder.mkdir(parents=True, exist_ok=True)
         write_json(run.root / "config.json", config.to_dict())
         write_json(run.root / "run.json", dataclasses.asdict(info))
@@ -69,6 +70,10 @@ class RunDir:
         return self.root / "weights"
 
     @property
+    def timeline(self) -> Path:
+        return self.root / "timeline"
+
+    @property
     def ledger(self) -> Path:
         return self.root / "ledger.sqlite"
 
@@ -85,6 +90,9 @@ class RunDir:
 
     def log_file(self, role: str, index: int = 0) -> Path:
         return self.logs / f"{role}-{index}.log"
+
+    def timeline_file(self, role: str, index: int = 0) -> Path:
+        return self.timeline / f"{role}-{index}.jsonl"
 
     def controller_url(self) -> str | None:
         """Where the controller listens now; None while it is not ready. Ask again after a failed connection: a

@@ -76,8 +76,7 @@ class Service:
         restore(run, self.storage)
         self.ledger = TrajectoryLedger(run.ledger, group_size=self.config.algorithm.group_size)
         self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
-        outbox = Outbox(run.outbox, self.info.run_id, timeout_s=1.0) if self.config.tracking.enabled else None
-        self.recorder = Recorder(self.config, self.ledger, outbox)
+        self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))
         self.source: PromptSource = open_source(self.config, Tokenizer.from_folder(self.info.model_path))
         self.rewards = RewardPool(
             workers=self.config.rollout.reward_workers, timeout_s=self.config.rollout.reward_timeout_s

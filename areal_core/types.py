@@ -6,7 +6,7 @@ This module imports neither torch nor anything that talks to the outside.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -182,3 +182,4 @@ class RunSummary:
     staleness_max: int
     model_url: str  # the final model, transformers format
     epochs: int  # times that recovery could not reproduce a version's weights
+    staleness_tokens: dict[str, int] = field(default_factory=dict)  # tokens trained on, by their staleness

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from areal_core.generation.decoder import Decoder
 from areal_core.generation.engine import Engine, Generation
+from areal_core.timeline import TimelineWriter
 from areal_core.wire import ServerLoad
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ class EngineThread:
     """Steps an engine while it has work and is not paused; does what it is asked to between two steps.
 
     `deliver` gets finished requests and `failed` the error that ended the thread, both in the event loop's thread.
+    `timeline` gets what the engine did when.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class EngineThread:
         *,
         deliver: Callable[[list[Generation]], None],
         failed: Callable[[BaseException], None],
+        timeline: TimelineWriter | None = None,
     ) -> None:
         self._engine = engine
         self._loop = loop
@@ -46,6 +49,8 @@ class EngineThread:
         self._drained: list[Future[None]] = []
         self._clear_cache = False  # once paused
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._timeline = timeline
+        self._span = ("wait", time.monotonic())  # what the engine does, since when
         self._marked = time.monotonic()
         self._idle_s = 0.0
         self._paused_s = 0.0
@@ -146,6 +151,7 @@ class EngineThread:
         try:
             while self._obey():
                 self._hand_over(self._engine.step())
+            self._note(None)
         except BaseException as error:  # noqa: BLE001 - whoever started the thread decides
             self._loop.call_soon_threadsafe(self._failed, error)
 
@@ -160,9 +166,9 @@ class EngineThread:
                 command = self._commands.get(block=not busy or self.is_paused)
             except queue.Empty:
                 return True
+            self._account()
             if command is None:
                 return False
-            self._account()
             command()
 
     def _pause(self) -> None:
@@ -190,3 +196,12 @@ class EngineThread:
         if self.is_paused:
             self._paused_s += now - self._marked
         self._marked = now
+        self._note("update" if self.is_paused else "generate" if self._engine.running else "wait")
+
+    def _note(self, kind: str | None) -> None:
+        """From now on the engine does `kind`; the span of what it did before is over."""
+        before, since = self._span
+        if kind != before:
+            self._span = (kind or before, self._marked)
+            if self._timeline is not None:
+                self._timeline.span(before, since, self._marked)

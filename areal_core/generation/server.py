@@ -29,6 +29,7 @@ from areal_core.generation.engine import Engine, Generation
 from areal_core.generation.engine_thread import EngineThread
 from areal_core.generation.protocol import RequestError, parse_json, parse_request, parse_version, take
 from areal_core.model import ModelSpec, read_spec, read_weights
+from areal_core.timeline import TimelineWriter
 from areal_core.wire import encode_generation
 
 _MAX_BODY_BYTES = 64 * 2**20
@@ -38,11 +39,13 @@ _PAUSE_MODES = ("abort", "wait", "keep")
 class GenerationServer:
     """Routes of one engine. All methods run in the event loop."""
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, engine: Engine, loop: asyncio.AbstractEventLoop, *, timeline: TimelineWriter | None = None
+    ) -> None:
         self.failure: asyncio.Future[BaseException] = loop.create_future()  # the error that ended the engine's thread
         self._engine = engine
         self._pending: dict[str, asyncio.Future[Generation]] = {}  # by request id
-        self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail)
+        self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
         self._updating = False
         self._staged: Decoder | None = None
         self._label = engine.version
@@ -274,6 +277,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--ready-file", type=Path, help="written once the server listens: its pid and URL")
+    parser.add_argument("--timeline", type=Path, help="file to append to: what the engine did when")
     parser.add_argument("--weight-version", type=int, default=0, help="version of the weights in the folder")
     parser.add_argument("--slots", type=int, default=128, help="answers decoded at once")
     parser.add_argument("--context", type=int, help="tokens of prompt and answer; default: the model's")
@@ -304,7 +308,7 @@ async def _serve(arguments: argparse.Namespace, engine: Engine) -> None:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    server = GenerationServer(engine, loop)
+    server = GenerationServer(engine, loop, timeline=TimelineWriter(arguments.timeline) if arguments.timeline else None)
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     try:

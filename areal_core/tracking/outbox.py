@@ -1,4 +1,4 @@
-"""The queue between a run and its tracking server: one SQLite file that several processes may open.
+"""A run's own record of its metrics, and the queue to its tracking server: one SQLite file, open in several processes.
 
 Metric points are keyed (run, key, step). Until a point is first attempted, a later write of it wins; from then on it is
 frozen, so that sending it again after a failure can only repeat what the server may already hold.
@@ -144,6 +144,15 @@ class Outbox:
             self._read(f"SELECT count(*) FROM {table} WHERE run = ? AND state < 2", self._run)[0][0]
             for table in ("metrics", "labels", "documents")
         )
+
+    def history(self) -> dict[str, list[tuple[int, float]]]:
+        """All points of all curves, sent or not: key -> (step, value), by step."""
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for key, step, value in self._read(
+            "SELECT key, step, value FROM metrics WHERE run = ? ORDER BY key, step", self._run
+        ):
+            curves.setdefault(key, []).append((step, math.nan if value is None else value))
+        return curves
 
     def attempt_metrics(self, limit: int) -> list[MetricRow]:
         """The oldest `limit` unsent points, frozen from here on; those that were attempted before come first."""

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from areal_core.model import read_spec, read_weights, write_model
 from areal_core.rewards.packing import unpack_group
 from areal_core.rundir import RunDir
 from areal_core.storage import Storage
+from areal_core.timeline import TimelineWriter
 from areal_core.training.batching import shard
 from areal_core.training.engine import EngineState, StepStats, TrainingBatch, TrainingEngine, build_batch
 from areal_core.training.torch_engine import TorchEngine
@@ -46,6 +48,7 @@ class Trainer:
         self.rank = rank
         self.controller = ControllerClient(run)
         self.storage = Storage.open(run.info().checkpoint_url, self.config.storage.endpoint_url)
+        self.timeline = TimelineWriter(run.timeline_file("trainer", rank))
         self.spec = read_spec(run.info().model_path)
         self.engine: TrainingEngine = TorchEngine(
             self.spec,
@@ -85,6 +88,7 @@ class Trainer:
         stats = self.engine.train_step(batch, proximal)
         trained = time.monotonic()
         self.step = manifest.step
+        self._spans(("wait", waiting_since), ("recompute", got_batch), ("train", recomputed), ("", trained))
         staleness = self._staleness(manifest, batch)
         if self.rank == 0:
             version = weights.publish(self.run_dir.weights, self.step, self.engine.weights())
@@ -97,6 +101,7 @@ class Trainer:
                 "time/publish_s": published - trained,
                 "bubble/trainer_wait": (got_batch - waiting_since) / (published - waiting_since),
             }
+            self._spans(("publish", trained), ("", published))
             self._report(manifest, stats, staleness, times, self._mismatch(batch, stats))
             if self.step % self.config.training.checkpoint_every == 0:
                 self._checkpoint()
@@ -123,6 +128,11 @@ class Trainer:
             ADVANTAGES[config.algorithm.advantage]([group.rewards for group in manifest.groups]),
             mask_truncated=config.algorithm.truncated == "mask",
         )
+
+    def _spans(self, *marks: tuple[str, float]) -> None:
+        """What this rank did between each mark and the next."""
+        for (kind, start), (_, end) in pairwise(marks):
+            self.timeline.span(kind, start, end, self.step)
 
     # -- what is told ------------------------------------------------------------------------------------------
 
@@ -198,6 +208,7 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         """State, optimiser and ledger of this step, committed by the manifest that is put last."""
+        start = time.monotonic()
         state = self.engine.state()
         file = self.run_dir.root / checkpoint.STATE
         save_file({name: np.ascontiguousarray(array) for name, array in state.arrays.items()}, file)
@@ -210,6 +221,7 @@ class Trainer:
             uploaded={checkpoint.LEDGER: ledger},
         )
         self._saved = self.step
+        self._spans(("checkpoint", start), ("", time.monotonic()))
         # Whichever checkpoint is left can be resumed from: what the oldest one would replay is kept.
         self.controller.committed(checkpoint.prune(self.storage, self.config.training.keep_checkpoints))
 

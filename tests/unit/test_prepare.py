@@ -135,13 +135,16 @@ def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch:
     monkeypatch.setattr(forwarder, "check_reachable", lambda uri: None)
     config = changed(base, tracking={"enabled": True, "uri": "http://tracker"})
     for flow in ("f1", "f2"):
-        info = prepare(config, run_id="r", flow_run_id=flow, log=lambda line: None).info()
+        info = prepare(config, run_id="r", flow_run_id=flow, tags={"arm": "a"}, log=lambda line: None).info()
         assert (info.tracking_run_id, info.flow_run_id) == ("tracked-1", flow)
     (call,) = calls
     assert (call["uri"], call["experiment"], call["name"]) == ("http://tracker", "areal", "r")
     assert call["params"]["rollout"]["batch_size"] == 512
     assert call["tags"]["areal.run_id"] == "r"
     assert call["tags"]["areal.flow_run_id"] == "f1"
+    assert {name: call["tags"][name] for name in ("mode", "eta", "seed", "objective", "arm")} == {
+        "mode": "async", "eta": "2", "seed": "1", "objective": "decoupled", "arm": "a",
+    }  # fmt: skip
     assert call["tags"]["version.torch"].startswith("2.")
 
 

@@ -41,6 +41,13 @@ def ledger(tmp_path: Path) -> Iterator[TrajectoryLedger]:
     opened.close()
 
 
+@pytest.fixture
+def outbox(tmp_path: Path) -> Iterator[Outbox]:
+    opened = Outbox(tmp_path / "outbox.sqlite", "r")
+    yield opened
+    opened.close()
+
+
 def train(ledger: TrajectoryLedger, step: int, *, version: int = 0) -> None:
     """A batch of one group with 10 tokens, sampled by `version`, and the version that it makes."""
     group = ledger.admit()
@@ -115,9 +122,9 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
     assert kinds == [("trajectories", 1), ("trajectories", 2)]
 
 
-def test_the_run_stops_at_its_score_or_after_its_minutes(ledger: TrajectoryLedger) -> None:
+def test_the_run_stops_at_its_score_or_after_its_minutes(ledger: TrajectoryLedger, outbox: Outbox) -> None:
     clock = Clock()
-    recorder = Recorder(CONFIG, ledger, None, clock=clock)
+    recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
     recorder.start_clock()
     recorder.evaluated(evaluation(0, 0.79))
     assert recorder.reason_to_stop() is None
@@ -127,9 +134,9 @@ def test_the_run_stops_at_its_score_or_after_its_minutes(ledger: TrajectoryLedge
     assert recorder.reason_to_stop() == "score"
 
 
-def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedger) -> None:
+def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedger, outbox: Outbox) -> None:
     clock = Clock()
-    before = Recorder(CONFIG, ledger, None, clock=clock)
+    before = Recorder(CONFIG, ledger, outbox, clock=clock)
     before.start_clock()
     before.evaluated(evaluation(0, 0.1))
     clock.now += 3.0
@@ -138,7 +145,7 @@ def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedge
     before.staleness(1, {"0": 10})
 
     clock.now = 0.0
-    after = Recorder(CONFIG, ledger, None, clock=clock)
+    after = Recorder(CONFIG, ledger, outbox, clock=clock)
     after.start_clock()
     after.evaluated(evaluation(0, 0.9))  # handed in again: the first one stands
     after.staleness(1, {"0": 10})  # replayed: counted once
@@ -159,8 +166,8 @@ def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedge
     assert (status.step, status.accuracy) == (2, 0.7)
 
 
-def test_an_epoch_forgets_the_scores_of_weights_that_are_gone(ledger: TrajectoryLedger) -> None:
-    recorder = Recorder(CONFIG, ledger, None, clock=Clock())
+def test_an_epoch_forgets_the_scores_of_weights_that_are_gone(ledger: TrajectoryLedger, outbox: Outbox) -> None:
+    recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
     recorder.start_clock()
     for version, accuracy in ((0, 0.1), (1, 0.5), (2, 0.9)):
         if version:

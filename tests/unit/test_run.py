@@ -84,10 +84,13 @@ def test_command_lines(tmp_path: Path) -> None:
     ("fields", "cores", "generation", "trainer"),
     [
         pytest.param({}, [3, 5], [{3}], [{5}], id="async"),
-        pytest.param({"generation": {"servers": 2}}, [3, 5, 6], [{3}, {5}], [{6}], id="two servers"),
-        pytest.param({"generation": {"servers": 2}}, [3, 5], [None, None], [None], id="too few cores"),
-        pytest.param({"launch": {"pin": False}}, [3, 5], [None], [None], id="pin off"),
-        pytest.param({"mode": "sync"}, [3, 5, 6, 7], [None, None], [None, None], id="sync"),
+        pytest.param({"launch": {"devices": 3}}, [3, 5, 6], [{3}, {5}], [{6}], id="two servers"),
+        pytest.param(
+            {"generation": {"servers": 2}}, [3, 5, 6], [{3, 5}] * 2, [{3, 5}], id="more processes than devices"
+        ),
+        pytest.param({"launch": {"devices": 3}}, [3, 5], [{3, 5}] * 2, [{3, 5}], id="too few cores"),
+        pytest.param({"launch": {"pin": False}}, [3, 5, 6], [{3, 5}], [{3, 5}], id="pin off"),
+        pytest.param({"mode": "sync"}, [3, 5, 6, 7], [{3, 5}] * 2, [{3, 5}] * 2, id="sync"),
     ],
 )
 def test_cores(
