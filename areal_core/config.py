@@ -173,6 +173,7 @@ class LaunchConfig:
 
     devices: int = _bounded(2, low=1)  # cores (or GPUs) that generate and train
     pin: bool = True  # give generation and training cores of their own in async mode
+    generation_nice: int = _bounded(0, low=0, high=19)  # where it shares cores with training
     evaluator_nice: int = _bounded(5, low=0, high=19)
     restarts: int = _bounded(2, low=0)  # per process
     start_timeout_s: float = _bounded(120.0, above=0.0)

@@ -64,7 +64,14 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
         return python(module, "--run-dir", run.root, *options)
 
     specs = (
-        RoleSpec(name="generation", argv=server_argv, count=servers, cpus=core, exits=False),
+        RoleSpec(
+            name="generation",
+            argv=server_argv,
+            count=servers,
+            cpus=core,
+            nice=config.launch.generation_nice,
+            exits=False,
+        ),
         RoleSpec(name="controller", argv=lambda _: role("areal_core.service")),
         RoleSpec(
             name="trainer",

@@ -49,7 +49,8 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One training step over all ranks. Means are over the step's loss tokens unless the field says otherwise."""
+    """One training step over all ranks. Unless the field says otherwise, means are over loss tokens of answers with an
+    advantage: the others move nothing, and are neither recomputed nor looked at."""
 
     loss: float  # mean over minibatches
     grad_norm: float  # before clipping, mean over minibatches
@@ -78,7 +79,8 @@ class TrainingEngine(Protocol):
     """One rank of a data-parallel group. Methods marked collective must be called by every rank, in the same order."""
 
     def logprobs(self, batch: TrainingBatch) -> Float32Array:
-        """pi_prox: log-probability of every answer token under the weights as they are, nats. [S], 0 in prompts.
+        """pi_prox: log-probability of answer tokens under the weights as they are, nats. [S]; 0 in prompts, and in answers
+        that can't move the policy.
 
         Raises DivergenceError when one is not finite.
         """

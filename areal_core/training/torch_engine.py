@@ -80,7 +80,7 @@ class TorchEngine:
     def logprobs(self, batch: TrainingBatch) -> Float32Array:
         proximal = np.zeros(len(batch.tokens), np.float32)
         with torch.no_grad():
-            for packed in self._microbatches(batch, range(len(batch.lengths))):
+            for packed in self._microbatches(batch, np.flatnonzero(batch.has_gradient).tolist()):
                 proximal[packed.source] = answer_logprobs(self._spec, self._parameters, packed)[0].numpy()
         if not np.isfinite(proximal).all():
             raise DivergenceError(f"proximal log-probabilities of step {batch.step} are not finite")
@@ -101,7 +101,7 @@ class TorchEngine:
             loss, norm = self._update(batch.step)
             losses.append(loss)
             norms.append(norm)
-        return self._step_stats(losses, norms, self._merged(stats))
+        return self._step_stats(losses, norms, int(sum(loss_tokens)), self._merged(stats))
 
     @torch.no_grad()
     def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
@@ -169,14 +169,11 @@ class TorchEngine:
         matched = batch.versions == own_version if own_version is not None else np.zeros_like(batch.loss_mask)
         has_gradient = batch.has_gradient
         stats = LossStats()
-        for learning in (True, False):  # the rest only counts in the statistics: no backward pass
-            with torch.set_grad_enabled(learning):
-                for packed in self._microbatches(batch, [i for i in members if has_gradient[i] == learning]):
-                    loss, sums = self._policy_loss(batch, proximal, matched, packed, denominator)
-                    if learning:
-                        loss.backward()
-                    self._reduced[-1] += loss.detach()
-                    stats += sums
+        for packed in self._microbatches(batch, [i for i in members if has_gradient[i]]):
+            loss, sums = self._policy_loss(batch, proximal, matched, packed, denominator)
+            loss.backward()
+            self._reduced[-1] += loss.detach()
+            stats += sums
         return stats
 
     def _policy_loss(
@@ -225,14 +222,14 @@ class TorchEngine:
         rows[self._rank] = astuple(stats)
         return sum((LossStats.from_values(row) for row in self.all_sum(rows).tolist()), LossStats())
 
-    def _step_stats(self, losses: list[float], norms: list[float], stats: LossStats) -> StepStats:
+    def _step_stats(self, losses: list[float], norms: list[float], loss_tokens: int, stats: LossStats) -> StepStats:
         updates, tokens = len(losses), max(stats.tokens, 1.0)
         return StepStats(
             loss=sum(losses) / max(updates, 1),
             grad_norm=sum(norms) / max(updates, 1),
             learning_rate=learning_rate(self._training, max(self._updates - 1, 0)),
             updates=updates,
-            loss_tokens=int(stats.tokens),
+            loss_tokens=loss_tokens,
             clip_fraction=stats.clipped / tokens,
             cap_fraction=stats.capped / tokens,
             entropy=stats.entropy / tokens,

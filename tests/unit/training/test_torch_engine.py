@@ -66,7 +66,7 @@ def test_gradient_is_that_of_eq5_over_the_whole_minibatch():
     leaves = {name: tensor.requires_grad_() for name, tensor in weights().items()}
     everything = pack(share.tokens, share.lengths, share.prompt_lengths, range(len(share.lengths)))
     source = everything.source
-    loss, sums = decoupled_ppo(
+    loss, _ = decoupled_ppo(
         answer_logprobs(SPEC, leaves, everything)[0],
         *(
             torch.from_numpy(values[source])
@@ -80,7 +80,10 @@ def test_gradient_is_that_of_eq5_over_the_whole_minibatch():
 
     stats = one.train_step(share, proximal)
     assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert (stats.ess, stats.loss_tokens) == (pytest.approx(sums.ess), sums.tokens)
+    assert stats.loss_tokens == len(source)
+    ratios = np.exp((proximal - share.behaviour_logprobs)[share.loss_mask & (share.advantages != 0)].astype(np.float64))
+    assert stats.ess == pytest.approx(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()))
+    assert (proximal[idle] == np.float32(0.01)).all()  # answers that move nothing are not recomputed
     assert stats.grad_norm == pytest.approx(sum((values**2).sum() for values in gradient.values()) ** 0.5, rel=1e-5)
     moments = {name: one.state().arrays[f"exp_avg/{name}"] / (1 - TRAINING.beta1) for name in gradient}
     assert_close(gradient, moments)
