@@ -94,9 +94,9 @@ class AlgorithmConfig:
 class GenerationConfig:
     """The engine behind the generation servers."""
 
-    engine: str = _choice("embedded", "embedded")
+    engine: str = _choice("embedded", "embedded", "emulated")
     servers: int | None = _bounded(None, low=1)  # None: every device in sync mode, else those that do not train
-    slots: int = _bounded(128, low=1)  # answers decoded at once by one server
+    slots: int = _bounded(256, low=1)  # answers decoded at once by one server
     interruptible: bool = True  # False: an update waits until running answers are finished
     deterministic: bool = False  # the same tokens for the same seed whatever else is in the batch
 
@@ -120,6 +120,7 @@ class RolloutConfig:
 class TrainingConfig:
     """The optimiser, how a batch is cut and how often the state is saved."""
 
+    engine: str = _choice("torch", "torch", "emulated")
     steps: int = _bounded(25, low=1)
     ranks: int | None = _bounded(None, low=1)  # data-parallel processes; None: every device in sync mode, else 1
     minibatches: int = _bounded(4, low=1)  # PPO minibatches a step, cut by whole groups
@@ -139,7 +140,7 @@ class TrainingConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     every: int = _bounded(5, low=1)  # steps between two evaluations; the base and the last version always count
-    slots: int = _bounded(128, low=1)
+    slots: int = _bounded(512, low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +183,29 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmulationConfig:
+    """Accelerators that take their time and compute nothing, where both engines are `emulated`; see docs/emulation.md.
+    Times and lengths are those of the emulated cluster. A device of `launch.devices` is one replica of the model."""
+
+    accelerator: str = _choice("h800", "a100", "h800", "h200")
+    model: str = _choice("qwen-1.5b", "qwen-1.5b", "qwen-7b", "qwen-14b", "qwen-32b")
+    tensor_parallel: int = _bounded(1, low=1)  # accelerators of one replica
+    speed: float = _bounded(100.0, above=0.0)  # emulated seconds in a real one
+    tokens_per_token: int = _bounded(128, low=1)  # real tokens that one token of prompts and answers stands for
+    length_median: float = _bounded(7360.0, above=0.0)  # tokens of an answer, log-normal, before the limit
+    length_sigma: float = _bounded(0.8, low=0.0)
+    lengths_path: str | None = None  # recorded lengths instead: a file of whole numbers
+    decode_overhead_s: float = _bounded(0.0163, low=0.0)  # of a decode step, beside moving weights and cache
+    bandwidth_share: float = _bounded(0.8, above=0.0, high=1.0)  # of the memory bandwidth, in decoding
+    memory_share: float = _bounded(0.7, above=0.0, high=1.0)  # of the memory, for weights and KV cache
+    prefill_share: float = _bounded(0.5, above=0.0, high=1.0)  # of the peak arithmetic
+    training_share: float = _bounded(0.43, above=0.0, high=1.0)
+    transfer_bytes_per_s: float = _bounded(50e9, above=0.0)  # of new weights into one accelerator
+    handover_s: float = _bounded(1.0, low=0.0)  # that a replica stands still for new weights
+    switch_s: float = _bounded(5.0, low=0.0)  # between generating and training on the same accelerators, each way
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that decides what a run does."""
 
@@ -201,11 +225,13 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    emulation: EmulationConfig = field(default_factory=EmulationConfig)
 
     @property
     def label(self) -> str:
         """What runs of this configuration are called, the mode included."""
-        return f"{self.name}-{self.mode}"
+        prefix = "emulated-" if self.emulated and not self.name.startswith("emulated") else ""
+        return f"{prefix}{self.name}-{self.mode}"
 
     @property
     def max_staleness(self) -> int:
@@ -220,6 +246,16 @@ class RunConfig:
         return self.generation.engine == "emulated"
 
     @property
+    def emulated_cluster(self) -> str | None:
+        """What is emulated, for people; None where nothing is."""
+        if not self.emulated:
+            return None
+        its, devices = self.emulation, self.launch.devices * self.emulation.tensor_parallel
+        return (
+            f"{its.model} on {devices} {its.accelerator}, {its.speed:g} s in one, {its.tokens_per_token} tokens as one"
+        )
+
+    @property
     def groups_per_batch(self) -> int:
         """P = B / G."""
         return self.rollout.batch_size // self.algorithm.group_size
@@ -229,6 +265,16 @@ class RunConfig:
         if self.training.ranks is not None:
             return self.training.ranks
         return self.launch.devices if self.mode == "sync" else 1
+
+    @property
+    def trainer_processes(self) -> int:
+        """One a rank; a single one stands for all emulated ranks."""
+        return 1 if self.emulated else self.training_ranks
+
+    @property
+    def token_rate(self) -> float:
+        """Tokens a second of the emulated cluster for each that is seen here; 1 where nothing is emulated."""
+        return self.emulation.tokens_per_token / self.emulation.speed if self.emulated else 1.0
 
     @property
     def generation_servers(self) -> int:
@@ -342,15 +388,23 @@ def _check_combinations(config: RunConfig) -> None:
             f"got {config.training.minibatches}"
         )
     groups_per_minibatch = config.groups_per_batch // config.training.minibatches
-    if config.training_ranks > groups_per_minibatch:
+    if config.trainer_processes > groups_per_minibatch:
         raise ConfigError(
             f"training.ranks: must be at most {groups_per_minibatch}, the groups in a minibatch, "
-            f"got {config.training_ranks}"
+            f"got {config.trainer_processes}"
         )
     if group == 1 and config.algorithm.advantage in ("group", "leave_one_out"):
         raise ConfigError(
             f"algorithm.group_size: must be at least 2 with algorithm.advantage={config.algorithm.advantage}, got 1"
         )
+    if config.emulated != (config.training.engine == "emulated"):
+        wanted = "emulated" if config.emulated else "torch"
+        raise ConfigError(
+            f"training.engine: must be {wanted} with generation.engine={config.generation.engine}, "
+            f"got {config.training.engine!r}"
+        )
+    if config.emulated and config.stop.score is not None:
+        raise ConfigError(f"stop.score: must be null where accelerators are emulated, got {config.stop.score}")
     if config.mode == "sync" and config.max_staleness != 0:
         raise ConfigError(f"rollout.max_staleness: must be 0 or null with mode=sync, got {config.max_staleness}")
     model = config.model

@@ -22,6 +22,7 @@ from areal_core import checkpoint
 from areal_core.config import RunConfig
 from areal_core.data.source import open_source
 from areal_core.data.tokenizer import Tokenizer, char_tokenizer
+from areal_core.emulation import check_emulation
 from areal_core.errors import ConfigError, ModelError, ProcessError
 from areal_core.launch import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.rundir import RunDir, RunInfo, write_json
@@ -51,13 +52,15 @@ def preflight(config: RunConfig) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
+    if config.emulated:
+        check_emulation(config.emulation)
     if config.model.path is None:
         open_source(config, char_tokenizer())
     else:
         _check_model(Path(config.model.path), config)
     Storage.open(config.storage.url, config.storage.endpoint_url)
     if uri := tracking_uri(config):
-        from areal_core.tracking.forwarder import check_reachable  # seconds of imports
+        from areal_core.tracking.client import check_reachable  # seconds of imports
 
         check_reachable(uri)
 
@@ -187,7 +190,7 @@ def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> 
     uri = tracking_uri(config)
     if uri is None:
         return None
-    from areal_core.tracking.forwarder import start_run  # seconds of imports
+    from areal_core.tracking.client import start_run  # seconds of imports
 
     return start_run(uri, config.tracking.experiment, run_id, tags, config.to_dict())
 
@@ -195,6 +198,7 @@ def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> 
 def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, str]:
     """What runs are told apart by, and what this one was made with, beside its configuration."""
     tags = {
+        "areal.emulated": config.emulated_cluster,
         "mode": config.mode,
         "eta": str(config.max_staleness),
         "seed": str(config.seed),

@@ -50,7 +50,7 @@ def describe(status: RunStatus) -> str:
         f"reward {_number(status.reward, '.3f')}",
         f"accuracy {_number(status.accuracy, '.3f')}",
         f"staleness {_number(status.staleness, '.2f')}",
-        f"{_number(None if rate is None else rate / 1000, '.1f')}k tokens/s",
+        f"{_number(None if rate is None else rate / 1000, '.1f')}k {'emulated ' if status.emulated else ''}tokens/s",
         f"finishing: {status.finished}" if status.finished else f"{_duration(status.eta_s)} left",
     )
     return "  ".join(parts)
@@ -60,14 +60,16 @@ def conclude(summary: RunSummary) -> str:
     """The result of a run in a few lines."""
     lines = [
         f"run {summary.run_id} ended ({summary.reason}): {summary.steps} steps in {_duration(summary.rl_wall_s)}",
-        f"  held-out accuracy {summary.accuracy_before:.3f} -> {summary.accuracy_after:.3f}, "
-        f"best {summary.best_accuracy:.3f}",
+        f"  held-out accuracy {_number(summary.accuracy_before, '.3f')} -> {_number(summary.accuracy_after, '.3f')}, "
+        f"best {_number(summary.best_accuracy, '.3f')}",
         f"  tokens/s {summary.effective_tokens_per_s:.0f} trained on, {summary.generated_tokens_per_s:.0f} generated",
         f"  staleness {summary.staleness_mean:.2f} on average, {summary.staleness_max} at most",
         f"  model {summary.model_url}",
     ]
     if summary.time_to_score_s is not None:
         lines.insert(2, f"  score reached after {_duration(summary.time_to_score_s)}")
+    if summary.emulated is not None:
+        lines.insert(1, f"  emulated: {summary.emulated}")
     return "\n".join(lines)
 
 

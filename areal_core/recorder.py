@@ -98,8 +98,9 @@ class Recorder:
         values = {
             "time/elapsed_s": now,
             "time/step_s": step_s,
-            "throughput/effective_tokens_per_s": batch_tokens / step_s,
-            "throughput/effective_tokens_per_s_per_device": batch_tokens / step_s / self._config.launch.devices,
+            "throughput/effective_tokens_per_s": self._rate(batch_tokens, step_s),
+            "throughput/effective_tokens_per_s_per_device": self._rate(batch_tokens, step_s)
+            / self._config.launch.devices,
             "ledger/generated_tokens": tokens.generated + unfinished,
             "ledger/consumed_tokens": tokens.consumed,
             "ledger/dropped_tokens": tokens.dropped,
@@ -189,11 +190,12 @@ class Recorder:
             elapsed_s=self.elapsed_s,
             eta_s=None if step_s is None or step == 0 else self.elapsed_s / step * (steps - step),
             finished=finished,
+            emulated=self._config.emulated,
             lost_servers=lost_servers,
         )
 
     def summary(self, *, run_id: str, reason: str, version: int, model_url: str) -> RunSummary:
-        """How the run ended; the base and the last version must have been scored."""
+        """How the run ended; the base and the last version must have been scored, unless nothing was learnt."""
         scores = {known.version: known.accuracy for known in self.evaluations}
         timeline: dict[str, float] = self._ledger.note("published_s", {})
         wall_s = timeline.get(str(version), self.elapsed_s)
@@ -209,19 +211,20 @@ class Recorder:
             seed=self._config.seed,
             reason=reason,
             steps=version,
-            accuracy_before=scores[0],
-            accuracy_after=scores[version],
-            best_accuracy=max(scores.values()),
+            accuracy_before=None if self._config.emulated else scores[0],
+            accuracy_after=None if self._config.emulated else scores[version],
+            best_accuracy=max(scores.values(), default=None),
             rl_wall_s=wall_s,
             time_to_score_s=timeline.get(str(reached[0]), 0.0) if reached else None,
             tokens=tokens,
-            effective_tokens_per_s=tokens.consumed / wall_s if wall_s else 0.0,
-            generated_tokens_per_s=tokens.generated / wall_s if wall_s else 0.0,
+            effective_tokens_per_s=self._rate(tokens.consumed, wall_s),
+            generated_tokens_per_s=self._rate(tokens.generated, wall_s),
             staleness_mean=sum(int(lag) * n for lag, n in staleness.items()) / counted if counted else 0.0,
             staleness_max=max(map(int, staleness), default=0),
             staleness_tokens=staleness,
             model_url=model_url,
             epochs=self._ledger.epoch,
+            emulated=self._config.emulated_cluster,
         )
 
     def staleness(self, step: int, counts: dict[str, int]) -> None:
@@ -235,6 +238,10 @@ class Recorder:
         if step == 1 or step % self._config.tracking.table_every == 0:
             self.document("staleness_histogram", step, {"counts": counts})
 
+    def _rate(self, tokens: int, wall_s: float) -> float:
+        """Tokens a second; of the emulated cluster, where there is one."""
+        return self._config.token_rate * tokens / wall_s if wall_s else 0.0
+
     def _server_rates(self, now: float, loads: list[ServerLoad]) -> dict[str, float]:
         """Rates between two looks at the same servers; none where a server came or went in between."""
         last, self._last_load = self._last_load, (now, loads)
@@ -244,7 +251,7 @@ class Recorder:
         pairs = list(zip(last[1], loads, strict=True))
         if any(b.generated_tokens < a.generated_tokens for a, b in pairs):
             return {}
-        generated = sum(b.generated_tokens - a.generated_tokens for a, b in pairs) / span_s
+        generated = self._rate(sum(b.generated_tokens - a.generated_tokens for a, b in pairs), span_s)
         return {
             "throughput/generated_tokens_per_s": generated,
             "throughput/generated_tokens_per_s_per_device": generated / self._config.launch.devices,

@@ -42,11 +42,13 @@ _POLL_S = 1.0  # between two looks at the controller's status
 
 def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str, RoleSpec]:
     """How the processes of a run are started. `cores` are those that this process may use."""
-    servers, ranks = config.generation_servers, config.training_ranks
+    servers, ranks = config.generation_servers, config.trainer_processes
     pinned = config.launch.pin and config.mode == "async" and servers + ranks <= min(len(cores), config.launch.devices)
 
-    def core(position: int) -> set[int]:
+    def core(position: int) -> set[int] | None:
         """Of generation and training alone: all that a run may use, in either mode, are `launch.devices` cores."""
+        if config.emulated:
+            return None  # its devices are no cores, and its processes sleep
         return {cores[position]} if pinned else set(cores[: config.launch.devices])
 
     def server_argv(index: int) -> list[str]:
@@ -58,6 +60,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
             *("--slots", config.generation.slots),
             *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
             *(["--deterministic"] if config.generation.deterministic else []),
+            *(["--emulate", run.root / "config.json"] if config.emulated else []),
         )
 
     def role(module: str, *options: Any) -> list[str]:
@@ -150,9 +153,10 @@ class Run:
             self._supervise("trainer", self._abort)
 
     def evaluate(self) -> None:
-        """Keep the evaluator running until there is nothing more to score."""
+        """Keep the evaluator running until there is nothing more to score; an emulation has nothing to score."""
         with self._role("evaluator"):
-            self._supervise("evaluator", self._abort)
+            if not self.config.emulated:
+                self._supervise("evaluator", self._abort)
 
     def track(self) -> None:
         """Keep the tracker running until all other roles have ended and it has sent what there is, within

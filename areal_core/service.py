@@ -288,7 +288,10 @@ class Service:
         return newest
 
     def _next_evaluation(self) -> PolicyVersion | None:
-        """The oldest version that is due and not scored; once the run has ended only the base and the last count."""
+        """The oldest version that is due and not scored; once the run has ended only the base and the last count. None
+        is due where accelerators are emulated: nothing is learnt."""
+        if self.config.emulated:
+            return None
         scored = {evaluation.version for evaluation in self.recorder.evaluations}
         every = self.config.evaluation.every
         newest = self._newest().version
@@ -306,7 +309,7 @@ class Service:
         scored = {evaluation.version for evaluation in self.recorder.evaluations}
         every = self.config.evaluation.every
         kept = min(self.config.max_staleness + 2, _VERSIONS_KEPT)
-        return [v for v in range(1, newest - kept + 1) if v % every or v in scored]
+        return [v for v in range(1, newest - kept + 1) if v % every or v in scored or self.config.emulated]
 
 
 def restore(run: RunDir, storage: Storage) -> None:

@@ -143,14 +143,18 @@ def check_folder(folder: str | Path) -> ModelSpec:
     spec = read_spec(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(Path(folder)):
-        with open_weights(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        shapes |= header_shapes(file)
     try:
         check_shapes(spec, shapes)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
     return spec
+
+
+def header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a safetensors file. Raises ModelError when it is missing or damaged."""
+    with open_weights(file) as tensors:
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 - no mapping
 
 
 def weight_files(source: Path) -> list[Path]:

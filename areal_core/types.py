@@ -157,6 +157,7 @@ class RunStatus:
     elapsed_s: float  # RL wall time so far
     eta_s: float | None  # time left, estimated
     finished: str | None  # reason, once the run is ending
+    emulated: bool = False  # tokens a second are those of an emulated cluster
     lost_servers: tuple[str, ...] = ()  # URLs of generation servers that were taken out: to be started again
 
 
@@ -170,9 +171,9 @@ class RunSummary:
     seed: int
     reason: str  # steps, score or minutes
     steps: int
-    accuracy_before: float
-    accuracy_after: float
-    best_accuracy: float
+    accuracy_before: float | None  # None, as the two below: accelerators were emulated, nothing was learnt
+    accuracy_after: float | None
+    best_accuracy: float | None
     rl_wall_s: float  # first admission to last published version
     time_to_score_s: float | None  # RL wall time until stop.score was reached, if one was set and reached
     tokens: TokenLedger
@@ -182,4 +183,5 @@ class RunSummary:
     staleness_max: int
     model_url: str  # the final model, transformers format
     epochs: int  # times that recovery could not reproduce a version's weights
-    staleness_tokens: dict[str, int] = field(default_factory=dict)  # tokens trained on, by their staleness
+    emulated: str | None = None  # the cluster whose tokens a second these are; None: this machine
+    staleness_tokens: dict[str, int] = field(default_factory=dict[str, int])  # tokens trained on, by their staleness

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -21,23 +22,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_core.errors import DivergenceError, GenerationError
+from areal_core.errors import DivergenceError, GenerationError, ModelError
 from areal_core.generation.decoder import Decoder
 from areal_core.generation.sampling import stream_seed, uniforms
-from areal_core.model import ModelSpec
+from areal_core.generation.served import EngineStats, Generation, check_request
+from areal_core.model import ModelSpec, read_weights
 from areal_core.types import GenerationRequest
 from areal_core.wire import Answer
 
 _BLOCK = 32  # columns that the KV cache grows by
 _PREFILL_TOKENS = 8192  # in one forward pass, padding included: bounds the memory of activations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """A finished request with its answers, in order."""
-
-    request: GenerationRequest
-    answers: tuple[Answer, ...]
 
 
 @dataclass(slots=True)
@@ -53,16 +47,6 @@ class _Group:
     @property
     def unstarted(self) -> int:
         return len(self.answers) - self.started
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start, and the cost of the last update."""
-
-    generated_tokens: int = 0
-    swap_ms: float = 0.0
-    recompute_ms: float = 0.0
-    recomputed_tokens: int = 0
 
 
 class _Slots:
@@ -165,22 +149,7 @@ class Engine:
     def check(self, request: GenerationRequest) -> None:
         """Raise GenerationError, its message starting with the field's name, if the request can't be served. Any thread
         may call it."""
-        if not request.token_ids:
-            raise GenerationError("token_ids: must hold at least one token")
-        for token in (*request.token_ids, *request.stop_token_ids):
-            if not 0 <= token < self.spec.vocab_size:
-                name = "token_ids" if token in request.token_ids else "stop_token_ids"
-                raise GenerationError(
-                    f"{name}: must be token ids from 0 to {self.spec.vocab_size - 1}, one of them is {token}"
-                )
-        if len(request.token_ids) >= self.context:
-            raise GenerationError(
-                f"token_ids: a prompt may have {self.context - 1} tokens, as the context has {self.context}; "
-                f"this one has {len(request.token_ids)}"
-            )
-        for name, value in (("max_tokens", request.max_tokens), ("n", request.n)):
-            if value < 1:
-                raise GenerationError(f"{name}: must be at least 1, got {value}")
+        check_request(request, self.spec, self.context)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises GenerationError as `check` does, and for an id that is being served."""
@@ -224,6 +193,14 @@ class Engine:
             group.started = len(group.answers)
         never_started = [self._close(group) for group in doomed.values() if group.missing == 0]
         return never_started + self._release(np.array(rows, dtype=np.int64), ["abort"] * len(rows))
+
+    def read(self, file: Path) -> dict[str, Tensor]:
+        """The weights of a safetensors file. Raises ModelError for others than the engine can run."""
+        weights = read_weights(file, self.spec)
+        for name, tensor in weights.items():
+            if not tensor.isfinite().all():
+                raise ModelError(f"{name}: holds numbers that are not finite")
+        return weights
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Decoder:
         """Weights made ready for `swap`; touches nothing of the engine, so that another thread may do it."""

@@ -11,8 +11,7 @@ from concurrent.futures import Future
 from enum import Enum
 from typing import Any, TypeVar
 
-from areal_core.generation.decoder import Decoder
-from areal_core.generation.engine import Engine, Generation
+from areal_core.generation.served import Generation, ServedEngine
 from areal_core.timeline import TimelineWriter
 from areal_core.wire import ServerLoad
 
@@ -34,7 +33,7 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServedEngine,
         loop: asyncio.AbstractEventLoop,
         *,
         deliver: Callable[[list[Generation]], None],
@@ -68,11 +67,11 @@ class EngineThread:
         self._commands.put(None)
         self._thread.join()
 
-    def tell(self, action: Callable[[Engine], Any]) -> None:
+    def tell(self, action: Callable[[ServedEngine], Any]) -> None:
         """Have something done between two steps; an error in it ends the thread."""
         self._commands.put(lambda: action(self._engine))
 
-    async def ask(self, action: Callable[[Engine], T]) -> T:
+    async def ask(self, action: Callable[[ServedEngine], T]) -> T:
         """Have something done between two steps and wait for its result; its errors are the caller's."""
         future: Future[T] = Future()
 
@@ -91,7 +90,7 @@ class EngineThread:
         """Stop decoding. `keep` holds running answers, `abort` ends all requests with what they have, `wait` returns
         once running answers are finished; answers without a slot wait in `keep` and `wait`."""
 
-        def pause(engine: Engine) -> Future[None]:
+        def pause(engine: ServedEngine) -> Future[None]:
             paused: Future[None] = Future()
             if mode == "abort":
                 self._hand_over(engine.abort())
@@ -108,7 +107,7 @@ class EngineThread:
         await asyncio.wrap_future(await self.ask(pause))
 
     async def resume(self) -> None:
-        def resume(engine: Engine) -> None:
+        def resume(engine: ServedEngine) -> None:
             self._account()
             self._state = _State.RUNNING
             engine.admitting = True
@@ -119,18 +118,18 @@ class EngineThread:
     async def abort(self, request_ids: Collection[str]) -> int:
         """End requests with what they have; how many of them there were."""
 
-        def abort(engine: Engine) -> int:
+        def abort(engine: ServedEngine) -> int:
             ended = engine.abort(request_ids)
             self._hand_over(ended)
             return len(ended)
 
         return await self.ask(abort)
 
-    async def swap(self, decoder: Decoder, version: int) -> None:
-        await self.ask(lambda engine: engine.swap(decoder, version, recompute=False))
+    async def swap(self, prepared: Any, version: int) -> None:
+        await self.ask(lambda engine: engine.swap(prepared, version, recompute=False))
 
     async def load(self) -> ServerLoad:
-        def load(engine: Engine) -> ServerLoad:
+        def load(engine: ServedEngine) -> ServerLoad:
             self._account()
             stats = engine.stats
             return ServerLoad(

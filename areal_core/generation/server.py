@@ -1,4 +1,4 @@
-"""The embedded engine behind the routes of vLLM's native RL API, with the same fields and errors.
+"""An engine behind the routes of vLLM's native RL API, with the same fields and errors.
 
 controller --POST /inference/v1/generate--> event loop --> engine thread --> answers, with a version for every token
 controller --start, update, pause, finish, resume--> weights are staged while decoding goes on, and swapped between
@@ -18,17 +18,19 @@ import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import orjson
 from aiohttp import web
 
 from areal_core import process
-from areal_core.errors import ArealError, GenerationError, ModelError
-from areal_core.generation.decoder import Decoder
-from areal_core.generation.engine import Engine, Generation
+from areal_core.config import load_file
+from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
+from areal_core.generation.emulated import EmulatedEngine
 from areal_core.generation.engine_thread import EngineThread
 from areal_core.generation.protocol import RequestError, parse_json, parse_request, parse_version, take
-from areal_core.model import ModelSpec, read_spec, read_weights
+from areal_core.generation.served import Generation, ServedEngine
+from areal_core.spec import read_spec
 from areal_core.timeline import TimelineWriter
 from areal_core.wire import encode_generation
 
@@ -40,14 +42,14 @@ class GenerationServer:
     """Routes of one engine. All methods run in the event loop."""
 
     def __init__(
-        self, engine: Engine, loop: asyncio.AbstractEventLoop, *, timeline: TimelineWriter | None = None
+        self, engine: ServedEngine, loop: asyncio.AbstractEventLoop, *, timeline: TimelineWriter | None = None
     ) -> None:
         self.failure: asyncio.Future[BaseException] = loop.create_future()  # the error that ended the engine's thread
         self._engine = engine
         self._pending: dict[str, asyncio.Future[Generation]] = {}  # by request id
         self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
         self._updating = False
-        self._staged: Decoder | None = None
+        self._staged: tuple[Any] | None = None  # weights that the engine has made ready
         self._label = engine.version
         self._sleeping = False
 
@@ -175,27 +177,24 @@ class GenerationServer:
         if not self._updating:
             raise RequestError("no weight update was started", param="update_info")
         self._staged = None
-        self._staged = await asyncio.to_thread(self._read_update, Path(path), sha256)
+        self._staged = (await asyncio.to_thread(self._read_update, Path(path), sha256),)
         return web.json_response({"message": "weights staged"})
 
-    def _read_update(self, path: Path, sha256: str) -> Decoder:
+    def _read_update(self, path: Path, sha256: str) -> Any:
         """Weights that are what the caller says and that the engine can run; touches nothing that runs."""
         file = path / "model.safetensors" if path.is_dir() else path
-        weights = read_weights(file, self._engine.spec)
+        weights = self._engine.read(file)
         with file.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         if found != sha256:
             raise ModelError(f"sha256: {file} has {found}, the update names {sha256}")
-        for name, tensor in weights.items():
-            if not tensor.isfinite().all():
-                raise ModelError(f"{name}: holds numbers that are not finite")
         return self._engine.prepare(weights)
 
     async def _finish_update(self, http: web.Request) -> web.Response:
         version = parse_version(parse_json(await http.read()), "weight_version")
         if self._staged is None:
             raise RequestError("no weights were staged", param="weight_version")
-        staged, self._staged, self._updating = self._staged, None, False
+        (staged,), self._staged, self._updating = self._staged, None, False
         await self._thread.swap(staged, version)
         self._label = version
         return web.json_response({"message": "weight update finished"})
@@ -282,27 +281,27 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=128, help="answers decoded at once")
     parser.add_argument("--context", type=int, help="tokens of prompt and answer; default: the model's")
     parser.add_argument("--deterministic", action="store_true", help="answers independent of their company, to the bit")
+    parser.add_argument("--emulate", type=Path, help="a run's config.json: emulate its accelerators, compute nothing")
     return parser.parse_args()
 
 
-def _engine(arguments: argparse.Namespace) -> Engine:
-    spec: ModelSpec = read_spec(arguments.model)
+def _engine(arguments: argparse.Namespace) -> ServedEngine:
+    spec = read_spec(arguments.model)
     context = spec.context if arguments.context is None else arguments.context
     if not 2 <= context <= spec.context:
         raise ModelError(f"--context: must be from 2 to {spec.context}, the model's own, got {context}")
     if arguments.slots < 1:
         raise ModelError(f"--slots: must be at least 1, got {arguments.slots}")
-    return Engine(
-        spec,
-        read_weights(arguments.model, spec),
-        slots=arguments.slots,
-        context=context,
-        version=arguments.weight_version,
-        deterministic=arguments.deterministic,
-    )
+    limits = {"slots": arguments.slots, "context": context, "version": arguments.weight_version}
+    if arguments.emulate is not None:
+        return EmulatedEngine(spec, load_file(arguments.emulate).emulation, **limits)
+    from areal_core.generation.engine import Engine  # torch: seconds that an emulation can do without
+    from areal_core.model import read_weights
+
+    return Engine(spec, read_weights(arguments.model, spec), deterministic=arguments.deterministic, **limits)
 
 
-async def _serve(arguments: argparse.Namespace, engine: Engine) -> None:
+async def _serve(arguments: argparse.Namespace, engine: ServedEngine) -> None:
     """Serve until SIGTERM or SIGINT. Raises what ended the engine's thread, if that did."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -329,7 +328,7 @@ def main() -> int:
     process.adopt(arguments.ready_file)
     try:
         engine = _engine(arguments)
-    except ModelError as error:
+    except (ConfigError, ModelError) as error:
         print(f"areal: error: {error}", file=sys.stderr)
         return 2
     try:

@@ -142,7 +142,8 @@ class RolloutController:
             await self._admit(tasks)
             while self._running:  # again, because a request on its way may arrive after the abort
                 await self._engine.abort_all()
-                await asyncio.wait(self._running.values(), timeout=_ABORT_AGAIN_S)
+                if self._running:  # they may all have ended while the servers were asked
+                    await asyncio.wait(self._running.values(), timeout=_ABORT_AGAIN_S)
             updating.cancel()
 
     async def batch(self, step: int, *, timeout_s: float) -> BatchManifest | None:

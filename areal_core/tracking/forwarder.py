@@ -1,4 +1,4 @@
-"""From the outbox to MLflow: the only user of MLflow.
+"""From the outbox to MLflow.
 
 Every point arrives once. A batch is marked as attempted, sent, marked as sent; after a failure or a restart the
 attempted points are compared with the histories that the server holds before anything is sent again. A server that is
@@ -11,41 +11,28 @@ import json
 import logging
 import math
 import os
-import posixpath
-import re
-import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from itertools import islice
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # MLflow reads these at its import or at each call
-os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
-os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the forwarder itself tries again
-os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = "10"
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, RunTag
-from mlflow.exceptions import MlflowException
-from mlflow.utils.credentials import get_default_host_creds
-from mlflow.utils.rest_utils import http_request, verify_rest_response
 
-from areal_core.errors import TrackingError
+from areal_core.tracking.client import (
+    FAILURES,
+    MAX_LABELS,
+    MAX_METRICS,
+    Metric,
+    MlflowClient,
+    param,
+    reason,
+    shown,
+    tag,
+)
 from areal_core.tracking.outbox import Document, Outbox
 from areal_core.types import MetricRow
 
-_FAILURES = (MlflowException, OSError)  # OSError: what requests raises while an artifact is sent
-_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-_MAX_METRICS, _MAX_LABELS = 1000, 100  # a log_batch call
-_MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
 _MAX_TABLES = 50  # listed on the run's page; its tag holds no more
-# The page then opens on training runs and their charts, not on traces and judges of a chat application.
-_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 _INTERVAL_S = 1.0  # between two looks into the outbox
 _MAX_BACKOFF_S = 5.0
 _REQUEST_S = 5  # for one request of the forwarder
@@ -62,42 +49,6 @@ _FINAL_METRICS = (
     "staleness_max",
 )
 _log = logging.getLogger(__name__)
-
-
-def check_reachable(uri: str) -> None:
-    """Raise TrackingError, in one line that names tracking.uri, unless an MLflow answers there within 5 seconds."""
-    _check_scheme(uri)
-    with _reporting(uri):
-        if _is_database(uri):
-            _check_file(uri)
-            MlflowClient(uri).search_experiments(max_results=1)
-            return
-        endpoint = "/api/2.0/mlflow/experiments/search"
-        answer = http_request(
-            get_default_host_creds(uri), endpoint, "POST", json={"max_results": 1}, max_retries=0, timeout=4
-        )
-        verify_rest_response(answer, endpoint)
-
-
-def start_run(uri: str, experiment: str, name: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> str:
-    """Open a run and return its id. `params` is the resolved configuration: parameters with dotted names, config.json.
-
-    What is longer than MLflow takes is cut, with a mark. Raises TrackingError.
-    """
-    _check_scheme(uri)
-    client = MlflowClient(uri)
-    with _reporting(uri):
-        run = client.create_run(
-            _experiment(client, uri, _cut(experiment, _MAX_NAME)),
-            run_name=_cut(name, _MAX_NAME),
-            tags={_name(key): _cut(value, _MAX_TAG) for key, value in tags.items()},
-        )
-        run_id: str = run.info.run_id
-        flat = iter(_flatten(params))
-        while chunk := list(islice(flat, _MAX_LABELS)):
-            client.log_batch(run_id, params=[Param(_name(key), _cut(value, _MAX_PARAM)) for key, value in chunk])
-        client.log_dict(run_id, dict(params), "config.json")
-    return run_id
 
 
 class Forwarder:
@@ -129,12 +80,12 @@ class Forwarder:
                     self._client.set_terminated(self._run_id, ended)
                     return True
                 if failures:
-                    _log.info("tracking: %s answers again", _shown(self._uri))
+                    _log.info("tracking: %s answers again", shown(self._uri))
                 failures = 0
                 pause = 0.0 if waiting else _INTERVAL_S
-            except _FAILURES as error:
+            except FAILURES as error:
                 if not failures:
-                    _log.warning("tracking: %s fails, points wait: %s", _shown(self._uri), _reason(error))
+                    _log.warning("tracking: %s fails, points wait: %s", shown(self._uri), reason(error))
                 failures += 1
                 pause = min(0.5 * 2**failures, _MAX_BACKOFF_S)
             if ended:
@@ -158,13 +109,13 @@ class Forwarder:
         try:
             while self._send_some() and time.monotonic() < deadline:
                 pass
-        except _FAILURES as error:
-            _log.warning("tracking: %d items stay unsent: %s", self._outbox.unsent(), _reason(error))
+        except FAILURES as error:
+            _log.warning("tracking: %d items stay unsent: %s", self._outbox.unsent(), reason(error))
         status = self._outbox.ended() or "KILLED"
         try:
             self._client.set_terminated(self._run_id, status)
-        except _FAILURES as error:
-            _log.warning("tracking: can't mark the run as %s: %s", status, _reason(error))
+        except FAILURES as error:
+            _log.warning("tracking: can't mark the run as %s: %s", status, reason(error))
 
     def _send_some(self) -> bool:
         """Send at most one batch of each kind, curves first. Returns whether more waits."""
@@ -185,7 +136,7 @@ class Forwarder:
     def _send_metrics(self) -> None:
         if self._doubtful:
             self._compare()
-        rows = self._outbox.attempt_metrics(_MAX_METRICS)
+        rows = self._outbox.attempt_metrics(MAX_METRICS)
         if not rows:
             return
         self._doubtful = True
@@ -209,20 +160,19 @@ class Forwarder:
         self._doubtful = False
 
     def _send_params(self) -> None:
-        params = self._outbox.pending_labels("param", _MAX_LABELS)
+        params = self._outbox.pending_labels("param", MAX_LABELS)
         if not params:
             return
         held = self._client.get_run(self._run_id).data.params  # the server refuses another value for ever
-        fresh = [Param(_name(key), _cut(value, _MAX_PARAM)) for key, value in params.items() if _name(key) not in held]
+        fresh = [row for row in map(param, params, params.values()) if row.key not in held]
         if fresh:
             self._client.log_batch(self._run_id, params=fresh, synchronous=True)
         self._outbox.sent_labels("param", params)
 
     def _send_tags(self) -> None:
-        tags = self._outbox.pending_labels("tag", _MAX_LABELS)
+        tags = self._outbox.pending_labels("tag", MAX_LABELS)
         if tags:
-            rows = [RunTag(_name(key), _cut(value, _MAX_TAG)) for key, value in tags.items()]
-            self._client.log_batch(self._run_id, tags=rows, synchronous=True)
+            self._client.log_batch(self._run_id, tags=[*map(tag, tags, tags.values())], synchronous=True)
             self._outbox.sent_labels("tag", tags)
 
     def _send_document(self) -> None:
@@ -248,11 +198,11 @@ class Forwarder:
         columns = list(dict.fromkeys(column for row in rows for column in row))
         table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
         self._client.log_text(self._run_id, json.dumps(table), path)
-        tag = "mlflow.loggedArtifacts"  # the page shows these as tables
-        listed = json.loads(self._client.get_run(self._run_id).data.tags.get(tag, "[]"))
+        listing = "mlflow.loggedArtifacts"  # the page shows these as tables
+        listed = json.loads(self._client.get_run(self._run_id).data.tags.get(listing, "[]"))
         entry = {"path": path, "type": "table"}
         listed = [*(other for other in listed if other != entry), entry][-_MAX_TABLES:]
-        self._client.set_tag(self._run_id, tag, json.dumps(listed))
+        self._client.set_tag(self._run_id, listing, json.dumps(listed))
 
 
 def staleness_figure(counts: Mapping[str, int], step: int) -> Figure:
@@ -286,94 +236,3 @@ def _final_rows(summary: Document) -> Iterator[MetricRow]:
         value = summary.data.get(field)
         if value is not None:
             yield MetricRow(key=f"final/{field}", step=summary.step, value=float(value), time_s=summary.time_s)
-
-
-def _experiment(client: MlflowClient, uri: str, name: str) -> str:
-    """The id of the experiment `name`, made if absent."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            return client.create_experiment(name, artifact_location=_artifact_folder(uri), tags=_EXPERIMENT_TAGS)
-        except MlflowException:  # somebody else made it meanwhile
-            found = client.get_experiment_by_name(name)
-            if found is None:
-                raise
-    if found.lifecycle_stage == "deleted":
-        raise TrackingError(
-            f"tracking.experiment: {name!r} was deleted at {_shown(uri)}; restore it there or use another"
-        )
-    if _is_database(uri) and str(found.artifact_location).startswith("mlflow-artifacts:"):
-        raise TrackingError(
-            f"tracking.uri: the artifacts of {name!r} belong to an MLflow server; give its URL, not {_shown(uri)}"
-        )
-    return found.experiment_id
-
-
-def _artifact_folder(uri: str) -> str | None:
-    """Beside the file of an SQLite database; servers decide for themselves."""
-    if not uri.startswith("sqlite:///"):
-        return None
-    return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "artifacts").as_uri()
-
-
-def _check_file(uri: str) -> None:
-    """An SQLite file that can't be written is found at once; MLflow tries for minutes."""
-    if uri.startswith("sqlite:///"):
-        try:
-            with closing(sqlite3.connect(uri.removeprefix("sqlite:///"), timeout=2.0)) as database:
-                database.execute("BEGIN IMMEDIATE")
-        except sqlite3.Error as error:
-            raise TrackingError(f"tracking.uri: can't write to {uri}: {error}") from error
-
-
-def _check_scheme(uri: str) -> None:
-    if not _is_database(uri) and urlsplit(uri).scheme not in ("http", "https"):
-        raise TrackingError(
-            f"tracking.uri: {uri!r} is not supported; use http(s)://host:port of an MLflow server or sqlite:////path/mlflow.db"
-        )
-
-
-def _is_database(uri: str) -> bool:
-    return urlsplit(uri).scheme.partition("+")[0] in _DATABASES
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
-
-
-def _name(text: str) -> str:
-    """A name that MLflow takes for a parameter or a tag."""
-    return _cut(posixpath.normpath(re.sub(r"[^\w\-. /]", "_", text)).lstrip("./") or "_", _MAX_NAME)
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
-@contextmanager
-def _reporting(uri: str) -> Iterator[None]:
-    try:
-        yield
-    except _FAILURES as error:
-        raise TrackingError(f"tracking.uri: can't use MLflow at {_shown(uri)}: {_reason(error)}") from error
-
-
-def _shown(uri: str) -> str:
-    """Without a password."""
-    return re.sub(r"//[^/@]*@", "//", uri)
-
-
-def _reason(error: BaseException) -> str:
-    """One line: the root of a chain such as MlflowException <- requests <- urllib3 <- ConnectionRefusedError."""
-    root = error
-    while below := root.__cause__ or root.__context__:
-        root = below
-    if isinstance(root, TimeoutError):
-        return "no answer in time"
-    if isinstance(root, OSError) and root.strerror:
-        return root.strerror
-    return _cut(" ".join(str(root).split()) or type(root).__name__, 300)

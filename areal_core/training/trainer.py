@@ -32,6 +32,7 @@ from areal_core.rundir import RunDir
 from areal_core.storage import Storage
 from areal_core.timeline import TimelineWriter
 from areal_core.training.batching import shard
+from areal_core.training.emulated import EmulatedTrainingEngine
 from areal_core.training.engine import EngineState, StepStats, TrainingBatch, TrainingEngine, build_batch
 from areal_core.training.torch_engine import TorchEngine
 from areal_core.types import BatchManifest, MetricRow
@@ -50,15 +51,7 @@ class Trainer:
         self.storage = Storage.open(run.info().checkpoint_url, self.config.storage.endpoint_url)
         self.timeline = TimelineWriter(run.timeline_file("trainer", rank))
         self.spec = read_spec(run.info().model_path)
-        self.engine: TrainingEngine = TorchEngine(
-            self.spec,
-            read_weights(run.info().model_path, self.spec),
-            self.config.training,
-            self.config.algorithm,
-            rank=rank,
-            world_size=self.config.training_ranks,
-            rendezvous=run.root / f"rendezvous-{os.environ.get('AREAL_ATTEMPT', '0')}",
-        )
+        self.engine = self._engine()
         self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
 
     def train(self) -> None:
@@ -77,6 +70,27 @@ class Trainer:
                 self._checkpoint()
             self.controller.finish(reason, self.step, self._save_model())
         self.engine.close()
+
+    def _engine(self) -> TrainingEngine:
+        run, config = self.run_dir, self.config
+        weights = read_weights(run.info().model_path, self.spec)
+        if config.emulated:
+            return EmulatedTrainingEngine(
+                {name: tensor.numpy() for name, tensor in weights.items()},
+                config.emulation,
+                replicas=config.training_ranks,
+                switches=config.mode == "sync",
+                learning_rate=config.training.learning_rate,
+            )
+        return TorchEngine(
+            self.spec,
+            weights,
+            config.training,
+            config.algorithm,
+            rank=self.rank,
+            world_size=config.training_ranks,
+            rendezvous=run.root / f"rendezvous-{os.environ.get('AREAL_ATTEMPT', '0')}",
+        )
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -112,7 +126,7 @@ class Trainer:
         shares = shard(
             [sum(group.lengths) for group in manifest.groups],
             config.training.minibatches,
-            config.training_ranks,
+            config.trainer_processes,
             seed=config.seed,
             step=manifest.step,
         )[self.rank]

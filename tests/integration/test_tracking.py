@@ -19,7 +19,7 @@ from mlflow import MlflowClient
 from areal_core.config import load
 from areal_core.errors import TrackingError
 from areal_core.rundir import RunDir, RunInfo
-from areal_core.tracking.forwarder import check_reachable, start_run
+from areal_core.tracking.client import check_reachable, start_run
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
 

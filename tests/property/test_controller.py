@@ -57,7 +57,9 @@ def build(seed: int, *, steps: int, eta: int, policy: str = "admit", group: int 
     return config, rng, engine, ledger, controller
 
 
-async def train(controller: RolloutController, rng: random.Random, steps: int) -> list[BatchManifest]:
+async def train(
+    controller: RolloutController, rng: random.Random, steps: int, *, linger_s: float = 1.0
+) -> list[BatchManifest]:
     """A trainer: pulls, takes its time, publishes."""
     running = asyncio.ensure_future(controller.run())
     manifests: list[BatchManifest] = []
@@ -68,7 +70,7 @@ async def train(controller: RolloutController, rng: random.Random, steps: int) -
         manifests.append(manifest)
         await asyncio.sleep(rng.expovariate(2.0))
         controller.publish(PolicyVersion(version=step, path=f"v{step}", sha256=f"{step}"))
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(linger_s)
     controller.finish("steps")
     await running
     return manifests
@@ -110,6 +112,15 @@ def test_a_thousand_steps_under_a_virtual_clock():
     assert len(manifests) == 1000
     check_books(engine, ledger, manifests, exact=True)
     assert ledger.counts()[GroupState.CONSUMED] == 1000 * config.groups_per_batch
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_that_is_stopped_early_ends_what_runs_and_keeps_its_books(seed):
+    _, rng, engine, ledger, controller = build(seed, steps=1000, eta=4)
+    manifests = run_virtual(train(controller, rng, 5, linger_s=0.0))
+    check_books(engine, ledger, manifests, exact=True)
+    assert controller.running_groups == 0
+    assert ledger.tokens().in_flight > 0
 
 
 def test_zero_staleness_alternates_strictly():

@@ -62,6 +62,7 @@ class FakeEngine:
 
     async def abort_all(self) -> None:
         self._abort.set()
+        await asyncio.sleep(0.01)  # a server takes its time to say so, longer than its requests take to end
 
 
 class FakeScorer:

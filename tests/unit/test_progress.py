@@ -28,6 +28,7 @@ def test_describe() -> None:
     assert describe(STATUS) == LINE
     assert describe(dataclasses.replace(STATUS, eta_s=3725.0)).endswith("1:02:05 left")
     assert describe(dataclasses.replace(STATUS, finished="score")).endswith("finishing: score")
+    assert "  12.3k emulated tokens/s  " in describe(dataclasses.replace(STATUS, emulated=True))
 
 
 def test_without_a_terminal_a_line_a_step() -> None:
@@ -58,3 +59,9 @@ def test_conclude() -> None:
     ]
     assert lines[-1] == "  model /store/r/final"
     assert "score reached" not in conclude(dataclasses.replace(summary, time_to_score_s=None))
+    unscored = {"accuracy_before": None, "accuracy_after": None, "best_accuracy": None}
+    emulated = dataclasses.replace(summary, emulated="qwen-7b on 8 h800", **unscored)
+    assert conclude(emulated).splitlines()[1:3] == [
+        "  emulated: qwen-7b on 8 h800",
+        "  held-out accuracy - -> -, best -",
+    ]

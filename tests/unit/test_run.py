@@ -45,6 +45,8 @@ def option(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
+EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated"}}
+
 # -- command lines and cores -------------------------------------------------------------------------------------------
 
 
@@ -80,6 +82,13 @@ def test_command_lines(tmp_path: Path) -> None:
         assert specs[name].argv(0)[1:] == ["-m", f"areal_core.{module}", "--run-dir", str(run.root)]
 
 
+def test_emulated_servers_read_what_to_emulate_from_the_configuration(tmp_path: Path) -> None:
+    real, settings = config(tmp_path), config(tmp_path, **EMULATED)
+    run = folder(settings)
+    assert option(role_specs(run, settings, [0, 1])["generation"].argv(0), "--emulate") == str(run.root / "config.json")
+    assert "--emulate" not in role_specs(run, real, [0, 1])["generation"].argv(0)
+
+
 @pytest.mark.parametrize(
     ("fields", "cores", "generation", "trainer"),
     [
@@ -91,6 +100,13 @@ def test_command_lines(tmp_path: Path) -> None:
         pytest.param({"launch": {"devices": 3}}, [3, 5], [{3, 5}] * 2, [{3, 5}], id="too few cores"),
         pytest.param({"launch": {"pin": False}}, [3, 5, 6], [{3, 5}], [{3, 5}], id="pin off"),
         pytest.param({"mode": "sync"}, [3, 5, 6, 7], [{3, 5}] * 2, [{3, 5}] * 2, id="sync"),
+        pytest.param(
+            {"launch": {"devices": 4}, "mode": "sync"} | EMULATED,
+            [3, 5, 6, 7],
+            [None] * 4,
+            [None],
+            id="emulated: devices are no cores, one trainer stands for all",
+        ),
     ],
 )
 def test_cores(

@@ -88,6 +88,8 @@ async def test_the_timeline_tells_generating_from_waiting_and_updating(tmp_path:
     await thread.ask(finish)
     await asyncio.sleep(0.01)
     await asyncio.to_thread(thread.stop)
-    spans = [span for span in read_timeline(tmp_path) if span.end_s - span.start_s > 0.005]
+    spans = read_timeline(tmp_path)
+    if spans[0].kind == "wait":  # the thread was slow to start
+        del spans[0]
     assert [span.kind for span in spans] == ["generate", "update", "generate", "wait"]
     assert all(before.end_s <= after.start_s + 1e-6 for before, after in pairwise(spans))

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from mlflow.exceptions import MlflowException
 
-from areal_core.errors import TrackingError
 from areal_core.tracking import forwarder as module
-from areal_core.tracking.forwarder import Forwarder, check_reachable, staleness_figure
+from areal_core.tracking.forwarder import Forwarder, staleness_figure
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
 
@@ -257,9 +256,3 @@ def test_staleness_figure_draws_shares(counts: dict[str, int]) -> None:
     assert sum(heights) == pytest.approx(1.0 if sum(counts.values()) else 0.0)
     highest = max((int(lag) for lag, count in counts.items() if count), default=0)
     assert f"max {highest}, {sum(counts.values()):,} tokens" in figure.axes[0].get_title()
-
-
-@pytest.mark.parametrize("uri", ["mlruns", "file:///tmp/mlruns", "/tmp/mlruns", "ftp://host", ""])
-def test_file_store_and_unknown_schemes_are_refused(uri: str) -> None:
-    with pytest.raises(TrackingError, match=r"^tracking\.uri: .* is not supported; use http"):
-        check_reachable(uri)

@@ -1,0 +1,218 @@
+"""The one door to MLflow: what is checked before a run, and runs that are opened, added to and ended.
+
+Ids are always given: neither MLFLOW_RUN_ID nor a run that happens to be active plays a part.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # MLflow reads these at its import or at each call
+os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the forwarder itself tries again
+os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = "10"
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request, verify_rest_response
+
+from areal_core.errors import TrackingError
+from areal_core.tracking.outbox import EndStatus
+
+FAILURES = (MlflowException, OSError)  # OSError: what requests raises while an artifact is sent
+MAX_METRICS, MAX_LABELS = 1000, 100  # a log_batch call
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
+# The page then opens on training runs and their charts, not on traces and judges of a chat application.
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+
+
+def check_reachable(uri: str) -> None:
+    """Raise TrackingError, in one line that names tracking.uri, unless an MLflow answers there within 5 seconds."""
+    _check_scheme(uri)
+    with _reporting(uri):
+        if _is_database(uri):
+            _check_file(uri)
+            MlflowClient(uri).search_experiments(max_results=1)
+            return
+        endpoint = "/api/2.0/mlflow/experiments/search"
+        answer = http_request(
+            get_default_host_creds(uri), endpoint, "POST", json={"max_results": 1}, max_retries=0, timeout=4
+        )
+        verify_rest_response(answer, endpoint)
+
+
+def start_run(uri: str, experiment: str, name: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> str:
+    """Open a run and return its id. `params` is the resolved configuration: parameters with dotted names, config.json.
+
+    What is longer than MLflow takes is cut, with a mark. Raises TrackingError.
+    """
+    _check_scheme(uri)
+    client = MlflowClient(uri)
+    with _reporting(uri):
+        run = client.create_run(
+            _experiment(client, uri, _cut(experiment, _MAX_NAME)),
+            run_name=_cut(name, _MAX_NAME),
+            tags={row.key: row.value for row in map(tag, tags, tags.values())},
+        )
+        run_id: str = run.info.run_id
+        flat = iter(_flatten(params))
+        while chunk := list(islice(flat, MAX_LABELS)):
+            client.log_batch(run_id, params=[param(key, value) for key, value in chunk])
+        client.log_dict(run_id, dict(params), "config.json")
+    return run_id
+
+
+def resume_run(uri: str, run_id: str) -> bool:
+    """Take a run that was opened before up again; False when it isn't there any more. Raises TrackingError."""
+    _check_scheme(uri)
+    client = MlflowClient(uri)
+    with _reporting(uri):
+        try:
+            known = client.get_run(run_id).info
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        if known.lifecycle_stage == "deleted":
+            return False
+        client.update_run(run_id, status="RUNNING")
+    return True
+
+
+def add_to_run(
+    uri: str, run_id: str, *, metrics: Mapping[str, float], step: int, files: Iterable[Path], folder: str
+) -> None:
+    """Log metrics of one step and put files among the artifacts of `folder`. Raises TrackingError."""
+    client, now_ms = MlflowClient(uri), int(time.time() * 1000)
+    with _reporting(uri):
+        rows = iter([Metric(_name(key), value, now_ms, step) for key, value in metrics.items()])
+        while chunk := list(islice(rows, MAX_METRICS)):
+            client.log_batch(run_id, metrics=chunk)
+        for file in files:
+            client.log_artifact(run_id, str(file), folder)
+
+
+def end_run(uri: str, run_id: str, status: EndStatus) -> None:
+    """Say how a run ended. Raises TrackingError."""
+    with _reporting(uri):
+        MlflowClient(uri).set_terminated(run_id, status)
+
+
+def experiment_of(uri: str, run_id: str) -> str:
+    """The id of the experiment that a run belongs to. Raises TrackingError."""
+    with _reporting(uri):
+        return str(MlflowClient(uri).get_run(run_id).info.experiment_id)
+
+
+def param(key: str, value: str) -> Param:
+    """A parameter, cut to what MLflow takes."""
+    return Param(_name(key), _cut(value, _MAX_PARAM))
+
+
+def tag(key: str, value: str) -> RunTag:
+    """A tag, cut to what MLflow takes."""
+    return RunTag(_name(key), _cut(value, _MAX_TAG))
+
+
+def _experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """The id of the experiment `name`, made if absent."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name, artifact_location=_artifact_folder(uri), tags=_EXPERIMENT_TAGS)
+        except MlflowException:  # somebody else made it meanwhile
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        raise TrackingError(
+            f"tracking.experiment: {name!r} was deleted at {shown(uri)}; restore it there or use another"
+        )
+    if _is_database(uri) and str(found.artifact_location).startswith("mlflow-artifacts:"):
+        raise TrackingError(
+            f"tracking.uri: the artifacts of {name!r} belong to an MLflow server; give its URL, not {shown(uri)}"
+        )
+    return found.experiment_id
+
+
+def _artifact_folder(uri: str) -> str | None:
+    """Beside the file of an SQLite database; servers decide for themselves."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "artifacts").as_uri()
+
+
+def _check_file(uri: str) -> None:
+    """An SQLite file that can't be written is found at once; MLflow tries for minutes."""
+    if uri.startswith("sqlite:///"):
+        try:
+            with closing(sqlite3.connect(uri.removeprefix("sqlite:///"), timeout=2.0)) as database:
+                database.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            raise TrackingError(f"tracking.uri: can't write to {uri}: {error}") from error
+
+
+def _check_scheme(uri: str) -> None:
+    if not _is_database(uri) and urlsplit(uri).scheme not in ("http", "https"):
+        raise TrackingError(
+            f"tracking.uri: {uri!r} is not supported; use http(s)://host:port of an MLflow server or sqlite:////path/mlflow.db"
+        )
+
+
+def _is_database(uri: str) -> bool:
+    return urlsplit(uri).scheme.partition("+")[0] in _DATABASES
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def _name(text: str) -> str:
+    """A name that MLflow takes for a parameter or a tag."""
+    return _cut(posixpath.normpath(re.sub(r"[^\w\-. /]", "_", text)).lstrip("./") or "_", _MAX_NAME)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+@contextmanager
+def _reporting(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except FAILURES as error:
+        raise TrackingError(f"tracking.uri: can't use MLflow at {shown(uri)}: {reason(error)}") from error
+
+
+def shown(uri: str) -> str:
+    """A URI without a password."""
+    return re.sub(r"//[^/@]*@", "//", uri)
+
+
+def reason(error: BaseException) -> str:
+    """One line: the root of a chain such as MlflowException <- requests <- urllib3 <- ConnectionRefusedError."""
+    root = error
+    while below := root.__cause__ or root.__context__:
+        root = below
+    if isinstance(root, TimeoutError):
+        return "no answer in time"
+    if isinstance(root, OSError) and root.strerror:
+        return root.strerror
+    return _cut(" ".join(str(root).split()) or type(root).__name__, 300)

@@ -1,0 +1,118 @@
+"""Whole runs on emulated accelerators: real processes, hand-overs and books, emulated time."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.config import RunConfig, load
+from areal_core.errors import ConfigError
+from areal_core.progress import conclude
+from areal_core.run import execute, run_folder
+from areal_core.timeline import read_timeline
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import RunStatus
+
+STEPS = 3
+
+
+def emulated(root: Path, **fields: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "state_dir": str(root / "state"),
+        "storage": {"url": str(root / "store")},
+        "tracking": {"enabled": False},
+        "model": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 32},
+        "warmup": {"worked_steps": 0, "direct_steps": 0},
+        "task": {"max_operations": 3, "max_prompt_tokens": 8, "max_new_tokens": 32, "held_out": 16},
+        "algorithm": {"group_size": 4},
+        "generation": {"engine": "emulated", "slots": 8},
+        "rollout": {"batch_size": 16},
+        "training": {"engine": "emulated", "steps": STEPS, "minibatches": 2},
+        "launch": {"devices": 3, "restarts": 0},
+        "emulation": {"speed": 200.0, "length_median": 1500.0, "handover_s": 2.0},
+    }
+    for name, value in fields.items():
+        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
+    return load(values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_an_emulated_run_ends_with_balanced_books_and_says_what_it_is(tmp_path: Path, mode: str) -> None:
+    config = emulated(tmp_path, mode=mode)
+    seen: list[RunStatus] = []
+    summary = execute(config, run_id="r", log=print, on_status=seen.append)
+    assert (summary.reason, summary.steps, summary.epochs) == ("steps", STEPS, 0)
+    assert summary.tokens.balanced
+    assert summary.tokens.consumed > 0
+    assert summary.tokens.dropped == 0
+    assert summary.accuracy_before is summary.accuracy_after is summary.best_accuracy is None
+    assert mode == "async" or summary.staleness_max == 0
+    assert summary.emulated == "qwen-1.5b on 3 h800, 200 s in one, 128 tokens as one"
+    assert f"emulated: {summary.emulated}" in conclude(summary)
+    assert summary.name == f"emulated-cpu-{mode}"
+    assert seen
+    assert all(status.emulated for status in seen)
+    # Tokens a second are the emulated cluster's, token counts and seconds this machine's.
+    real = summary.tokens.consumed / summary.rl_wall_s
+    assert summary.effective_tokens_per_s == pytest.approx(real * 128 / 200)
+    run = run_folder(config, "r")
+    check_what_it_left(config, mode)
+    assert not list(run.logs.glob("evaluator*"))
+    assert [json.loads((run.weights / f"v{STEPS:06d}" / "manifest.json").read_text())["version"]] == [STEPS]
+
+
+def check_what_it_left(config: RunConfig, mode: str) -> None:
+    """One trainer for all devices, every step's curves, spans of servers and trainer, no evaluation."""
+    run = run_folder(config, "r")
+    spans = read_timeline(run.timeline)
+    servers = {"generation-0", "generation-1"} | ({"generation-2"} if mode == "sync" else set())
+    assert {span.process for span in spans} == servers | {"trainer-0"}
+    trained = [span for span in spans if span.kind == "train"]
+    assert [span.step for span in trained] == list(range(1, STEPS + 1))
+    with closing(Outbox(run.outbox, "r")) as outbox:
+        curves = outbox.history()
+    assert [step for step, _ in curves["throughput/effective_tokens_per_s"]] == list(range(1, STEPS + 1))
+    assert "heldout/accuracy" not in curves
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"training": {"engine": "torch"}},
+            "training.engine: must be emulated with generation.engine=emulated, got 'torch'",
+        ),
+        (
+            {"generation": {"engine": "embedded"}},
+            "training.engine: must be torch with generation.engine=embedded, got 'emulated'",
+        ),
+        ({"emulation": {"accelerator": "h900"}}, "emulation.accelerator: must be one of a100, h800, h200, got 'h900'"),
+        ({"emulation": {"speed": 0.0}}, "emulation.speed: must be greater than 0.0, got 0.0"),
+        ({"stop": {"score": 0.9}}, "stop.score: must be null where accelerators are emulated, got 0.9"),
+    ],
+)
+def test_what_can_not_be_emulated_is_one_line(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        emulated(tmp_path, **fields)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("emulation", "start"),
+    [
+        ({"model": "qwen-32b"}, "emulation.tensor_parallel: qwen-32b does not fit into 1 x h800"),
+        ({"lengths_path": "/nowhere/lengths"}, "emulation.lengths_path: can't read whole numbers from /nowhere"),
+    ],
+)
+def test_what_does_not_fit_is_found_before_anything_starts(
+    tmp_path: Path, emulation: dict[str, Any], start: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        execute(emulated(tmp_path, emulation=emulation), run_id="r", log=print)
+    assert str(caught.value).startswith(start)
+    assert "\n" not in str(caught.value)
