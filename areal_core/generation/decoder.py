@@ -6,7 +6,7 @@ D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,10 +65,11 @@ class Decoder:
                 x = self._finish(layer, x, mixed.transpose(1, 2).reshape(prompts * width, -1))
         return cache
 
-    def step(self, tokens: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, positions: Tensor, cache: Tensor, zones: Sequence[tuple[int, int]]) -> Tensor:
         """Logits [N, vocabulary] that follow `tokens` [N] standing at `positions` [N].
 
         `cache` [layers, 2, slots, K, T, D] holds what stands before them in its first N slots, and gets theirs.
+        `zones` are (answers, columns), together N answers in their order: none of them stands at a later column.
         """
         spec, rows = self.spec, len(tokens)
         _, _, slots, _, columns, _ = cache.shape
@@ -77,9 +78,10 @@ class Decoder:
         blocks = torch.stack([(kind * slots + torch.arange(rows, device=tokens.device)) for kind in (0, 1)], dim=1)
         targets = (blocks[:, :, None] * spec.kv_heads + heads) * columns + positions[:, None, None]
         targets = targets.reshape(-1)  # [N, 2, K]
-        unseen = torch.arange(columns, device=tokens.device) > positions[:, None]
-        mask = torch.zeros(unseen.shape, device=tokens.device).masked_fill_(unseen, -torch.inf)
-        mask = mask.repeat_interleave(spec.kv_heads, dim=0)[:, None]  # [N * K, 1, T]
+        masks = [
+            self._mask(part, seen)
+            for part, (_, seen) in zip(positions.split([count for count, _ in zones]), zones, strict=True)
+        ]
         rotations = self._rotations[positions, None]
         scale = spec.head_dim**-0.5
         x = self._embedding[tokens]
@@ -88,9 +90,21 @@ class Decoder:
             layer_cache.view(-1, spec.head_dim).index_copy_(0, targets, qkv[:, spec.heads :].reshape(-1, spec.head_dim))
             keys, values = layer_cache[:, :rows].view(2, rows * spec.kv_heads, columns, spec.head_dim)
             query = qkv[:, : spec.heads].reshape(rows * spec.kv_heads, -1, spec.head_dim)
-            scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale)
-            x = self._finish(layer, x, torch.bmm(scores.softmax(-1), values).view(rows, -1))
+            mixed: list[Tensor] = []
+            start = 0
+            for mask in masks:
+                span, seen = slice(start, start + len(mask)), mask.shape[-1]
+                scores = torch.baddbmm(mask, query[span], keys[span, :seen].transpose(1, 2), alpha=scale)
+                mixed.append(torch.bmm(scores.softmax(-1), values[span, :seen]))
+                start += len(mask)
+            x = self._finish(layer, x, torch.cat(mixed).view(rows, -1))
         return F.linear(self._normed(x, self._norm), self._head)
+
+    def _mask(self, positions: Tensor, columns: int) -> Tensor:
+        """What answers at `positions` [n] may not see of `columns` columns: [n * K, 1, columns], added to scores."""
+        unseen = torch.arange(columns, device=positions.device) > positions[:, None]
+        mask = torch.zeros(unseen.shape, device=positions.device).masked_fill_(unseen, -torch.inf)
+        return mask.repeat_interleave(self.spec.kv_heads, dim=0)[:, None]
 
     def _project(self, layer: _Layer, x: Tensor, rotations: Tensor) -> Tensor:
         """Rotated queries, rotated keys and values [M, H + 2K, D] of hidden states [M, hidden]."""

@@ -192,7 +192,10 @@ class Engine:
             group.missing -= group.unstarted
             group.started = len(group.answers)
         never_started = [self._close(group) for group in doomed.values() if group.missing == 0]
-        return never_started + self._release(np.array(rows, dtype=np.int64), ["abort"] * len(rows))
+        finished = np.array(rows, dtype=np.int64)
+        ended = self._release(finished, ["abort"] * len(rows))
+        self._arrange(finished)
+        return never_started + ended
 
     def read(self, file: Path) -> dict[str, Tensor]:
         """The weights of a safetensors file. Raises ModelError for others than the engine can run."""
@@ -266,7 +269,9 @@ class Engine:
         batch = self.slots if self._deterministic else running
         positions = rows.length[:batch] - 1
         tokens = rows.tokens[np.arange(batch), positions]
-        logits = self._decoder.step(self._to_device(tokens), self._to_device(positions), self._cache)
+        logits = self._decoder.step(
+            self._to_device(tokens), self._to_device(positions), self._cache, self._zones(batch)
+        )
         logprobs = logits[:running].float().log_softmax(-1)
         cumulative = logprobs.double().exp().cumsum(-1)
         total = cumulative[:, -1:]
@@ -287,12 +292,12 @@ class Engine:
         self.stats.generated_tokens += running
         stopped = (rows.stops[:running] == tokens[:, None]).any(axis=1)
         finished = np.flatnonzero(stopped | (rows.length[:running] >= rows.limit[:running]))
-        return self._release(finished, ["stop" if stopped[row] else "length" for row in finished])
+        completed = self._release(finished, ["stop" if stopped[row] else "length" for row in finished])
+        self._arrange(finished)
+        return completed
 
     def _release(self, finished: NDArray[np.int64], reasons: Sequence[str]) -> list[Generation]:
-        """Take answers out of their slots (ascending) and fill the gaps; the requests that this completes."""
-        if not len(finished):
-            return []
+        """Take the answers out of these slots; the requests that this completes."""
         completed: list[Generation] = []
         for row, reason in zip(finished.tolist(), reasons, strict=True):
             group = cast(_Group, self._rows.group[row])
@@ -300,16 +305,42 @@ class Engine:
             group.missing -= 1
             if group.missing == 0:
                 completed.append(self._close(group))
+        return completed
+
+    def _arrange(self, finished: NDArray[np.int64]) -> None:
+        """Fill the slots that `finished` answers have left, long answers first and then short ones, with few moves."""
         left = self._running - len(finished)
-        gaps = finished[finished < left]
-        if len(gaps):
-            tail = np.setdiff1d(np.arange(left, self._running), finished)
-            self._rows.move(tail, gaps)
-            self._cache[:, :, gaps] = self._cache[:, :, tail]
+        long = self._rows.length[: self._running] > self._short_columns
+        short = ~long
+        long[finished] = short[finished] = False
+        places, first_short = np.arange(self._running), np.count_nonzero(long)
+        if not len(finished) and not long[first_short:].any():
+            return
+        moves: list[tuple[NDArray[np.int64], NDArray[np.int64], Tensor]] = []
+        for kind, inside in ((long, places < first_short), (short, (places >= first_short) & (places < left))):
+            source, target = np.flatnonzero(kind & ~inside), np.flatnonzero(inside & ~kind)
+            columns = self._cache.shape[4] if kind is long else self._short_columns
+            moves.append((source, target, self._cache[:, :, source, :, :columns]))  # read before anything is written
+        for _, target, cache in moves:
+            self._cache[:, :, target, :, : cache.shape[4]] = cache
+        self._rows.move(np.concatenate([source for source, _, _ in moves]), np.concatenate([to for _, to, _ in moves]))
         self._rows.length[left : self._running] = 1  # an empty slot decodes a token at position 0 when shapes are fixed
         self._rows.group[left : self._running] = None
         self._running = left
-        return completed
+
+    @property
+    def _short_columns(self) -> int:
+        """Columns of the cache that a short answer needs at most: about half of them. Attention over what an answer
+        does not have is wasted, and most answers are much shorter than the longest."""
+        return 0 if self._deterministic else self._cache.shape[4] // 2 // _BLOCK * _BLOCK
+
+    def _zones(self, rows: int) -> list[tuple[int, int]]:
+        """How many answers need how many columns, in their order. Correct wherever answers stand, cheap once they are
+        arranged."""
+        long = np.flatnonzero(self._rows.length[:rows] > self._short_columns)
+        first_short = int(long[-1]) + 1 if len(long) else 0
+        zones = ((first_short, self._cache.shape[4]), (rows - first_short, self._short_columns))
+        return [(count, columns) for count, columns in zones if count]
 
     def _close(self, group: _Group) -> Generation:
         del self._groups[group.request.request_id]

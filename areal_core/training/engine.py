@@ -79,8 +79,8 @@ class TrainingEngine(Protocol):
     """One rank of a data-parallel group. Methods marked collective must be called by every rank, in the same order."""
 
     def logprobs(self, batch: TrainingBatch) -> Float32Array:
-        """pi_prox: log-probability of answer tokens under the weights as they are, nats. [S]; 0 in prompts, and in answers
-        that can't move the policy.
+        """pi_prox: log-probability of answer tokens under the weights as they are, nats. [S]; 0 in prompts, and in
+        answers that can't move the policy.
 
         Raises DivergenceError when one is not finite.
         """
