@@ -5,11 +5,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.complete
+TRL_SETUP := .venv-trl/.complete
 
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train test chaos lint up down doctor bench clean
+.PHONY: help train compare test chaos lint up down doctor bench clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
@@ -19,6 +20,11 @@ train: $(SETUP) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= S
 	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(MODE),--mode '$(MODE)') \
 	  $(if $(SEED),--seed '$(SEED)') $(if $(STEPS),--steps '$(STEPS)') \
 	  $(if $(SCORE),--stop-at-score '$(SCORE)') $(if $(MINUTES),--stop-after-minutes '$(MINUTES)') $(ARGS)
+
+compare: $(SETUP) ## synchronous against asynchronous, and a report: EXPERIMENT= SEEDS="1 2 3" NAME= ARGS="--arm ..."
+	@$(BIN)/python -m flows.compare_command \
+	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(SEEDS),--seeds '$(SEEDS)') \
+	  $(if $(NAME),--name '$(NAME)') $(ARGS)
 
 test: $(SETUP) ## every test that needs nothing but this set-up: ARGS= goes to pytest
 	$(BIN)/python -m pytest -m 'not gpu and not s3 and not vllm and not chaos' $(ARGS)
@@ -41,7 +47,7 @@ down: $(SETUP) ## end what `make up` started
 doctor: $(SETUP) ## what this machine has and lacks
 	@$(BIN)/python -m flows.doctor
 
-bench: $(SETUP) ## benchmarks, or one: NAME=
+bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) ## benchmarks, or one: NAME=
 	@for name in $(or $(NAME),$(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))); do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit; done
 
@@ -62,4 +68,12 @@ $(SETUP): pyproject.toml requirements/constraints.txt
 	@$(BIN)/pip install --quiet --upgrade pip
 	@$(BIN)/pip install --quiet --constraint requirements/constraints.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --editable '.[dev]'
+	@touch $@
+
+$(TRL_SETUP): requirements/trl.txt | $(SETUP)
+	@echo "Setting up .venv-trl, for the comparison with TRL: about 1.5 GB, some minutes, once."
+	@$(PYTHON) -m venv .venv-trl
+	@.venv-trl/bin/pip install --quiet --upgrade pip
+	@.venv-trl/bin/pip install --quiet --requirement requirements/trl.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
 	@touch $@

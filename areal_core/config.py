@@ -96,7 +96,7 @@ class GenerationConfig:
 
     engine: str = _choice("embedded", "embedded", "emulated")
     servers: int | None = _bounded(None, low=1)  # None: every device in sync mode, else those that do not train
-    slots: int = _bounded(256, low=1)  # answers decoded at once by one server
+    slots: int = _bounded(128, low=1)  # answers decoded at once by one server
     interruptible: bool = True  # False: an update waits until running answers are finished
     deterministic: bool = False  # the same tokens for the same seed whatever else is in the batch
 
@@ -140,7 +140,7 @@ class TrainingConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     every: int = _bounded(5, low=1)  # steps between two evaluations; the base and the last version always count
-    slots: int = _bounded(512, low=1)
+    slots: int = _bounded(128, low=1)
 
 
 @dataclass(frozen=True, kw_only=True)

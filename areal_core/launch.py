@@ -31,7 +31,7 @@ from areal_core.rundir import RunDir
 ATTEMPT = "AREAL_ATTEMPT"  # the same for all processes of a role that were started together, never used twice
 
 # Set before torch is imported: one thread a process, idle threads that don't spin, large activations kept mapped.
-_CHILD_ENV = {
+CHILD_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -206,7 +206,7 @@ class Supervisor:
         read_end, write_end = os.pipe()
         env = {
             **os.environ,
-            **_CHILD_ENV,
+            **CHILD_ENV,
             **spec.env,
             ATTEMPT: attempt,
             process.LIFELINE: f"{read_end}:{os.fstat(read_end).st_ino}",

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 from uuid import UUID
 
 import httpx
@@ -35,41 +35,24 @@ from prefect.futures import wait
 from prefect.runtime import deployment, flow_run
 from prefect.states import Failed
 from prefect.task_runners import ThreadPoolTaskRunner
-from pydantic import Field
 
 from areal_core import run as core
 from areal_core.config import RunConfig
-from areal_core.errors import (
-    ArealError,
-    ConfigError,
-    DivergenceError,
-    ModelError,
-    StorageError,
-    TrackingError,
-)
+from areal_core.errors import ArealError
 from areal_core.process import die_with_parent
 from areal_core.progress import describe
 from areal_core.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus, RunSummary
-from flows.compose import configure, experiments
+from flows.compose import configure
 from flows.report import result_markdown, result_rows
+from flows.shared import HOPELESS, PROGRESS, RESULT, Experiment, Minutes, Mode, Natural, Positive, Share
 
-PROGRESS = "areal-progress"  # keys of the artifacts
-RESULT = "areal-result"
-SUMMARY = "areal-summary"
+SUMMARY = "areal-summary"  # key of an artifact
 
 _RETRIES = 1  # of the flow, after the restarts of its processes are spent; it resumes the same run
-_HOPELESS = (ConfigError, ModelError, StorageError, TrackingError, DivergenceError)  # the same again would end the same
 _PROGRESS_INTERVAL_S = 2.0
 _ROLE_THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Prefect's own annotations do not admit it
-
-Experiment = Annotated[str, Field(json_schema_extra={"enum": [*experiments()]})]
-Mode = Literal["async", "sync"]
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Minutes = Annotated[float, Field(gt=0.0)]
 
 
 @flow(name="areal", retries=_RETRIES, task_runner=_ROLE_THREADS)
@@ -101,7 +84,7 @@ def areal(
         return dataclasses.asdict(_run(config, log.info))
     except ArealError as error:
         log.error("%s", error)
-        if isinstance(error, _HOPELESS):
+        if isinstance(error, HOPELESS):
             _forbid_retry()
         elif _attempts() <= _RETRIES:
             raise  # Prefect calls this function again

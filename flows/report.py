@@ -13,8 +13,8 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
         "mode": summary.mode,
         "seed": str(summary.seed),
         "steps": f"{summary.steps} (ended by {summary.reason})",
-        "held-out accuracy": f"{summary.accuracy_before:.3f} -> {summary.accuracy_after:.3f}"
-        f" (best {summary.best_accuracy:.3f})",
+        "held-out accuracy": f"{_share(summary.accuracy_before)} -> {_share(summary.accuracy_after)}"
+        f" (best {_share(summary.best_accuracy)})",
         "wall time": f"{summary.rl_wall_s:.1f} s",
         "time to score": "-" if summary.time_to_score_s is None else f"{summary.time_to_score_s:.1f} s",
         "effective throughput": f"{summary.effective_tokens_per_s:,.0f} tokens/s",
@@ -26,6 +26,8 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
         "checkpoints": info.checkpoint_url,
         "tracking": tracking_page(info) or info.tracking_uri or "off",
     }
+    if summary.emulated is not None:
+        rows = {"emulated": summary.emulated, **rows}
     if untracked:
         rows["not yet tracked"] = untracked
     return [{"what": name, "value": value} for name, value in rows.items()]
@@ -37,8 +39,17 @@ def result_markdown(run_id: str, rows: list[dict[str, str]]) -> str:
     return f"# {run_id}\n\n| | |\n|---|---|\n{lines}\n"
 
 
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def tracking_page(info: RunInfo) -> str | None:
     """The address of the run's page in MLflow; None without a server to show it."""
-    if info.tracking_uri is None or not info.tracking_uri.startswith("http"):
+    if info.tracking_uri is None or info.tracking_run_id is None:
         return None
-    return f"{info.tracking_uri.rstrip('/')}/#/runs/{info.tracking_run_id}"
+    return run_page(info.tracking_uri, info.tracking_run_id)
+
+
+def run_page(uri: str, run_id: str) -> str | None:
+    """The page of a run in the MLflow at `uri`; None where that is a database, which has no pages."""
+    return f"{uri.rstrip('/')}/#/runs/{run_id}" if uri.startswith("http") else None

@@ -1,10 +1,10 @@
 """The local servers behind the pages: Prefect's server, MLflow's, and a worker for the pool `areal-local`.
 
 One supervisor process (`python -m flows.stack serve`) starts all three at once, in sessions of their own, and ends them
-in order. `make up` leaves it behind as a daemon; under `make train` it holds a lifeline to that command and ends with
-it. It keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a stale pid means nothing;
-`.areal/stack.json` says where the servers listen. Without MLflow runs go on, their points wait; without one of the
-others the stack ends. The environment wins: a server that PREFECT_API_URL (or an explicit
+in order. `make up` leaves it behind as a daemon; under `make train` and `make compare` it holds a lifeline to that
+command and ends with it. It keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a
+stale pid means nothing; `.areal/stack.json` says where the servers listen. Without MLflow runs go on, their points
+wait; without one of the others the stack ends. The environment wins: a server that PREFECT_API_URL (or an explicit
 Prefect profile) or MLFLOW_TRACKING_URI names is used and not started. AREAL_STATE_DIR puts `.areal` elsewhere.
 """
 
@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 
@@ -41,7 +41,8 @@ STATE = Path(os.environ.get("AREAL_STATE_DIR", ROOT / ".areal")).absolute()
 LOGS = STATE / "logs"
 WORKER_READY = STATE / "worker-ready.json"
 
-Owner = Literal["up", "train"]
+Tied = Literal["train", "compare"]  # commands that a stack ends with
+Owner = Literal["up", Tied]
 
 _MARK = "AREAL_STACK"  # in the environment of everything that a stack starts, however deep
 
@@ -114,7 +115,7 @@ class Launch:
         self._answers = open(answers, "rb", buffering=0)  # noqa: SIM115 - for as long as the supervisor lives
         lifeline, self._lifeline = os.pipe()  # never written to: our end closes when this process goes
         argv = [sys.executable, "-m", "flows.stack", "serve", owner, str(answer)]
-        tie = _tie(lifeline, _WORKER_GRACE_S + 2 * _SERVER_GRACE_S) if owner == "train" else {}
+        tie = _tie(lifeline, _WORKER_GRACE_S + 2 * _SERVER_GRACE_S) if owner != "up" else {}
         self._mark = secrets.token_hex(8)
         with (LOGS / "stack.log").open("a") as log:
             self._process = subprocess.Popen(
@@ -179,7 +180,7 @@ def stop(stack: Stack) -> None:
 def serve(owner: Owner, answer: int) -> int:
     """Body of the supervisor: start, answer, watch until asked to end, end everything. Returns the exit code.
 
-    A line of JSON each goes to `answer`: the stack or an error; under `make train` also what happens after that.
+    A line of JSON each goes to `answer`: the stack or an error; unless under `make up` also what happens after that.
     """
 
     def say(message: Mapping[str, object]) -> None:
@@ -194,7 +195,7 @@ def serve(owner: Owner, answer: int) -> int:
     try:
         with _locked(), _Services() as services:
             try:
-                if owner == "train":
+                if owner != "up":
                     process.adopt()
                 stack = _start(services, owner)
                 write_json(STATE / "stack.json", dataclasses.asdict(stack))
@@ -458,19 +459,19 @@ def _last_line(log: Path) -> str:
 
 def _up() -> None:
     stack = running()
-    if stack is not None and stack.owner == "train":
-        raise ConfigError(f"`make train` (pid {stack.pid}) runs its own stack; wait for its end")
+    if stack is not None and stack.owner != "up":
+        raise ConfigError(f"`make {stack.owner}` (pid {stack.pid}) runs its own stack; wait for its end")
     if stack is None:
         stack = launch("up").wait_ready()
-    print(f"{stack.pages}\n`make train` uses them; `make down` ends them.")
+    print(f"{stack.pages}\n`make train` and `make compare` use them; `make down` ends them.")
 
 
 def _down() -> None:
     stack = running()
     if stack is None:
         print("Nothing is up.")
-    elif stack.owner == "train":
-        raise ConfigError(f"`make train` (pid {stack.pid}) runs its own stack, which ends with it")
+    elif stack.owner != "up":
+        raise ConfigError(f"`make {stack.owner}` (pid {stack.pid}) runs its own stack, which ends with it")
     else:
         stop(stack)
         print("Down.")
@@ -482,7 +483,7 @@ def main() -> int:
     commands.add_parser("up")
     commands.add_parser("down")
     internal = commands.add_parser("serve")
-    internal.add_argument("owner", choices=("up", "train"))
+    internal.add_argument("owner", choices=get_args(Owner))
     internal.add_argument("answer", type=int)
     arguments = parser.parse_args()
     if arguments.command == "serve":

@@ -3,112 +3,27 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
 from uuid import UUID
 
-import httpx
 import pytest
 from mlflow import MlflowClient
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
-from prefect.client.schemas.objects import FlowRun
-from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Cancelling
 
-from tests.support.control import environment, run_python, tiny
-
-T = TypeVar("T")
+from tests.support.control import run_python, tiny
+from tests.support.stack import Up, brought_up
 
 pytestmark = pytest.mark.slow
 
-_TIMEOUT_S = 120.0  # for whatever a test waits for
 _DUE_S = 6.0  # until the first run of a schedule; the server looks for new schedules every 2 s here
-
-
-class Up:
-    """A stack that `make up` has started."""
-
-    def __init__(self, state: Path) -> None:
-        self.state = state
-        self.told: dict[str, Any] = json.loads((state / "stack.json").read_text())
-        self.client = SyncPrefectClient(self.told["prefect_api"])
-
-    def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        settings = environment(self.state) | {"PREFECT_API_URL": self.told["prefect_api"], "DO_NOT_TRACK": "1"}
-        command = [sys.executable, "-m", "prefect", *arguments]
-        return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=240)
-
-    @cached_property
-    def deployment_id(self) -> UUID:
-        return self.client.read_deployment_by_name("areal/train").id
-
-    def call(self, method: str, path: str, body: Any) -> Any:
-        """What the pages do: a bare call of Prefect's API, tried again while its database is locked."""
-
-        def served() -> httpx.Response | None:
-            answer = httpx.request(method, self.told["prefect_api"] + path, json=body)
-            return None if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE else answer
-
-        answer = self.until(f"{method} {path} is served", served)
-        assert answer.is_success, answer.text
-        return answer.json() if answer.content else None
-
-    def start(self, **parameters: Any) -> UUID:
-        return self.client.create_flow_run_from_deployment(self.deployment_id, parameters=parameters).id
-
-    def scheduled(self) -> list[FlowRun]:
-        """Runs that a schedule has made, by the time at which they are due."""
-        runs = self.client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_ASC)
-        return [run for run in runs if run.auto_scheduled]
-
-    def wait(self, flow_run_id: UUID, *until: str) -> FlowRun:
-        """The flow run once its state has one of these names."""
-
-        def there() -> FlowRun | None:
-            flow_run = self.client.read_flow_run(flow_run_id)
-            assert flow_run.state is not None
-            if flow_run.state.name in until:
-                return flow_run
-            assert not flow_run.state.is_final(), f"{flow_run.state.name}: {flow_run.state.message}"
-            return None
-
-        return self.until(f"flow run is {' or '.join(until)}", there)
-
-    def until(self, what: str, look: Callable[[], T | None]) -> T:
-        """What `look` finds, once it finds something."""
-        deadline = time.monotonic() + _TIMEOUT_S
-        while time.monotonic() < deadline:
-            if found := look():
-                return found
-            time.sleep(0.2)
-        raise AssertionError(f"not within {_TIMEOUT_S:g} s: {what}")
-
-    def artifacts(self, flow_run_id: UUID) -> dict[str, Any]:
-        chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
-        return {str(found.key): found for found in self.client.read_artifacts(artifact_filter=chosen)}
-
-    def result(self, flow_run: FlowRun) -> dict[str, str]:
-        return {row["what"]: row["value"] for row in json.loads(self.artifacts(flow_run.id)["areal-result"].data)}
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    state = tmp_path_factory.mktemp("state")
-    started = run_python(state, "flows.stack", "up", PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="2")
-    assert started.returncode == 0, started.stderr
-    try:
-        with (stack := Up(state)).client:
-            yield stack
-    finally:
-        ended = run_python(state, "flows.stack", "down")
-        assert ended.returncode == 0, ended.stderr
+    with brought_up(tmp_path_factory.mktemp("state"), PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="2") as stack:
+        yield stack
 
 
 def test_deployment_has_a_form_a_pool_and_a_schedule_that_sleeps(up: Up) -> None:

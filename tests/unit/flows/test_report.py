@@ -58,6 +58,14 @@ def test_unset_score_and_tracking_without_a_server() -> None:
     assert _values(info=dataclasses.replace(_INFO, tracking_uri=None))["tracking"] == "off"
 
 
+def test_an_emulation_says_so_first_and_has_no_scores() -> None:
+    unscored = {"accuracy_before": None, "accuracy_after": None, "best_accuracy": None}
+    emulated = dataclasses.replace(_SUMMARY, emulated="qwen-7b on 8 h800", **unscored)
+    assert result_rows(emulated, _INFO)[0] == {"what": "emulated", "value": "qwen-7b on 8 h800"}
+    assert _values(emulated)["held-out accuracy"] == "- -> - (best -)"
+    assert "emulated" not in _values()
+
+
 def test_what_tracking_has_missed_is_said() -> None:
     assert "not yet tracked" not in _values()
     assert {"what": "not yet tracked", "value": "7 items"} in result_rows(_SUMMARY, _INFO, "7 items")

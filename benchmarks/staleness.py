@@ -1,0 +1,362 @@
+"""What do stale trajectories cost, and what does the decoupled objective win back? Both objectives at exact lags.
+
+    python -m benchmarks.staleness [--seeds 1,2,3] [--lags 0,4,8,16] [--steps N] [--out FILE] [--picture FILE]
+                                   [field=value ...]
+
+Step k trains version k - 1 on a batch that version max(0, k - 1 - lag) generated, all of it: one process decodes,
+scores and trains in turns, with the parts of a run but without its controller, so that the lag is exact where a run
+only bounds it. For a seed, every objective and lag sees the same prompts in the same order and draws with the same
+random numbers; all start from the same base model. The accuracy is greedy, over all held-out prompts, after the last
+step. At lag 0 both objectives are the same but for rounding, which is there to be seen in the table.
+
+SETTING-DOC
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_core import process, weights
+from areal_core.__main__ import configuration
+from areal_core.algorithm.advantages import ADVANTAGES
+from areal_core.config import RunConfig
+from areal_core.data.source import open_source
+from areal_core.data.tokenizer import Tokenizer
+from areal_core.errors import ArealError, ConfigError
+from areal_core.evaluation import Evaluator
+from areal_core.generation.engine import Engine
+from areal_core.launch import CHILD_ENV
+from areal_core.model import read_spec, read_weights
+from areal_core.prepare import _base_model, preflight
+from areal_core.rewards.packing import unpack_group
+from areal_core.rewards.worker import ScoredGroup, ScoreJob, score_group
+from areal_core.rollout.controller import trajectory_seed
+from areal_core.training.batching import shard
+from areal_core.training.engine import TrainingBatch, build_batch
+from areal_core.training.torch_engine import TorchEngine
+from areal_core.types import GenerationRequest, PolicyVersion
+from areal_core.wire import encode_generation
+
+OBJECTIVES = ("decoupled", "naive")
+_SETTING = ("training.steps=32", "training.learning_rate=5e-5", "evaluation.every=4", "tracking.enabled=false")
+_OURS = ("seed", "algorithm.objective")  # fields that differ from job to job
+_PROCESSES = 2  # jobs at a time
+_COLOURS = {"decoupled": "#1f77b4", "naive": "#d95f02"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run. `config` holds its objective and its seed."""
+
+    lag: int  # versions
+    config: RunConfig
+    model_path: str  # version 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.algorithm.objective}, lag {self.lag}, seed {self.config.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What a step was like. Means are over its loss tokens."""
+
+    step: int
+    reward: float  # mean over answers
+    ess: float  # of pi_prox / pi_behav (naive: pi_theta / pi_behav), as a share of the tokens
+    weight_max: float  # largest of those ratios
+    clip_fraction: float
+    entropy: float  # nats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A finished job."""
+
+    objective: str
+    lag: int
+    seed: int
+    accuracy: tuple[tuple[int, float], ...]  # (step, held-out greedy accuracy), step 0 and the last one included
+    steps: tuple[StepRecord, ...]
+    wall_s: float
+
+    @property
+    def final(self) -> float:
+        return self.accuracy[-1][1]
+
+
+def main() -> None:
+    options = _parse()
+    start = time.monotonic()
+    try:
+        jobs = plan(options.seeds, options.lags, options.overrides)
+        outcomes = list(_run_all(jobs))
+    except ArealError as error:
+        raise SystemExit(f"areal: error: {error}") from None
+    if options.out:
+        options.out.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes]))
+    if options.picture:
+        draw(outcomes, options.picture)
+    print(json.dumps(summary(outcomes, jobs[0].config) | {"wall_s": round(time.monotonic() - start, 1)}))
+
+
+def plan(seeds: Sequence[int], lags: Sequence[int], overrides: Sequence[str]) -> list[Job]:
+    """All jobs; makes their base model if no run of its recipe has. Raises what preflight and the warm-up raise."""
+    for override in overrides:
+        if (name := override.partition("=")[0]) in _OURS:
+            raise ConfigError(f"{name}: this benchmark sets it, job by job")
+    config = configuration(None, [*_SETTING, *overrides])
+    preflight(config)
+    model = str(_base_model(config, _progress))
+    return [
+        Job(
+            lag=lag,
+            config=dataclasses.replace(
+                config, seed=seed, algorithm=dataclasses.replace(config.algorithm, objective=objective)
+            ),
+            model_path=model,
+        )
+        for seed in seeds
+        for lag in lags
+        for objective in OBJECTIVES
+    ]
+
+
+# -- one job ---------------------------------------------------------------------------------------------------
+
+
+def behaviour_version(step: int, lag: int) -> int:
+    """The version that generates the batch of `step`, which trains version step - 1: `lag` older, or the base."""
+    return max(0, step - 1 - lag)
+
+
+def run_job(job: Job) -> Outcome:
+    """Train to the last step; score the base, every `evaluation.every` steps and the last version."""
+    start, every, last = time.monotonic(), job.config.evaluation.every, job.config.training.steps
+    evaluator = Evaluator(job.config, job.model_path)
+    steps: list[StepRecord] = []
+    with tempfile.TemporaryDirectory(prefix="areal-staleness-") as folder:
+        training = LaggedTraining(job, Path(folder))
+        accuracy = [(0, evaluator.score(training.versions[0]).accuracy)]
+        for step in range(1, last + 1):
+            steps.append(training.step())
+            if step % every == 0 or step == last:
+                accuracy.append((step, evaluator.score(training.versions[-1]).accuracy))
+                _progress(
+                    f"{job.name}: step {step}/{last}, reward {steps[-1].reward:.3f}, accuracy {accuracy[-1][1]:.3f}"
+                )
+    return Outcome(
+        objective=job.config.algorithm.objective,
+        lag=job.lag,
+        seed=job.config.seed,
+        accuracy=tuple(accuracy),
+        steps=tuple(steps),
+        wall_s=time.monotonic() - start,
+    )
+
+
+class LaggedTraining:
+    """Generation and training in turns, the one exactly `lag` versions behind the other. Versions lie in `store`."""
+
+    def __init__(self, job: Job, store: Path) -> None:
+        config, task = job.config, job.config.task
+        self._job, self._config, self._store = job, config, store
+        self._spec = read_spec(job.model_path)
+        base = read_weights(job.model_path, self._spec)
+        self._source = open_source(config, Tokenizer.from_folder(job.model_path))
+        self._generator = Engine(
+            self._spec,
+            base,
+            slots=config.generation.slots,
+            context=min(self._spec.context, task.max_prompt_tokens + task.max_new_tokens),
+        )
+        self._trainer = TorchEngine(self._spec, base, config.training, config.algorithm)
+        self.versions = [PolicyVersion(version=0, path=job.model_path, sha256="")]  # oldest first
+
+    def step(self) -> StepRecord:
+        """Make the next version. Raises DivergenceError."""
+        step = len(self.versions)
+        behaviour = behaviour_version(step, self._job.lag)
+        self._load(behaviour)
+        scored = self._roll_out(step)
+        batch = self._build(step, scored)
+        assert (batch.versions[batch.loss_mask] == behaviour).all()
+        proximal = self._trainer.logprobs(batch) if self._config.algorithm.objective == "decoupled" else None
+        stats = self._trainer.train_step(batch, proximal)
+        self.versions.append(weights.publish(self._store, step, self._trainer.weights()))
+        return StepRecord(
+            step=step,
+            reward=statistics.fmean(reward for group in scored for reward in group.summary.rewards),
+            ess=stats.ess,
+            weight_max=stats.weight_max,
+            clip_fraction=stats.clip_fraction,
+            entropy=stats.entropy,
+        )
+
+    def _load(self, version: int) -> None:
+        if version != self._generator.version:
+            tensors = {name: torch.from_numpy(array) for name, array in weights.load(self.versions[version]).items()}
+            self._generator.swap(self._generator.prepare(tensors), version)
+
+    def _roll_out(self, step: int) -> list[ScoredGroup]:
+        """The groups of a step, in the order of their prompts: the same prompts whatever objective and lag."""
+        config, size = self._config, self._config.groups_per_batch
+        prompts = [self._source.prompt(index) for index in range((step - 1) * size, step * size)]
+        requests = [
+            GenerationRequest(
+                request_id=f"group-{prompt.index}",
+                token_ids=prompt.token_ids,
+                n=config.algorithm.group_size,
+                max_tokens=config.task.max_new_tokens,
+                seed=trajectory_seed(config.seed, prompt.index, 0),
+                stop_token_ids=self._spec.eos_token_ids,
+            )
+            for prompt in prompts
+        ]
+        answers = self._generator.generate(requests)
+        return [
+            score_group(
+                ScoreJob(
+                    answer=encode_generation(request, group, logprobs=True),
+                    prompt_token_ids=prompt.token_ids,
+                    gold=prompt.answer,
+                    task=config.task,
+                    algorithm=config.algorithm,
+                    model_path=self._job.model_path,
+                )
+            )
+            for prompt, request, group in zip(prompts, requests, answers, strict=True)
+        ]
+
+    def _build(self, step: int, scored: Sequence[ScoredGroup]) -> TrainingBatch:
+        config = self._config
+        tokens = [group.summary.tokens for group in scored]
+        return build_batch(
+            step,
+            shard(tokens, config.training.minibatches, 1, seed=config.seed, step=step)[0],
+            {index: unpack_group(group.payload) for index, group in enumerate(scored)},
+            ADVANTAGES[config.algorithm.advantage]([group.summary.rewards for group in scored]),
+            mask_truncated=config.algorithm.truncated == "mask",
+        )
+
+
+# -- all jobs --------------------------------------------------------------------------------------------------
+
+
+def _run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
+    """Run jobs in processes of one thread each; outcomes in the order in which they finish. The first failure ends all
+    that have not started."""
+    os.environ.update(CHILD_ENV)  # read when a process starts and when torch is imported there
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(_PROCESSES, mp_context=spawn, initializer=_start_process) as pool:
+        try:
+            for done, future in enumerate(as_completed([pool.submit(run_job, job) for job in jobs]), start=1):
+                outcome = future.result()
+                _progress(f"{done} of {len(jobs)} runs done, this one in {outcome.wall_s:.0f} s")
+                yield outcome
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _start_process() -> None:
+    process.die_with_parent()
+    torch.set_num_threads(1)
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# -- what came out ---------------------------------------------------------------------------------------------
+
+
+def by_seed(outcomes: Sequence[Outcome]) -> dict[str, dict[int, dict[int, float]]]:
+    """Last accuracies as [objective][lag][seed], lags and seeds ascending."""
+    table: dict[str, dict[int, dict[int, float]]] = {}
+    for outcome in sorted(outcomes, key=lambda each: (each.objective, each.lag, each.seed)):
+        table.setdefault(outcome.objective, {}).setdefault(outcome.lag, {})[outcome.seed] = outcome.final
+    return table
+
+
+def summary(outcomes: Sequence[Outcome], config: RunConfig) -> dict[str, Any]:
+    """The benchmark's answer, fit for JSON: mean accuracy by objective and lag, and what it rests on."""
+    table = by_seed(outcomes)
+    means = {
+        objective: {str(lag): round(statistics.fmean(seeds.values()), 4) for lag, seeds in lags.items()}
+        for objective, lags in table.items()
+    }
+    return means | {
+        "by_seed": {
+            objective: {
+                str(lag): {str(seed): round(value, 4) for seed, value in seeds.items()} for lag, seeds in lags.items()
+            }
+            for objective, lags in table.items()
+        },
+        "base_accuracy": round(outcomes[0].accuracy[0][1], 4),
+        "seeds": sorted({outcome.seed for outcome in outcomes}),
+        "steps": config.training.steps,
+        "learning_rate": config.training.learning_rate,
+        "minibatches": config.training.minibatches,
+        "batch_size": config.rollout.batch_size,
+        "group_size": config.algorithm.group_size,
+        "behaviour_cap": config.algorithm.behaviour_cap,
+        "held_out": config.task.held_out,
+    }
+
+
+def draw(outcomes: Sequence[Outcome], file: Path) -> None:
+    """Accuracy over lag as a picture: a line through the means, a point for each seed."""
+    from matplotlib.figure import Figure  # half a second of imports, in every process
+
+    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for objective, lags in by_seed(outcomes).items():
+        colour = _COLOURS[objective]
+        means = [statistics.fmean(seeds.values()) for seeds in lags.values()]
+        axes.plot(list(lags), means, color=colour, linewidth=2, label=objective)
+        points = [(lag, value) for lag, seeds in lags.items() for value in seeds.values()]
+        axes.scatter(*zip(*points, strict=True), color=colour, s=28, alpha=0.6, linewidths=0, zorder=3)
+    axes.set(xlabel="lag (versions)", ylabel="held-out greedy accuracy", ylim=(0, 1))
+    figure.savefig(file)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=_numbers, default=[1, 2, 3])
+    parser.add_argument("--lags", type=_numbers, default=[0, 4, 8, 16], help="in versions")
+    parser.add_argument("--steps", type=int, help="training.steps")
+    parser.add_argument("--out", type=Path, help="write every run's curves here, JSON")
+    parser.add_argument("--picture", type=Path, help="draw accuracy over lag into this file")
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    options = parser.parse_intermixed_args()
+    if options.steps is not None:
+        options.overrides.append(f"training.steps={options.steps}")
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    """`1,2,3`, distinct and not negative."""
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(f"must be distinct whole numbers from 0 on, got {text}")
+    return numbers
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What is asynchrony worth on this machine's cores, and does it cost quality? Pairs of runs, interleaved in time.
+
+    python -m benchmarks.sync_vs_async [--seeds 1,2,3,4,5]
+
+Three questions, each a ratio of effective tokens/s, median over seeds of the ratio within a seed:
+
+- `standard_over_strong`: the default task, asynchronous against the strong synchronous baseline, in which every core
+  generates and then every core trains;
+- `long_tail_over_strong`: the same where batches are small and answers vary widely in length (`experiment=long-tail`);
+- `standard_over_naive`: against a synchronous run that trains on one core only, as a loop of generate and train in one
+  process would.
+
+All arms of a seed draw the same prompts, train on the same number of trajectories and have the same two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_core.errors import ArealError, ProcessError
+from areal_core.types import RunSummary
+from flows.comparison.plan import plan
+from flows.comparison.statistics import Interval, paired_difference, paired_ratio, verdict
+from flows.comparison.trials import run_all
+
+ASYNC = ["mode=async"]
+STRONG = ["mode=sync"]
+NAIVE = ["mode=sync", "training.ranks=1"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3, 4, 5])
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help="for all arms")
+    arguments = parser.parse_args()
+    try:
+        print(json.dumps(measure(arguments.seeds, arguments.overrides)))
+    except ArealError as error:
+        raise SystemExit(f"areal: error: {error}") from None
+
+
+def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
+    standard = _arms("cpu-async", {"strong": STRONG, "async": ASYNC, "naive": NAIVE}, seeds, overrides)
+    long_tail = _arms("long-tail", {"strong": STRONG, "async": ASYNC}, seeds, overrides)
+    pairs = {
+        "standard_over_strong": (standard["async"], standard["strong"]),
+        "long_tail_over_strong": (long_tail["async"], long_tail["strong"]),
+        "standard_over_naive": (standard["async"], standard["naive"]),
+    }
+    ratios = {name: paired_ratio(_speeds(arm), _speeds(other)) for name, (arm, other) in pairs.items()}
+    accuracies = {name: paired_difference(_scores(arm), _scores(other)) for name, (arm, other) in pairs.items()}
+    return {
+        **{name: round(ratio.median, 3) for name, ratio in ratios.items()},
+        "intervals": {name: _shown(ratio) for name, ratio in ratios.items()},
+        "accuracy_difference": {
+            name: _shown(interval) | {"verdict": verdict(interval, 0.0)} for name, interval in accuracies.items()
+        },
+        "effective_tokens_per_s": {
+            f"{task}_{arm}": {seed: round(speed) for seed, speed in _speeds(summaries).items()}
+            for task, arms in (("standard", standard), ("long_tail", long_tail))
+            for arm, summaries in arms.items()
+        },
+        "seeds": list(seeds),
+    }
+
+
+def _arms(
+    experiment: str, arms: Mapping[str, Sequence[str]], seeds: Sequence[int], overrides: Sequence[str]
+) -> dict[str, dict[int, RunSummary]]:
+    """Summaries by arm and seed. Raises ProcessError for a run that failed: a ratio without it would mislead."""
+    comparison = f"bench-{experiment}-{secrets.token_hex(3)}"
+    trials = plan(comparison, experiment, arms, seeds, ["tracking=off", *overrides])
+    results = run_all(trials, log=lambda line: print(line, file=sys.stderr, flush=True))
+    summaries: dict[str, dict[int, RunSummary]] = {arm: {} for arm in arms}
+    for result in results:
+        if result.summary is None:
+            raise ProcessError(f"{result.trial.run_id} failed: {result.failure}")
+        summaries[result.trial.arm][result.trial.seed] = result.summary
+    return summaries
+
+
+def _speeds(summaries: Mapping[int, RunSummary]) -> dict[int, float]:
+    return {seed: summary.effective_tokens_per_s for seed, summary in summaries.items()}
+
+
+def _scores(summaries: Mapping[int, RunSummary]) -> dict[int, float]:
+    return {seed: summary.accuracy_after for seed, summary in summaries.items()}
+
+
+def _shown(interval: Interval) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in dataclasses.asdict(interval).items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The flow `areal-compare`: arms times seeds over one experiment, one run after the other, and a report.
+
+    plan -> track -> trial, trial, trial, ... -> report
+
+Everything that can be found wrong is found by `plan`. A trial is an ordinary run in this process and a task of its own;
+one that fails is tried once more, unless that would end the same, and the comparison goes on without it. A trial that
+has ended before is not run again, and one that was cut off goes on, so that the same name continues a comparison.
+
+Cancelling sends this process SIGTERM, which Prefect raises in the main thread. Trials run there: the run's processes
+end in order, then the comparison's run in MLflow is marked as killed. See flows.areal for why there are no hooks.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+from uuid import UUID
+
+import httpx
+from prefect import Task, flow, get_run_logger, task
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.runtime import deployment, flow_run
+from prefect.states import Completed, Failed
+from pydantic import Field
+
+from areal_core import run as core
+from areal_core.errors import ArealError, TrackingError
+from areal_core.process import die_with_parent
+from areal_core.progress import describe
+from areal_core.types import RunStatus, RunSummary
+from flows.comparison.headline import metrics, result_table, result_title
+from flows.comparison.plan import DEFAULT_ARMS, Trial
+from flows.comparison.record import Comparison, read_comparison
+from flows.comparison.report import write_report
+from flows.comparison.trials import load_result, run_trial
+from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural
+
+if TYPE_CHECKING:
+    from areal_core.tracking.outbox import EndStatus
+    from flows.comparison.parent import Parent
+
+COMPARISON = "areal-comparison"  # key of an artifact
+
+_RETRIES = 1  # of a trial, after the restarts of its processes are spent; it resumes the same run
+_PROGRESS_INTERVAL_S = 2.0
+_REASONS = 3  # of failed trials, in the state of the flow run
+
+
+@flow(name="areal-compare")
+def areal_compare(
+    experiment: Experiment = "cpu-async",
+    arms: dict[str, list[str]] = DEFAULT_ARMS,
+    seeds: Annotated[list[Natural], Field(min_length=1)] = [1, 2, 3],  # noqa: B006 - Prefect shows the default in its form
+    overrides: list[str] = [],  # noqa: B006
+    name: str | None = None,
+) -> State:
+    """Runs that differ in one thing, compared: every arm with every seed, matched in what they train on, and a report.
+
+    Args:
+        experiment: A file of conf/experiment, common to all arms.
+        arms: Name of each arm and the settings that make it, as in {"sync": ["mode=sync"]}. The first is the reference.
+        seeds: Every arm runs with each of them. Six or more give intervals of 95 %.
+        overrides: Any other setting of all arms, one a line, as training.steps=50.
+        name: Of the comparison, letters, digits and dashes. A name that exists is continued, with its settings and
+            perhaps new arms or seeds. Empty: a new one.
+    """
+    if deployment.id is not None:
+        die_with_parent(signal.SIGTERM)  # the worker; without it nobody could cancel this run
+    # The same name in every attempt of this flow run, hence Prefect's "Retry" resumes.
+    name = name or f"{experiment}-{flow_run.id[-12:]}"
+    try:
+        return _compare(Comparison.of(name, experiment, arms, seeds, overrides))
+    except ArealError as error:
+        get_run_logger().error("%s", error)
+        return Failed(message=str(error))
+
+
+def _compare(asked: Comparison) -> State:
+    progress = _Progress()
+    comparison, trials = plan(asked)
+    parent = track(comparison, trials)
+    status: EndStatus = "KILLED"
+    try:
+        failures = _run_all(comparison, trials, parent, progress)
+        report(comparison, trials, failures, parent)
+        status = "FAILED" if failures else "FINISHED"
+    except Exception:
+        status = "FAILED"
+        raise
+    finally:
+        if parent is not None:
+            with _untracked_at_worst():
+                parent.end(status)
+    if failures:
+        return Failed(message=_what_failed(trials, failures))
+    return Completed(message=f"{len(trials)} trials")
+
+
+def _run_all(comparison: Comparison, trials: list[Trial], parent: Parent | None, progress: _Progress) -> dict[str, str]:
+    """Run all trials; run id -> reason of those that failed."""
+    tags = {"comparison": comparison.name, **(parent.tags if parent else {})}
+    failures: dict[str, str] = {}
+    for before, planned in enumerate(trials):
+        progress.begin(planned, before, len(trials), len(failures))
+        state = trial(planned, tags, progress, return_state=True)
+        if not state.is_completed():
+            failures[planned.run_id] = str(state.message)
+    progress.say(100.0, "reporting")
+    return failures
+
+
+@task(cache_policy=NO_CACHE)
+def plan(asked: Comparison) -> tuple[Comparison, list[Trial]]:
+    """Find everything that is wrong before anything starts; join what the comparison of this name has already."""
+    known = read_comparison(asked.folder())
+    comparison = asked.continuing(known) if known else asked
+    trials = comparison.trials()
+    to_run = {planned.arm: planned.config for planned in trials if not _has_ended(planned)}
+    for config in to_run.values():  # one an arm: seeds need nothing of their own
+        core.preflight(config)
+    comparison.write()
+    done = sum(map(_has_ended, trials))
+    get_run_logger().info("comparison %s: %d trials, %d of them done before", asked.name, len(trials), done)
+    return comparison, trials
+
+
+@task(cache_policy=NO_CACHE)
+def track(comparison: Comparison, trials: list[Trial]) -> Parent | None:
+    """Open the comparison's run in MLflow, or find it again; the runs of the trials will be its children."""
+    from flows.comparison.parent import open_parent  # seconds of imports
+
+    return open_parent(comparison, trials, {"areal.flow_run_id": flow_run.id})
+
+
+def _worth_another_try(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
+    """Asked by Prefect when a trial has failed; `state` holds the one that it returned, which holds the failure."""
+    error = state.data.data if isinstance(state.data, State) else state.data  # the latter is a bug's
+    return isinstance(error, ArealError) and not isinstance(error, HOPELESS)
+
+
+@task(
+    cache_policy=NO_CACHE,
+    task_run_name="{planned.arm} seed {planned.seed}",
+    retries=_RETRIES,
+    retry_condition_fn=_worth_another_try,
+)
+def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> State:
+    """One run of the comparison, from its base model to its summary."""
+    ended_before = _has_ended(planned)
+    execute = _Execute()
+    result = run_trial(planned, tags=tags, log=get_run_logger().info, on_status=progress.show, execute=execute)
+    if result.failure is not None:
+        return Failed(message=result.failure, data=execute.error)
+    return Completed(message="has ended before, not run again" if ended_before else None)
+
+
+@task(cache_policy=NO_CACHE)
+def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str], parent: Parent | None) -> None:
+    """What came of the comparison: files in its folder and in MLflow, artifacts of the flow run."""
+    results = [load_result(planned, failures.get(planned.run_id)) for planned in trials]
+    folder = comparison.folder()
+    made = write_report(comparison.name, comparison.arms, results, folder)
+    places = {"report": str(folder / "report.html")}
+    if parent is not None:
+        places["MLflow"] = parent.page or parent.uri
+        done = len(trials) - len(failures)
+        with _untracked_at_worst():
+            parent.add(metrics(comparison.arms, results), done, [folder / "plan.json", *made.files])
+            if beside := parent.side_by_side(trials):
+                places["trials side by side"] = beside
+    table = result_table(comparison.arms, results)
+    create_table_artifact(table, key=RESULT, description=result_title(comparison.name, comparison.arms, results))
+    create_table_artifact([{"what": what, "value": value} for what, value in places.items()], key=PLACES)
+    for what, where in places.items():
+        if where.startswith("http"):
+            create_link_artifact(where, what, key=f"areal-{what.lower().replace(' ', '-')}")
+    create_markdown_artifact(_with_pictures(made.markdown, folder), key=COMPARISON)
+
+
+def _with_pictures(markdown: str, folder: Path) -> str:
+    """The report with its pictures in it: Prefect has no files beside a page."""
+
+    def data(link: re.Match[str]) -> str:
+        return f"](data:image/png;base64,{base64.b64encode((folder / link[1]).read_bytes()).decode()})"
+
+    return re.sub(r"\]\(([\w-]+\.png)\)", data, markdown)
+
+
+class _Progress:
+    """The progress artifact: how far all trials are. A Prefect server that is away costs a look, not the trial."""
+
+    def __init__(self) -> None:
+        self._id = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="planning"))
+        self._said_at = 0.0
+
+    def begin(self, planned: Trial, before: int, trials: int, failed: int) -> None:
+        """A trial, `before` of which have been there before it."""
+        failures = f", {failed} failed" if failed else ""
+        self._before, self._trials = before, trials
+        self._trial = f"trial {before + 1} of {trials}{failures}: {planned.arm} seed {planned.seed}"
+        self.say(100.0 * before / trials, f"{self._trial} · starting")
+
+    def show(self, status: RunStatus) -> None:
+        """How far the trial is."""
+        if time.monotonic() - self._said_at >= _PROGRESS_INTERVAL_S:
+            done = self._before + status.step / status.steps
+            self.say(100.0 * done / self._trials, f"{self._trial} · {describe(status)}")
+
+    def say(self, percent: float, text: str) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            update_progress_artifact(self._id, percent, text)
+        self._said_at = time.monotonic()
+
+
+class _Execute:
+    """`areal_core.run.execute`, remembering what it raised: its kind decides about another try."""
+
+    error: ArealError | None = None
+
+    def __call__(self, *arguments: Any, **options: Any) -> RunSummary:
+        try:
+            return core.execute(*arguments, **options)
+        except ArealError as error:
+            self.error = error
+            raise
+
+
+@contextlib.contextmanager
+def _untracked_at_worst() -> Iterator[None]:
+    """An MLflow that has gone away costs what it would have been told, not the comparison."""
+    try:
+        yield
+    except TrackingError as error:
+        get_run_logger().warning("not tracked: %s", error)
+
+
+def _has_ended(planned: Trial) -> bool:
+    return core.run_folder(planned.config, planned.run_id).summary.exists()
+
+
+def _what_failed(trials: list[Trial], failures: Mapping[str, str]) -> str:
+    named = [
+        f"{planned.arm} seed {planned.seed}: {failures[planned.run_id]}"
+        for planned in trials
+        if planned.run_id in failures
+    ]
+    more = f"; and {len(named) - _REASONS} more" if len(named) > _REASONS else ""
+    return (
+        f"{len(named)} of {len(trials)} trials failed: {'; '.join(named[:_REASONS])}{more}; the report tells the rest"
+    )

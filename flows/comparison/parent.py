@@ -1,0 +1,85 @@
+"""A comparison's own run in MLflow, the parent of its trials' runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from areal_core.prepare import run_folder, tracking_uri
+from areal_core.rundir import write_json
+from areal_core.tracking import client
+from areal_core.tracking.outbox import EndStatus
+from flows.comparison.plan import Trial
+from flows.comparison.record import Comparison
+from flows.report import run_page
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    """The run, by its server and its id."""
+
+    uri: str
+    run_id: str
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """What makes a run its child."""
+        return {"mlflow.parentRunId": self.run_id}
+
+    @property
+    def page(self) -> str | None:
+        """None where MLflow is a database, which has no pages."""
+        return run_page(self.uri, self.run_id)
+
+    def side_by_side(self, trials: Sequence[Trial]) -> str | None:
+        """MLflow's page on which it compares runs, with those of the trials that were started; None without a server.
+
+        Raises TrackingError.
+        """
+        folders = [run_folder(trial.config, trial.run_id) for trial in trials]
+        children = [folder.info().tracking_run_id for folder in folders if (folder.root / "run.json").exists()]
+        if self.page is None or not children:
+            return None
+        runs, experiments = (
+            quote(json.dumps(ids)) for ids in (children, [client.experiment_of(self.uri, self.run_id)])
+        )
+        return f"{self.uri.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}"
+
+    def add(self, metrics: Mapping[str, float], step: int, files: Iterable[Path]) -> None:
+        """Metrics of the comparison, and files of its report. Raises TrackingError."""
+        client.add_to_run(self.uri, self.run_id, metrics=metrics, step=step, files=files, folder="report")
+
+    def end(self, status: EndStatus) -> None:
+        """Raises TrackingError."""
+        client.end_run(self.uri, self.run_id, status)
+
+
+def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[str, str]) -> Parent | None:
+    """The run of a comparison, opened once and found again; None where the reference arm is not tracked.
+
+    Its folder remembers it. MLflow is where it is today: a server's address may have changed. Raises TrackingError.
+    """
+    config = trials[0].config  # of the reference, as plans begin with it
+    uri = tracking_uri(config)
+    if uri is None:
+        return None
+    known = comparison.folder() / "tracking.json"
+    if known.exists():
+        parent = Parent(uri=uri, run_id=json.loads(known.read_text())["run_id"])
+        if client.resume_run(uri, parent.run_id):
+            return parent
+    labels = {"comparison": comparison.name, "experiment": comparison.experiment, **tags}
+    settings = {
+        "experiment": comparison.experiment,
+        "arms": {arm.name: " ".join(arm.overrides) for arm in comparison.arms},
+        "seeds": ", ".join(map(str, comparison.seeds)),
+        "overrides": " ".join(comparison.overrides),
+    }
+    run_id = client.start_run(uri, config.tracking.experiment, comparison.name, labels, settings)
+    parent = Parent(uri=uri, run_id=run_id)
+    write_json(known, dataclasses.asdict(parent))
+    return parent

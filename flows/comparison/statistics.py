@@ -1,0 +1,90 @@
+"""What a handful of seeds says about a median, without assuming a distribution.
+
+The interval between the k-th lowest and the k-th highest of n independent values holds the median of whatever they were
+drawn from with probability P(k <= Binomial(n, 1/2) <= n - k) = 1 - 2 P(Binomial(n, 1/2) < k), for any continuous
+distribution (David and Nagaraja, Order Statistics, section 7.1). Three seeds can't give 95 %: their whole range has
+75 %.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+CONFIDENCE = 0.95  # of intervals, where there are values enough
+
+Verdict = Literal["higher", "lower", "no difference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A sample's median, and an interval for the true one."""
+
+    median: float
+    low: float
+    high: float
+    coverage: float  # probability that [low, high] holds the true median
+    n: int  # values
+
+
+def median_interval(values: Iterable[float], confidence: float = CONFIDENCE) -> Interval:
+    """The narrowest symmetric interval of order statistics whose coverage is at least `confidence`.
+
+    Where even the whole range has less, it is the whole range, with the coverage that it has. Raises ValueError without
+    values, or for one that is not finite.
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    if not ordered or not all(map(math.isfinite, ordered)):
+        raise ValueError(f"a median needs finite values, got {ordered}")
+    k = max((k for k in range(1, (n + 1) // 2 + 1) if _coverage(n, k) >= confidence), default=1)
+    return Interval(
+        median=statistics.median(ordered), low=ordered[k - 1], high=ordered[n - k], coverage=_coverage(n, k), n=n
+    )
+
+
+def paired_ratio(
+    values: Mapping[int, float], reference: Mapping[int, float], confidence: float = CONFIDENCE
+) -> Interval:
+    """value / reference of each seed that has both, as `median_interval` puts it. Raises ValueError where no seed has
+    both, or a reference is 0."""
+    pairs = _pairs(values, reference)
+    if zero := [seed for seed, (_, base) in pairs.items() if base == 0]:
+        raise ValueError(f"the reference of seed {zero[0]} is 0: no ratio to it")
+    return median_interval((value / base for value, base in pairs.values()), confidence)
+
+
+def paired_difference(
+    values: Mapping[int, float], reference: Mapping[int, float], confidence: float = CONFIDENCE
+) -> Interval:
+    """value - reference of each seed that has both. Raises ValueError where no seed has both."""
+    return median_interval((value - base for value, base in _pairs(values, reference).values()), confidence)
+
+
+def verdict(interval: Interval, neutral: float) -> Verdict:
+    """What an interval of ratios (`neutral` 1) or of differences (0) says. One value alone says nothing."""
+    if interval.n == 1 or interval.low <= neutral <= interval.high:
+        return "no difference"
+    return "higher" if interval.low > neutral else "lower"
+
+
+def values_needed(confidence: float = CONFIDENCE) -> int:
+    """The fewest values whose whole range holds the median with probability `confidence`, below 1."""
+    return next(n for n in itertools.count(1) if _coverage(n, 1) >= confidence)
+
+
+def _coverage(n: int, k: int) -> float:
+    """Probability that the median lies between the k-th lowest and the k-th highest of n values."""
+    return 1.0 - 2.0 * sum(math.comb(n, i) for i in range(k)) / 2**n
+
+
+def _pairs(values: Mapping[int, float], reference: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    """Seed -> (value, reference value), of the seeds that have both."""
+    pairs = {seed: (values[seed], reference[seed]) for seed in sorted(values.keys() & reference.keys())}
+    if not pairs:
+        raise ValueError("no seed has both a value and a reference")
+    return pairs

@@ -1,0 +1,87 @@
+"""The trials of a comparison, run one after the other, and what each of them left in its folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from areal_core import run as core
+from areal_core.errors import ArealError
+from areal_core.prepare import Log
+from areal_core.rundir import RunDir
+from areal_core.timeline import Span, read_timeline
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import RunStatus, RunSummary
+from flows.comparison.plan import Trial
+
+Execute = Callable[..., RunSummary]  # `areal_core.run.execute`
+Curves = dict[str, list[tuple[int, float]]]  # metric key -> (step, value), by step
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """How a trial went. Either `summary` or `failure` is None."""
+
+    trial: Trial
+    summary: RunSummary | None
+    failure: str | None  # one line
+    curves: Curves  # what there is, also of a trial that failed
+    staleness: dict[int, int]  # versions -> tokens, over all tokens that a successful run trained on
+    spans: list[Span]  # by their start
+
+
+def run_all(trials: Sequence[Trial], *, log: Log, execute: Execute = core.execute) -> list[TrialResult]:
+    """Run trials in their order; one that fails is followed by the next."""
+    results: list[TrialResult] = []
+    for number, trial in enumerate(trials, 1):
+        log(f"trial {number} of {len(trials)}: {trial.run_id}")
+        results.append(run_trial(trial, log=log, execute=execute))
+        if failure := results[-1].failure:
+            log(f"{trial.run_id} failed: {failure}")
+    return results
+
+
+def run_trial(
+    trial: Trial,
+    *,
+    tags: Mapping[str, str] | None = None,
+    log: Log,
+    on_status: Callable[[RunStatus], None] | None = None,
+    execute: Execute = core.execute,
+) -> TrialResult:
+    """Run a trial to its end. `tags` go to its tracking run, beside its arm.
+
+    A failure of the run becomes the result's. A trial that has ended before isn't run again; one that was cut off, or
+    failed, goes on where it was.
+    """
+    try:
+        execute(
+            trial.config, run_id=trial.run_id, tags={"arm": trial.arm, **(tags or {})}, log=log, on_status=on_status
+        )
+    except ArealError as error:
+        return load_result(trial, str(error))
+    return load_result(trial)
+
+
+def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
+    """What a trial left in its folder; `failure` is how it failed, where that is known."""
+    run = core.run_folder(trial.config, trial.run_id)
+    if failure is None and not run.summary.exists():
+        failure = "the run has not ended: it left no summary"
+    summary = core.read_summary(run) if failure is None else None
+    return TrialResult(
+        trial=trial,
+        summary=summary,
+        failure=failure,
+        curves=_curves(run, trial.run_id),
+        staleness={int(versions): tokens for versions, tokens in summary.staleness_tokens.items()} if summary else {},
+        spans=read_timeline(run.timeline),
+    )
+
+
+def _curves(run: RunDir, run_id: str) -> Curves:
+    if not run.outbox.exists():  # it failed before it started
+        return {}
+    with contextlib.closing(Outbox(run.outbox, run_id)) as outbox:
+        return outbox.history()

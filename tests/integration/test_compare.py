@@ -1,0 +1,184 @@
+"""Comparisons on a real Prefect server and a real MLflow: complete, continued, with a failing arm, and cancelled."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun, TaskRun
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.states import Cancelling
+
+from tests.support.control import run_python, tiny
+from tests.support.stack import Up, brought_up
+
+pytestmark = pytest.mark.slow
+
+_ARMS = ("--arm", "sync: mode=sync", "--arm", "async-1: mode=async rollout.max_staleness=1")
+_FAILING = ("--arm", "late: mode=async launch.start_timeout_s=0.1")
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    state = tmp_path_factory.mktemp("state")
+    with brought_up(state, "areal-compare/compare", MLFLOW_RUN_ID="0" * 32) as stack:  # an id that nothing may use
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def first(up: Up) -> subprocess.CompletedProcess[str]:
+    """`make compare NAME=first SEEDS=1 ...`."""
+    return _compare(up.state, "--name", "first", "--seeds", "1", *_ARMS, "training.steps=2", *tiny(up.state))
+
+
+def _compare(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_python(state, "flows.compare_command", *arguments)
+
+
+def _newest(up: Up) -> FlowRun:
+    return up.client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
+
+
+def _trials(up: Up, flow_run: FlowRun) -> dict[str, TaskRun]:
+    chosen = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
+    return {run.name: run for run in up.client.read_task_runs(flow_run_filter=chosen) if " seed " in run.name}
+
+
+def _parent(up: Up, name: str) -> Run:
+    known = json.loads((up.state / "comparisons" / name / "tracking.json").read_text())
+    return MlflowClient(up.told["mlflow_uri"]).get_run(known["run_id"])
+
+
+def _children(up: Up, parent: Run) -> dict[str, Run]:
+    chosen = f"tags.mlflow.parentRunId = '{parent.info.run_id}'"
+    found = MlflowClient(up.told["mlflow_uri"]).search_runs([parent.info.experiment_id], chosen)
+    return {str(run.info.run_name): run for run in found}
+
+
+def test_deployment_has_a_form_and_a_pool(up: Up) -> None:
+    deployment = up.client.read_deployment_by_name("areal-compare/compare")
+    assert deployment.entrypoint == "flows/compare.py:areal_compare"
+    assert deployment.work_pool_name == "areal-local"
+    properties = deployment.parameter_openapi_schema["properties"]
+    assert set(properties) == {*("experiment", "arms", "seeds", "overrides", "name")}
+
+
+def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subprocess.CompletedProcess[str]) -> None:
+    assert first.returncode == 0, first.stdout + first.stderr
+    folder = up.state / "comparisons" / "first"
+    assert f"report: {folder / 'report.html'}" in first.stdout
+    assert f"MLflow: {up.told['mlflow_uri']}/#/runs/{_parent(up, 'first').info.run_id}" in first.stdout
+    assert "against sync" in first.stdout
+    assert "trial 2 of 2: async-1 seed 1" in first.stdout
+    assert (folder / "report.html").read_text().count("data:image/png;base64,") >= 3
+
+
+def test_comparison_leaves_artifacts_and_a_task_a_trial(up: Up, first: subprocess.CompletedProcess[str]) -> None:
+    assert first.returncode == 0
+    flow_run = _newest(up)
+    artifacts = up.artifacts(flow_run.id)
+    assert {"areal-progress", "areal-result", "areal-places", "areal-comparison"} <= set(artifacts)
+    assert _parent(up, "first").info.run_id in artifacts["areal-mlflow"].data
+    assert "/#/compare-runs?runs=" in artifacts["areal-trials-side-by-side"].data
+    assert [row["arm"] for row in json.loads(artifacts["areal-result"].data)] == ["sync", "async-1"]
+    assert artifacts["areal-comparison"].data.startswith("# Comparison first")
+    assert "](data:image/png;base64," in artifacts["areal-comparison"].data
+    assert {name: run.state_name for name, run in _trials(up, flow_run).items()} == {
+        "sync seed 1": "Completed",
+        "async-1 seed 1": "Completed",
+    }
+
+
+def test_trials_are_children_of_the_comparison_in_mlflow(up: Up, first: subprocess.CompletedProcess[str]) -> None:
+    assert first.returncode == 0
+    parent = _parent(up, "first")
+    assert (parent.info.run_name, parent.info.status) == ("first", "FINISHED")
+    assert parent.data.tags["comparison"] == "first"
+    assert parent.data.metrics["comparison/async-1.effective_tokens_per_s.ratio"] > 0
+    paths = MlflowClient(up.told["mlflow_uri"]).list_artifacts(parent.info.run_id, "report")
+    assert {"report/report.html", "report/report.md", "report/plan.json"} <= {file.path for file in paths}
+    children = _children(up, parent)
+    assert set(children) == {"first-sync-s1", "first-async-1-s1"}
+    labels = [[run.data.tags[tag] for tag in ("arm", "mode", "eta", "seed", "comparison")] for run in children.values()]
+    assert sorted(labels) == [["async-1", "async", "1", "1", "first"], ["sync", "sync", "0", "1", "first"]]
+    keys = [set(run.data.metrics) for run in children.values()]
+    assert {"time/elapsed_s", "ledger/consumed_tokens", "heldout/accuracy", "final/accuracy_after"} <= keys[0] & keys[1]
+
+
+def test_continued_comparison_runs_only_what_is_new_and_survives_a_failing_arm(
+    up: Up, first: subprocess.CompletedProcess[str]
+) -> None:
+    assert first.returncode == 0
+    before = _parent(up, "first")
+    summary = up.state / "runs" / "first-sync-s1" / "summary.json"
+    written = summary.stat().st_mtime_ns
+    again = _compare(up.state, "--name", "first", *_FAILING, "training.steps=2", *tiny(up.state))
+    assert again.returncode == 1, again.stdout + again.stderr
+    failure = "1 of 3 trials failed: late seed 1: "
+    assert failure in again.stdout.splitlines()[-1]
+    assert "not ready within 0.1 s" in again.stdout
+    flow_run = _newest(up)
+    assert flow_run.state is not None
+    assert flow_run.state.name == "Failed"
+    assert str(flow_run.state.message).startswith(failure)
+    table = json.loads(up.artifacts(flow_run.id)["areal-result"].data)
+    assert {row["arm"]: row["succeeded"] for row in table} == {"sync": "1 of 1", "async-1": "1 of 1", "late": "0 of 1"}
+    trials = _trials(up, flow_run)
+    states = {name: run.state for name, run in trials.items()}
+    assert {name: state.message for name, state in states.items() if state and state.is_completed()} == {
+        "sync seed 1": "has ended before, not run again",
+        "async-1 seed 1": "has ended before, not run again",
+    }
+    assert (trials["late seed 1"].state_name, trials["late seed 1"].run_count) == ("Failed", 2)
+    assert summary.stat().st_mtime_ns == written
+    parent = _parent(up, "first")
+    assert (parent.info.run_id, parent.info.status) == (before.info.run_id, "FAILED")
+    assert set(_children(up, parent)) == {"first-sync-s1", "first-async-1-s1", "first-late-s1"}
+    report = (up.state / "comparisons" / "first" / "report.md").read_text()
+    assert "late, seed 1: " in report
+
+
+def test_continued_comparison_keeps_its_settings(up: Up, first: subprocess.CompletedProcess[str]) -> None:
+    assert first.returncode == 0
+    changed = {"name": "first", "experiment": "cpu-async", "overrides": ["training.steps=3", *tiny(up.state)]}
+    flow_run = up.wait(up.start(**changed), "Failed")
+    assert flow_run.state is not None
+    assert str(flow_run.state.message).startswith("overrides: must be ['training.steps=2', ")
+    assert flow_run.run_count == 1
+
+
+def test_cancelled_comparison_ends_its_trial_and_can_go_on(up: Up) -> None:
+    settings = {"seeds": [1], "overrides": ["training.steps=10000", *tiny(up.state)]}
+    flow_run_id = up.start(arms={"sync": ["mode=sync"], "other": ["mode=async"]}, **settings)
+    up.wait(flow_run_id, "Running")
+    name = f"cpu-async-{str(flow_run_id)[-12:]}"
+    ready = up.state / "runs" / f"{name}-sync-s1" / "ready"
+    up.until("roles are ready", lambda: {"controller-0.json", "trainer-0.json"} <= {p.name for p in ready.glob("*")})
+    pids = [json.loads(path.read_text())["pid"] for path in ready.glob("[!.]*.json")]
+    up.client.set_flow_run_state(flow_run_id, Cancelling())
+    up.wait(flow_run_id, "Cancelled")
+    assert pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    parent = _parent(up, name)
+    assert parent.info.status == "KILLED"
+    assert [run.info.status for run in _children(up, parent).values()] == ["KILLED"]
+
+
+def test_wrong_arm_ends_compare_before_anything_starts(tmp_path: Path) -> None:
+    ran = _compare(tmp_path, "--arm", "sync: mode=sync", "--arm", "async-2: rollout.max_stalenes=2")
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines() == [
+        "areal: error: arms.async-2: rollout.max_stalenes: no such field; did you mean rollout.max_staleness?"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_seeds_are_refused(up: Up) -> None:
+    with pytest.raises(Exception, match="seeds"):
+        up.start(seeds=[])

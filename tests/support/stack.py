@@ -1,0 +1,106 @@
+"""A real Prefect server, worker and MLflow, as `make up` starts them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
+
+from tests.support.control import environment, run_python
+
+T = TypeVar("T")
+
+_TIMEOUT_S = 120.0  # for whatever a test waits for
+
+
+@contextmanager
+def brought_up(state: Path, deployment: str = "areal/train", **settings: str) -> Iterator[Up]:
+    """`make up`, then `make down`; `settings` are variables of the environment."""
+    started = run_python(state, "flows.stack", "up", **settings)
+    assert started.returncode == 0, started.stderr
+    try:
+        with (stack := Up(state, deployment)).client:
+            yield stack
+    finally:
+        ended = run_python(state, "flows.stack", "down")
+        assert ended.returncode == 0, ended.stderr
+
+
+class Up:
+    """A stack that `make up` has started."""
+
+    def __init__(self, state: Path, deployment: str) -> None:
+        self.state = state
+        self._deployment = deployment
+        self.told: dict[str, Any] = json.loads((state / "stack.json").read_text())
+        self.client = SyncPrefectClient(self.told["prefect_api"])
+
+    def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        settings = environment(self.state) | {"PREFECT_API_URL": self.told["prefect_api"], "DO_NOT_TRACK": "1"}
+        command = [sys.executable, "-m", "prefect", *arguments]
+        return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=240)
+
+    @cached_property
+    def deployment_id(self) -> UUID:
+        return self.client.read_deployment_by_name(self._deployment).id
+
+    def call(self, method: str, path: str, body: Any) -> Any:
+        """What the pages do: a bare call of Prefect's API, tried again while its database is locked."""
+
+        def served() -> httpx.Response | None:
+            answer = httpx.request(method, self.told["prefect_api"] + path, json=body)
+            return None if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE else answer
+
+        answer = self.until(f"{method} {path} is served", served)
+        assert answer.is_success, answer.text
+        return answer.json() if answer.content else None
+
+    def start(self, **parameters: Any) -> UUID:
+        return self.client.create_flow_run_from_deployment(self.deployment_id, parameters=parameters).id
+
+    def scheduled(self) -> list[FlowRun]:
+        """Runs that a schedule has made, by the time at which they are due."""
+        runs = self.client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_ASC)
+        return [run for run in runs if run.auto_scheduled]
+
+    def wait(self, flow_run_id: UUID, *until: str) -> FlowRun:
+        """The flow run once its state has one of these names."""
+
+        def there() -> FlowRun | None:
+            flow_run = self.client.read_flow_run(flow_run_id)
+            assert flow_run.state is not None
+            if flow_run.state.name in until:
+                return flow_run
+            assert not flow_run.state.is_final(), f"{flow_run.state.name}: {flow_run.state.message}"
+            return None
+
+        return self.until(f"flow run is {' or '.join(until)}", there)
+
+    def until(self, what: str, look: Callable[[], T | None]) -> T:
+        """What `look` finds, once it finds something."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while time.monotonic() < deadline:
+            if found := look():
+                return found
+            time.sleep(0.2)
+        raise AssertionError(f"not within {_TIMEOUT_S:g} s: {what}")
+
+    def artifacts(self, flow_run_id: UUID) -> dict[str, Any]:
+        chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
+        return {str(found.key): found for found in self.client.read_artifacts(artifact_filter=chosen)}
+
+    def result(self, flow_run: FlowRun) -> dict[str, str]:
+        return {row["what"]: row["value"] for row in json.loads(self.artifacts(flow_run.id)["areal-result"].data)}

@@ -1,0 +1,52 @@
+"""The arithmetic of the comparison with TRL: times a step, times to a score, speed-ups, who goes first."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.trl import Measurement, order, speedups
+
+
+def measurement(step_s: float, *accuracy: float, steps: int = 4) -> Measurement:
+    """`steps` steps of equal length; accuracy of the first ones."""
+    return Measurement(
+        elapsed_s=tuple(step_s * step for step in range(1, steps + 1)),
+        accuracy=dict(enumerate(accuracy, 1)),
+    )
+
+
+def test_time_to_score_is_the_training_time_of_the_first_version_that_reached_it() -> None:
+    one = measurement(2.0, 0.5, 0.75, 0.7, 0.9)
+    assert (one.step_of_score(0.75), one.time_to_score(0.75)) == (2, 4.0)
+    assert one.step_s == 2.0
+    assert (one.step_of_score(0.95), one.time_to_score(0.95)) == (None, None)
+
+
+def test_speedup_is_the_median_of_paired_ratios() -> None:
+    measured = {
+        1: {"areal": measurement(1.0, 0.8), "trl": measurement(3.0, 0.1, 0.8)},
+        2: {"areal": measurement(2.0, 0.8), "trl": measurement(10.0, 0.8)},
+        3: {"areal": measurement(1.0, 0.1, 0.8), "trl": measurement(4.0, 0.8)},
+    }
+    found = speedups(measured, 0.75)
+    assert found["speedup_per_step"] == 4.0  # of 3, 5, 4
+    assert found["speedup_to_score"] == 5.0  # of 6, 5, 2
+    assert (found["interval_to_score"]["low"], found["interval_to_score"]["high"]) == (2.0, 6.0)
+    assert found["interval_per_step"]["coverage"] == 0.75
+
+
+@pytest.mark.parametrize("slow", ["areal", "trl"])
+def test_no_speedup_to_a_score_that_one_of_them_missed(slow: str) -> None:
+    measured = {
+        1: {"areal": measurement(1.0, 0.8), "trl": measurement(3.0, 0.8)},
+        2: {"areal": measurement(1.0, 0.8), "trl": measurement(3.0, 0.8)} | {slow: measurement(1.0, 0.1)},
+    }
+    found = speedups(measured, 0.75)
+    assert found["speedup_to_score"] is None
+    assert found["interval_to_score"] is None
+    assert found["speedup_per_step"] is not None
+
+
+def test_the_systems_take_turns_in_going_first() -> None:
+    assert [order(position)[0] for position in range(4)] == ["areal", "trl", "areal", "trl"]
+    assert all(sorted(order(position)) == ["areal", "trl"] for position in range(2))

@@ -1,0 +1,68 @@
+"""The run of a comparison in MLflow, on SQLite: opened once, found again, and parent of its trials."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from flows.comparison.parent import Parent, open_parent
+from flows.comparison.record import Comparison
+
+_ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness=1"]}
+
+
+def _open(folder: Path, overrides: Sequence[str] = ()) -> Parent | None:
+    comparison = Comparison.of("study", "cpu-async", _ARMS, [1, 2], [f"state_dir={folder}", *overrides])
+    comparison.write()
+    return open_parent(comparison, comparison.trials(), {"areal.flow_run_id": "f"})
+
+
+def _remembered(folder: Path) -> Path:
+    return folder / "comparisons" / "study" / "tracking.json"
+
+
+@pytest.fixture(autouse=True)
+def _sqlite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_parent_is_opened_once_and_found_again(tmp_path: Path) -> None:
+    parent = _open(tmp_path)
+    assert parent is not None
+    parent.add({"comparison/async-1.wall_time.ratio": 0.5}, 4, [_remembered(tmp_path)])
+    parent.end("KILLED")
+    assert _open(tmp_path) == parent
+
+    client = MlflowClient(parent.uri)
+    run = client.get_run(parent.run_id)
+    assert (run.info.run_name, run.info.status) == ("study", "RUNNING")
+    assert run.data.tags.items() >= {"comparison": "study", "experiment": "cpu-async", "areal.flow_run_id": "f"}.items()
+    assert run.data.params["arms.async-1"] == "mode=async rollout.max_staleness=1"
+    assert [file.path for file in client.list_artifacts(parent.run_id, "report")] == ["report/tracking.json"]
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+    assert parent.tags == {"mlflow.parentRunId": parent.run_id}
+
+
+def test_parent_that_is_gone_is_opened_anew(tmp_path: Path) -> None:
+    _remembered(tmp_path).parent.mkdir(parents=True)
+    _remembered(tmp_path).write_text(json.dumps({"uri": "http://127.0.0.1:1", "run_id": "0" * 32}))
+    parent = _open(tmp_path)
+    assert parent is not None
+    assert parent.run_id != "0" * 32
+    assert json.loads(_remembered(tmp_path).read_text())["run_id"] == parent.run_id
+
+
+def test_untracked_comparison_has_no_parent(tmp_path: Path) -> None:
+    assert _open(tmp_path, ["tracking=off"]) is None
+    assert not _remembered(tmp_path).exists()
+
+
+def test_database_has_no_pages(tmp_path: Path) -> None:
+    parent = _open(tmp_path)
+    assert parent is not None
+    assert parent.page is None
+    assert parent.side_by_side([]) is None

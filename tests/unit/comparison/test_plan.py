@@ -1,0 +1,200 @@
+"""Arms that are compared match in all that must match, and no arm is favoured by its place in the order."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from areal_core.config import RunConfig, load, merge
+from areal_core.data.source import open_source
+from areal_core.data.tokenizer import char_tokenizer
+from areal_core.errors import ConfigError
+from flows.comparison.plan import DEFAULT_ARMS, check_matched, plan
+
+_EMULATED = {"generation__engine": "emulated", "training__engine": "emulated"}
+_TWO = {"sync": ["mode=sync"], "async": ["mode=async"]}
+
+
+def _config(**dotted: Any) -> RunConfig:
+    """A configuration with fields such as rollout__batch_size."""
+    values: dict[str, Any] = {}
+    for name, value in dotted.items():
+        values = merge(values, name.replace("__", "."), value)
+    return load(values)
+
+
+def test_every_arm_runs_once_with_every_seed() -> None:
+    trials = plan("study", "cpu-async", DEFAULT_ARMS, [3, 1, 2])
+    assert Counter((trial.arm, trial.seed) for trial in trials) == Counter(
+        {(arm, seed): 1 for arm in DEFAULT_ARMS for seed in (1, 2, 3)}
+    )
+    assert len({trial.run_id for trial in trials}) == len(trials)
+    assert trials[0].run_id == "study-sync-s3"
+    for trial in trials:
+        assert trial.config.seed == trial.seed
+    assert {(t.arm, t.config.mode, t.config.max_staleness) for t in trials} == {
+        ("sync", "sync", 0),
+        ("async-1", "async", 1),
+        ("async-2", "async", 2),
+        ("async-4", "async", 4),
+    }
+
+
+def test_trials_of_a_seed_are_neighbours_and_every_arm_is_first_in_turn() -> None:
+    order = [(trial.seed, trial.arm) for trial in plan("study", "cpu-async", DEFAULT_ARMS, [7, 8, 9, 10, 11])]
+    arms = list(DEFAULT_ARMS)
+    turns = [arms, arms[1:] + arms[:1], arms[2:] + arms[:2], arms[3:] + arms[:3], arms]
+    assert order == [(seed, arm) for seed, turn in zip([7, 8, 9, 10, 11], turns, strict=True) for arm in turn]
+
+
+def test_common_overrides_reach_every_arm_and_an_arm_may_say_otherwise() -> None:
+    trials = plan(
+        "study",
+        "cpu-async",
+        {"a": [], "b": ["training.learning_rate=1e-3"]},
+        [1],
+        ["training.steps=4", "training.learning_rate=1e-4"],
+    )
+    assert [(t.arm, t.config.training.steps, t.config.training.learning_rate) for t in trials] == [
+        ("a", 4, 1e-4),
+        ("b", 4, 1e-3),
+    ]
+
+
+def test_arms_of_a_seed_really_match() -> None:
+    trials = plan("study", "cpu-async", DEFAULT_ARMS, [5, 6], ["task.held_out=16"])
+    prompts = {}
+    for trial in trials:
+        source = open_source(trial.config, char_tokenizer())
+        shown = tuple(source.prompt(index).text for index in range(50)), tuple(p.text for p in source.held_out())
+        prompts.setdefault(trial.seed, set()).add(shown)
+    assert [len(of_seed) for of_seed in prompts.values()] == [1, 1]
+    (five,), (six,) = prompts.values()
+    assert five[0] != six[0]  # the seeds differ in what they train on,
+    assert five[1] == six[1]  # not in what they are judged by
+    assert len({t.config.rollout.batch_size * t.config.training.steps for t in trials}) == 1
+    assert {t.config.launch.devices for t in trials} == {2}
+    assert len({(t.config.model, t.config.warmup, t.config.evaluation, t.config.stop) for t in trials}) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "ours", "theirs"),
+    [
+        ("model.hidden_size", 64, 32),
+        ("model.path", None, "/models/m"),
+        ("task.max_operations", 16, 8),
+        ("task.held_out", 1024, 512),
+        ("warmup.worked_steps", 1200, 5),
+        ("evaluation.every", 5, 4),
+        ("stop.score", None, 0.9),
+        ("stop.minutes", None, 3.0),
+        ("seed", 1, 2),
+        ("state_dir", ".areal", "elsewhere"),
+        ("launch.devices", 2, 4),
+        ("algorithm.group_size", 16, 8),
+        ("emulation.speed", 100.0, 10.0),
+        ("training.steps", 25, 20),
+    ],
+)
+def test_what_must_match_is_named_with_the_arm(field: str, ours: object, theirs: object) -> None:
+    other = _config(**{field.replace(".", "__"): theirs})
+    with pytest.raises(ConfigError) as error:
+        check_matched({"sync": _config(), "other": other})
+    said = f"arms.other: {field} must be the same in every arm, got {theirs}, sync has {ours}"
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"mode": "sync"},
+        {"rollout__max_staleness": 4},
+        {"rollout__policy": "drop"},
+        {"algorithm__objective": "naive"},
+        {"generation__slots": 64, "generation__interruptible": False},
+        {"training__learning_rate": 1e-3, "training__minibatches": 2},
+        {"rollout__batch_size": 256, "training__steps": 50},  # as many trajectories
+    ],
+)
+def test_what_is_compared_may_differ(overrides: dict[str, Any]) -> None:
+    check_matched({"reference": _config(), "other": _config(**overrides)})
+
+
+def test_consumed_trajectories_must_be_equal() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_matched({"sync": _config(), "half": _config(rollout__batch_size=256)})
+    assert str(error.value) == (
+        "arms.half: rollout.batch_size * training.steps must be the same in every arm, got 256 * 25, sync has 512 * 25"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"generation__servers": 3}, "arms.other: generation.servers must be at most launch.devices (2), got 3"),
+        ({"training__ranks": 3}, "arms.other: training.ranks must be at most launch.devices (2), got 3"),
+        (
+            {"mode": "sync", "generation__servers": 4},
+            "arms.other: generation.servers must be at most launch.devices (2), got 4",
+        ),
+    ],
+)
+def test_no_phase_uses_more_devices_than_it_is_charged_for(overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_matched({"reference": _config(), "other": _config(**overrides)})
+    assert str(error.value) == said
+
+
+def test_cores_may_be_shared_and_emulated_devices_may_not() -> None:
+    crowded = _config(generation__servers=2, training__ranks=2)  # confined to two cores, whatever it starts
+    check_matched({"sync": _config(mode="sync"), "crowded": crowded})
+    emulated = _config(generation__servers=2, training__ranks=2, **_EMULATED)
+    with pytest.raises(ConfigError) as error:
+        check_matched({"sync": _config(mode="sync", **_EMULATED), "crowded": emulated})
+    assert str(error.value) == (
+        "arms.crowded: generation.servers + training.ranks must be at most launch.devices (2), got 4"
+    )
+
+
+def test_emulated_and_real_accelerators_are_not_compared() -> None:
+    with pytest.raises(ConfigError) as error:
+        check_matched({"real": _config(), "other": _config(**_EMULATED)})
+    assert str(error.value) == (
+        "arms.other: generation.engine must be the same in every arm, got emulated, real has embedded"
+    )
+
+
+@pytest.mark.parametrize(
+    ("comparison", "arms", "seeds", "said"),
+    [
+        ("a study", _TWO, [1], "comparison: a name must be letters, digits and single dashes, got 'a study'"),
+        ("", _TWO, [1], "comparison: a name must be letters, digits and single dashes, got ''"),
+        ("s", {"sync": [], "a/b": []}, [1], "arms: a name must be letters, digits and single dashes, got 'a/b'"),
+        ("s", {"sync": []}, [1], "arms: must be at least 2, got 1"),
+        ("s", _TWO, [], "seeds: must be at least one"),
+        ("s", _TWO, [1, 2, 1], "seeds: must be distinct, got 1, 2, 1"),
+        ("s", _TWO, [-1], "arms.sync: seed: must be at least 0, got -1"),
+        ("s", {"a": [], "b": ["seed=3"]}, [1], "arms.b: seed is chosen by seeds, not by an override"),
+        (
+            "s",
+            {"a": [], "b": ["training.step=3"]},
+            [1],
+            "arms.b: training.step: no such field; did you mean training.steps?",
+        ),
+        (
+            "s",
+            {"a": [], "b": ["training.steps=20"]},
+            [1],
+            "arms.b: training.steps must be the same in every arm, got 20, a has 25",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_names_it(comparison: str, arms: Any, seeds: list[int], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(comparison, "cpu-async", arms, seeds)
+    assert str(error.value) == said
+
+
+def test_an_unknown_experiment_is_not_blamed_on_an_arm() -> None:
+    with pytest.raises(ConfigError, match=r"^experiment: must be one of "):
+        plan("s", "gpu-async", _TWO, [1])

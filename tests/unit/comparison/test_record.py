@@ -1,0 +1,64 @@
+"""A comparison is written down, read back, and continued only by what it can be continued by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.errors import ConfigError
+from flows.comparison.record import Comparison, read_comparison
+
+_ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness=1"]}
+
+
+def _comparison(
+    arms: Mapping[str, Sequence[str]] = _ARMS,
+    seeds: Sequence[int] = (1, 2),
+    experiment: str = "cpu-async",
+    overrides: Sequence[str] = ("training.steps=10",),
+) -> Comparison:
+    return Comparison.of("study", experiment, arms, seeds, overrides)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    comparison = _comparison(overrides=[f"state_dir={tmp_path}"])
+    assert comparison.folder() == tmp_path / "comparisons" / "study"
+    assert read_comparison(comparison.folder()) is None
+    comparison.write()
+    assert read_comparison(comparison.folder()) == comparison
+    assert [arm.name for arm in comparison.arms] == ["sync", "async-1"]
+
+
+def test_trials_are_those_of_the_plan() -> None:
+    trials = _comparison().trials()
+    assert [trial.run_id for trial in trials] == [
+        *("study-sync-s1", "study-async-1-s1"),
+        *("study-async-1-s2", "study-sync-s2"),
+    ]
+    assert {trial.config.training.steps for trial in trials} == {10}
+
+
+def test_new_arms_and_seeds_come_after_the_known_ones() -> None:
+    asked = _comparison({"async-4": ["mode=async", "rollout.max_staleness=4"], "sync": ["mode=sync"]}, (3, 1))
+    joined = asked.continuing(_comparison())
+    assert [arm.name for arm in joined.arms] == ["sync", "async-1", "async-4"]
+    assert joined.seeds == (1, 2, 3)
+    assert joined.continuing(joined) == joined
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"experiment": "cpu-sync"}, "experiment: must be 'cpu-async' as when comparison study was started"),
+        ({"overrides": ()}, "overrides: must be ['training.steps=10'] as when comparison study was started, got []"),
+        ({"arms": {"sync": []}}, "arms.sync: must be ['mode=sync'] as when comparison study was started, got []"),
+    ],
+)
+def test_what_was_decided_stays(changed: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _comparison(**changed).continuing(_comparison())
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,108 @@
+"""A trial's result is what its run left in its folder; one that fails is a result too, and the next one runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from areal_core.config import RunConfig
+from areal_core.errors import ProcessError
+from areal_core.run import read_summary, run_folder
+from areal_core.rundir import RunDir, RunInfo, write_json
+from areal_core.timeline import TimelineWriter
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import MetricRow, RunSummary
+from flows.comparison.plan import Trial, plan
+from flows.comparison.trials import load_result, run_all, run_trial
+from tests.support.comparison import made_up
+
+_ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness=1"]}
+
+
+class Runs:
+    """In place of `areal_core.run.execute`: leaves what a run leaves, or fails."""
+
+    def __init__(self, trials: list[Trial], failing: Mapping[str, str] | None = None) -> None:
+        self._made_up = {trial.run_id: made_up(trial).summary for trial in trials}
+        self._failing = failing or {}
+        self.calls: list[tuple[str, Mapping[str, str]]] = []
+
+    def __call__(self, config: RunConfig, *, run_id: str, tags: Mapping[str, str], **options: Any) -> RunSummary:
+        self.calls.append((run_id, tags))
+        run = RunDir.create(config, RunInfo(run_id=run_id, model_path="m", checkpoint_url="c"))
+        with contextlib.closing(Outbox(run.outbox, run_id)) as outbox:
+            outbox.log([MetricRow(key="reward/mean", step=step, value=0.1 * step, time_s=1.0) for step in (2, 1)])
+        if reason := self._failing.get(run_id):
+            raise ProcessError(reason)
+        now = time.monotonic()
+        TimelineWriter(run.timeline_file("trainer")).span("train", now - 1.0, now, 1)
+        summary = self._made_up[run_id]
+        assert summary is not None
+        write_json(run.summary, dataclasses.asdict(summary) | {"staleness_tokens": {"0": 30, "1": 12}})
+        return read_summary(run)
+
+
+def _trials(state: Path) -> list[Trial]:
+    return plan("t", "cpu-async", _ARMS, [1, 2], [f"state_dir={state}"])
+
+
+def test_result_is_what_the_run_left(tmp_path: Path) -> None:
+    trials = _trials(tmp_path)
+    runs = Runs(trials)
+    result = run_trial(trials[0], tags={"comparison": "t"}, log=print, execute=runs)
+    assert runs.calls == [("t-sync-s1", {"arm": "sync", "comparison": "t"})]
+    assert result.failure is None
+    assert result.summary is not None
+    assert result.summary.run_id == "t-sync-s1"
+    assert result.curves == {"reward/mean": [(1, 0.1), (2, 0.2)]}
+    assert result.staleness == {0: 30, 1: 12}
+    assert [(span.process, span.kind, span.step) for span in result.spans] == [("trainer-0", "train", 1)]
+    assert load_result(trials[0]) == result
+
+
+def test_failed_trial_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
+    trials, said = _trials(tmp_path), []
+    runs = Runs(trials, failing={"t-async-1-s1": "trainer-0 exited with code 3, and its restarts are spent"})
+    results = run_all(trials, log=said.append, execute=runs)
+    assert [run_id for run_id, _ in runs.calls] == ["t-sync-s1", "t-async-1-s1", "t-async-1-s2", "t-sync-s2"]
+    failed = results[1]
+    assert failed.failure == "trainer-0 exited with code 3, and its restarts are spent"
+    assert failed.summary is None
+    assert failed.curves["reward/mean"] == [(1, 0.1), (2, 0.2)]  # as far as it came
+    assert (failed.staleness, failed.spans) == ({}, [])
+    assert [result.summary is not None for result in results] == [True, False, True, True]
+    assert said == [
+        "trial 1 of 4: t-sync-s1",
+        "trial 2 of 4: t-async-1-s1",
+        "t-async-1-s1 failed: trainer-0 exited with code 3, and its restarts are spent",
+        "trial 3 of 4: t-async-1-s2",
+        "trial 4 of 4: t-sync-s2",
+    ]
+
+
+def test_run_that_can_not_start_is_a_failed_trial(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    trial = _trials(tmp_path / "file" / "state")[0]
+    result = run_trial(trial, log=print)  # the real thing
+    assert result.summary is None
+    assert result.failure is not None
+    assert result.failure.startswith("state_dir: can't write to ")
+    assert (result.curves, result.staleness, result.spans) == ({}, {}, [])
+
+
+def test_run_without_a_summary_has_failed(tmp_path: Path) -> None:
+    assert load_result(_trials(tmp_path)[0]).failure == "the run has not ended: it left no summary"
+    assert not run_folder(_trials(tmp_path)[0].config, "t-sync-s1").root.exists()  # a look leaves nothing behind
+
+
+def test_failure_counts_more_than_an_old_summary(tmp_path: Path) -> None:
+    trials = _trials(tmp_path)
+    run_trial(trials[0], log=print, execute=Runs(trials))
+    again = run_trial(trials[0], log=print, execute=Runs(trials, failing={trials[0].run_id: "refused"}))
+    assert (again.summary, again.failure) == (None, "refused")
+    assert json.loads(run_folder(trials[0].config, trials[0].run_id).summary.read_text())["run_id"] == "t-sync-s1"

@@ -1,0 +1,80 @@
+"""From the words of `make compare` to the flow's parameters; what is wrong with them is one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.errors import ConfigError
+from flows.compare_command import parameters
+from flows.comparison.plan import DEFAULT_ARMS
+from flows.comparison.record import Comparison
+
+
+def test_nothing_said_is_the_default_comparison() -> None:
+    assert parameters(overrides=[]) == {
+        "experiment": "cpu-async",
+        "arms": DEFAULT_ARMS,
+        "seeds": [1, 2, 3],
+        "overrides": [],
+        "name": None,
+    }
+
+
+def test_arms_are_names_with_their_overrides() -> None:
+    given = ["sync: mode=sync", "async-2:mode=async rollout.max_staleness=2 name='two words'", "as-it-is:"]
+    assert parameters(overrides=[], arm=given)["arms"] == {
+        "sync": ["mode=sync"],
+        "async-2": ["mode=async", "rollout.max_staleness=2", "name=two words"],
+        "as-it-is": [],
+    }
+
+
+@pytest.mark.parametrize("text", ["1 2 7", "1,2,7", " 1, 2 ,7 "])
+def test_seeds_are_numbers_between_blanks_or_commas(text: str) -> None:
+    assert parameters(overrides=[], seeds=text)["seeds"] == [1, 2, 7]
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ({"arm": ["sync mode=sync"]}, r"arm: must be of the form 'name: field=value \.\.\.', got 'sync mode=sync'"),
+        ({"arm": ["a: mode=sync", "a : mode=async"]}, "arm: a is there twice"),
+        ({"arm": ["a: mode='sync", "b:"]}, 'arm: "a: mode=\'sync": No closing quotation'),
+        ({"arm": ["a: mode=sync", "b: rollout.max_stalenes=1"]}, r"arms\.b: rollout\.max_stalenes: no such field"),
+        ({"arm": ["a: mode=sync"]}, "arms: must be at least 2, got 1"),
+        ({"seeds": "1,x"}, "seeds: must be whole numbers, as in 1,2,3, got 'x'"),
+        ({"seeds": ""}, "seeds: must be whole numbers, as in 1,2,3, got ''"),
+        ({"seeds": "1 1"}, "seeds: must be distinct"),
+        ({"experiment": "cpu-asinc"}, "experiment: must be one of"),
+        ({"overrides": ["training.stepz=3"]}, r"arms\.sync: training\.stepz: no such field"),
+        ({"name": "a/b"}, "comparison: a name must be letters"),
+    ],
+)
+def test_what_is_wrong_is_one_line(asked: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}") as caught:
+        parameters(**{"overrides": [], **asked})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Comparison:
+    arms = {"sync": ["mode=sync"], "naive": ["algorithm=naive"]}
+    comparison = Comparison.of("first", "cpu-sync", arms, [5], [f"state_dir={tmp_path}"])
+    comparison.write()
+    return comparison
+
+
+def test_name_alone_continues_a_comparison_as_it_is(known: Comparison) -> None:
+    again = parameters(overrides=known.overrides, name="first")
+    assert Comparison.of(**again) == known
+
+
+def test_known_comparison_gets_what_is_said(known: Comparison) -> None:
+    again = parameters(overrides=known.overrides, name="first", seeds="6", arm=["stale: mode=async"])
+    assert (again["seeds"], again["arms"], again["experiment"]) == (*([6], {"stale": ["mode=async"]}, "cpu-sync"),)
+
+
+def test_known_comparison_keeps_its_settings(known: Comparison) -> None:
+    with pytest.raises(ConfigError, match=r"^experiment: must be 'cpu-sync' as when comparison first was started"):
+        parameters(overrides=known.overrides, name="first", experiment="cpu-async")
