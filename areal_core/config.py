@@ -256,6 +256,12 @@ class RunConfig:
         )
 
     @property
+    def recomputes_proximal(self) -> bool:
+        """Whether pi_prox takes a forward pass of its own. Where nothing is stale, the policy that sampled a batch is
+        the one that it trains: pi_behav is pi_prox, and Eq. 5 is PPO."""
+        return self.algorithm.objective == "decoupled" and self.max_staleness > 0
+
+    @property
     def groups_per_batch(self) -> int:
         """P = B / G."""
         return self.rollout.batch_size // self.algorithm.group_size

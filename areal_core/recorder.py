@@ -52,6 +52,7 @@ class Recorder:
         """RL wall time runs from the first server that takes work on; starting it again changes nothing."""
         if self._started is None:
             self._started = self._clock()
+            self._ledger.set_note("starts", self._ledger.note("starts", 0) + 1)
 
     @property
     def elapsed_s(self) -> float:
@@ -225,6 +226,7 @@ class Recorder:
             model_url=model_url,
             epochs=self._ledger.epoch,
             emulated=self._config.emulated_cluster,
+            starts=self._ledger.note("starts", 1),
         )
 
     def staleness(self, step: int, counts: dict[str, int]) -> None:

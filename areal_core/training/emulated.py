@@ -60,6 +60,7 @@ class EmulatedTrainingEngine:
             learning_rate=self._learning_rate,
             updates=updates,
             loss_tokens=sum(batch.loss_tokens),
+            trained_tokens=0,
             clip_fraction=0.0,
             cap_fraction=0.0,
             entropy=0.0,

@@ -57,6 +57,7 @@ class StepStats:
     learning_rate: float  # of the last update
     updates: int  # minibatches that had loss tokens
     loss_tokens: int
+    trained_tokens: int  # of these, the ones of answers with an advantage
     clip_fraction: float
     cap_fraction: float  # tokens whose pi_prox / pi_behav was above algorithm.behaviour_cap
     entropy: float  # nats
@@ -89,7 +90,8 @@ class TrainingEngine(Protocol):
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         """Collective. All PPO minibatches of the batch, an optimiser update each.
 
-        `proximal` is what `logprobs` gave for this batch; None with the naive objective, which has no pi_prox.
+        `proximal` is what `logprobs` gave for this batch. None where pi_behav stands in for it: with the naive
+        objective, and where nothing is stale.
         Raises DivergenceError, on every rank and before the weights change, when a loss or a gradient is not finite.
         """
         ...

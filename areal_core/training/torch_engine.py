@@ -87,7 +87,7 @@ class TorchEngine:
         return proximal
 
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
-        assert (proximal is None) == (self._algorithm.objective == "naive")
+        assert proximal is None or self._algorithm.objective == "decoupled"
         loss_tokens = self.all_sum(np.array(batch.loss_tokens, np.float64)).tolist()
         losses: list[float] = []
         norms: list[float] = []
@@ -230,6 +230,7 @@ class TorchEngine:
             learning_rate=learning_rate(self._training, max(self._updates - 1, 0)),
             updates=updates,
             loss_tokens=loss_tokens,
+            trained_tokens=int(stats.tokens),
             clip_fraction=stats.clipped / tokens,
             cap_fraction=stats.capped / tokens,
             entropy=stats.entropy / tokens,

@@ -97,7 +97,7 @@ class Trainer:
     def _train_step(self, manifest: BatchManifest, waiting_since: float) -> None:
         batch = self._build(manifest)
         got_batch = time.monotonic()
-        proximal = self.engine.logprobs(batch) if self.config.algorithm.objective == "decoupled" else None
+        proximal = self.engine.logprobs(batch) if self.config.recomputes_proximal else None
         recomputed = time.monotonic()
         stats = self.engine.train_step(batch, proximal)
         trained = time.monotonic()
@@ -123,8 +123,10 @@ class Trainer:
     def _build(self, manifest: BatchManifest) -> TrainingBatch:
         """This rank's share of the batch. Every rank derives the same partition from the manifest."""
         config = self.config
+        advantages = ADVANTAGES[config.algorithm.advantage]([group.rewards for group in manifest.groups])
         shares = shard(
-            [sum(group.lengths) for group in manifest.groups],
+            # A group without advantages costs no work.
+            [sum(group.lengths) if row.any() else 0 for group, row in zip(manifest.groups, advantages, strict=True)],
             config.training.minibatches,
             config.trainer_processes,
             seed=config.seed,
@@ -139,7 +141,7 @@ class Trainer:
             manifest.step,
             shares,
             payloads,
-            ADVANTAGES[config.algorithm.advantage]([group.rewards for group in manifest.groups]),
+            advantages,
             mask_truncated=config.algorithm.truncated == "mask",
         )
 
@@ -185,12 +187,6 @@ class Trainer:
         queued = sum(sum(group.lengths) * (manifest.step - 1 - group.ready_version) for group in manifest.groups)
         values = times | {
             "loss/policy": stats.loss,
-            "loss/clip_fraction": stats.clip_fraction,
-            "loss/cap_fraction": stats.cap_fraction,
-            "loss/approx_kl": stats.approx_kl,
-            "policy/entropy": stats.entropy,
-            "policy/ess": stats.ess,
-            "policy/importance_weight_max": stats.weight_max,
             "optimizer/grad_norm": stats.grad_norm,
             "optimizer/learning_rate": stats.learning_rate,
             "staleness/token_mean": token_mean,
@@ -198,6 +194,15 @@ class Trainer:
             "staleness/in_flight_mean": token_mean - queued / sampled,
             "staleness/token_max": max(staleness, default=0),
         }
+        if stats.trained_tokens:
+            values |= {
+                "loss/clip_fraction": stats.clip_fraction,
+                "loss/cap_fraction": stats.cap_fraction,
+                "loss/approx_kl": stats.approx_kl,
+                "policy/entropy": stats.entropy,
+                "policy/ess": stats.ess,
+                "policy/importance_weight_max": stats.weight_max,
+            }
         if mismatch is not None:
             values["mismatch/k3"] = mismatch
         now = time.time()

@@ -1,6 +1,7 @@
 """The embedded engine against transformers, and against itself in other company."""
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -137,6 +138,46 @@ def test_in_other_company_the_same_tokens_are_sampled():
     for one, other in zip(alone, crowded, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_long_and_short_answers_mix_as_if_each_were_alone(seed):
+    """Prompts and limits around the blocks of the cache, whose half decides who is long, under arrivals, aborts and
+    forgotten caches; against the engine that knows no zones."""
+    rng = random.Random(seed)
+    spec = dataclasses.replace((QWEN2, QWEN2_GQA)[seed % 2], context=260)
+    requests = [
+        request(
+            f"r{i}",
+            [rng.randrange(2, spec.vocab_size) for _ in range(rng.choice([1, 31, 32, 33, 64, 65, 128]))],
+            n=rng.choice([1, 3]),
+            max_tokens=rng.choice([1, 31, 32, 33, 64, 90]),
+            seed=i,
+            stop_token_ids=(),
+        )
+        for i in range(12)
+    ]
+    alone = engine(spec, slots=3, deterministic=True)
+    wanted = {each.request_id: alone.generate([each])[0] for each in requests}
+    served = engine(spec, slots=7)
+    arriving, done, zoned = list(requests), [], 0
+    while arriving or served.running or served.waiting:
+        if arriving and (rng.random() < 0.2 or not (served.running or served.waiting)):
+            served.add(arriving.pop(0))
+        done += served.step()
+        zoned += len(served._zones(served.running)) == 2
+        if rng.random() < 0.02:
+            served.clear_cache()
+        if rng.random() < 0.01:
+            done += served.abort(None if rng.random() < 0.3 else [rng.choice(requests).request_id])
+    assert zoned > 20
+    assert {generation.request.request_id for generation in done} == wanted.keys()
+    for generation in done:
+        for answer, other in zip(generation.answers, wanted[generation.request.request_id], strict=True):
+            length = len(answer.token_ids)
+            assert answer.finish_reason == "abort" or length == len(other.token_ids)
+            assert answer.token_ids.tolist() == other.token_ids[:length].tolist()
+            np.testing.assert_allclose(answer.logprobs, other.logprobs[:length], atol=2e-4)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
