@@ -4,11 +4,10 @@
 
 Three questions, each a ratio of effective tokens/s, median over seeds of the ratio within a seed:
 
-- `standard_over_strong`: the default task, asynchronous against the strong synchronous baseline, in which every core
-  generates and then every core trains;
+- `standard_over_strong`: the default task, asynchronous against the strong synchronous baseline: every core generates,
+  then every core trains, with no forward pass for a proximal policy that would be the behaviour policy;
 - `long_tail_over_strong`: the same where batches are small and answers vary widely in length (`experiment=long-tail`);
-- `standard_over_naive`: against a synchronous run that trains on one core only, as a loop of generate and train in one
-  process would.
+- `standard_over_naive`: against a synchronous run that trains on one core only.
 
 All arms of a seed draw the same prompts, train on the same number of trajectories and have the same two cores.
 """
@@ -23,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_core.errors import ArealError, ProcessError
+from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.types import RunSummary
 from flows.comparison.plan import plan
 from flows.comparison.statistics import Interval, paired_difference, paired_ratio, verdict
@@ -74,6 +73,10 @@ def _arms(
     experiment: str, arms: Mapping[str, Sequence[str]], seeds: Sequence[int], overrides: Sequence[str]
 ) -> dict[str, dict[int, RunSummary]]:
     """Summaries by arm and seed. Raises ProcessError for a run that failed: a ratio without it would mislead."""
+    if any(override.partition("=")[0] == "generation.engine" for override in overrides):
+        raise ConfigError(
+            "generation.engine: this benchmark is of this machine's cores; benchmarks.emulated has others"
+        )
     comparison = f"bench-{experiment}-{secrets.token_hex(3)}"
     trials = plan(comparison, experiment, arms, seeds, ["tracking=off", *overrides])
     results = run_all(trials, log=lambda line: print(line, file=sys.stderr, flush=True))
@@ -90,7 +93,7 @@ def _speeds(summaries: Mapping[int, RunSummary]) -> dict[int, float]:
 
 
 def _scores(summaries: Mapping[int, RunSummary]) -> dict[int, float]:
-    return {seed: summary.accuracy_after for seed, summary in summaries.items()}
+    return {seed: summary.accuracy_after for seed, summary in summaries.items() if summary.accuracy_after is not None}
 
 
 def _shown(interval: Interval) -> dict[str, float]:

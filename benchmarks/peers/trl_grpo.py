@@ -28,8 +28,9 @@ Not tried: generation by vLLM, and with it TRL's asynchronous trainer, which are
 What TRL does and no argument of it changes: every answer of a rank is padded to the longest in both generation (a
 finished answer keeps its row until the last one has ended) and training; log-probabilities of the sampling policy come
 from one more forward pass, as the other system's proximal ones do; advantages are divided by the sample standard
-deviation + 1e-4; minibatches are cut by answers, not by groups. `loss_type="dapo"` is the sum over tokens divided by
-the number of tokens of an average minibatch, the nearest to the other system's normalisation.
+deviation + 1e-4; minibatches are cut by answers, not by groups; answers whose advantage is zero are recomputed and
+trained on like all others, which the other system leaves out. `loss_type="dapo"` is the sum over tokens divided by the
+number of tokens of an average minibatch, the nearest to the other system's normalisation.
 """
 
 from __future__ import annotations
