@@ -3,8 +3,9 @@
     plan -> track -> trial, trial, trial, ... -> report
 
 Everything that can be found wrong is found by `plan`. A trial is an ordinary run in this process and a task of its own;
-one that fails is tried once more, unless that would end the same, and the comparison goes on without it. A trial that
-has ended before is not run again, and one that was cut off goes on, so that the same name continues a comparison.
+one that fails is tried once more, unless that would end the same, and the comparison goes on without it. One that can't
+start because MLflow is away waits for it for a while. A trial that has ended before is not run again, and one that was
+cut off goes on, so that the same name continues a comparison.
 
 Cancelling sends this process SIGTERM, which Prefect raises in the main thread. Trials run there: the run's processes
 end in order, then the comparison's run in MLflow is marked as killed. See flows.areal for why there are no hooks.
@@ -43,10 +44,10 @@ from areal_core.process import die_with_parent
 from areal_core.progress import describe
 from areal_core.types import RunStatus, RunSummary
 from flows.comparison.headline import metrics, result_table, result_title
-from flows.comparison.plan import DEFAULT_ARMS, Trial
+from flows.comparison.plan import DEFAULT_ARMS, Trial, generated_name
 from flows.comparison.record import Comparison, read_comparison
 from flows.comparison.report import write_report
-from flows.comparison.trials import load_result, run_trial
+from flows.comparison.trials import TrialResult, load_result, one_line, run_trial
 from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 COMPARISON = "areal-comparison"  # key of an artifact
 
 _RETRIES = 1  # of a trial, after the restarts of its processes are spent; it resumes the same run
+_MLFLOW_TRIES, _MLFLOW_DELAY_S = 5, 30.0  # of a trial that can't start without it
 _PROGRESS_INTERVAL_S = 2.0
 _REASONS = 3  # of failed trials, in the state of the flow run
 
@@ -76,12 +78,12 @@ def areal_compare(
         seeds: Every arm runs with each of them. Six or more give intervals of 95 %.
         overrides: Any other setting of all arms, one a line, as training.steps=50.
         name: Of the comparison, letters, digits and dashes. A name that exists is continued, with its settings and
-            perhaps new arms or seeds. Empty: a new one.
+            perhaps new arms or seeds; the arms and seeds of this form count as given. Empty: a new one.
     """
     if deployment.id is not None:
         die_with_parent(signal.SIGTERM)  # the worker; without it nobody could cancel this run
     # The same name in every attempt of this flow run, hence Prefect's "Retry" resumes.
-    name = name or f"{experiment}-{flow_run.id[-12:]}"
+    name = name or generated_name(experiment, flow_run.id[-12:])
     try:
         return _compare(Comparison.of(name, experiment, arms, seeds, overrides))
     except ArealError as error:
@@ -90,7 +92,7 @@ def areal_compare(
 
 
 def _compare(asked: Comparison) -> State:
-    progress = _Progress()
+    progress = _Progress(asked.name)
     comparison, trials = plan(asked)
     parent = track(comparison, trials)
     status: EndStatus = "KILLED"
@@ -118,7 +120,7 @@ def _run_all(comparison: Comparison, trials: list[Trial], parent: Parent | None,
         progress.begin(planned, before, len(trials), len(failures))
         state = trial(planned, tags, progress, return_state=True)
         if not state.is_completed():
-            failures[planned.run_id] = str(state.message)
+            failures[planned.run_id] = one_line(str(state.message))
     progress.say(100.0, "reporting")
     return failures
 
@@ -140,10 +142,19 @@ def plan(asked: Comparison) -> tuple[Comparison, list[Trial]]:
 
 @task(cache_policy=NO_CACHE)
 def track(comparison: Comparison, trials: list[Trial]) -> Parent | None:
-    """Open the comparison's run in MLflow, or find it again; the runs of the trials will be its children."""
+    """Open the comparison's run in MLflow, or find it again; the runs of the trials will be its children.
+
+    Where all that is left to do is the report, it is made without MLflow if need be.
+    """
     from flows.comparison.parent import open_parent  # seconds of imports
 
-    return open_parent(comparison, trials, {"areal.flow_run_id": flow_run.id})
+    try:
+        return open_parent(comparison, trials, {"areal.flow_run_id": flow_run.id})
+    except TrackingError as error:
+        if not all(map(_has_ended, trials)):
+            raise
+        get_run_logger().warning("not tracked: %s", error)
+        return None
 
 
 def _worth_another_try(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
@@ -162,10 +173,23 @@ def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> State
     """One run of the comparison, from its base model to its summary."""
     ended_before = _has_ended(planned)
     execute = _Execute()
-    result = run_trial(planned, tags=tags, log=get_run_logger().info, on_status=progress.show, execute=execute)
+    result = _with_mlflow(planned, tags, progress, execute)
     if result.failure is not None:
         return Failed(message=result.failure, data=execute.error)
     return Completed(message="has ended before, not run again" if ended_before else None)
+
+
+def _with_mlflow(planned: Trial, tags: Mapping[str, str], progress: _Progress, execute: _Execute) -> TrialResult:
+    """Run a trial; an MLflow that is away when it would start is waited for."""
+    log = get_run_logger()
+    for left in reversed(range(_MLFLOW_TRIES)):
+        result = run_trial(planned, tags=tags, log=log.info, on_status=progress.show, execute=execute)
+        if not isinstance(execute.error, TrackingError) or not left:
+            break
+        log.warning("%s; another try in %.0f s", execute.error, _MLFLOW_DELAY_S)
+        progress.note("waiting for MLflow")
+        time.sleep(_MLFLOW_DELAY_S)
+    return result
 
 
 @task(cache_policy=NO_CACHE)
@@ -203,7 +227,8 @@ def _with_pictures(markdown: str, folder: Path) -> str:
 class _Progress:
     """The progress artifact: how far all trials are. A Prefect server that is away costs a look, not the trial."""
 
-    def __init__(self) -> None:
+    def __init__(self, comparison: str) -> None:
+        self._comparison = comparison
         self._id = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="planning"))
         self._said_at = 0.0
 
@@ -212,7 +237,11 @@ class _Progress:
         failures = f", {failed} failed" if failed else ""
         self._before, self._trials = before, trials
         self._trial = f"trial {before + 1} of {trials}{failures}: {planned.arm} seed {planned.seed}"
-        self.say(100.0 * before / trials, f"{self._trial} · starting")
+        self.note("starting")
+
+    def note(self, what: str) -> None:
+        """Why the trial does not run yet."""
+        self.say(100.0 * self._before / self._trials, f"{self._trial} · {what}")
 
     def show(self, status: RunStatus) -> None:
         """How far the trial is."""
@@ -222,7 +251,7 @@ class _Progress:
 
     def say(self, percent: float, text: str) -> None:
         with contextlib.suppress(httpx.HTTPError):
-            update_progress_artifact(self._id, percent, text)
+            update_progress_artifact(self._id, percent, f"{self._comparison}: {text}")
         self._said_at = time.monotonic()
 
 
@@ -232,6 +261,7 @@ class _Execute:
     error: ArealError | None = None
 
     def __call__(self, *arguments: Any, **options: Any) -> RunSummary:
+        self.error = None
         try:
             return core.execute(*arguments, **options)
         except ArealError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import secrets
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from areal_core.errors import ConfigError
 from flows import watch
-from flows.comparison.plan import DEFAULT_ARMS
+from flows.comparison.plan import DEFAULT_ARMS, generated_name
 from flows.comparison.record import Comparison, read_comparison
 
 _EPILOG = """
@@ -22,7 +23,13 @@ the reference. Without any: sync, async-1, async-2 and async-4.
 
 def main() -> int:
     arguments = _arguments()
-    return watch.run_command("compare", "areal-compare/compare", lambda: parameters(**vars(arguments)))
+
+    def chosen() -> dict[str, Any]:
+        values = parameters(**vars(arguments))
+        print(f"Comparison {values['name']}", flush=True)
+        return values
+
+    return watch.run_command("compare", "areal-compare/compare", chosen)
 
 
 def parameters(
@@ -37,8 +44,10 @@ def parameters(
 
     Raises ConfigError.
     """
-    start = Comparison.of(name or "new", experiment or "cpu-async", DEFAULT_ARMS, [1, 2, 3], overrides)
-    known = read_comparison(start.folder()) if name else None
+    first = experiment or "cpu-async"
+    name = name or generated_name(first, secrets.token_hex(6))
+    start = Comparison.of(name, first, DEFAULT_ARMS, [1, 2, 3], overrides)
+    known = read_comparison(start.folder())
     start = known or start
     chosen = Comparison.of(
         start.name,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
-from uuid import UUID
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from uuid import UUID, uuid4
 
 import httpx
 from rich.console import Console
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
 
 _LOOK_INTERVAL_S = 1.0  # Prefect's API can only be asked
 _CANCEL_TIMEOUT_S = 60.0
+_PATIENCE_S = 60.0  # with a server that is there and too busy to answer
 _NEWS_TIMEOUT_S = 2.0  # a supervisor sees at once what dies
 
+_Answer = TypeVar("_Answer")
 News = Callable[[], list[str]]  # what the user was not told yet; raises ProcessError when the servers have ended
 
 
@@ -81,12 +85,16 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
 
     with get_client(sync_client=True) as client:
         deployed = client.read_deployment_by_name(deployment)
-        flow_run = client.create_flow_run_from_deployment(deployed.id, parameters=parameters)
-        console.print(f"Flow run [bold]{flow_run.name}[/]  {url_for(flow_run) or ''}\n{up.pages}", soft_wrap=True)
+        # However often it is called, it makes one flow run, and answers which one that is.
+        create = partial(
+            client.create_flow_run_from_deployment, deployed.id, parameters=parameters, idempotency_key=uuid4().hex
+        )
         try:
+            flow_run = create()
+            console.print(f"Flow run [bold]{flow_run.name}[/]  {url_for(flow_run) or ''}\n{up.pages}", soft_wrap=True)
             flow_run = _watch(client, flow_run.id, console, news)
         except KeyboardInterrupt:
-            _cancel(client, flow_run.id, console)
+            _cancel(client, create().id, console)  # it may have come between the server's run and its answer
             raise
         state = flow_run.state
         assert state is not None
@@ -105,6 +113,7 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
 
 def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news: News) -> FlowRun:
     """Show the progress artifact until the flow run has ended; on a terminal as a bar, elsewhere as lines."""
+    patience = _Patience()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("starting", total=100.0)
@@ -112,13 +121,16 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
         while True:
             for line in news():
                 console.print(line, soft_wrap=True)
-            flow_run = client.read_flow_run(flow_run_id)
+            look = patience.ask(lambda: (client.read_flow_run(flow_run_id), _artifact(client, flow_run_id, PROGRESS)))
+            if look is None:
+                time.sleep(_LOOK_INTERVAL_S)
+                continue
+            flow_run, artifact = look
             assert flow_run.state is not None
-            artifact = _artifact(client, flow_run_id, PROGRESS)
             done = float(str(artifact.data)) if artifact else 0.0
             text = artifact.description if artifact and artifact.description else str(flow_run.state.name)
             bar.update(shown, description=text, completed=done)
-            if not console.is_terminal and said != (said := (done, text.partition(" ")[0])):
+            if not console.is_terminal and said != (said := (done, _what(text))):
                 console.print(text, soft_wrap=True)
             if flow_run.state.is_final():
                 return flow_run
@@ -131,14 +143,37 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
 
     console.print("Cancelling the flow run; Ctrl-C again ends everything at once.")
     client.set_flow_run_state(flow_run_id, Cancelling())
+    patience = _Patience()
     deadline = time.monotonic() + _CANCEL_TIMEOUT_S
     while time.monotonic() < deadline:
-        state = client.read_flow_run(flow_run_id).state
-        if state is not None and state.is_final():
-            console.print(f"The flow run is {state.name}.")
+        flow_run = patience.ask(lambda: client.read_flow_run(flow_run_id))
+        if flow_run is not None and flow_run.state is not None and flow_run.state.is_final():
+            console.print(f"The flow run is {flow_run.state.name}.")
             return
         time.sleep(_LOOK_INTERVAL_S)
     console.print(f"The flow run has not ended after {_CANCEL_TIMEOUT_S:.0f} s.")
+
+
+class _Patience:
+    """With a server that answers with an error, or late, for a while: a busy machine. One that can't be connected to is
+    gone."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None  # when the trouble began
+
+    def ask(self, look: Callable[[], _Answer]) -> _Answer | None:
+        """The answer, or None when there is none this time. Raises httpx.HTTPError."""
+        try:
+            answer = look()
+        except (httpx.HTTPStatusError, httpx.TimeoutException):
+            now = self._clock()
+            self._since = now if self._since is None else self._since
+            if now - self._since > _PATIENCE_S:
+                raise
+            return None
+        self._since = None
+        return answer
 
 
 def _artifact(client: SyncPrefectClient, flow_run_id: UUID, key: str) -> Artifact | None:
@@ -166,6 +201,11 @@ def _table(artifact: Artifact) -> Table:
 
 def _rows(artifact: Artifact) -> list[dict[str, str]]:
     return json.loads(cast(str, artifact.data))
+
+
+def _what(text: str) -> str:
+    """What a line of progress is about, without the figures that change all the time."""
+    return re.split(" · |  ", text, maxsplit=1)[0]
 
 
 def _plain(message: str | None) -> str:

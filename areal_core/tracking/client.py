@@ -80,16 +80,24 @@ def resume_run(uri: str, run_id: str) -> bool:
     _check_scheme(uri)
     client = MlflowClient(uri)
     with _reporting(uri):
-        try:
-            known = client.get_run(run_id).info
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return False
-            raise
-        if known.lifecycle_stage == "deleted":
+        if not _exists(client, run_id):
             return False
         client.update_run(run_id, status="RUNNING")
     return True
+
+
+def label_run(uri: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, Any] | None = None) -> None:
+    """Set tags of a run, and its config.json where `params` are given: parameters themselves can't change.
+
+    A run that isn't there any more is left alone. Raises TrackingError.
+    """
+    client = MlflowClient(uri)
+    with _reporting(uri):
+        if not _exists(client, run_id):
+            return
+        client.log_batch(run_id, tags=[tag(key, value) for key, value in tags.items()])
+        if params is not None:
+            client.log_dict(run_id, dict(params), "config.json")
 
 
 def add_to_run(
@@ -125,6 +133,15 @@ def param(key: str, value: str) -> Param:
 def tag(key: str, value: str) -> RunTag:
     """A tag, cut to what MLflow takes."""
     return RunTag(_name(key), _cut(value, _MAX_TAG))
+
+
+def _exists(client: MlflowClient, run_id: str) -> bool:
+    try:
+        return client.get_run(run_id).info.lifecycle_stage != "deleted"
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise
 
 
 def _experiment(client: MlflowClient, uri: str, name: str) -> str:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flows.comparison.measures import Measure, common_target, effect_of, measures, succeeded, values_by_seed
+from flows.comparison import cells
+from flows.comparison.measures import Measure, common_target, effect_of, measures, pairs, succeeded
 from flows.comparison.plan import Arm
 from flows.comparison.report import EMULATED
-from flows.comparison.statistics import Interval, median_interval, verdict
 from flows.comparison.trials import TrialResult
 
-_SPEED, _SCORE = "effective tokens/s", "final score"
+_SPEED, _SCORE, _COVERAGE = "effective tokens/s", "final score", "intervals"
 
 
 def result_table(arms: Sequence[Arm], results: Sequence[TrialResult]) -> list[dict[str, str]]:
-    """A row an arm: speed, what it is to the reference's, the score in the end, and how many trials that speaks of."""
+    """A row an arm: speed, what it is to the reference's, the score in the end, how many trials that speaks of, and how
+    far its intervals can be trusted."""
     rows = {row.name: row for row in _measures(results)}
     reference = arms[0].name
     return [
@@ -25,19 +26,18 @@ def result_table(arms: Sequence[Arm], results: Sequence[TrialResult]) -> list[di
             f"against {reference}": _compared(rows.get(_SPEED), results, arm.name, reference),
             _SCORE: _measured(rows.get(_SCORE), results, arm.name),
             "succeeded": _succeeded(results, arm.name),
+            _COVERAGE: _coverage(results, arm.name, reference),
         }
         for arm in arms
     ]
 
 
 def result_title(comparison: str, arms: Sequence[Arm], results: Sequence[TrialResult]) -> str:
-    """What stands over the table: how far its intervals can be trusted."""
+    """What stands over the table: how to read it."""
     title = f"{EMULATED}\n" if results[0].trial.config.emulated else ""
-    fewest = min(len(succeeded(results, arm.name)) for arm in arms)
-    if fewest < 2:
+    if all(len(succeeded(results, arm.name)) < 2 for arm in arms):
         return f"{title}Result of {comparison}"
-    share = 100 * median_interval(range(fewest)).coverage
-    return f"{title}Result of {comparison}: medians over {fewest} seeds, intervals of {share:.4g} %"
+    return f"{title}Result of {comparison}: medians [intervals]; at the end how probably these hold the true median"
 
 
 def metrics(arms: Sequence[Arm], results: Sequence[TrialResult]) -> dict[str, float]:
@@ -49,7 +49,7 @@ def metrics(arms: Sequence[Arm], results: Sequence[TrialResult]) -> dict[str, fl
     reference, *others = [arm.name for arm in arms]
     found: dict[str, float] = {}
     for row in _measures(results):
-        if row.name in (_SPEED, _SCORE) or row.unit == "s":  # seconds: wall time, time to a score
+        if row.name in (_SPEED, _SCORE) or row.is_time:
             for arm in others:
                 if effect := effect_of(row, results, arm, reference):
                     key = f"comparison/{arm}.{_key(row)}.{row.effect}"
@@ -67,24 +67,20 @@ def _key(row: Measure) -> str:
 
 
 def _measured(row: Measure | None, results: Sequence[TrialResult], arm: str) -> str:
-    if row is None or not (values := values_by_seed(row, results, arm)):
-        return "-"
-    return _brackets(median_interval(values.values()), f",.{row.digits}f")
+    return cells.NONE if row is None else cells.measured(row, results, arm)
 
 
 def _compared(row: Measure | None, results: Sequence[TrialResult], arm: str, reference: str) -> str:
     if arm == reference:
         return "reference"
-    if row is None or not (effect := effect_of(row, results, arm, reference)):
-        return "-"
-    words = "(one seed)" if effect.n == 1 else verdict(effect, 1.0)
-    return f"{_brackets(effect, '.2f', 'x')} {words}"
-
-
-def _brackets(interval: Interval, form: str, unit: str = "") -> str:
-    median = f"{interval.median:{form}}{unit}"
-    return median if interval.n == 1 else f"{median} [{interval.low:{form}}, {interval.high:{form}}]"
+    return cells.NONE if row is None else cells.compared(row, results, arm, reference)
 
 
 def _succeeded(results: Sequence[TrialResult], arm: str) -> str:
     return f"{len(succeeded(results, arm))} of {sum(result.trial.arm == arm for result in results)}"
+
+
+def _coverage(results: Sequence[TrialResult], arm: str, reference: str) -> str:
+    """Of the arm's own medians, and of those over its pairs with the reference."""
+    own, paired = len(succeeded(results, arm)), len(pairs(results, arm, reference))
+    return cells.coverage(own) + ("" if arm == reference else f"; against {reference} {cells.coverage(paired)}")

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from areal_core.config import RunConfig
@@ -33,6 +34,17 @@ class Measure:
     digits: int  # after the point
     effect: Effect  # how two arms are compared
     value: Callable[[TrialResult], float | None]  # None: this trial has none
+    whole: bool = False  # means nothing of an arm some of whose trials have none
+
+    @property
+    def is_time(self) -> bool:
+        """Of a clock, be it that of an emulated cluster."""
+        return self.unit in ("s", "emulated s")
+
+    @property
+    def neutral(self) -> float:
+        """The effect of an arm that is like the reference."""
+        return 1.0 if self.effect == "ratio" else 0.0
 
     @property
     def label(self) -> str:
@@ -72,6 +84,7 @@ def _learning(target: float | None) -> list[Measure]:
             digits=1,
             effect="ratio",
             value=lambda result: time_to_score(result, target),
+            whole=True,
         )
         rows.insert(0, timed)
     return rows
@@ -99,8 +112,27 @@ def values_by_seed(measure: Measure, results: Sequence[TrialResult], arm: str) -
     return {seed: value for seed, value in values.items() if value is not None and math.isfinite(value)}
 
 
+def unreached(measure: Measure, results: Sequence[TrialResult], arm: str) -> int:
+    """How many successful trials of the arm lack what only a whole arm can have.
+
+    Without those that never reached a score, an arm that fails to learn would look the faster for it.
+    """
+    return len(succeeded(results, arm)) - len(values_by_seed(measure, results, arm)) if measure.whole else 0
+
+
+def pairs(results: Sequence[TrialResult], arm: str, reference: str) -> set[int]:
+    """Seeds that succeeded in both arms."""
+    return {r.trial.seed for r in succeeded(results, arm)} & {r.trial.seed for r in succeeded(results, reference)}
+
+
 def effect_of(measure: Measure, results: Sequence[TrialResult], arm: str, reference: str) -> Interval | None:
-    """An arm against the reference, seed by seed; None where no seed has both, or the reference is 0: no ratio."""
+    """An arm against the reference, seed by seed.
+
+    None where no seed has both, where the reference is 0, to which there is no ratio, or where a trial has not reached
+    what is timed.
+    """
+    if any(unreached(measure, results, name) for name in (arm, reference)):
+        return None
     values, base = (values_by_seed(measure, results, name) for name in (arm, reference))
     if not values.keys() & base.keys() or (measure.effect == "ratio" and 0.0 in base.values()):
         return None
@@ -144,24 +176,31 @@ def weighted_by_time(result: TrialResult, key: str) -> float | None:
 def devices_idle(result: TrialResult) -> float | None:
     """Share of devices x wall time in which no generation server and no trainer rank was busy.
 
-    Busy device-seconds are the sum over these processes of the spans in which they generated, trained, recomputed,
-    published or saved, not more than there are device-seconds; waiting and being paused for an update are not busy. A
-    server and a rank that take turns on one device, as in synchronous mode, add up on it; an emulated trainer stands
-    for all of its ranks. None without spans.
+    At each moment as many devices are busy as there are processes that generate, train, recompute, publish or save,
+    and no more than there are; waiting and being paused for an update are not busy. An emulated trainer stands for all
+    of its ranks. None without spans, and for a run that was resumed: its spans hold work that was done twice.
     """
     window = rl_window(result)
-    if window is None:
+    if window is None or resumed(result):
         return None
     start, end = window
     config = result.trial.config
     devices = {"generation": 1.0, "trainer": config.training_ranks / config.trainer_processes}  # of one process
-    busy = sum(
-        devices[role(span.process)] * max(0.0, min(span.end_s, end) - max(span.start_s, start))
-        for span in result.spans
-        if span.kind in _BUSY
-    )
-    available = config.launch.devices * (end - start)
-    return 1.0 - min(1.0, busy / available)
+    edges: list[tuple[float, float]] = [(start, 0.0), (end, 0.0)]  # when, and how many devices more are busy from then
+    for span in result.spans:
+        if span.kind in _BUSY and span.start_s < end and span.end_s > start:
+            more = devices[role(span.process)]
+            edges += [(max(span.start_s, start), more), (min(span.end_s, end), -more)]
+    busy = busy_s = 0.0
+    for (at, more), (then, _) in pairwise(sorted(edges)):
+        busy += more
+        busy_s += min(busy, config.launch.devices) * (then - at)
+    return 1.0 - busy_s / (config.launch.devices * (end - start))
+
+
+def resumed(result: TrialResult) -> bool:
+    """Whether the run was cut off and went on: its times include work that was done twice."""
+    return result.summary is not None and result.summary.starts > 1
 
 
 def time_scale(config: RunConfig) -> float:

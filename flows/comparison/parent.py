@@ -40,8 +40,7 @@ class Parent:
 
         Raises TrackingError.
         """
-        folders = [run_folder(trial.config, trial.run_id) for trial in trials]
-        children = [folder.info().tracking_run_id for folder in folders if (folder.root / "run.json").exists()]
+        children = _children(trials)
         if self.page is None or not children:
             return None
         runs, experiments = (
@@ -61,25 +60,43 @@ class Parent:
 def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[str, str]) -> Parent | None:
     """The run of a comparison, opened once and found again; None where the reference arm is not tracked.
 
-    Its folder remembers it. MLflow is where it is today: a server's address may have changed. Raises TrackingError.
+    Its folder remembers it. MLflow is where it is today: a server's address may have changed. Each time its tags and
+    its config.json become those of the comparison as it is now; trials that were tracked before become its children.
+    Raises TrackingError.
     """
     config = trials[0].config  # of the reference, as plans begin with it
     uri = tracking_uri(config)
     if uri is None:
         return None
+    labels = {
+        "comparison": comparison.name,
+        "experiment": comparison.experiment,
+        "arms": ", ".join(arm.name for arm in comparison.arms),
+        "seeds": ", ".join(map(str, comparison.seeds)),
+        **tags,
+    }
+    settings = {
+        "experiment": comparison.experiment,
+        "arms": {arm.name: " ".join(arm.overrides) for arm in comparison.arms},
+        "seeds": labels["seeds"],
+        "overrides": " ".join(comparison.overrides),
+    }
     known = comparison.folder() / "tracking.json"
     if known.exists():
         parent = Parent(uri=uri, run_id=json.loads(known.read_text())["run_id"])
         if client.resume_run(uri, parent.run_id):
+            client.label_run(uri, parent.run_id, labels, settings)
             return parent
-    labels = {"comparison": comparison.name, "experiment": comparison.experiment, **tags}
-    settings = {
-        "experiment": comparison.experiment,
-        "arms": {arm.name: " ".join(arm.overrides) for arm in comparison.arms},
-        "seeds": ", ".join(map(str, comparison.seeds)),
-        "overrides": " ".join(comparison.overrides),
-    }
     run_id = client.start_run(uri, config.tracking.experiment, comparison.name, labels, settings)
     parent = Parent(uri=uri, run_id=run_id)
+    for child in _children(trials):  # of an earlier parent
+        client.label_run(uri, child, parent.tags)
     write_json(known, dataclasses.asdict(parent))
     return parent
+
+
+def _children(trials: Sequence[Trial]) -> list[str]:
+    """The runs in MLflow of the trials that were started."""
+    folders = [run_folder(trial.config, trial.run_id) for trial in trials]
+    ids = [folder.info().tracking_run_id for folder in folders if (folder.root / "run.json").exists()]
+    return [run_id for run_id in ids if run_id is not None]

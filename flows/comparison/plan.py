@@ -1,18 +1,21 @@
 """What is compared with what: arms, seeds, and the checks that make two arms comparable.
 
-Arms are lists of overrides over one experiment; the first arm is the reference. All arms of a seed see the same
-prompts and train on the same number of trajectories on the same devices. Trials of a seed are neighbours in time, and
-who goes first changes from seed to seed, so that neither a machine that grows slower nor a cold start favours an arm.
+Arms are lists of overrides over one experiment; the first arm is the reference. All arms of a seed draw the same
+prompts in the same order and train on the same number of trajectories on the same devices. An asynchronous arm may
+train on others of these prompts: what is still in flight at its end is not trained on (policies admit and drop).
+
+Trials of a seed are planned as neighbours in time, and who goes first changes from seed to seed, so that neither a
+machine that grows slower nor a cold start favours an arm.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
-from areal_core.config import RunConfig
+from areal_core.config import RunConfig, load
 from areal_core.errors import ConfigError
 from flows.compose import compose
 
@@ -24,6 +27,7 @@ DEFAULT_ARMS: dict[str, list[str]] = {
 }
 
 _NAME = re.compile(r"[A-Za-z0-9]+(-[A-Za-z0-9]+)*")
+_MAX_NAME = 60  # characters: names are parts of the names of folders
 # Arms may differ in how they generate and train, not in what is learnt, on what, from where and how it is judged.
 _MATCHED = (
     *("model", "task", "warmup", "evaluation", "stop", "emulation"),
@@ -45,7 +49,7 @@ class Trial:
 
     arm: str
     seed: int
-    run_id: str
+    run_id: str  # COMPARISON.ARM.sSEED; names have no dots
     config: RunConfig
 
 
@@ -62,41 +66,58 @@ def plan(
     """
     _check_names(comparison, arms)
     _check_seeds(seeds)
-    compose(experiment)  # a wrong name of an experiment is no arm's fault
+    compose(experiment, overrides)  # what is wrong with what is common is no arm's fault
+    composed = {arm: _compose(arm, experiment, [*overrides, *own]) for arm, own in arms.items()}
     trials: list[Trial] = []
     for position, seed in enumerate(seeds):
-        configs = {arm: _compose(arm, experiment, [*overrides, *own], seed) for arm, own in arms.items()}
+        configs = {arm: _seeded(arm, config, seed) for arm, config in composed.items()}
         check_matched(configs)
         for arm in _rotated(list(arms), position):
-            trials.append(Trial(arm=arm, seed=seed, run_id=f"{comparison}-{arm}-s{seed}", config=configs[arm]))
+            trials.append(Trial(arm=arm, seed=seed, run_id=f"{comparison}.{arm}.s{seed}", config=configs[arm]))
     return trials
+
+
+def generated_name(experiment: str, unique: str) -> str:
+    """The name of a comparison that was given none; `unique` are letters and digits."""
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", experiment)[: _MAX_NAME - len(unique) - 1].strip("-")
+    return f"{plain}-{unique}"
 
 
 def check_matched(configs: Mapping[str, RunConfig]) -> None:
     """Raise ConfigError, naming arm and field, unless the configurations of one seed, by arm, can be compared.
 
     They match in `_MATCHED`, in the trajectories that they train on, in whether their accelerators are emulated, and
-    use no more than launch.devices devices at a time. The first is the one that the others are held against.
+    use no more than launch.devices devices at a time. The first is the one that the others are held against: where it
+    is synchronous, it must use all devices, since it is easy to be faster than a baseline that does not.
     """
     reference, *others = configs
     for arm in others:
-        for field in _MATCHED:
-            ours, theirs = (dict(_leaves(configs[name], field)) for name in (arm, reference))
-            for name, value in ours.items():
-                if value != theirs[name]:
-                    raise _differs(arm, name, value, reference, theirs[name])
+        for name, ours, theirs in differences(configs[arm], configs[reference]):
+            if any(name == field or name.startswith(f"{field}.") for field in _MATCHED):
+                raise _differs(arm, name, ours, reference, theirs)
         _check_trajectories(arm, configs[arm], reference, configs[reference])
         if configs[arm].emulated != configs[reference].emulated:
             names = (configs[arm].generation.engine, configs[reference].generation.engine)
             raise _differs(arm, "generation.engine", names[0], reference, names[1])
     for arm, config in configs.items():
         _check_devices(arm, config)
+    _check_reference(reference, configs[reference])
+
+
+def differences(ours: RunConfig, theirs: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted name and both values of every field in which two configurations differ."""
+    others = dict(_leaves(theirs.to_dict()))
+    for name, value in _leaves(ours.to_dict()):
+        if value != others[name]:
+            yield name, value, others[name]
 
 
 def _check_names(comparison: str, arms: Mapping[str, Sequence[str]]) -> None:
     for field, name in [("comparison", comparison), *(("arms", arm) for arm in arms)]:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{field}: a name must be letters, digits and single dashes, got {name!r}")
+        if len(name) > _MAX_NAME:
+            raise ConfigError(f"{field}: a name must have at most {_MAX_NAME} characters, got {len(name)}: {name}")
     if len(arms) < 2:
         raise ConfigError(f"arms: must be at least 2, got {len(arms)}")
 
@@ -108,11 +129,18 @@ def _check_seeds(seeds: Sequence[int]) -> None:
         raise ConfigError(f"seeds: must be distinct, got {', '.join(map(str, seeds))}")
 
 
-def _compose(arm: str, experiment: str, overrides: list[str], seed: int) -> RunConfig:
+def _compose(arm: str, experiment: str, overrides: list[str]) -> RunConfig:
     if any(override.partition("=")[0].strip() == "seed" for override in overrides):
         raise ConfigError(f"arms.{arm}: seed is chosen by seeds, not by an override")
     try:
-        return compose(experiment, [*overrides, f"seed={seed}"])
+        return compose(experiment, overrides)
+    except ConfigError as error:
+        raise ConfigError(f"arms.{arm}: {error}") from error
+
+
+def _seeded(arm: str, config: RunConfig, seed: int) -> RunConfig:
+    try:
+        return load(replace(config, seed=seed).to_dict())
     except ConfigError as error:
         raise ConfigError(f"arms.{arm}: {error}") from error
 
@@ -136,26 +164,40 @@ def _check_devices(arm: str, config: RunConfig) -> None:
     """No phase of a run may use more devices than it is charged for.
 
     Asynchronous servers and ranks that outnumber the cores share them, since a run is confined to launch.devices cores;
-    nothing confines emulated devices, of which every process has one to itself.
+    emulated devices, which nothing confines, have a rule of their own in `areal_core.config`.
     """
     servers, ranks, devices = config.generation_servers, config.training_ranks, config.launch.devices
     uses = {"generation.servers": servers, "training.ranks": ranks}
-    if config.emulated and config.mode == "async":
-        uses = {"generation.servers + training.ranks": servers + ranks}
     for name, used in uses.items():
         if used > devices:
             raise ConfigError(f"arms.{arm}: {name} must be at most launch.devices ({devices}), got {used}")
 
 
-def _leaves(config: RunConfig, field: str) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of the field `field`, or of all fields below it."""
-    value: Any = config.to_dict()
-    for part in field.split("."):
-        value = value[part]
-    if isinstance(value, dict):
-        yield from ((f"{field}.{name}", below) for name, below in value.items())
-    else:
-        yield field, value
+def _check_reference(arm: str, config: RunConfig) -> None:
+    """A synchronous baseline generates on every device, then trains on every device; what is emulated has a rule of
+    its own."""
+    if config.mode != "sync" or config.emulated:
+        return
+    devices = config.launch.devices
+    uses = {
+        "generation.servers": (config.generation_servers, "generates"),
+        "training.ranks": (config.training_ranks, "trains"),
+    }
+    for name, (used, does) in uses.items():
+        if used != devices:
+            raise ConfigError(
+                f"arms.{arm}: {name} must be launch.devices ({devices}) in a synchronous reference, so that every "
+                f"device {does}, got {used}"
+            )
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of all fields."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(cast(Mapping[str, Any], value), f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _differs(arm: str, field: str, value: object, reference: str, other: object) -> ConfigError:

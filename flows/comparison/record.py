@@ -94,10 +94,15 @@ class Comparison:
 
 
 def read_comparison(folder: Path) -> Comparison | None:
-    """The comparison that was started in `folder`; None if there is none."""
+    """The comparison that was started in `folder`; None if there is none. Raises ConfigError where it can't be read."""
+    file = folder / "plan.json"
     try:
-        known = json.loads((folder / "plan.json").read_text())
+        known = json.loads(file.read_text())
+        arms = {arm["name"]: arm["overrides"] for arm in known["arms"]}
+        return Comparison.of(folder.name, known["experiment"], arms, known["seeds"], known["overrides"])
     except FileNotFoundError:
         return None
-    arms = {arm["name"]: arm["overrides"] for arm in known["arms"]}
-    return Comparison.of(folder.name, known["experiment"], arms, known["seeds"], known["overrides"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"comparison: {file} is damaged ({error!r}); restore it, or remove it to plan {folder.name} anew"
+        ) from error

@@ -5,37 +5,33 @@ Failed trials come first and are never left out silently: an arm that has one sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_core.config import RunConfig
-from flows.comparison import figures
+from flows.comparison import cells, figures
 from flows.comparison.measures import (
     SCORES,
     Measure,
     common_target,
     effect_of,
     measures,
+    pairs,
+    resumed,
     succeeded,
     time_scale,
+    unreached,
     values_by_seed,
 )
 from flows.comparison.page import Banner, Block, Heading, Items, Picture, Table, Text, html, markdown
 from flows.comparison.plan import Arm
-from flows.comparison.statistics import (
-    CONFIDENCE,
-    Interval,
-    median_interval,
-    values_needed,
-    verdict,
-)
+from flows.comparison.statistics import CONFIDENCE, median_interval, values_needed
 from flows.comparison.trace import write_trace
 from flows.comparison.trials import TrialResult
+from flows.comparison.turns import apart
 
 EMULATED = "EMULATED accelerators: times are those of the time model, no model was trained"
-
-_NONE = "-"  # a cell without a value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +65,7 @@ def write_report(comparison: str, arms: Sequence[Arm], results: Sequence[TrialRe
 
 def findings(arms: Sequence[Arm], results: Sequence[TrialResult]) -> list[Block]:
     """All that the report says in words and numbers."""
-    blocks = [*_header(arms, results), *_failures(results)]
+    blocks = [*_header(arms, results), *_failures(results), *_resumed(results)]
     if succeeded(results):
         blocks += _tables([arm.name for arm in arms], results)
     return blocks
@@ -82,15 +78,35 @@ def _header(arms: Sequence[Arm], results: Sequence[TrialResult]) -> list[Block]:
     config = results[0].trial.config
     blocks: list[Block] = [Banner(EMULATED)] if config.emulated else []
     seeds = list(dict.fromkeys(result.trial.seed for result in results))
+    turns = _turns(arms[0].name, results)
     facts = [
         f"Experiment {config.name}: {_subject(config)}; devices: {config.launch.devices}.",
-        f"Seeds {', '.join(map(str, seeds))}, the same in every arm; {len(results)} trials, taken in turns.",
+        f"Seeds {', '.join(map(str, seeds))}, the same in every arm; {len(results)} trials{turns}.",
         f"Planned: {_planned(config):,} trajectories a trial, in groups of {config.algorithm.group_size}.",
         _consumed(results),
         f"{arms[0].name} is the reference.",
     ]
-    table = [[arm.name, " ".join(arm.overrides), _seeds_of(arm.name, results)] for arm in arms]
-    return [*blocks, Items([fact for fact in facts if fact]), Table(["arm", "overrides", "trials"], table)]
+    table = Table(["arm", "overrides", "servers", "ranks", "trials"], [_arm(arm, results) for arm in arms])
+    return [*blocks, Items([fact for fact in facts if fact]), table]
+
+
+def _arm(arm: Arm, results: Sequence[TrialResult]) -> list[str]:
+    config = next(result.trial.config for result in results if result.trial.arm == arm.name)
+    processes = (str(config.generation_servers), str(config.training_ranks))
+    return [arm.name, " ".join(arm.overrides), *processes, _seeds_of(arm.name, results)]
+
+
+def _turns(reference: str, results: Sequence[TrialResult]) -> str:
+    """How they followed each other, as far as their spans tell."""
+    if not any(result.spans for result in results):
+        return ""
+    late = [f"{arm} (seeds {', '.join(map(str, seeds))})" for arm, seeds in apart(results, reference).items()]
+    if not late:
+        return ", taken in turns"
+    return (
+        f", not all taken in turns: at another time than {reference} of the same seed ran {', '.join(late)}, so that "
+        "what else the machine did may be part of a difference in speed"
+    )
 
 
 def _subject(config: RunConfig) -> str:
@@ -114,20 +130,11 @@ def _consumed(results: Sequence[TrialResult]) -> str:
 
 
 def _seeds_of(arm: str, results: Sequence[TrialResult]) -> str:
-    return _of(len(succeeded(results, arm)), _planned_seeds(arm, results))
+    return cells.of(len(succeeded(results, arm)), _planned_seeds(arm, results), "seed")
 
 
 def _planned_seeds(arm: str, results: Sequence[TrialResult]) -> int:
     return sum(result.trial.arm == arm for result in results)
-
-
-def _of(done: int, planned: int) -> str:
-    """ "3 seeds", or "2 of 3 seeds" where one is missing."""
-    return ("" if done == planned else f"{done} of ") + _seeds(planned)
-
-
-def _seeds(count: int) -> str:
-    return "1 seed" if count == 1 else f"{count} seeds"
 
 
 def _failures(results: Sequence[TrialResult]) -> list[Block]:
@@ -142,6 +149,14 @@ def _failures(results: Sequence[TrialResult]) -> list[Block]:
     ]
 
 
+def _resumed(results: Sequence[TrialResult]) -> list[Block]:
+    trials = [result.trial for result in results if resumed(result)]
+    if not trials:
+        return []
+    said = [f"{trial.arm}, seed {trial.seed}: resumed: its times include work done twice" for trial in trials]
+    return [Heading("Resumed trials"), Items(said)]
+
+
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
@@ -149,10 +164,10 @@ def _tables(arms: list[str], results: Sequence[TrialResult]) -> list[Block]:
     reference, *others = arms
     target = common_target(results)
     rows = measures(results[0].trial.config, target)
-    header = [f"{arm}, {_seeds_of(arm, results)}" for arm in arms]
-    measured = [[row.label, *(_measured(row, results, arm) for arm in arms)] for row in rows]
-    compared = [[row.name, *(_compared(row, results, arm, reference) for arm in others)] for row in rows]
-    pairs = [f"{arm}, {_of(len(_pairs(arm, reference, results)), _planned_seeds(arm, results))}" for arm in others]
+    header = [f"{arm}, {_seeds_of(arm, results)}{_covered(len(succeeded(results, arm)))}" for arm in arms]
+    measured = [[row.label, *(cells.measured(row, results, arm) for arm in arms)] for row in rows]
+    compared = [[row.name, *(cells.compared(row, results, arm, reference) for arm in others)] for row in rows]
+    paired = [f"{arm}, {_pairs_of(arm, reference, results)}" for arm in others]
     return [
         Heading("In short"),
         Items([_in_short(arm, reference, results, rows) for arm in others]),
@@ -160,64 +175,27 @@ def _tables(arms: list[str], results: Sequence[TrialResult]) -> list[Block]:
         Table(["", *header], measured),
         Text(_notes(results, target)),
         Heading(f"Against {reference}, seed by seed"),
-        Table(["", *pairs], compared),
+        Table(["", *paired], compared),
         Text(_coverage(arms, results)),
     ]
 
 
 def _in_short(arm: str, reference: str, results: Sequence[TrialResult], rows: list[Measure]) -> str:
     """What most readers came for: speed, and what it cost or not."""
-    pairs = _pairs(arm, reference, results)
-    if not pairs:
+    if not pairs(results, arm, reference):
         return f"{arm}: no seed of it and of {reference} succeeded, so that there is nothing to compare."
-    wanted = [row for row in rows if row.name in ("effective tokens/s", "final score") or row in _durations(rows)]
-    said = "; ".join(f"{row.name}: {_compared(row, results, arm, reference)}" for row in wanted)
-    return f"{arm} against {reference}: {said}."
+    wanted = [row for row in rows if row.name in ("effective tokens/s", "final score") or row.is_time]
+    said = "; ".join(f"{row.name}: {cells.compared(row, results, arm, reference)}" for row in wanted)
+    return f"{arm} against {reference}, {_pairs_of(arm, reference, results)}: {said}."
 
 
-def _measured(row: Measure, results: Sequence[TrialResult], arm: str) -> str:
-    """Median [low, high]; over how many seeds, where not all successful ones have a value."""
-    values = values_by_seed(row, results, arm)
-    if not values:
-        return _NONE
-    text = _brackets(median_interval(values.values()), lambda value: f"{value:,.{row.digits}f}")
-    return text + _where_fewer(len(values), len(succeeded(results, arm)))
+def _pairs_of(arm: str, reference: str, results: Sequence[TrialResult]) -> str:
+    count = len(pairs(results, arm, reference))
+    return cells.of(count, _planned_seeds(arm, results), "pair") + _covered(count)
 
 
-def _compared(row: Measure, results: Sequence[TrialResult], arm: str, reference: str) -> str:
-    """Ratio or difference to the reference arm [low, high], and in words what that says."""
-    effect = effect_of(row, results, arm, reference)
-    if effect is None:
-        return _NONE
-    if row.effect == "ratio":
-        text, neutral = _brackets(effect, lambda value: f"{value:.2f}", "x"), 1.0
-    else:
-        text, neutral = _brackets(effect, lambda value: _signed(value, row.digits)), 0.0
-    words = "(one seed)" if effect.n == 1 else verdict(effect, neutral)
-    return f"{text} {words}" + _where_fewer(effect.n, len(_pairs(arm, reference, results)))
-
-
-def _brackets(interval: Interval, form: Callable[[float], str], unit: str = "") -> str:
-    median = form(interval.median) + unit
-    return median if interval.n == 1 else f"{median} [{form(interval.low)}, {form(interval.high)}]"
-
-
-def _signed(value: float, digits: int) -> str:
-    return f"{round(value, digits) + 0.0:+.{digits}f}"  # + 0.0: there is no -0.000
-
-
-def _where_fewer(n: int, expected: int) -> str:
-    return "" if n == expected else f" ({_of(n, expected)})"
-
-
-def _pairs(arm: str, reference: str, results: Sequence[TrialResult]) -> set[int]:
-    """Seeds that succeeded in both arms."""
-    return {r.trial.seed for r in succeeded(results, arm)} & {r.trial.seed for r in succeeded(results, reference)}
-
-
-def _durations(rows: list[Measure]) -> list[Measure]:
-    """Wall time, and the time to the score where one is timed."""
-    return [row for row in rows if row.unit in ("s", "emulated s")]
+def _covered(n: int) -> str:
+    return f": {cells.coverage(n)}" if n > 1 else ""
 
 
 def _notes(results: Sequence[TrialResult], target: float | None) -> str:
@@ -241,15 +219,15 @@ def _scoring(config: RunConfig, target: float | None) -> str:
 
 
 def _coverage(arms: Sequence[str], results: Sequence[TrialResult]) -> str:
-    """How far the intervals can be trusted, from how many seeds there are."""
-    counts = sorted({n for arm in arms if (n := len(succeeded(results, arm)))}, reverse=True)
-    if counts == [1]:
+    """How far the intervals can be trusted; the probabilities themselves stand at the columns."""
+    reference, *others = arms
+    counts = [len(succeeded(results, arm)) for arm in arms] + [len(pairs(results, arm, reference)) for arm in others]
+    if max(counts) == 1:
         return f"One seed has no interval and gives no verdict. {_advice(1)}"
-    shares = ", ".join(f"{100 * median_interval(range(n)).coverage:.4g} % ({_seeds(n)})" for n in counts)
     return (
-        f"An interval holds the true median with a probability of {shares}, whatever "
-        "the distribution; each counts for itself. "
-        f"No difference: 1 for ratios, or 0 for differences, lies in the interval. {_advice(max(counts))}"
+        "The percentage at a column, or in a cell that has fewer values, is the probability with which an interval of "
+        "so many holds the true median, whatever the distribution; each counts for itself. "
+        f"No difference: 1 for ratios, or 0 for differences, lies in the interval. {_advice(min(counts))}"
     )
 
 
@@ -288,22 +266,27 @@ def _pictures(arms: list[str], results: Sequence[TrialResult], folder: Path) -> 
 
 
 def _bars(arms: list[str], results: Sequence[TrialResult], rows: list[Measure]) -> list[figures.Bars]:
-    return [_panel(row, arms, results) for row in (rows[0], *_durations(rows)[-1:])]
+    return [_panel(row, arms, results) for row in (rows[0], *[row for row in rows if row.is_time][-1:])]
 
 
 def _panel(row: Measure, arms: list[str], results: Sequence[TrialResult]) -> figures.Bars:
-    values: Mapping[str, Mapping[int, float]] = {arm: values_by_seed(row, results, arm) for arm in arms}
-    labels = {arms[0]: "reference" if values[arms[0]] else "no trial has it"}
-    for arm in arms[1:]:
-        effect = effect_of(row, results, arm, arms[0])
-        ratio = "" if effect is None else _brackets(effect, lambda value: f"{value:.2f}", "x")
-        labels[arm] = ratio if values[arm] else "no trial has it"
+    values: Mapping[str, Mapping[int, float]] = {
+        arm: {} if unreached(row, results, arm) else values_by_seed(row, results, arm) for arm in arms
+    }
+    labels = {arm: _beside_bar(row, results, arm, arms[0]) for arm in arms if values[arm]}
     return figures.Bars(
         title=row.label,
         values=values,
         intervals={arm: median_interval(seeds.values()) for arm, seeds in values.items() if seeds},
-        labels=labels,
+        labels={arm: cells.measured(row, results, arm) for arm in arms} | labels,
     )
+
+
+def _beside_bar(row: Measure, results: Sequence[TrialResult], arm: str, reference: str) -> str:
+    if arm == reference:
+        return "reference"
+    effect = effect_of(row, results, arm, reference)
+    return cells.effect_text(row, effect) if effect else ""
 
 
 def _traces(arms: list[str], results: Sequence[TrialResult], folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,10 +14,12 @@ from areal_core.rundir import RunDir
 from areal_core.timeline import Span, read_timeline
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus, RunSummary
-from flows.comparison.plan import Trial
+from flows.comparison.plan import Trial, differences
 
 Execute = Callable[..., RunSummary]  # `areal_core.run.execute`
 Curves = dict[str, list[tuple[int, float]]]  # metric key -> (step, value), by step
+
+_MAY_DIFFER = r"state_dir|(storage|tracking)\..*"  # from what was planned: where things lie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +68,12 @@ def run_trial(
 
 
 def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
-    """What a trial left in its folder; `failure` is how it failed, where that is known."""
+    """What a trial left in its folder; `failure` is how it failed, where that is known.
+
+    A run that was not what is planned has failed: its numbers would be those of something else.
+    """
     run = core.run_folder(trial.config, trial.run_id)
-    if failure is None and not run.summary.exists():
-        failure = "the run has not ended: it left no summary"
+    failure = _not_as_planned(trial, run) if failure is None else one_line(failure)
     summary = core.read_summary(run) if failure is None else None
     return TrialResult(
         trial=trial,
@@ -78,6 +83,23 @@ def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
         staleness={int(versions): tokens for versions, tokens in summary.staleness_tokens.items()} if summary else {},
         spans=read_timeline(run.timeline),
     )
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _not_as_planned(trial: Trial, run: RunDir) -> str | None:
+    if not run.summary.exists():
+        return "the run has not ended: it left no summary"
+    try:
+        made = run.config()
+    except ArealError as error:  # by another version of this program
+        return f"the configuration of the finished run {trial.run_id}: {error}"
+    for name, planned, known in differences(trial.config, made):
+        if not re.fullmatch(_MAY_DIFFER, name):
+            return f"{name}: must be {planned!r} as planned, got {known!r} from the finished run {trial.run_id}"
+    return None
 
 
 def _curves(run: RunDir, run_id: str) -> Curves:

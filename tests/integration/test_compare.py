@@ -75,7 +75,8 @@ def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subpro
     assert f"report: {folder / 'report.html'}" in first.stdout
     assert f"MLflow: {up.told['mlflow_uri']}/#/runs/{_parent(up, 'first').info.run_id}" in first.stdout
     assert "against sync" in first.stdout
-    assert "trial 2 of 2: async-1 seed 1" in first.stdout
+    assert first.stdout.startswith("Comparison first\n")
+    assert "first: trial 2 of 2: async-1 seed 1" in first.stdout
     assert (folder / "report.html").read_text().count("data:image/png;base64,") >= 3
 
 
@@ -104,7 +105,7 @@ def test_trials_are_children_of_the_comparison_in_mlflow(up: Up, first: subproce
     paths = MlflowClient(up.told["mlflow_uri"]).list_artifacts(parent.info.run_id, "report")
     assert {"report/report.html", "report/report.md", "report/plan.json"} <= {file.path for file in paths}
     children = _children(up, parent)
-    assert set(children) == {"first-sync-s1", "first-async-1-s1"}
+    assert set(children) == {"first.sync.s1", "first.async-1.s1"}
     labels = [[run.data.tags[tag] for tag in ("arm", "mode", "eta", "seed", "comparison")] for run in children.values()]
     assert sorted(labels) == [["async-1", "async", "1", "1", "first"], ["sync", "sync", "0", "1", "first"]]
     keys = [set(run.data.metrics) for run in children.values()]
@@ -116,7 +117,7 @@ def test_continued_comparison_runs_only_what_is_new_and_survives_a_failing_arm(
 ) -> None:
     assert first.returncode == 0
     before = _parent(up, "first")
-    summary = up.state / "runs" / "first-sync-s1" / "summary.json"
+    summary = up.state / "runs" / "first.sync.s1" / "summary.json"
     written = summary.stat().st_mtime_ns
     again = _compare(up.state, "--name", "first", *_FAILING, "training.steps=2", *tiny(up.state))
     assert again.returncode == 1, again.stdout + again.stderr
@@ -139,7 +140,7 @@ def test_continued_comparison_runs_only_what_is_new_and_survives_a_failing_arm(
     assert summary.stat().st_mtime_ns == written
     parent = _parent(up, "first")
     assert (parent.info.run_id, parent.info.status) == (before.info.run_id, "FAILED")
-    assert set(_children(up, parent)) == {"first-sync-s1", "first-async-1-s1", "first-late-s1"}
+    assert set(_children(up, parent)) == {"first.sync.s1", "first.async-1.s1", "first.late.s1"}
     report = (up.state / "comparisons" / "first" / "report.md").read_text()
     assert "late, seed 1: " in report
 
@@ -158,7 +159,7 @@ def test_cancelled_comparison_ends_its_trial_and_can_go_on(up: Up) -> None:
     flow_run_id = up.start(arms={"sync": ["mode=sync"], "other": ["mode=async"]}, **settings)
     up.wait(flow_run_id, "Running")
     name = f"cpu-async-{str(flow_run_id)[-12:]}"
-    ready = up.state / "runs" / f"{name}-sync-s1" / "ready"
+    ready = up.state / "runs" / f"{name}.sync.s1" / "ready"
     up.until("roles are ready", lambda: {"controller-0.json", "trainer-0.json"} <= {p.name for p in ready.glob("*")})
     pids = [json.loads(path.read_text())["pid"] for path in ready.glob("[!.]*.json")]
     up.client.set_flow_run_state(flow_run_id, Cancelling())

@@ -134,6 +134,15 @@ def test_the_run_stops_at_its_score_or_after_its_minutes(ledger: TrajectoryLedge
     assert recorder.reason_to_stop() == "score"
 
 
+def test_a_controller_counts_once_and_only_when_it_gets_to_work(ledger: TrajectoryLedger, outbox: Outbox) -> None:
+    Recorder(CONFIG, ledger, outbox, clock=Clock())  # ended before a server took work
+    recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
+    recorder.start_clock()
+    recorder.start_clock()
+    recorder.evaluated(evaluation(0, 0.1))
+    assert recorder.summary(run_id="r", reason="steps", version=0, model_url="final").starts == 1
+
+
 def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedger, outbox: Outbox) -> None:
     clock = Clock()
     before = Recorder(CONFIG, ledger, outbox, clock=clock)
@@ -162,6 +171,7 @@ def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedge
     assert summary.staleness_mean == 0.5
     assert summary.staleness_max == 2
     assert summary.effective_tokens_per_s == 4.0
+    assert summary.starts == 2
     status = after.status(version=2, finished=None, lost_servers=())
     assert (status.step, status.accuracy) == (2, 0.7)
 

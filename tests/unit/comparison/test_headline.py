@@ -37,6 +37,7 @@ def test_table_has_speed_ratio_score_and_trials_of_every_arm() -> None:
             "against sync": "reference",
             "final score": "0.920 [0.910, 0.930]",
             "succeeded": "3 of 3",
+            "intervals": "75 %",
         },
         {
             "arm": "async-1",
@@ -44,6 +45,7 @@ def test_table_has_speed_ratio_score_and_trials_of_every_arm() -> None:
             "against sync": "1.50x [1.25, 2.00] higher",
             "final score": "0.920 [0.910, 0.930]",
             "succeeded": "3 of 3",
+            "intervals": "75 %; against sync 75 %",
         },
     ]
 
@@ -56,6 +58,7 @@ def test_failed_trials_are_said_and_leave_their_pair_out() -> None:
     sync, other = result_table(_ARMS, results)
     assert (sync["succeeded"], other["succeeded"]) == ("2 of 3", "3 of 3")
     assert other["against sync"] == "1.38x [1.25, 1.50] higher"
+    assert (sync["intervals"], other["intervals"]) == ("50 %", "75 %; against sync 50 %")
 
 
 def test_arm_without_a_trial_has_dashes() -> None:
@@ -70,11 +73,11 @@ def test_one_seed_gives_no_verdict() -> None:
     assert result_table(_ARMS, results)[1]["against sync"] == "1.50x (one seed)"
 
 
-def test_title_says_how_far_the_intervals_can_be_trusted() -> None:
+def test_title_says_how_to_read_the_table() -> None:
     results = _results()
-    assert result_title("study", _ARMS, results) == "Result of study: medians over 3 seeds, intervals of 75 %"
-    two = [failed(result.trial, "lost") if result.trial.run_id == "study-sync-s3" else result for result in results]
-    assert result_title("study", _ARMS, two) == "Result of study: medians over 2 seeds, intervals of 50 %"
+    assert result_title("study", _ARMS, results) == (
+        "Result of study: medians [intervals]; at the end how probably these hold the true median"
+    )
     assert result_title("study", _ARMS, results[:2]) == "Result of study"
 
 
@@ -86,3 +89,23 @@ def test_metrics_hold_ratios_and_differences_with_their_intervals() -> None:
     assert "comparison/async-1.wall_time.ratio" in found
     assert {key.partition("/")[0] for key in found} == {"comparison"}
     assert not any("sync." in key.removeprefix("comparison/async-1.") for key in found)
+
+
+def test_score_that_a_trial_never_reached_is_no_metric() -> None:
+    arms = {arm.name: arm.overrides for arm in _ARMS}
+    trials = plan("study", "cpu-async", arms, [1, 2, 3], ["stop.score=0.8"])
+    timed = [_timed(made_up(trial), 5.0) for trial in trials]
+    assert metrics(_ARMS, timed)["comparison/async-1.time_to_score_0_8.ratio"] == 1.0
+    timed[0] = _timed(timed[0], None)
+    assert not [key for key in metrics(_ARMS, timed) if "time_to_score" in key]
+
+
+def test_emulated_times_are_metrics_too() -> None:
+    arms = {arm.name: arm.overrides for arm in _ARMS}
+    trials = plan("study", "cpu-async", arms, [1], ["generation.engine=emulated", "training.engine=emulated"])
+    assert "comparison/async-1.wall_time.ratio" in metrics(_ARMS, [made_up(trial) for trial in trials])
+
+
+def _timed(result: TrialResult, time_to_score_s: float | None) -> TrialResult:
+    assert result.summary is not None
+    return dataclasses.replace(result, summary=dataclasses.replace(result.summary, time_to_score_s=time_to_score_s))

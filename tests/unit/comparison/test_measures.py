@@ -12,11 +12,13 @@ from areal_core.timeline import Span
 from flows.comparison.measures import (
     common_target,
     devices_idle,
+    effect_of,
     in_ring_order,
     measures,
     rl_window,
     succeeded,
     time_to_score,
+    unreached,
     values_by_seed,
     weighted_by_time,
 )
@@ -26,7 +28,7 @@ from tests.support.comparison import failed, made_up
 
 
 def _trial(arm: str = "sync", seed: int = 1, **groups: Any) -> Trial:
-    return Trial(arm=arm, seed=seed, run_id=f"t-{arm}-s{seed}", config=dataclasses.replace(RunConfig(), **groups))
+    return Trial(arm=arm, seed=seed, run_id=f"t.{arm}.s{seed}", config=dataclasses.replace(RunConfig(), **groups))
 
 
 def _result(*, trial: Trial | None = None, spans: Any = (), wall_s: float = 10.0, **curves: Any) -> TrialResult:
@@ -102,6 +104,10 @@ def test_devices_are_idle_where_nobody_is_busy() -> None:
 def test_more_work_than_devices_is_not_less_than_no_idleness() -> None:
     crowd = [(f"generation-{index}", "generate", 100.0, 110.0) for index in range(4)]
     assert devices_idle(_result(spans=[*crowd, _WINDOW])) == 0.0
+    first = [(process, kind, start, 105.0) for process, kind, start, _ in crowd]  # four at two devices, then nobody
+    assert devices_idle(_result(spans=[*first, ("trainer-0", "publish", 109.999, 110.0)])) == pytest.approx(
+        0.5, abs=1e-3
+    )
     assert devices_idle(_result(spans=crowd)) is None  # no version, hence no window
 
 
@@ -155,3 +161,27 @@ def test_an_emulated_trainer_stands_for_all_of_its_ranks() -> None:
 def test_processes_are_read_in_the_order_of_the_ring() -> None:
     names = ["trainer-0", "evaluator-0", "generation-10", "generation-9"]
     assert sorted(names, key=in_ring_order) == ["generation-9", "generation-10", "trainer-0", "evaluator-0"]
+
+
+def test_devices_of_a_resumed_run_are_not_judged() -> None:
+    result = _result(spans=[("generation-0", "generate", 100.0, 105.0), _WINDOW])
+    assert result.summary is not None
+    assert devices_idle(result) is not None
+    assert devices_idle(dataclasses.replace(result, summary=dataclasses.replace(result.summary, starts=2))) is None
+
+
+def test_nothing_is_compared_with_an_arm_that_did_not_reach_it() -> None:
+    def run(arm: str, seed: int, best: float) -> TrialResult:
+        scores = [(0, 0.1), (1, best)]
+        return _result(trial=_trial(arm, seed), time__elapsed_s=[(1, float(seed))], heldout__accuracy=scores)
+
+    (timed,) = [row for row in measures(RunConfig(), 0.9) if row.name == "time to score 0.9"]
+    reached = [run("sync", 1, 0.95), run("sync", 2, 0.95), run("async", 1, 0.95), run("async", 2, 0.95)]
+    assert effect_of(timed, reached, "async", "sync") is not None
+    for index, result in enumerate(reached):
+        missed = [*reached]
+        missed[index] = run(result.trial.arm, result.trial.seed, 0.4)
+        assert effect_of(timed, missed, "async", "sync") is None
+        assert unreached(timed, missed, result.trial.arm) == 1
+    crashed = [*reached[:3], failed(_trial("async", 2), "dead")]  # which says nothing about its learning
+    assert effect_of(timed, crashed, "async", "sync") is not None

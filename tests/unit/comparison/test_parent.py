@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,14 +10,16 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from areal_core.config import RunConfig
+from areal_core.rundir import RunDir, RunInfo
 from flows.comparison.parent import Parent, open_parent
 from flows.comparison.record import Comparison
 
 _ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness=1"]}
 
 
-def _open(folder: Path, overrides: Sequence[str] = ()) -> Parent | None:
-    comparison = Comparison.of("study", "cpu-async", _ARMS, [1, 2], [f"state_dir={folder}", *overrides])
+def _open(folder: Path, overrides: Sequence[str] = (), seeds: Sequence[int] = (1, 2)) -> Parent | None:
+    comparison = Comparison.of("study", "cpu-async", _ARMS, seeds, [f"state_dir={folder}", *overrides])
     comparison.write()
     return open_parent(comparison, comparison.trials(), {"areal.flow_run_id": "f"})
 
@@ -54,6 +57,35 @@ def test_parent_that_is_gone_is_opened_anew(tmp_path: Path) -> None:
     assert parent is not None
     assert parent.run_id != "0" * 32
     assert json.loads(_remembered(tmp_path).read_text())["run_id"] == parent.run_id
+
+
+def test_continued_parent_tells_of_what_was_added(tmp_path: Path) -> None:
+    parent = _open(tmp_path)
+    assert parent is not None
+    assert _open(tmp_path, seeds=[1, 2, 3]) == parent
+    client = MlflowClient(parent.uri)
+    tags = client.get_run(parent.run_id).data.tags
+    assert (tags["seeds"], tags["arms"]) == ("1, 2, 3", "sync, async-1")
+    kept = json.loads(Path(client.download_artifacts(parent.run_id, "config.json", str(tmp_path))).read_text())
+    assert kept["seeds"] == "1, 2, 3"
+
+
+def test_trials_follow_a_new_parent(tmp_path: Path) -> None:
+    first = _open(tmp_path)
+    assert first is not None
+    client = MlflowClient(first.uri)
+    experiment = client.get_run(first.run_id).info.experiment_id
+    children = [client.create_run(experiment, tags=first.tags).info.run_id for _ in range(2)]
+    for run_id, child in zip(("study.sync.s1", "study.async-1.s1"), children, strict=True):
+        info = RunInfo(run_id=run_id, model_path="m", checkpoint_url="c", tracking_run_id=child)
+        RunDir.create(dataclasses.replace(RunConfig(), state_dir=str(tmp_path)), info)
+    client.delete_run(children[1])
+    client.delete_run(first.run_id)
+    second = _open(tmp_path)
+    assert second is not None
+    assert second.run_id != first.run_id
+    assert client.get_run(children[0]).data.tags["mlflow.parentRunId"] == second.run_id
+    assert client.get_run(children[1]).data.tags["mlflow.parentRunId"] == first.run_id  # deleted: left alone
 
 
 def test_untracked_comparison_has_no_parent(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from areal_core.config import RunConfig, load, merge
 from areal_core.data.source import open_source
 from areal_core.data.tokenizer import char_tokenizer
 from areal_core.errors import ConfigError
-from flows.comparison.plan import DEFAULT_ARMS, check_matched, plan
+from flows.comparison.plan import DEFAULT_ARMS, check_matched, generated_name, plan
+from flows.compose import experiments
 
 _EMULATED = {"generation__engine": "emulated", "training__engine": "emulated"}
 _TWO = {"sync": ["mode=sync"], "async": ["mode=async"]}
@@ -29,7 +30,7 @@ def test_every_arm_runs_once_with_every_seed() -> None:
         {(arm, seed): 1 for arm in DEFAULT_ARMS for seed in (1, 2, 3)}
     )
     assert len({trial.run_id for trial in trials}) == len(trials)
-    assert trials[0].run_id == "study-sync-s3"
+    assert trials[0].run_id == "study.sync.s3"
     for trial in trials:
         assert trial.config.seed == trial.seed
     assert {(t.arm, t.config.mode, t.config.max_staleness) for t in trials} == {
@@ -148,12 +149,12 @@ def test_no_phase_uses_more_devices_than_it_is_charged_for(overrides: dict[str, 
 def test_cores_may_be_shared_and_emulated_devices_may_not() -> None:
     crowded = _config(generation__servers=2, training__ranks=2)  # confined to two cores, whatever it starts
     check_matched({"sync": _config(mode="sync"), "crowded": crowded})
-    emulated = _config(generation__servers=2, training__ranks=2, **_EMULATED)
-    with pytest.raises(ConfigError) as error:
-        check_matched({"sync": _config(mode="sync", **_EMULATED), "crowded": emulated})
-    assert str(error.value) == (
-        "arms.crowded: generation.servers + training.ranks must be at most launch.devices (2), got 4"
-    )
+    arms = {"sync": ["mode=sync"], "crowded": ["generation.servers=2", "training.ranks=2"]}
+    plan("s", "cpu-async", arms, [1])
+    with pytest.raises(
+        ConfigError, match=r"^arms\.crowded: launch\.devices: must be at least 4 where accelerators are"
+    ):
+        plan("s", "cpu-async", arms, [1], ["generation.engine=emulated", "training.engine=emulated"])
 
 
 def test_emulated_and_real_accelerators_are_not_compared() -> None:
@@ -170,10 +171,11 @@ def test_emulated_and_real_accelerators_are_not_compared() -> None:
         ("a study", _TWO, [1], "comparison: a name must be letters, digits and single dashes, got 'a study'"),
         ("", _TWO, [1], "comparison: a name must be letters, digits and single dashes, got ''"),
         ("s", {"sync": [], "a/b": []}, [1], "arms: a name must be letters, digits and single dashes, got 'a/b'"),
+        ("s" * 61, _TWO, [1], f"comparison: a name must have at most 60 characters, got 61: {'s' * 61}"),
         ("s", {"sync": []}, [1], "arms: must be at least 2, got 1"),
         ("s", _TWO, [], "seeds: must be at least one"),
         ("s", _TWO, [1, 2, 1], "seeds: must be distinct, got 1, 2, 1"),
-        ("s", _TWO, [-1], "arms.sync: seed: must be at least 0, got -1"),
+        ("s", _TWO, [1, -1], "arms.sync: seed: must be at least 0, got -1"),
         ("s", {"a": [], "b": ["seed=3"]}, [1], "arms.b: seed is chosen by seeds, not by an override"),
         (
             "s",
@@ -198,3 +200,36 @@ def test_what_is_wrong_is_one_line_that_names_it(comparison: str, arms: Any, see
 def test_an_unknown_experiment_is_not_blamed_on_an_arm() -> None:
     with pytest.raises(ConfigError, match=r"^experiment: must be one of "):
         plan("s", "gpu-async", _TWO, [1])
+
+
+def test_what_is_wrong_with_all_arms_is_not_blamed_on_one() -> None:
+    with pytest.raises(ConfigError, match=r"^training\.step: no such field"):
+        plan("s", "cpu-async", _TWO, [1], ["training.step=3"])
+
+
+@pytest.mark.parametrize(
+    ("weak", "said"),
+    [
+        ({"generation__servers": 1}, "generation.servers must be launch.devices (2)|generates, got 1"),
+        ({"training__ranks": 1}, "training.ranks must be launch.devices (2)|trains, got 1"),
+    ],
+)
+def test_a_synchronous_reference_uses_every_device(weak: dict[str, Any], said: str) -> None:
+    must, does = said.split("|")
+    with pytest.raises(ConfigError) as error:
+        check_matched({"sync": _config(mode="sync", **weak), "async": _config()})
+    assert str(error.value) == f"arms.sync: {must} in a synchronous reference, so that every device {does}"
+    check_matched({"strong": _config(mode="sync"), "weak": _config(mode="sync", **weak)})  # others may be weak,
+    check_matched({"async": _config(**weak), "sync": _config(mode="sync")})  # and so may what is no baseline,
+    check_matched({"sync": _config(mode="sync", **weak, **_EMULATED), "async": _config(**_EMULATED)})  # or emulated
+
+
+@pytest.mark.parametrize("experiment", experiments())
+def test_a_generated_name_is_a_name(experiment: str) -> None:
+    name = generated_name(experiment, "0123456789ab")
+    assert name.endswith("-0123456789ab")
+    assert plan(name, experiment, _TWO, [1])[0].run_id == f"{name}.sync.s1"
+
+
+def test_a_generated_name_is_short_enough() -> None:
+    assert len(generated_name("e" * 100, "0123456789ab")) == 60

@@ -35,8 +35,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_trials_are_those_of_the_plan() -> None:
     trials = _comparison().trials()
     assert [trial.run_id for trial in trials] == [
-        *("study-sync-s1", "study-async-1-s1"),
-        *("study-async-1-s2", "study-sync-s2"),
+        *("study.sync.s1", "study.async-1.s1"),
+        *("study.async-1.s2", "study.sync.s2"),
     ]
     assert {trial.config.training.steps for trial in trials} == {10}
 
@@ -61,4 +61,14 @@ def test_what_was_decided_stays(changed: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _comparison(**changed).continuing(_comparison())
     assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['{"experiment": "cpu-as', '{"experiment": "cpu-async"}', "[]"])
+def test_damaged_plan_is_one_line(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "plan.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"^comparison: .*plan\.json is damaged") as caught:
+        read_comparison(folder)
     assert "\n" not in str(caught.value)

@@ -63,12 +63,14 @@ def test_tables_hold_medians_intervals_ratios_and_verdicts() -> None:
     assert _row(page, "effective tokens/s", against) == ["1.50x [1.25, 2.00] higher"]
     assert _row(page, "final score", against) == ["+0.000 [-0.010, +0.020] no difference"]
     assert _row(page, "staleness, max", against) == ["+1.0 [+1.0, +1.0] higher"]
-    assert "75 % (3 seeds)" in page
+    assert "|  | sync, 3 seeds: 75 % | async-1, 3 seeds: 75 % |" in page
+    assert "|  | async-1, 3 pairs: 75 % |" in page
     assert "Intervals of 95 % need 6 seeds or more." in page
-    assert "async-1 against sync: effective tokens/s: 1.50x [1.25, 2.00] higher;" in page
-    assert "Seeds 1, 2, 3, the same in every arm; 6 trials" in page
+    assert "async-1 against sync, 3 pairs: 75 %: effective tokens/s: 1.50x [1.25, 2.00] higher;" in page
+    assert "Seeds 1, 2, 3, the same in every arm; 6 trials, taken in turns." in page
     assert "5,120 trajectories a trial" in page
-    assert "| async-1 | mode=async rollout.max_staleness=1 | 3 seeds |" in page
+    assert "| sync | mode=sync | 2 | 2 | 3 seeds |" in page
+    assert "| async-1 | mode=async rollout.max_staleness=1 | 1 | 1 | 3 seeds |" in page
     assert "Failed trials" not in page
     assert EMULATED not in page
 
@@ -82,13 +84,12 @@ def test_failed_trials_come_first_and_their_arm_speaks_of_fewer_seeds() -> None:
     page = _said(results)
     assert "1 of 6 trials failed" in page
     assert page.index("- async-1, seed 3: no new step for 300 s") < page.index("## In short")
-    assert "|  | sync, 3 seeds | async-1, 2 of 3 seeds |" in page
-    assert "|  | async-1, 2 of 3 seeds |" in page
+    assert "|  | sync, 3 seeds: 75 % | async-1, 2 of 3 seeds: 50 % |" in page
+    assert "|  | async-1, 2 of 3 pairs: 50 % |" in page
     assert _row(page, "effective tokens/s", "Against sync, seed by seed") == ["1.38x [1.25, 1.50] higher"]
-    assert "75 % (3 seeds), 50 % (2 seeds)" in page
     whole = html("study", findings(_arms(), results))
     assert "<li>async-1, seed 3: no new step for 300 s</li>" in whole
-    assert "<th>async-1, 2 of 3 seeds</th>" in whole
+    assert "<th>async-1, 2 of 3 seeds: 50 %</th>" in whole
 
 
 def test_reference_that_failed_leaves_nothing_to_compare(tmp_path: Path) -> None:
@@ -123,8 +124,8 @@ def test_values_that_some_trials_lack_are_counted() -> None:
     lost = results[0]
     results[0] = dataclasses.replace(lost, curves={**lost.curves, "bubble/trainer_wait": []})
     page = _said(results)
-    assert _row(page, "trainer waits, % of time", "What was measured")[0].endswith("] (2 of 3 seeds)")
-    assert _row(page, "trainer waits", "Against sync, seed by seed")[0].endswith(" lower (2 of 3 seeds)")
+    assert _row(page, "trainer waits, % of time", "What was measured")[0].endswith("] (2 of 3 seeds: 50 %)")
+    assert _row(page, "trainer waits", "Against sync, seed by seed")[0].endswith(" lower (2 of 3 pairs: 50 %)")
 
 
 def test_a_ratio_to_nothing_is_left_out() -> None:
@@ -165,7 +166,7 @@ def test_all_files_are_there_and_the_page_needs_none_of_them(tmp_path: Path) -> 
     assert page.count("src=") == len(_PICTURES)
     events = json.loads((tmp_path / "report" / "trace-sync.json").read_text())["traceEvents"]
     runs = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert runs == ["study-sync-s1", "study-sync-s2", "study-sync-s3"]
+    assert runs == ["study.sync.s1", "study.sync.s2", "study.sync.s3"]
 
 
 @pytest.mark.parametrize(
@@ -181,3 +182,47 @@ def test_what_there_is_nothing_to_draw_for_is_left_out(
     report = _write(tmp_path, [change(made_up(trial)) for trial in _trials([1])])
     assert _PICTURES - {path.name for path in report.files} == {missing}
     assert missing not in report.markdown
+
+
+def test_pairs_have_a_coverage_of_their_own() -> None:
+    lost = {("sync", 1), ("async-1", 2)}  # two seeds each, and one pair
+    results = [failed(t, "dead") if (t.arm, t.seed) in lost else _known(t) for t in _trials()]
+    page = _said(results)
+    assert "|  | sync, 2 of 3 seeds: 50 % | async-1, 2 of 3 seeds: 50 % |" in page
+    assert "|  | async-1, 1 of 3 pairs |" in page
+    assert _row(page, "effective tokens/s", "Against sync, seed by seed") == ["2.00x (one seed)"]
+
+
+def test_arm_that_did_not_reach_the_score_is_not_timed(tmp_path: Path) -> None:
+    trials = plan("study", "cpu-async", _ARMS, (1, 2, 3), ["training.steps=10", "stop.score=0.8"])
+    times = {"sync": {1: 10.0, 2: 10.0, 3: 10.0}, "async-1": {1: 1.0, 2: 1.0, 3: None}}
+    results: list[TrialResult] = []
+    for trial in trials:
+        result = made_up(trial)
+        assert result.summary is not None
+        own = dataclasses.replace(result.summary, time_to_score_s=times[trial.arm][trial.seed])
+        results.append(dataclasses.replace(result, summary=own))
+    page = _write(tmp_path, results).markdown
+    cells = _row(page, "time to score 0.8, s", "What was measured")
+    assert cells == ["10.0 [10.0, 10.0]", "not reached by 1 of 3"]
+    assert _row(page, "time to score 0.8", "Against sync, seed by seed") == ["async-1 not reached by 1 of 3"]
+    assert "time to score 0.8: async-1 not reached by 1 of 3" in page
+
+
+def test_resumed_trials_are_marked() -> None:
+    results = [_with(_known(t), starts=2) if t.run_id == "study.async-1.s2" else _known(t) for t in _trials()]
+    page = _said(results)
+    assert "- async-1, seed 2: resumed: its times include work done twice" in page
+    assert page.count("work done twice") == 1
+    assert "(2 of 3 seeds: 50 %)" in _row(page, "devices idle, % of time", "What was measured")[1]
+    assert "Resumed" not in _said([_known(t) for t in _trials()])
+
+
+def test_trials_that_ran_later_are_named() -> None:
+    results = [
+        made_up(t, start_s=1e9 + 100 * (2 * t.seed + (t.arm != "sync")) + (1e4 if t.arm == "async-1" else 0))
+        for t in _trials()
+    ]
+    page = _said(results)
+    assert "not all taken in turns: at another time than sync of the same seed ran async-1 (seeds 1, 2, 3)" in page
+    assert ", taken in turns" not in page

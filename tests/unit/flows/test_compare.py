@@ -1,16 +1,20 @@
 """The form of the flow's parameters as Prefect shows it, which failures are tried again, and what is said of them."""
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prefect.client.schemas.objects import TaskRun
 from prefect.states import Failed
 from prefect.utilities.callables import parameter_schema
 
-from areal_core.errors import ConfigError, DivergenceError, ProcessError
-from flows.compare import _what_failed, _with_pictures, _worth_another_try, areal_compare
+from areal_core.errors import ConfigError, DivergenceError, ProcessError, TrackingError
+from areal_core.types import RunSummary
+from flows import compare
+from flows.compare import _what_failed, _with_mlflow, _with_pictures, _worth_another_try, areal_compare, track
 from flows.comparison.plan import DEFAULT_ARMS, plan
+from flows.comparison.record import Comparison
 from flows.compose import experiments
 
 
@@ -36,6 +40,7 @@ def test_every_parameter_is_explained_and_none_is_required(form: dict[str, Any])
     [
         (ProcessError("trainer-0 was killed"), True),
         (DivergenceError("loss nan"), False),
+        (TrackingError("gone"), False),  # it has been waited for
         (ConfigError("seed: no"), False),
         (KeyError("a bug"), False),
     ],
@@ -61,3 +66,62 @@ def test_pictures_travel_in_the_page(tmp_path: Path) -> None:
     (tmp_path / "bars.png").write_bytes(b"png")
     page = _with_pictures("![Bars](bars.png) and [a file](plan.json)", tmp_path)
     assert page == "![Bars](data:image/png;base64,cG5n) and [a file](plan.json)"
+
+
+class _Away:
+    """A run that can't start: MLflow is away for so many attempts, and then something else is wrong."""
+
+    def __init__(self, attempts: int) -> None:
+        self._away = attempts
+        self.attempts = 0
+        self.error: Exception | None = None
+
+    def __call__(self, *_: Any, **__: Any) -> RunSummary:
+        self.attempts += 1
+        self.error = TrackingError("gone") if self.attempts <= self._away else ProcessError("trainer-0 was killed")
+        raise self.error
+
+
+class _Said:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, what: str) -> None:
+        self.notes.append(what)
+
+    def show(self, status: object) -> None: ...
+
+
+@pytest.mark.parametrize(("away", "attempts", "failure"), [(0, 1, "trainer"), (3, 4, "trainer"), (99, 5, "gone")])
+def test_mlflow_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: int, attempts: int, failure: str
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(compare, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(compare.time, "sleep", waits.append)
+    trial = plan("s", "cpu-async", DEFAULT_ARMS, [1], [f"state_dir={tmp_path}"])[0]
+    execute, said = _Away(away), _Said()
+    result = _with_mlflow(trial, {}, cast(Any, said), cast(Any, execute))
+    assert execute.attempts == attempts
+    assert waits == [30.0] * (attempts - 1)
+    assert said.notes == ["waiting for MLflow"] * (attempts - 1)
+    assert str(result.failure).startswith(failure)
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_report_alone_needs_no_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: bool) -> None:
+    away = [f"state_dir={tmp_path}", "tracking.uri=http://127.0.0.1:9"]
+    comparison = Comparison.of("s", "cpu-async", DEFAULT_ARMS, [1], away)
+    trials = comparison.trials()
+    (tmp_path / "comparisons" / "s").mkdir(parents=True)
+    (tmp_path / "comparisons" / "s" / "tracking.json").write_text('{"run_id": "0123"}')
+    for trial in trials[: None if done else -1]:
+        folder = tmp_path / "runs" / trial.run_id
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text("{}")
+    monkeypatch.setattr(compare, "get_run_logger", lambda: logging.getLogger("test"))
+    if done:
+        assert track.fn(comparison, trials) is None
+    else:
+        with pytest.raises(TrackingError):
+            track.fn(comparison, trials)

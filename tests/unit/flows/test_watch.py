@@ -1,0 +1,108 @@
+"""Watching a flow run: a server that is busy for a while is not gone, and Ctrl-C never leaves a flow run behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+from rich.console import Console
+
+from flows import watch
+
+_REQUEST = httpx.Request("GET", "http://prefect")
+_BUSY = httpx.HTTPStatusError("503", request=_REQUEST, response=httpx.Response(503))
+_LATE = httpx.ReadTimeout("late", request=_REQUEST)
+_GONE = httpx.ConnectError("refused", request=_REQUEST)
+
+
+class _Server:
+    """Answers with each of these in turn; raises those that are errors."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = [*answers]
+
+    def __call__(self) -> Any:
+        answer = self._answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def test_trouble_is_borne_for_a_while_and_forgotten_by_an_answer() -> None:
+    now = SimpleNamespace(s=0.0)
+    patience, server = watch._Patience(lambda: now.s), _Server(_BUSY, _LATE, "yes", _LATE, _BUSY, _BUSY)
+    answers: list[Any] = []
+    for now.s in (0.0, 59.0, 61.0, 100.0, 160.0):
+        answers.append(patience.ask(server))
+    assert answers == [None, None, "yes", None, None]
+    now.s = 160.1
+    with pytest.raises(httpx.HTTPStatusError):
+        patience.ask(server)
+
+
+def test_server_that_can_not_be_connected_to_is_gone_at_once() -> None:
+    with pytest.raises(httpx.ConnectError):
+        watch._Patience().ask(_Server(_GONE))
+
+
+class _Client:
+    """Prefect's API: makes flow runs, and is interrupted at a call of choice."""
+
+    def __init__(self, interrupted: str) -> None:
+        self._interrupted = interrupted
+        self.runs: dict[str, UUID] = {}
+        self.states: dict[UUID, Any] = {}
+
+    def __enter__(self) -> _Client:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def _interrupt(self, call: str) -> None:
+        if self._interrupted == call:
+            self._interrupted = ""
+            raise KeyboardInterrupt
+
+    def read_deployment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(id=uuid4())
+
+    def create_flow_run_from_deployment(self, deployment_id: UUID, *, parameters: Any, idempotency_key: str) -> Any:
+        made = self.runs.setdefault(idempotency_key, uuid4())
+        self._interrupt("create")  # made, and not yet known here
+        return SimpleNamespace(id=made, name="a-run")
+
+    def read_flow_run(self, flow_run_id: UUID) -> Any:
+        self._interrupt("read")
+        return SimpleNamespace(state=self.states[flow_run_id])
+
+    def set_flow_run_state(self, flow_run_id: UUID, state: Any) -> None:
+        assert state.type == "CANCELLING"
+        self.states[flow_run_id] = SimpleNamespace(name="Cancelled", is_final=lambda: True)
+
+
+@pytest.mark.parametrize("interrupted", ["create", "read"])
+def test_interrupt_cancels_the_flow_run(monkeypatch: pytest.MonkeyPatch, interrupted: str) -> None:
+    client = _Client(interrupted)
+    monkeypatch.setattr("prefect.get_client", lambda **_: client)
+    monkeypatch.setattr("prefect.utilities.urls.url_for", lambda _: None)
+    up: Any = SimpleNamespace(pages="", owner="up")
+    with pytest.raises(KeyboardInterrupt):
+        watch._run("areal/train", {}, up, Console(quiet=True), list)
+    assert len(client.runs) == 1
+    assert [state.name for state in client.states.values()] == ["Cancelled"]
+    assert set(client.states) == set(client.runs.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("step 7/25  reward 0.5", "step 7/25"),
+        ("first: trial 2 of 4: async-2 seed 1 · step 7/25  reward 0.5", "first: trial 2 of 4: async-2 seed 1"),
+        ("first: reporting", "first: reporting"),
+    ],
+)
+def test_figures_that_change_make_no_new_line(text: str, what: str) -> None:
+    assert watch._what(text) == what
