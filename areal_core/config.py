@@ -192,16 +192,16 @@ class EmulationConfig:
     tensor_parallel: int = _bounded(1, low=1)  # accelerators of one replica
     speed: float = _bounded(100.0, above=0.0)  # emulated seconds in a real one
     tokens_per_token: int = _bounded(128, low=1)  # real tokens that one token of prompts and answers stands for
-    length_median: float = _bounded(7360.0, above=0.0)  # tokens of an answer, log-normal, before the limit
-    length_sigma: float = _bounded(0.8, low=0.0)
+    length_median: float = _bounded(7360.0, above=0.0, high=1e7)  # tokens of an answer, log-normal, before the limit
+    length_sigma: float = _bounded(0.8, low=0.0, high=5.0)
     lengths_path: str | None = None  # recorded lengths instead: a file of whole numbers
-    decode_overhead_s: float = _bounded(0.0163, low=0.0)  # of a decode step, beside moving weights and cache
+    decode_overhead_s: float = _bounded(0.0168, low=0.0)  # of a decode step, whatever the batch: a fitted residual
     bandwidth_share: float = _bounded(0.8, above=0.0, high=1.0)  # of the memory bandwidth, in decoding
     memory_share: float = _bounded(0.7, above=0.0, high=1.0)  # of the memory, for weights and KV cache
     prefill_share: float = _bounded(0.5, above=0.0, high=1.0)  # of the peak arithmetic
     training_share: float = _bounded(0.43, above=0.0, high=1.0)
     transfer_bytes_per_s: float = _bounded(50e9, above=0.0)  # of new weights into one accelerator
-    handover_s: float = _bounded(1.0, low=0.0)  # that a replica stands still for new weights
+    handover_s: float = _bounded(1.0, low=0.0)  # that a replica stands still for new weights, async mode
     switch_s: float = _bounded(5.0, low=0.0)  # between generating and training on the same accelerators, each way
 
 
@@ -409,8 +409,8 @@ def _check_combinations(config: RunConfig) -> None:
             f"training.engine: must be {wanted} with generation.engine={config.generation.engine}, "
             f"got {config.training.engine!r}"
         )
-    if config.emulated and config.stop.score is not None:
-        raise ConfigError(f"stop.score: must be null where accelerators are emulated, got {config.stop.score}")
+    if config.emulated:
+        _check_emulated(config)
     if config.mode == "sync" and config.max_staleness != 0:
         raise ConfigError(f"rollout.max_staleness: must be 0 or null with mode=sync, got {config.max_staleness}")
     model = config.model
@@ -436,3 +436,16 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError(f"{missing}: task.name=jsonl needs a file of prompts, one JSON object a line")
     if config.task.name == "jsonl" and config.model.path is None:
         raise ConfigError("model.path: task.name=jsonl needs a model folder; the embedded model only knows arithmetic")
+
+
+def _check_emulated(config: RunConfig) -> None:
+    """Nothing confines emulated devices: every server and rank has one to itself, so there must be enough of them."""
+    if config.stop.score is not None:
+        raise ConfigError(f"stop.score: must be null where accelerators are emulated, got {config.stop.score}")
+    servers, ranks = config.generation_servers, config.training_ranks
+    needed, link = (servers + ranks, "and") if config.mode == "async" else (max(servers, ranks), "then")
+    if needed > config.launch.devices:
+        raise ConfigError(
+            f"launch.devices: must be at least {needed} where accelerators are emulated ({servers} generate {link} "
+            f"{ranks} train), got {config.launch.devices}"
+        )

@@ -1,7 +1,7 @@
-"""The time that accelerators would take: a roofline for each of decoding, prefill, training and moving weights.
+"""The time that accelerators would take: decoding, prefill, training and moving weights.
 
-Decoding reads all weights and every cached key and value once a step, so it is bound by memory bandwidth; prefill and
-training are bound by arithmetic; what a step costs beside (scheduling, kernel launches, communication) is a constant.
+A decode step reads the weights and every cached key and value once, or computes for longer than that takes; prefill and
+training compute. What a decode step takes beside is a constant, whatever the model and the batch: a residual, fitted.
 Everything here is counted in real tokens and emulated seconds; `Pace` turns those into time that passes.
 
 Sources. Accelerators: NVIDIA's data sheets, dense bf16, SXM; the H800 is the H100 with slower links, which nothing here
@@ -80,6 +80,12 @@ class ModelShape:
         return self.parameters * _BYTES
 
     @property
+    def read_bytes(self) -> int:
+        """What a decode step reads of the weights: the matrices, the output's included. Of embeddings it looks a few
+        rows up; norms and biases are nothing."""
+        return self._matrices * _BYTES
+
+    @property
     def _qkv(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
@@ -132,7 +138,7 @@ class TimeModel:
     def decode_s(self, answers: int, context_tokens: float, steps: int = 1) -> float:
         """`steps` decode steps of `answers` running answers whose texts have `context_tokens` tokens now, in all."""
         mean_context = context_tokens + answers * (steps - 1) / 2  # it grows by a token an answer and step
-        moved = self.shape.weight_bytes + mean_context * self.shape.kv_bytes
+        moved = self.shape.read_bytes + mean_context * self.shape.kv_bytes
         computed = answers * self.shape.flops_per_token + mean_context * self.shape.attention_flops
         busy = max(moved / self._bytes_per_s, computed / self._flops_per_s)
         return steps * (self._config.decode_overhead_s + busy)

@@ -1,13 +1,19 @@
-"""What is asynchrony worth on memory-bound accelerators? Emulated clusters, synchronous against asynchronous.
+"""What is asynchrony worth on accelerators? Emulated clusters, synchronous against asynchronous.
 
-    python -m benchmarks.emulated [--models 1.5b,7b,14b,32b] [--pairs 2] [--minutes 0.7] [field=value ...]
+    python -m benchmarks.emulated [--models 1.5b,7b,14b,32b] [--pairs 2] [--steps 5] [--minutes 0.9] [field=value ...]
+    python -m benchmarks.emulated --sensitivity | --fit      # by the time model alone: two minutes of arithmetic
 
 Real controllers, ledgers, gates, hand-overs and trainers' loops against engines that take an accelerator's time: see
 docs/emulation.md. One set of parameters, fitted to both step times of the paper's 1.5B row; the other rows are
-predictions. `--pairs` is how often the first model is run in both modes; the others are run once.
+predictions. `--pairs` is how often the first model is run in both modes; the others are run once. Every step time
+stands beside the one that the time model says without any processes ("simulated_offline"): what is more was lost to
+this machine.
 
-Throughput is that of the steps after the first third of a run: until then answers are of an age, as they never are
-again in asynchronous runs. Runs end by `stop.minutes`, so that no batch waits for its last answers alone.
+What this machine takes between two synchronous steps, 0.3 to 0.5 s, counts `emulation.speed`-fold, and in synchronous
+mode alone. So each model has the speed at which a synchronous step takes ten real seconds, of which that is 3 to 5 %.
+Synchronous runs end after `--steps` steps and a first one, which is not counted. Asynchronous runs end after
+`--minutes`, so that no batch waits for its last answers alone; their first third is not counted: until then answers
+are of an age, as they never are again.
 """
 
 from __future__ import annotations
@@ -18,9 +24,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 
@@ -30,10 +37,15 @@ from areal_core.run import execute, run_folder
 from areal_core.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus
+from benchmarks._emulated_offline import Simulated, fit, overhead_share, simulate, with_overhead
 from flows.compose import compose
 
-_WARM = 1 / 3  # of a run's time, not counted
-_STEPS = 10_000  # more than any run makes
+MODES = ("sync", "async")
+_WARM = 1 / 3  # of an asynchronous run's time, not counted
+_STEP_REAL_S = 10.0  # that a synchronous step takes here
+_ENDLESS = 10_000  # steps, more than any run makes
+_OVERHEADS_S = (0.003, 0.008)  # of a decode step: what else it might be
+_FIT_SEEDS = (1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +57,10 @@ class Row:
     async_h: float
     max_staleness: int
 
+    @property
+    def ratio(self) -> float:
+        return self.sync_h / self.async_h
+
     def step_s(self, mode: str) -> float:
         return 3600 * (self.sync_h if mode == "sync" else self.async_h) / self.steps
 
@@ -55,15 +71,16 @@ PAPER = {
     "14b": Row(steps=80, sync_h=48.8, async_h=21.9, max_staleness=4),
     "32b": Row(steps=60, sync_h=51.1, async_h=31.1, max_staleness=4),
 }
+_FITTED = "1.5b"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One run, after its first third. Tokens and seconds are the emulated cluster's unless they are called real."""
+    """The steps of one run that count. Tokens and seconds are the emulated cluster's unless they are called real."""
 
-    tokens_per_s: float  # consumed, of the slice
-    step_s: float
     steps: int
+    step_s: float
+    tokens_per_s: float  # consumed, of the slice
     trainer_wait: float  # share of the time
     generation_idle: float  # share of the time, mean of the servers
     server_cpu: float  # cores that one generation server keeps busy, mean of the servers, real
@@ -93,56 +110,44 @@ class CpuMeter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", type=lambda text: text.split(","), default=list(PAPER))
-    parser.add_argument("--pairs", type=int, default=2, help="of runs of the first model")
-    parser.add_argument("--minutes", type=float, default=0.7, help="of each run, real")
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
-    arguments = parser.parse_args()
+    arguments = parse()
     try:
-        with tempfile.TemporaryDirectory(prefix="areal-emulated-") as state:
-            common = [f"state_dir={state}", f"storage.url={state}/storage", "tracking=off", *arguments.overrides]
-            common += [f"training.steps={_STEPS}", f"stop.minutes={arguments.minutes}"]
-            print(json.dumps(_compare(arguments.models, arguments.pairs, common)))
+        if arguments.fit:
+            result = _fit(arguments.overrides)
+        elif arguments.sensitivity:
+            result = _sensitivity(arguments.models, arguments.overrides)
+        else:
+            result = _compare(arguments)
     except ArealError as error:
         raise SystemExit(f"areal: error: {error}") from None
+    print(json.dumps(result))
 
 
-def _compare(models: Sequence[str], pairs: int, overrides: Sequence[str]) -> dict[str, object]:
-    measured: dict[str, list[dict[str, Measured]]] = {}
-    for model in models:
-        for seed in range(1, 1 + (pairs if model == models[0] else 1)):
-            modes = ("sync", "async") if seed % 2 else ("async", "sync")
-            measured.setdefault(model, []).append({mode: _run(model, mode, seed, overrides) for mode in modes})
-    ratios = {
-        model: [pair["async"].tokens_per_s / pair["sync"].tokens_per_s for pair in measured[model]] for model in models
-    }
-    config = _config(models[0], "async", 1, overrides)
-    return {
-        "ratios": {model: round(statistics.median(ratios[model]), 3) for model in models},
-        "paper_ratios": {model: round(PAPER[model].sync_h / PAPER[model].async_h, 2) for model in models},
-        "each_ratio": {model: [round(ratio, 3) for ratio in ratios[model]] for model in models},
-        "step_s": {
-            model: {mode: round(statistics.median(pair[mode].step_s for pair in measured[model])) for mode in modes}
-            for model in models
-            for modes in [("sync", "async")]
-        },
-        "paper_step_s": {
-            model: {mode: round(PAPER[model].step_s(mode)) for mode in ("sync", "async")} for model in models
-        },
-        "runs": {
-            model: [
-                {
-                    mode: {name: float(f"{value:.4g}") for name, value in asdict(run).items()}
-                    for mode, run in pair.items()
-                }
-                for pair in measured[model]
-            ]
-            for model in models
-        },
-        "fitted_to": "1.5b",
-        "parameters": asdict(config.emulation),
-    }
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; `arguments` stand for it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", type=_models, default=list(PAPER))
+    parser.add_argument("--pairs", type=_positive, default=2, help="of runs of the first model")
+    parser.add_argument("--steps", type=_positive, default=5, help="of each synchronous run, beside its first")
+    parser.add_argument("--minutes", type=float, default=0.9, help="of each asynchronous run, real")
+    parser.add_argument("--sensitivity", action="store_true", help="what other decode overheads would say, offline")
+    parser.add_argument("--fit", action="store_true", help=f"fit the free parameters to {_FITTED}, offline")
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _models(text: str) -> list[str]:
+    models = text.split(",")
+    if not set(models) <= set(PAPER):
+        raise argparse.ArgumentTypeError(f"must be some of {','.join(PAPER)}, got {text}")
+    return models
 
 
 def _config(model: str, mode: str, seed: int, overrides: Sequence[str]) -> RunConfig:
@@ -151,39 +156,161 @@ def _config(model: str, mode: str, seed: int, overrides: Sequence[str]) -> RunCo
     return compose(f"emulated-{model}", [*overrides, *arm])
 
 
-def _run(model: str, mode: str, seed: int, overrides: Sequence[str]) -> Measured:
-    config, run_id = _config(model, mode, seed, overrides), f"{model}-{mode}-{seed}"
+# -- by the time model alone ----------------------------------------------------------------------------------------
+
+
+def _both(model: str, overrides: Sequence[str]) -> dict[str, RunConfig]:
+    return {mode: _config(model, mode, 1, overrides) for mode in MODES}
+
+
+def _fit(overrides: Sequence[str]) -> dict[str, Any]:
+    row = PAPER[_FITTED]
+    each: dict[int, tuple[float, int]] = {}
+    for seed in _FIT_SEEDS:
+        sync, asynchronous = (_config(_FITTED, mode, seed, overrides) for mode in MODES)
+        each[seed] = fit(sync, asynchronous, row.step_s("sync"), row.step_s("async"))
+    overheads, slots = zip(*each.values(), strict=True)
+    return {
+        "emulation.decode_overhead_s": statistics.median(overheads),
+        "generation.slots": statistics.median(slots),
+        "by_seed": each,
+        "fitted_to": _FITTED,
+    }
+
+
+def _sensitivity(models: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
+    configs = {model: _both(model, overrides) for model in models}
+    fitted_s = configs[models[0]]["sync"].emulation.decode_overhead_s
+    found: dict[str, dict[str, Any]] = {}
+    for overhead_s in (*_OVERHEADS_S, fitted_s):
+        name = f"{1e3 * overhead_s:g}"
+        found[name] = {}
+        for model, modes in configs.items():
+            results = {mode: simulate(with_overhead(config, overhead_s)) for mode, config in modes.items()}
+            found[name][model] = {"ratio": _ratio(results), **{mode: round(results[mode].step_s) for mode in MODES}}
+            _tell(f"decode overhead {name} ms, {model}: {found[name][model]}")
+    return {
+        "source": "simulated offline",
+        "by_decode_overhead_ms": found,
+        "overhead_share_of_sync_generation": {
+            model: round(overhead_share(modes["sync"]), 2) for model, modes in configs.items()
+        },
+        "paper_ratios": {model: round(PAPER[model].ratio, 2) for model in models},
+    }
+
+
+def _ratio(results: Mapping[str, Simulated] | Mapping[str, Measured]) -> float:
+    return round(results["async"].tokens_per_s / results["sync"].tokens_per_s, 2)
+
+
+# -- with real processes --------------------------------------------------------------------------------------------
+
+
+def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    simulated: dict[str, dict[str, Simulated]] = {}
+    measured: dict[str, list[dict[str, Measured]]] = {}
+    parameters: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="areal-emulated-") as state:
+        here = [f"state_dir={state}", f"storage.url={state}/storage", "tracking=off"]
+        ends = {"sync": f"training.steps={1 + arguments.steps}", "async": f"training.steps={_ENDLESS}"}
+        for model in arguments.models:
+            configs = _both(model, arguments.overrides)
+            simulated[model] = {mode: simulate(config) for mode, config in configs.items()}
+            speed = f"emulation.speed={simulated[model]['sync'].step_s / _STEP_REAL_S:.0f}"
+            common = [*here, speed, *arguments.overrides]
+            parameters[model] = asdict(_config(model, "sync", 1, common).emulation)
+            for seed in range(1, 1 + (arguments.pairs if model == arguments.models[0] else 1)):
+                pair: dict[str, Measured] = {}
+                for mode in MODES if seed % 2 else reversed(MODES):
+                    minutes = [f"stop.minutes={arguments.minutes}"] if mode == "async" else []
+                    config = _config(model, mode, seed, [*common, ends[mode], *minutes])
+                    pair[mode] = _run(config, f"{model}-{mode}-{seed}")
+                measured.setdefault(model, []).append(pair)
+            _tell(f"{model}: {step_times(model, measured[model], simulated[model])}")
+    return report(measured, simulated) | {"parameters": parameters}
+
+
+def report(
+    measured: Mapping[str, Sequence[Mapping[str, Measured]]], simulated: Mapping[str, Mapping[str, Simulated]]
+) -> dict[str, Any]:
+    """What came out, by model, beside what the time model and the paper say. Fit for JSON."""
+    ratios = {model: [_ratio(pair) for pair in pairs] for model, pairs in measured.items()}
+    return {
+        "ratios": {model: round(statistics.median(each), 2) for model, each in ratios.items()},
+        "simulated_offline_ratios": {model: _ratio(simulated[model]) for model in measured},
+        "paper_ratios": {model: round(PAPER[model].ratio, 2) for model in measured},
+        "each_ratio": ratios,
+        "step_s": {model: step_times(model, pairs, simulated[model]) for model, pairs in measured.items()},
+        "runs": {
+            model: [
+                {
+                    mode: {name: float(f"{value:.3g}") for name, value in asdict(run).items()}
+                    for mode, run in pair.items()
+                }
+                for pair in pairs
+            ]
+            for model, pairs in measured.items()
+        },
+        "fitted_to": _FITTED,
+    }
+
+
+def step_times(
+    model: str, pairs: Sequence[Mapping[str, Measured]], simulated: Mapping[str, Simulated]
+) -> dict[str, dict[str, Any]]:
+    """Emulated seconds of a step by mode, the median of the runs, and how many steps each run counted."""
+    return {
+        mode: {
+            "measured": round(statistics.median(pair[mode].step_s for pair in pairs)),
+            "simulated_offline": round(simulated[mode].step_s),
+            "paper": round(PAPER[model].step_s(mode)),
+            "steps": [pair[mode].steps for pair in pairs],
+        }
+        for mode in MODES
+    }
+
+
+def _run(config: RunConfig, run_id: str) -> Measured:
     run = run_folder(config, run_id)
     meter = CpuMeter(run)
     summary = execute(config, run_id=run_id, log=_tell, on_status=meter.look)
     assert summary.tokens.balanced, summary.tokens
-    result = _measured(config, run, meter)
+    with closing(Outbox(run.outbox, run_id)) as outbox:
+        history = {key: dict(points) for key, points in outbox.history().items()}
+    result = measure(config, history, meter.cores("generation"), meter.cores("controller"))
     _tell(f"{run_id}: {result}")
     return result
 
 
-def _measured(config: RunConfig, run: RunDir, meter: CpuMeter) -> Measured:
-    with closing(Outbox(run.outbox, run.root.name)) as outbox:
-        history = {key: dict(points) for key, points in outbox.history().items()}
+def measure(
+    config: RunConfig, history: Mapping[str, Mapping[int, float]], server_cpu: float, controller_cpu: float
+) -> Measured:
+    """What the steps of a run say, metric by step, those before `first_end` left out."""
     ends, consumed = history["time/elapsed_s"], history["ledger/consumed_tokens"]
-    last = max(ends)
-    first = min(step for step in ends if ends[step] >= _WARM * ends[last])
-    steps, real_s = last - first, ends[last] - ends[first]
-    if steps < 1:
-        raise ArealError(f"--minutes: too short for two steps of {run.root.name} after a third of it")
+    first, last = first_end(config.mode, ends), max(ends, default=0)
+    if last <= first:
+        raise ArealError("--minutes: too short for a step after the first third of an asynchronous run")
+    real_s = ends[last] - ends[first]
 
     def mean(key: str) -> float:
         return statistics.fmean(value for step, value in history[key].items() if step > first)
 
     return Measured(
+        steps=last - first,
+        step_s=config.emulation.speed * real_s / (last - first),
         tokens_per_s=config.token_rate * (consumed[last] - consumed[first]) / real_s,
-        step_s=config.emulation.speed * real_s / steps,
-        steps=steps,
         trainer_wait=mean("bubble/trainer_wait"),
         generation_idle=mean("bubble/generation_idle"),
-        server_cpu=meter.cores("generation"),
-        controller_cpu=meter.cores("controller"),
+        server_cpu=server_cpu,
+        controller_cpu=controller_cpu,
     )
+
+
+def first_end(mode: str, ends: Mapping[int, float]) -> int:
+    """The step at whose end the counting begins, from the seconds at which steps ended: the first one of a synchronous
+    run, and of an asynchronous one the first that ended after a third of it."""
+    begin_s = _WARM * max(ends.values(), default=0.0) if mode == "async" else 0.0
+    return min((step for step, end_s in ends.items() if end_s >= begin_s), default=0)
 
 
 def _tell(line: str) -> None:

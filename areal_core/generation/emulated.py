@@ -30,6 +30,9 @@ from areal_core.wire import Answer
 
 _SLICE_S = 0.004  # real seconds that a step takes at most, or one decode step: how soon commands are obeyed
 _LOGPROB = -0.1  # nats, of every token
+_SWAP_S = (
+    5.0  # real seconds that a swap stands still at most: less than callers wait for what is done between two steps
+)
 _ADMIT_BELOW = 0.9  # of the KV cache: the rest is for answers to grow into
 
 
@@ -72,10 +75,12 @@ class EmulatedEngine:
         slots: int,
         context: int | None = None,
         version: int = 0,
+        switches: bool = False,
         pace: Pace | None = None,
     ) -> None:
-        """`slots` and `context` (tokens of the wire) bound running answers; so does the KV cache. Raises ConfigError
-        for a model that does not fit and for lengths that can't be read."""
+        """`slots` and `context` (tokens of the wire) bound running answers; so does the KV cache. `switches`: the same
+        accelerators train, so that new weights come with the change back to generating, which the trainer pays for.
+        Raises ConfigError for a model that does not fit and for lengths that can't be read."""
         self.spec = spec
         self.version = version
         self.admitting = True
@@ -84,7 +89,7 @@ class EmulatedEngine:
         self._scale = emulation.tokens_per_token
         self._time = TimeModel(emulation)
         self._lengths = AnswerLengths(emulation)
-        self._handover_s = emulation.handover_s
+        self._handover_s = 0.0 if switches else emulation.handover_s
         self._pace = pace or Pace(emulation.speed)
         self._groups: dict[str, _Group] = {}  # by request id
         self._waiting: deque[_Sequence] = deque()
@@ -94,7 +99,8 @@ class EmulatedEngine:
         self._steps = 0  # decode steps so far
         self._cached = 0  # tokens in the KV cache
         self._owed_s = 0.0  # emulated seconds to pass before decoding goes on
-        self._stale = False
+        self._stale = False  # the cache was thrown away
+        self._interrupted = False  # by something that took its own time
         self._closed_tokens = 0  # of the wire, in answers that have ended
         self._stats = EngineStats()
 
@@ -132,7 +138,8 @@ class EmulatedEngine:
         """Let a few milliseconds pass, or one decode step; the requests that this finished."""
         idle = not self._running
         self._schedule()
-        if idle:
+        if idle or self._interrupted:
+            self._interrupted = False
             self._pace.restart()
         budget_s = _SLICE_S * self._pace.speed
         if self._owed_s > 0:
@@ -167,34 +174,46 @@ class EmulatedEngine:
             if tokens := self._wire_tokens(sequence):
                 sequence.versions.append((tokens, self.version))
         self.version = version
-        self._owed_s += self._handover_s
         self._stats.swap_ms = 1e3 * self._handover_s / self._pace.speed
         if recompute:
             self.clear_cache()
+        self._interrupted = True
+        self._stand_still(self._handover_s + self._reread_s())
 
     def clear_cache(self) -> None:
-        self._stale = True
+        self._stale = self._interrupted = True
         for group in self._groups.values():
             group.prompt_read = False
 
     def _schedule(self) -> None:
         """Charge for texts that are read again or for the first time, and give free slots to waiting answers."""
-        if self._stale:
-            self._stale = False
-            self._pace.restart()  # after a pause
-            texts = [sequence.prompt + self._sampled(sequence) for sequence in self._running]
-            for sequence in self._running:
-                sequence.group.prompt_read = True
-            recompute_s = self._time.prefill_s(texts)
-            self._owed_s += recompute_s
-            self._stats.recompute_ms = 1e3 * recompute_s / self._pace.speed
-            self._stats.recomputed_tokens = sum(texts) // self._scale
+        self._owed_s += self._reread_s()
         while self.admitting and self._waiting and len(self._running) < self._slots:
             sequence = self._waiting[0]
             tokens = sequence.prompt + sequence.sampled
             if self._running and self._cached + tokens > _ADMIT_BELOW * self._time.kv_tokens:
                 return
             self._start(self._waiting.popleft())
+
+    def _stand_still(self, emulated_s: float) -> None:
+        """Let time pass in which nothing is decoded; what is more than `_SWAP_S` is owed, and passes in steps."""
+        now_s = min(emulated_s, _SWAP_S * self._pace.speed)
+        self._owed_s += emulated_s - now_s
+        self._pace.restart()
+        self._pace.spend(now_s)
+
+    def _reread_s(self) -> float:
+        """Emulated seconds of reading running texts again, if the cache was thrown away."""
+        if not self._stale:
+            return 0.0
+        self._stale = False
+        texts = [sequence.prompt + self._sampled(sequence) for sequence in self._running]
+        for sequence in self._running:
+            sequence.group.prompt_read = True
+        recompute_s = self._time.prefill_s(texts)
+        self._stats.recompute_ms = 1e3 * recompute_s / self._pace.speed
+        self._stats.recomputed_tokens = sum(texts) // self._scale
+        return recompute_s
 
     def _start(self, sequence: _Sequence) -> None:
         group, tokens = sequence.group, sequence.prompt + sequence.sampled

@@ -294,7 +294,8 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
         raise ModelError(f"--slots: must be at least 1, got {arguments.slots}")
     limits = {"slots": arguments.slots, "context": context, "version": arguments.weight_version}
     if arguments.emulate is not None:
-        return EmulatedEngine(spec, load_file(arguments.emulate).emulation, **limits)
+        config = load_file(arguments.emulate)
+        return EmulatedEngine(spec, config.emulation, switches=config.mode == "sync", **limits)
     from areal_core.generation.engine import Engine  # torch: seconds that an emulation can do without
     from areal_core.model import read_weights
 

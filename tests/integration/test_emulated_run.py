@@ -93,6 +93,20 @@ def check_what_it_left(config: RunConfig, mode: str) -> None:
         ),
         ({"emulation": {"accelerator": "h900"}}, "emulation.accelerator: must be one of a100, h800, h200, got 'h900'"),
         ({"emulation": {"speed": 0.0}}, "emulation.speed: must be greater than 0.0, got 0.0"),
+        ({"emulation": {"length_median": 1e8}}, "emulation.length_median: must be at most 10000000.0, got 100000000.0"),
+        ({"emulation": {"length_sigma": 6.0}}, "emulation.length_sigma: must be at most 5.0, got 6.0"),
+        (
+            {"launch": {"devices": 1}},
+            "launch.devices: must be at least 2 where accelerators are emulated (1 generate and 1 train), got 1",
+        ),
+        (
+            {"generation": {"servers": 3}},
+            "launch.devices: must be at least 4 where accelerators are emulated (3 generate and 1 train), got 3",
+        ),
+        (
+            {"mode": "sync", "training": {"ranks": 4}},
+            "launch.devices: must be at least 4 where accelerators are emulated (3 generate then 4 train), got 3",
+        ),
         ({"stop": {"score": 0.9}}, "stop.score: must be null where accelerators are emulated, got 0.9"),
     ],
 )

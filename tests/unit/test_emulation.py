@@ -55,13 +55,14 @@ def test_published_sizes() -> None:
     assert sizes == {"qwen-1.5b": 1.78, "qwen-7b": 7.62, "qwen-14b": 14.77, "qwen-32b": 32.76}
     assert MODELS["qwen-1.5b"].kv_bytes == KV
     assert MODELS["qwen-1.5b"].flops_per_token == 2 * MATRICES
+    assert MODELS["qwen-1.5b"].weight_bytes == WEIGHTS
 
 
-def test_a_decode_step_reads_weights_and_cache() -> None:
+def test_a_decode_step_reads_matrices_and_cache_and_looks_embeddings_up() -> None:
     model = TimeModel(PLAIN)
-    assert model.decode_s(64, 300_000) == pytest.approx(0.01 + (WEIGHTS + 300_000 * KV) / 2.68e12)
+    assert model.decode_s(64, 300_000) == pytest.approx(0.01 + (2 * MATRICES + 300_000 * KV) / 2.68e12)
     # Every step adds a token to each of two answers: 1000, 1002, 1004.
-    assert model.decode_s(2, 1000, steps=3) == pytest.approx(3 * 0.01 + (3 * WEIGHTS + 3006 * KV) / 2.68e12)
+    assert model.decode_s(2, 1000, steps=3) == pytest.approx(3 * 0.01 + (6 * MATRICES + 3006 * KV) / 2.68e12)
     assert model.decode_s(2, 1000, steps=3) == pytest.approx(sum(model.decode_s(2, 1000 + 2 * i) for i in range(3)))
 
 

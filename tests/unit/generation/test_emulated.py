@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from areal_core.emulation import AnswerLengths
+from areal_core.emulation import AnswerLengths, TimeModel
 from areal_core.errors import GenerationError, ModelError
 from areal_core.generation.emulated import EmulatedEngine
 from areal_core.generation.sampling import stream_seed, uniforms
 from areal_core.generation.served import Generation
 from areal_core.types import GenerationRequest
 from areal_core.wire import Answer, version_spans
-from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, request
+from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, pace, request
 from tests.support.models import SPEC
 
 PROMPT = 3 * SCALE  # real tokens of the prompt of `request`
@@ -105,11 +105,50 @@ def test_answers_that_run_together_share_the_reading_of_weights() -> None:
 
 def test_a_step_takes_milliseconds_however_much_there_is_to_pay() -> None:
     clock = Clock()
-    served = engine(clock)
+    config = dataclasses.replace(CONFIG, prefill_share=1e-5)
+    served = engine(clock, config)
     served.add(request(n=8))
-    served.swap(None, 1)  # half a second of the accelerator to pay, 10 ms here
     run(served)
+    assert TimeModel(config).prefill_s([PROMPT]) > 5 * 0.004 * CONFIG.speed
     assert clock.longest_s < 0.0041
+
+
+def test_an_update_stands_still_for_hand_over_and_recomputation_before_it_returns() -> None:
+    clock = Clock()
+    served = engine(clock)
+    served.add(request(n=2))
+    advance(served, clock, 0.01)
+    served.clear_cache()
+    before_s = clock.now_s
+    served.swap(None, 1, recompute=False)
+    recompute_s = 1e-3 * served.stats.recompute_ms
+    assert clock.now_s - before_s == pytest.approx(CONFIG.handover_s / CONFIG.speed + recompute_s)
+    assert recompute_s > 0
+    sampled = served.stats.generated_tokens
+    advance(served, clock, clock.now_s + 0.02)
+    assert served.stats.generated_tokens > sampled  # nothing is owed any more
+
+
+def test_an_update_stands_still_no_longer_than_its_caller_waits() -> None:
+    clock = Clock()
+    config = dataclasses.replace(CONFIG, speed=1.0, handover_s=60.0)
+    served = engine(clock, config)
+    served.add(request(n=2))
+    served.step()
+    before_s, sampled = clock.now_s, served.stats.generated_tokens
+    served.swap(None, 1)
+    assert clock.now_s - before_s == pytest.approx(5.0)
+    while served.stats.generated_tokens == sampled:
+        served.step()
+    assert 60.0 < clock.now_s - before_s < 61.0  # the rest passes in steps
+
+
+def test_accelerators_that_train_in_between_get_their_weights_with_the_change() -> None:
+    clock = Clock()
+    served = EmulatedEngine(SPEC, CONFIG, slots=4, context=32, switches=True, pace=pace(clock))
+    served.swap(None, 1)
+    assert clock.now_s == 0.0
+    assert served.stats.swap_ms == 0.0
 
 
 def test_slots_bound_what_runs_and_drained_engines_start_nothing() -> None:
