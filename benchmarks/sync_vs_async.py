@@ -9,7 +9,8 @@ Three questions, each a ratio of effective tokens/s, median over seeds of the ra
 - `long_tail_over_strong`: the same where batches are small and answers vary widely in length (`experiment=long-tail`);
 - `standard_over_naive`: against a synchronous run that trains on one core only.
 
-All arms of a seed draw the same prompts, train on the same number of trajectories and have the same two cores.
+All arms of a seed draw the same prompts, train on the same number of trajectories and have the same two cores. Only the
+base and the last version are scored: the cores are for generating and training.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from areal_core.types import RunSummary
 from flows.comparison.plan import plan
 from flows.comparison.statistics import Interval, paired_difference, paired_ratio, verdict
 from flows.comparison.trials import run_all
+
+_NEVER = 100_000  # steps between two evaluations beside the training, which would take cores from either arm
 
 ASYNC = ["mode=async"]
 STRONG = ["mode=sync"]
@@ -78,7 +81,8 @@ def _arms(
             "generation.engine: this benchmark is of this machine's cores; benchmarks.emulated has others"
         )
     comparison = f"bench-{experiment}-{secrets.token_hex(3)}"
-    trials = plan(comparison, experiment, arms, seeds, ["tracking=off", *overrides])
+    common = ["tracking=off", f"evaluation.every={_NEVER}", *overrides]
+    trials = plan(comparison, experiment, arms, seeds, common)
     results = run_all(trials, log=lambda line: print(line, file=sys.stderr, flush=True))
     summaries: dict[str, dict[int, RunSummary]] = {arm: {} for arm in arms}
     for result in results:
