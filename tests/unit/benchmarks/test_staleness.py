@@ -1,0 +1,152 @@
+"""The lag of every step is exact, in the weights and not in the label alone; what is made of the outcomes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_core import weights
+from areal_core.config import load
+from areal_core.errors import ConfigError
+from areal_core.model import init_weights, read_spec, read_weights, write_model
+from areal_core.training.engine import TrainingBatch
+from areal_core.training.torch_engine import TorchEngine
+from benchmarks import staleness
+from benchmarks.staleness import Job, LaggedTraining, Outcome, behaviour_version, by_seed, draw, summary
+from tests.support.models import SPEC, write_tiny
+
+TINY = {
+    "tracking": {"enabled": False},
+    "task": {"held_out": 8, "max_new_tokens": 8},
+    "algorithm": {"group_size": 2},
+    "rollout": {"batch_size": 4},
+    # No answer of a random model is right: weight decay alone moves the weights, and moves them far.
+    "training": {"steps": 5, "minibatches": 1, "learning_rate": 0.5, "weight_decay": 0.5},
+    "evaluation": {"every": 2},
+}
+
+
+def job(folder: Path, lag: int, objective: str = "decoupled") -> Job:
+    values = TINY | {"algorithm": TINY["algorithm"] | {"objective": objective}}
+    return Job(lag=lag, config=load(values), model_path=str(opinionated(folder / "model")))
+
+
+def opinionated(folder: Path) -> Path:
+    """A tiny model whose probabilities differ enough to tell its versions apart."""
+    write_tiny(folder)
+    tensors = {name: 20 * tensor for name, tensor in init_weights(SPEC, seed=0).items()}
+    write_model(folder, SPEC, tensors, folder / "tokenizer.json")
+    return folder
+
+
+def outcome(objective: str, lag: int, seed: int, last: float) -> Outcome:
+    return Outcome(objective=objective, lag=lag, seed=seed, accuracy=((0, 0.2), (5, last)), steps=(), wall_s=1.0)
+
+
+OUTCOMES = [  # in the order in which jobs happened to finish
+    outcome("naive", 4, 2, 0.4),
+    outcome("decoupled", 4, 2, 0.8),
+    outcome("decoupled", 0, 1, 0.9),
+    outcome("naive", 0, 1, 0.9),
+    outcome("decoupled", 4, 1, 0.7),
+    outcome("naive", 4, 1, 0.5),
+    outcome("decoupled", 0, 2, 0.8),
+    outcome("naive", 0, 2, 0.8),
+]
+
+
+def test_behaviour_is_lag_versions_behind_the_one_that_learns_and_never_before_the_base() -> None:
+    assert [behaviour_version(step, 0) for step in range(1, 5)] == [0, 1, 2, 3]
+    assert [behaviour_version(step, 2) for step in range(1, 6)] == [0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_tokens_are_sampled_by_the_weights_of_the_lagged_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lag: int
+) -> None:
+    batches: list[TrainingBatch] = []
+
+    class Recording(TorchEngine):
+        def train_step(self, batch, proximal):
+            batches.append(batch)
+            return super().train_step(batch, proximal)
+
+    monkeypatch.setattr(staleness, "TorchEngine", Recording)
+    work = job(tmp_path, lag)
+    training = LaggedTraining(work, tmp_path / "store")
+    steps = [training.step().step for _ in range(5)]
+    assert steps == [1, 2, 3, 4, 5]
+
+    spec = read_spec(work.model_path)
+    base = read_weights(work.model_path, spec)
+    engine = TorchEngine(spec, base, work.config.training, work.config.algorithm)
+    stored = [{name: tensor.numpy() for name, tensor in base.items()}]
+    stored += [weights.load(version) for version in training.versions[1:]]
+    for batch in batches:
+        behaviour = max(0, batch.step - 1 - lag)
+        assert set(batch.versions[batch.loss_mask].tolist()) == {behaviour}
+        difference, tokens = engine.mismatch(batch, stored[behaviour], behaviour)
+        assert tokens == batch.loss_mask.sum()
+        assert difference / tokens < 1e-9
+        other = stored[batch.step]  # a version that was not there yet
+        assert engine.mismatch(batch, other, behaviour)[0] / tokens > 1e-4
+
+
+def test_every_objective_and_lag_sees_the_same_prompts(tmp_path: Path) -> None:
+    def prompts(lag: int, objective: str) -> list[bytes]:
+        training = LaggedTraining(job(tmp_path, lag, objective), tmp_path / f"{objective}-{lag}")
+        seen: list[bytes] = []
+        for step in (1, 2):
+            groups = [staleness.unpack_group(group.payload) for group in training._roll_out(step)]
+            seen += [group.prompt_tokens.tobytes() for group in groups]
+        return seen
+
+    first = prompts(0, "decoupled")
+    assert len(set(first)) == 4  # two groups a step, all different
+    assert prompts(3, "naive") == first
+
+
+def test_a_job_is_scored_before_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    done = staleness.run_job(job(tmp_path, 1, "naive"))
+    assert [step for step, _ in done.accuracy] == [0, 2, 4, 5]
+    assert all(0 <= accuracy <= 1 for _, accuracy in done.accuracy)
+    assert [record.step for record in done.steps] == [1, 2, 3, 4, 5]
+    assert (done.objective, done.lag, done.seed) == ("naive", 1, 1)
+
+
+def test_summary_has_means_by_objective_and_lag() -> None:
+    answer = summary(OUTCOMES, load(TINY))
+    assert answer["decoupled"] == {"0": 0.85, "4": 0.75}
+    assert answer["naive"] == {"0": 0.85, "4": 0.45}
+    assert answer["by_seed"]["naive"]["4"] == {"1": 0.5, "2": 0.4}
+    assert (answer["seeds"], answer["steps"], answer["learning_rate"]) == ([1, 2], 5, 0.5)
+    assert answer["base_accuracy"] == 0.2
+
+
+def test_by_seed_is_in_order_whatever_finished_first() -> None:
+    table = by_seed(OUTCOMES)
+    assert list(table) == ["decoupled", "naive"]
+    assert [list(lags) for lags in table.values()] == [[0, 4], [0, 4]]
+    assert table["decoupled"][4] == {1: 0.7, 2: 0.8}
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    draw(OUTCOMES, tmp_path / "lag.png")
+    assert (tmp_path / "lag.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("override", ["seed=2", "algorithm.objective=naive"])
+def test_fields_that_the_jobs_differ_in_are_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{override.partition('=')[0]}: this benchmark sets it"):
+        staleness.plan([1], [0], [override])
+
+
+def test_numbers_are_distinct_and_not_negative() -> None:
+    assert staleness._numbers("0,4,8") == [0, 4, 8]
+    for wrong in ("1,1", "-1,2"):
+        with pytest.raises(argparse.ArgumentTypeError, match="distinct whole numbers"):
+            staleness._numbers(wrong)
