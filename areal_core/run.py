@@ -37,6 +37,7 @@ __all__ = ["Run", "execute", "preflight", "prepare", "read_summary", "role_specs
 Role = Literal["generation", "controller", "trainer", "evaluator"]
 
 _ROLES: frozenset[Role] = frozenset(("generation", "controller", "trainer", "evaluator"))
+_TRAINER = ("trainer", "")  # among the arrivals: all its ranks are ready
 _POLL_S = 1.0  # between two looks at the controller's status
 
 
@@ -75,7 +76,11 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
             nice=config.launch.generation_nice,
             exits=False,
         ),
-        RoleSpec(name="controller", argv=lambda _: role("areal_core.service")),
+        RoleSpec(
+            name="controller",
+            argv=lambda _: role("areal_core.service"),
+            cpus=lambda _: set(cores[servers : servers + ranks]) if pinned else None,  # servers have none to spare
+        ),
         RoleSpec(
             name="trainer",
             argv=lambda index: role("areal_core.training.trainer", "--index", index),
@@ -116,6 +121,7 @@ class Run:
         self._stop_tracker = StopSignal()
         self._servers: dict[str, int] = {}  # URL of a generation server -> a pidfd of it
         self._arrivals: queue.Queue[tuple[str, str] | None] = queue.Queue()  # None: the controller is ready
+        self._ready_ranks: set[int] = set()
 
     # -- the five roles ------------------------------------------------------------------------------------------------
 
@@ -150,7 +156,7 @@ class Run:
     def train(self) -> None:
         """Keep the trainer's ranks running until they have finished."""
         with self._role("trainer"):
-            self._supervise("trainer", self._abort)
+            self._supervise("trainer", self._abort, self._rank_ready)
 
     def evaluate(self) -> None:
         """Keep the evaluator running until there is nothing more to score; an emulation has nothing to score."""
@@ -296,8 +302,14 @@ class Run:
         self._servers[info["url"]] = os.pidfd_open(info["pid"])  # it can't have been reaped yet
         self._arrivals.put((f"generation-{index}", info["url"]))
 
+    def _rank_ready(self, index: int, info: dict[str, Any]) -> None:
+        self._ready_ranks.add(index)
+        if len(self._ready_ranks) == self._specs["trainer"].count:
+            self._arrivals.put(_TRAINER)
+
     def _introduce(self) -> None:
-        """Tell the controller of every server that is ready, and of all of them when it was started again."""
+        """Tell the controller of every server that is ready, and of all of them when it was started again. The first
+        ones wait for the trainer: RL wall time starts with them, and the start of processes is not part of it."""
         client = ControllerClient(self.run_dir, patience_s=_POLL_S)
         servers: dict[str, str] = {}
         unknown: set[str] = set()
@@ -307,12 +319,13 @@ class Run:
                 arrival = self._arrivals.get(timeout=_POLL_S if unknown else None)
                 if arrival is None:
                     unknown = set(servers)
-                else:
+                elif arrival != _TRAINER:
                     servers[arrival[0]] = arrival[1]
                     unknown.add(arrival[0])
             for name in sorted(unknown):
-                if self._stop_servers.is_set() or self.run_dir.controller_url() is None:
-                    break  # the end, or its ready event will come
+                complete = len(self._ready_ranks) == self._specs["trainer"].count
+                if self._stop_servers.is_set() or not complete or self.run_dir.controller_url() is None:
+                    break  # the end, or a ready event will come
                 try:
                     client.join(name, servers[name])
                     unknown.discard(name)
