@@ -94,7 +94,7 @@ def prepare(
         storage = Storage.open(config.storage.url, config.storage.endpoint_url).child(f"runs/{run_id}")
         if elsewhere := checkpoint.newest(storage):
             _check_unchanged(elsewhere.extra["config"], config, _MAY_MOVE)
-        model = _base_model(config, log)
+        model = base_model(config, log)
         tracking_run_id = _start_tracking(config, run_id, _tags(config, run_id, flow_run_id) | dict(tags or {}))
         info = RunInfo(
             run_id=run_id,
@@ -158,7 +158,7 @@ def _check_model(folder: Path, config: RunConfig) -> None:
         )
 
 
-def _base_model(config: RunConfig, log: Log) -> Path:
+def base_model(config: RunConfig, log: Log) -> Path:
     """The folder of policy version 0: the user's, or the embedded model, made once for all runs of one recipe."""
     if config.model.path is not None:
         return Path(config.model.path).absolute()

@@ -47,7 +47,7 @@ from areal_core.evaluation import Evaluator
 from areal_core.generation.engine import Engine
 from areal_core.launch import CHILD_ENV
 from areal_core.model import read_spec, read_weights
-from areal_core.prepare import _base_model, preflight
+from areal_core.prepare import base_model, preflight
 from areal_core.rewards.packing import unpack_group
 from areal_core.rewards.worker import ScoredGroup, ScoreJob, score_group
 from areal_core.rollout.controller import trajectory_seed
@@ -131,7 +131,7 @@ def plan(seeds: Sequence[int], lags: Sequence[int], overrides: Sequence[str]) ->
             raise ConfigError(f"{name}: this benchmark sets it, job by job")
     config = configuration(None, [*_SETTING, *overrides])
     preflight(config)
-    model = str(_base_model(config, _progress))
+    model = str(base_model(config, _progress))
     return [
         Job(
             lag=lag,
