@@ -123,7 +123,7 @@ def test_run_id_that_is_no_name(base: dict[str, Any], run_id: str) -> None:
 
 
 def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from areal_core.tracking import forwarder
+    from areal_core.tracking import client
 
     calls: list[dict[str, Any]] = []
 
@@ -131,8 +131,8 @@ def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch:
         calls.append({"uri": uri, "experiment": experiment, "name": name, "tags": tags, "params": params})
         return f"tracked-{len(calls)}"
 
-    monkeypatch.setattr(forwarder, "start_run", start_run)
-    monkeypatch.setattr(forwarder, "check_reachable", lambda uri: None)
+    monkeypatch.setattr(client, "start_run", start_run)
+    monkeypatch.setattr(client, "check_reachable", lambda uri: None)
     config = changed(base, tracking={"enabled": True, "uri": "http://tracker"})
     for flow in ("f1", "f2"):
         info = prepare(config, run_id="r", flow_run_id=flow, tags={"arm": "a"}, log=lambda line: None).info()
