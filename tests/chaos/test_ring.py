@@ -50,7 +50,7 @@ def reward_worker(run: Launched) -> int:
 def test_a_run_survives_the_death_of_every_process(state: Path) -> None:
     from mlflow import MlflowClient
 
-    config = tiny(state, training={"steps": 40, "checkpoint_every": 5}, tracking={"enabled": True})
+    config = tiny(state, training={"steps": 200, "checkpoint_every": 5}, tracking={"enabled": True})
     with Launched(config, "each") as run:
         for role in ("generation", "controller", "evaluator", "trainer", "tracker"):
             pid = run.pid(role)
@@ -61,7 +61,7 @@ def test_a_run_survives_the_death_of_every_process(state: Path) -> None:
             assert run.pid(role, but=pid)
             if role == "controller":
                 os.kill(reward_worker(run), signal.SIGKILL)
-            run.until_step(min(len(before), 40))  # beyond what was there: the trainer has made it again by then
+            run.until_step(min(len(before), config.training.steps))  # beyond what was there: the trainer has made it again by then
             assert in_ledger(run, versions)[: len(before)] == before
         summary = run.finished()
         assert len(re.findall(r"\w-0 was killed by SIGKILL: restart 1 of 2", run.output())) == 5
