@@ -61,7 +61,9 @@ def test_a_run_survives_the_death_of_every_process(state: Path) -> None:
             assert run.pid(role, but=pid)
             if role == "controller":
                 os.kill(reward_worker(run), signal.SIGKILL)
-            run.until_step(min(len(before), config.training.steps))  # beyond what was there: the trainer has made it again by then
+            run.until_step(
+                min(len(before), config.training.steps)
+            )  # beyond what was there: the trainer has made it again by then
             assert in_ledger(run, versions)[: len(before)] == before
         summary = run.finished()
         assert len(re.findall(r"\w-0 was killed by SIGKILL: restart 1 of 2", run.output())) == 5
