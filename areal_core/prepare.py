@@ -205,7 +205,7 @@ def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, 
         "objective": config.algorithm.objective,
         "areal.run_id": run_id,
         "areal.flow_run_id": flow_run_id,
-        "areal.git_revision": git_revision(),
+        "areal.git_revision": _git_revision(),
     }
     for package in _TAGGED_PACKAGES:
         try:
@@ -215,7 +215,7 @@ def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, 
     return {name: value for name, value in tags.items() if value}
 
 
-def git_revision() -> str | None:
+def _git_revision() -> str | None:
     """The commit of this source tree, marked when files differ from it; None outside of a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

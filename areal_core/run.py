@@ -304,8 +304,12 @@ class Run:
 
     def _rank_ready(self, index: int, info: dict[str, Any]) -> None:
         self._ready_ranks.add(index)
-        if len(self._ready_ranks) == self._specs["trainer"].count:
+        if self._trainer_is_ready:
             self._arrivals.put(_TRAINER)
+
+    @property
+    def _trainer_is_ready(self) -> bool:
+        return len(self._ready_ranks) == self._specs["trainer"].count
 
     def _introduce(self) -> None:
         """Tell the controller of every server that is ready, and of all of them when it was started again. The first
@@ -323,8 +327,8 @@ class Run:
                     servers[arrival[0]] = arrival[1]
                     unknown.add(arrival[0])
             for name in sorted(unknown):
-                complete = len(self._ready_ranks) == self._specs["trainer"].count
-                if self._stop_servers.is_set() or not complete or self.run_dir.controller_url() is None:
+                waiting = not self._trainer_is_ready or self.run_dir.controller_url() is None
+                if self._stop_servers.is_set() or waiting:
                     break  # the end, or a ready event will come
                 try:
                     client.join(name, servers[name])

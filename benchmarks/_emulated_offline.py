@@ -19,7 +19,7 @@ from areal_core.generation.emulated import EmulatedEngine
 from areal_core.generation.served import Generation
 from areal_core.rollout.controller import trajectory_seed
 from areal_core.rollout.gate import StalenessGate
-from areal_core.spec import ModelSpec
+from areal_core.training.warmup import embedded_spec
 from areal_core.types import GenerationRequest
 
 SYNC_STEPS = 24
@@ -52,7 +52,7 @@ class _Server:
         self._real_s = 0.0
         self.answers = 0  # in flight
         self.engine = EmulatedEngine(
-            _spec(config),
+            embedded_spec(config),
             config.emulation,
             slots=config.generation.slots,
             context=config.task.max_prompt_tokens + config.task.max_new_tokens,
@@ -82,26 +82,6 @@ class _Server:
 
     def _sleep(self, seconds: float) -> None:
         self._real_s += seconds
-
-
-def _spec(config: RunConfig) -> ModelSpec:
-    model = config.model
-    return ModelSpec(
-        architecture="Qwen2ForCausalLM",
-        vocab_size=char_tokenizer().vocab_size,
-        hidden_size=model.hidden_size,
-        layers=model.layers,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.hidden_size // model.heads,
-        intermediate_size=model.intermediate_size,
-        rope_theta=1e4,
-        rms_eps=1e-6,
-        qkv_bias=True,
-        tie_embeddings=True,
-        context=model.context,
-        eos_token_ids=(1,),
-    )
 
 
 def _requests(config: RunConfig) -> Callable[[int], GenerationRequest]:

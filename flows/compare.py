@@ -100,7 +100,7 @@ def _compare(asked: Comparison) -> State:
         failures = _run_all(comparison, trials, parent, progress)
         report(comparison, trials, failures, parent)
         status = "FAILED" if failures else "FINISHED"
-    except Exception:
+    except Exception:  # a request to end is none: what it cuts off was killed
         status = "FAILED"
         raise
     finally:

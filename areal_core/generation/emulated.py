@@ -30,9 +30,7 @@ from areal_core.wire import Answer
 
 _SLICE_S = 0.004  # real seconds that a step takes at most, or one decode step: how soon commands are obeyed
 _LOGPROB = -0.1  # nats, of every token
-_SWAP_S = (
-    5.0  # real seconds that a swap stands still at most: less than callers wait for what is done between two steps
-)
+_SWAP_S = 5.0  # real seconds that a swap stands still at most: callers don't wait much longer for it
 _ADMIT_BELOW = 0.9  # of the KV cache: the rest is for answers to grow into
 
 

@@ -159,9 +159,7 @@ def test_cancelled_comparison_ends_its_trial_and_can_go_on(up: Up) -> None:
     flow_run_id = up.start(arms={"sync": ["mode=sync"], "other": ["mode=async"]}, **settings)
     up.wait(flow_run_id, "Running")
     name = f"cpu-async-{str(flow_run_id)[-12:]}"
-    ready = up.state / "runs" / f"{name}.sync.s1" / "ready"
-    up.until("roles are ready", lambda: {"controller-0.json", "trainer-0.json"} <= {p.name for p in ready.glob("*")})
-    pids = [json.loads(path.read_text())["pid"] for path in ready.glob("[!.]*.json")]
+    pids = up.roles_of(f"{name}.sync.s1")
     up.client.set_flow_run_state(flow_run_id, Cancelling())
     up.wait(flow_run_id, "Cancelled")
     assert pids

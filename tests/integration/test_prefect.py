@@ -104,9 +104,7 @@ def test_unknown_experiment_is_refused_with_the_known_ones(up: Up) -> None:
 def test_cancelled_run_is_cancelled_and_leaves_no_process(up: Up) -> None:
     flow_run_id = up.start(steps=10_000, overrides=tiny(up.state))
     up.wait(flow_run_id, "Running")
-    ready = up.state / "runs" / f"cpu-async-{str(flow_run_id)[-12:]}" / "ready"
-    up.until("roles are ready", lambda: {"controller-0.json", "trainer-0.json"} <= {p.name for p in ready.glob("*")})
-    pids = [json.loads(path.read_text())["pid"] for path in ready.glob("[!.]*.json")]
+    pids = up.roles_of(f"cpu-async-{str(flow_run_id)[-12:]}")
     up.client.set_flow_run_state(flow_run_id, Cancelling())
     up.wait(flow_run_id, "Cancelled")
     assert pids

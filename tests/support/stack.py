@@ -98,6 +98,14 @@ class Up:
             time.sleep(0.2)
         raise AssertionError(f"not within {_TIMEOUT_S:g} s: {what}")
 
+    def roles_of(self, run_id: str) -> list[int]:
+        """The processes of a run, once its controller and its trainer are ready."""
+        ready = self.state / "runs" / run_id / "ready"
+        self.until(
+            "roles are ready", lambda: {"controller-0.json", "trainer-0.json"} <= {p.name for p in ready.glob("*")}
+        )
+        return [json.loads(path.read_text())["pid"] for path in ready.glob("[!.]*.json")]
+
     def artifacts(self, flow_run_id: UUID) -> dict[str, Any]:
         chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
         return {str(found.key): found for found in self.client.read_artifacts(artifact_filter=chosen)}
