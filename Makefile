@@ -65,15 +65,15 @@ $(SETUP): pyproject.toml requirements/constraints.txt
 	  || $(call refuse,needs the venv module of $(PYTHON); on Debian: apt install python3.11-venv)
 	@echo "Setting up $(VENV): about 2 GB, some minutes, once."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --upgrade pip
-	@$(BIN)/pip install --quiet --constraint requirements/constraints.txt \
+	@$(BIN)/pip install -qq --upgrade pip
+	@$(BIN)/pip install -qq --constraint requirements/constraints.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --editable '.[dev]'
 	@touch $@
 
 $(TRL_SETUP): requirements/trl.txt | $(SETUP)
 	@echo "Setting up .venv-trl, for the comparison with TRL: about 1.5 GB, some minutes, once."
 	@$(PYTHON) -m venv .venv-trl
-	@.venv-trl/bin/pip install --quiet --upgrade pip
-	@.venv-trl/bin/pip install --quiet --requirement requirements/trl.txt \
+	@.venv-trl/bin/pip install -qq --upgrade pip
+	@.venv-trl/bin/pip install -qq --requirement requirements/trl.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
 	@touch $@
