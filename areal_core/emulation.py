@@ -4,9 +4,9 @@ A decode step reads the weights and every cached key and value once, or computes
 training compute. What a decode step takes beside is a constant, whatever the model and the batch: a residual, fitted.
 Everything here is counted in real tokens and emulated seconds; `Pace` turns those into time that passes.
 
-Sources. Accelerators: NVIDIA's data sheets, dense bf16, SXM; the H800 is the H100 with slower links, which nothing here
-depends on. Models: config.json of DeepSeek-R1-Distill-Qwen 1.5B, 7B, 14B and 32B. Where the free parameters come from:
-docs/emulation.md.
+Sources. Accelerators: NVIDIA's data sheets, SXM where there is a choice; the H800 is the H100 with slower links, which
+nothing here depends on. Models: config.json of DeepSeek-R1-Distill-Qwen 1.5B, 7B, 14B and 32B. Where the free
+parameters come from: docs/emulation.md.
 """
 
 from __future__ import annotations
@@ -30,15 +30,20 @@ _CATCH_UP_S = 0.05  # real seconds that a delayed process may make up for
 class Accelerator:
     """One device's data sheet."""
 
-    flops_per_s: float
+    flops_per_s: float  # bf16, dense
+    float32_flops_per_s: float  # without TF32
     memory_bytes_per_s: float
     memory_bytes: float
 
 
 ACCELERATORS = {
-    "a100": Accelerator(flops_per_s=312e12, memory_bytes_per_s=2.039e12, memory_bytes=80e9),
-    "h800": Accelerator(flops_per_s=989e12, memory_bytes_per_s=3.35e12, memory_bytes=80e9),
-    "h200": Accelerator(flops_per_s=989e12, memory_bytes_per_s=4.8e12, memory_bytes=141e9),
+    "a100": Accelerator(
+        flops_per_s=312e12, float32_flops_per_s=19.5e12, memory_bytes_per_s=2.039e12, memory_bytes=80e9
+    ),
+    "h100": Accelerator(flops_per_s=989e12, float32_flops_per_s=67e12, memory_bytes_per_s=3.35e12, memory_bytes=80e9),
+    "h800": Accelerator(flops_per_s=989e12, float32_flops_per_s=67e12, memory_bytes_per_s=3.35e12, memory_bytes=80e9),
+    "h200": Accelerator(flops_per_s=989e12, float32_flops_per_s=67e12, memory_bytes_per_s=4.8e12, memory_bytes=141e9),
+    "l40s": Accelerator(flops_per_s=362e12, float32_flops_per_s=91.6e12, memory_bytes_per_s=864e9, memory_bytes=48e9),
 }
 
 

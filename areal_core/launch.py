@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import json
 import os
 import secrets
 import select
@@ -19,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,19 @@ class RoleSpec:
     name: str
     argv: Callable[[int], list[str]]
     count: int = 1
+    first: int = 0  # index of the first one
     nice: int = 0
     cpus: Callable[[int], set[int] | None] = lambda index: None  # None: wherever the kernel likes
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Callable[[int], Mapping[str, str]] = lambda index: {}
     announces: bool = True  # writes a ready file
     exits: bool = True  # ends by itself with 0; otherwise every exit is a failure
+    sessions: bool = False  # starts processes in sessions of their own: what is left of them is killed after it
     gang: bool = False  # its processes depend on each other: when one fails all are started again
+    final: int | None = None  # exit status after which a process is not started again: it has had restarts of its own
+
+    @property
+    def indices(self) -> range:
+        return range(self.first, self.first + self.count)
 
 
 class StopSignal:
@@ -108,6 +114,21 @@ class FileLock:
     def release(self) -> None:
         os.close(self.fd)
 
+    @staticmethod
+    def is_held(path: Path) -> bool:
+        """Whether somebody holds the lock on this file, on whichever machine."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+
     def __enter__(self) -> FileLock:
         return self
 
@@ -137,7 +158,7 @@ class Supervisor:
         self._log = log
         self._pass_fds = pass_fds
         self._children: dict[int, _Child] = {}
-        self._restarts = [0] * spec.count
+        self._restarts = dict.fromkeys(spec.indices, 0)
 
     def run(self) -> None:
         """Block until every process has exited with 0, or `stop` is set. No process is left, however it returns.
@@ -148,7 +169,7 @@ class Supervisor:
             return
         self._watch = _Watch(self._run_dir.ready)
         try:
-            self._start(range(self._spec.count))
+            self._start(self._spec.indices)
             while self._children:
                 fds = {self._stop.fileno(), self._watch.fd, *(child.pidfd for child in self._children.values())}
                 happened = _poll(fds, self._next_deadline())
@@ -174,24 +195,24 @@ class Supervisor:
             if child.pidfd in happened:
                 code = self._reap(child)
                 if code != 0 or not self._spec.exits:
-                    self._recover(child, _how_it_ended(code))
+                    self._recover(child, _how_it_ended(code), final=code == self._spec.final)
             elif time.monotonic() >= child.deadline:
                 self._terminate([child])
                 self._recover(
                     child, f"was not ready within {self._launch.start_timeout_s:g} s (launch.start_timeout_s)"
                 )
 
-    def _recover(self, child: _Child, how: str) -> None:
+    def _recover(self, child: _Child, how: str, *, final: bool = False) -> None:
         """Start a failed process again, with its gang. Raises ProcessError when its restarts are spent."""
         name, spent, allowed = self._name(child), self._restarts[child.index], self._launch.restarts
-        if spent >= allowed:
+        if final or spent >= allowed:
             after = f" after {spent} restarts" if spent else ""
             raise ProcessError(f"{name} {how}{after}; {child.log.path} ends: {child.log.last_lines()}")
         self._restarts[child.index] += 1
         self._say(f"{name} {how}: restart {spent + 1} of {allowed}")
         if self._spec.gang:
             self._terminate(list(self._children.values()))
-            self._start(range(self._spec.count))
+            self._start(self._spec.indices)
         else:
             self._start([child.index])
 
@@ -207,7 +228,7 @@ class Supervisor:
         env = {
             **os.environ,
             **CHILD_ENV,
-            **spec.env,
+            **spec.env(index),
             ATTEMPT: attempt,
             process.LIFELINE: f"{read_end}:{os.fstat(read_end).st_ino}",
             process.GRACE: str(self._launch.stop_timeout_s),
@@ -231,7 +252,7 @@ class Supervisor:
         finally:
             os.close(read_end)
         deadline = time.monotonic() + self._launch.start_timeout_s if spec.announces else float("inf")
-        child = _Child(index, started, os.pidfd_open(started.pid), write_end, log, deadline)
+        child = _Child(index, attempt, started, os.pidfd_open(started.pid), write_end, log, deadline)
         self._children[index] = child
         with contextlib.suppress(ProcessLookupError):  # it may have ended already: the pidfd will tell
             os.setpriority(os.PRIO_PROCESS, started.pid, spec.nice)
@@ -241,11 +262,10 @@ class Supervisor:
     def _notice_ready(self, child: _Child) -> None:
         if child.ready or not self._spec.announces:
             return
-        try:
-            info = json.loads(self._run_dir.ready_file(self._spec.name, child.index).read_text())
-        except FileNotFoundError:
-            return
-        if info["pid"] == child.process.pid:  # not of a process that an earlier launcher left dying
+        info = self._run_dir.ready_info(self._spec.name, child.index)
+        if (
+            info is not None and info["pid"] == child.process.pid
+        ):  # not of a process that an earlier launcher left dying
             child.ready, child.deadline = True, float("inf")
             if self._on_ready is not None:
                 self._on_ready(child.index, info)
@@ -276,6 +296,8 @@ class Supervisor:
         code = child.process.wait()
         os.close(child.pidfd)
         os.close(child.lifeline)
+        if self._spec.sessions:
+            _kill_started_in(child.attempt)
         del self._children[child.index]
         self._forward_log(child)
         return code
@@ -298,9 +320,17 @@ class Supervisor:
 
 class _Child:
     def __init__(
-        self, index: int, started: subprocess.Popen[bytes], pidfd: int, lifeline: int, log: _Log, deadline: float
+        self,
+        index: int,
+        attempt: str,
+        started: subprocess.Popen[bytes],
+        pidfd: int,
+        lifeline: int,
+        log: _Log,
+        deadline: float,
     ) -> None:
         self.index = index
+        self.attempt = attempt
         self.process = started
         self.pidfd = pidfd
         self.lifeline = lifeline  # write end: its descendants read end-of-file when we close it or die
@@ -377,6 +407,20 @@ def _poll(fds: Iterable[int], timeout_s: float | None) -> set[int]:
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
+
+
+def _kill_started_in(attempt: str) -> None:
+    """SIGKILL to every process whose environment has this attempt, wherever it lives: not even one that is stopped can
+    outlive it. An attempt is of one role, and the processes that the launcher itself has started have ended."""
+    mark = f"{ATTEMPT}={attempt}".encode()
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            pidfd = os.pidfd_open(int(name))
+            try:
+                if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
 
 
 def _how_it_ended(code: int) -> str:

@@ -110,25 +110,27 @@ def write_model(
         _write_tokenizer(folder, spec, tokenizer_file)
 
 
-def init_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
-    """Fresh float32 weights: normal with standard deviation 0.02, biases 0, norms 1; a pure function of the seed."""
-    generator = torch.Generator().manual_seed(seed)
+def init_weights(spec: ModelSpec, seed: int, device: str = "cpu") -> dict[str, Tensor]:
+    """Fresh float32 weights: normal with standard deviation 0.02, biases 0, norms 1; a pure function of the seed on a
+    kind of device."""
+    generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, shape in weight_shapes(spec).items():
         if name.endswith("norm.weight"):
-            weights[name] = torch.ones(shape)
+            weights[name] = torch.ones(shape, device=device)
         elif name.endswith(".bias"):
-            weights[name] = torch.zeros(shape)
+            weights[name] = torch.zeros(shape, device=device)
         else:
-            weights[name] = torch.randn(shape, generator=generator) * _INIT_STD
+            weights[name] = torch.randn(shape, generator=generator, device=device) * _INIT_STD
     return weights
 
 
-def rope_tables(spec: ModelSpec, length: int) -> tuple[Tensor, Tensor]:
+def rope_tables(spec: ModelSpec, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles of positions 0 to length - 1, each [length, head_dim], halves repeated: with
     rotate_half(x) = (-x2, x1), a rotated head is x * cos + rotate_half(x) * sin."""
-    frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, spec.head_dim, 2, **float32) / spec.head_dim)
+    angles = torch.outer(torch.arange(length, **float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 

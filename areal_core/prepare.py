@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import re
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -24,9 +25,11 @@ from areal_core.data.source import open_source
 from areal_core.data.tokenizer import Tokenizer, char_tokenizer
 from areal_core.emulation import check_emulation
 from areal_core.errors import ConfigError, ModelError, ProcessError
+from areal_core.footprint import GIB, Footprint, check_footprint
+from areal_core.generation.vllm_server import check_installed
 from areal_core.launch import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.rundir import RunDir, RunInfo, write_json
-from areal_core.spec import check_folder
+from areal_core.spec import check_folder, read_spec
 from areal_core.storage import Storage
 from areal_core.tracking.outbox import Outbox
 from areal_core.training.recipe import cache_key
@@ -34,9 +37,11 @@ from areal_core.training.recipe import cache_key
 Log = Callable[[str], None]
 
 _TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
-_MAY_CHANGE = r"training\.steps|(stop|launch)\..*|state_dir"  # between a run and its resumption
+# Between a run and its resumption.
+_MAY_CHANGE = r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|launch)\..*|state_dir"
 _MAY_MOVE = rf"{_MAY_CHANGE}|(model|task)\.(held_out_)?path|(storage|tracking)\..*"  # when it is resumed elsewhere
 _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier launcher to end
+_NVIDIA_SMI_S = 30.0
 _WARMUP_LOCK_S = 1800.0  # for another run to make the same base model
 
 
@@ -54,15 +59,49 @@ def preflight(config: RunConfig) -> None:
         raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
     if config.emulated:
         check_emulation(config.emulation)
+    _check_address(config.launch.address)
+    if config.launch.accelerator == "cuda" and not config.elsewhere:  # else its machines have a share of them each
+        found = len(visible_gpus())
+        if found < config.launch.devices:
+            raise ConfigError(
+                f"launch.devices: must be at most {found}, the GPUs to be seen, got {config.launch.devices}"
+            )
+    if config.generation.engine == "vllm":
+        try:
+            check_installed(interpreter(config.generation.vllm.python))
+        except ProcessError as error:
+            raise ConfigError(f"generation.vllm.python: {error}") from None
     if config.model.path is None:
         open_source(config, char_tokenizer())
     else:
         _check_model(Path(config.model.path), config)
+        if config.launch.accelerator == "cuda" and not config.emulated:
+            plan(config)
     Storage.open(config.storage.url, config.storage.endpoint_url)
     if uri := tracking_uri(config):
         from areal_core.tracking.client import check_reachable  # seconds of imports
 
         check_reachable(uri)
+
+
+def _check_address(address: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise ConfigError(f"launch.address: this machine can't listen on {address}: {error.strerror}") from error
+
+
+def plan(config: RunConfig) -> Footprint:
+    """What the model of `model.path` needs of GPUs. Raises ConfigError for what can't be placed or does not fit, and
+    ModelError for a folder without a sound config.json."""
+    if config.model.path is None:
+        raise ConfigError("model.path: must be given, a folder whose config.json says how large the model is")
+    try:
+        spec = read_spec(config.model.path)
+    except ModelError as error:
+        raise ModelError(f"model.path: {error}") from error
+    return check_footprint(config, spec, device_memory(config))
 
 
 def prepare(
@@ -231,7 +270,8 @@ def _check_unchanged(before: dict[str, Any], now: RunConfig, may_change: str) ->
         if new.get(name) != old and not re.fullmatch(may_change, name):
             raise ConfigError(
                 f"{name}: must be {old!r} as when this run was started, got {new.get(name)!r}; "
-                "a resumed run may only change training.steps, stop and launch"
+                "a resumed run may only change launch, stop, and of training engine, zero_stage, ranks, hosts, steps "
+                "and collective_timeout_s"
             )
 
 
@@ -247,7 +287,36 @@ def sole_owner(run: RunDir, config: RunConfig) -> FileLock:
     """Wait for what an earlier launcher left dying; refuse a run that somebody else is running."""
     patience_s = config.launch.stop_timeout_s + _OWNER_S
     busy = f"run_id: {run.root.name} is running already; wait for its end or choose another"
-    return FileLock(run.root / "lock", timeout_s=patience_s, busy=busy)
+    return FileLock(run.head, timeout_s=patience_s, busy=busy)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has it; all of the machine's where it is unset."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def device_memory(config: RunConfig) -> float:
+    """Bytes of the smallest GPU that the run may use: launch.device_memory_gib, else what nvidia-smi says. Raises
+    ConfigError when it can't be asked."""
+    if config.launch.device_memory_gib is not None:
+        return config.launch.device_memory_gib * GIB
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    if gpus := visible_gpus()[: config.launch.devices]:
+        command.append(f"--id={','.join(gpus)}")
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
+        return min(int(line) for line in asked.split()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(
+            f"launch.device_memory_gib: must be given where nvidia-smi can't be asked for it ({error})"
+        ) from None
+
+
+def interpreter(path: str | None) -> str:
+    """The Python that runs vLLM: a path, from the working directory, or this one."""
+    return sys.executable if path is None else os.path.abspath(path)  # not resolved: a venv's is a link
 
 
 def python(module: str, *arguments: Any) -> list[str]:

@@ -35,13 +35,18 @@ def adopt(ready_file: Path | None = None) -> None:
     """Tie this process to its parent. Every process of a run calls it first, from its main thread.
 
     When the parent goes, this process gets SIGTERM (possibly twice: once for each tie) and, with a lifeline, SIGKILL
-    AREAL_GRACE_S later. `ready_file` is where `announce_ready` will write: what an earlier process left is removed.
+    AREAL_GRACE_S later. One that can't find the lifeline that it was given ends here, with SystemExit. `ready_file` is
+    where `announce_ready` will write: what an earlier process left is removed.
     """
     faulthandler.enable()  # a crash in native code leaves its stack in the log
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
     die_with_parent(signal.SIGTERM)
-    for fd in lifeline_fds():
+    lifeline = lifeline_fds()
+    if not lifeline and LIFELINE in os.environ:  # who held it was gone before it could be borrowed
+        os.write(2, b"areal: the lifeline is gone, this process ends\n")
+        raise SystemExit(128 + signal.SIGTERM)
+    for fd in lifeline:
         threading.Thread(target=_watch, args=(fd,), name="lifeline", daemon=True).start()
 
 
@@ -60,15 +65,32 @@ def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
 
 
 def lifeline_fds() -> tuple[int, ...]:
-    """The inherited lifeline, to be given to `subprocess.Popen(pass_fds=...)`; empty without a launcher."""
+    """The inherited lifeline, to be given to `subprocess.Popen(pass_fds=...)`; empty without a launcher.
+
+    A parent that holds it and did not pass it on, such as torchrun's agent, lends it through /proc.
+    """
     value = os.environ.get(LIFELINE)
     if value is None:
         return ()
     fd, inode = map(int, value.split(":"))
+    with contextlib.suppress(OSError):  # closed on the way here: a process in between didn't pass it on
+        if os.fstat(fd).st_ino == inode:
+            return (fd,)
+    return _parents_lifeline(fd, inode)
+
+
+def _parents_lifeline(fd: int, inode: int) -> tuple[int, ...]:
+    """The parent's end of the lifeline, opened again; every later look in this process and below finds it."""
     try:
-        return (fd,) if os.fstat(fd).st_ino == inode else ()
-    except OSError:  # closed on the way here: a process in between didn't pass it on
+        opened = os.open(f"/proc/{os.getppid()}/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
         return ()
+    if os.fstat(opened).st_ino != inode:
+        os.close(opened)
+        return ()
+    os.set_blocking(opened, True)
+    os.environ[LIFELINE] = f"{opened}:{inode}"
+    return (opened,)
 
 
 def announce_ready(path: Path | None, url: str | None = None) -> None:

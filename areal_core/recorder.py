@@ -88,13 +88,15 @@ class Recorder:
             ]
             self.document("trajectories", step, {"rows": rows[:_TABLE_ROWS]})
 
-    def published(self, step: int, loads: Sequence[ServerLoad]) -> None:
-        """Step `step` is done: throughput, bubbles and the token ledger since the step before."""
+    def published(self, step: int, loads: Sequence[ServerLoad], *, held_tokens: int = 0) -> None:
+        """Step `step` is done: throughput, bubbles and the token ledger since the step before. `held_tokens` are of
+        requests that were interrupted and are not finished."""
         now = self.elapsed_s
         timeline: dict[str, float] = self._ledger.note("published_s", {})
         step_s = max(now - timeline.get(str(step - 1), 0.0), 1e-9)
         tokens = self._ledger.tokens()
-        unfinished = sum(load.unfinished_tokens for load in loads)  # sampled, and not handed over yet
+        dropped = self._ledger.dropped()
+        unfinished = held_tokens + sum(load.unfinished_tokens for load in loads)  # in no group's answer yet
         batch_tokens = sum(group.tokens for group in self._ledger.summaries(step))
         values = {
             "time/elapsed_s": now,
@@ -107,7 +109,8 @@ class Recorder:
             "ledger/dropped_tokens": tokens.dropped,
             "ledger/buffered_tokens": tokens.buffered,
             "ledger/in_flight_tokens": tokens.in_flight + unfinished,
-            "rollout/dropped_groups": sum(self._ledger.dropped().values()),
+            "rollout/dropped_groups": sum(dropped.values()),
+            "rollout/uniform_groups": dropped.get("uniform", 0),
         }
         self.log(step, values | self._server_rates(now, list(loads)))
         self._ledger.set_note("elapsed_s", now)
@@ -196,7 +199,7 @@ class Recorder:
         )
 
     def summary(self, *, run_id: str, reason: str, version: int, model_url: str) -> RunSummary:
-        """How the run ended; the base and the last version must have been scored, unless nothing was learnt."""
+        """How the run ended; the base and the last version must have been scored, if versions are."""
         scores = {known.version: known.accuracy for known in self.evaluations}
         timeline: dict[str, float] = self._ledger.note("published_s", {})
         wall_s = timeline.get(str(version), self.elapsed_s)
@@ -212,8 +215,8 @@ class Recorder:
             seed=self._config.seed,
             reason=reason,
             steps=version,
-            accuracy_before=None if self._config.emulated else scores[0],
-            accuracy_after=None if self._config.emulated else scores[version],
+            accuracy_before=scores[0] if self._config.evaluated else None,
+            accuracy_after=scores[version] if self._config.evaluated else None,
             best_accuracy=max(scores.values(), default=None),
             rl_wall_s=wall_s,
             time_to_score_s=timeline.get(str(reached[0]), 0.0) if reached else None,
@@ -261,4 +264,5 @@ class Recorder:
             "bubble/generation_paused": min(1.0, sum(b.paused_s - a.paused_s for a, b in pairs) / span_s / len(loads)),
             "weights/swap_ms": max(load.swap_ms for load in loads),
             "weights/recompute_ms": max(load.recompute_ms for load in loads),
+            "weights/recomputed_tokens": sum(load.recomputed_tokens for load in loads),
         }

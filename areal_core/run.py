@@ -14,20 +14,20 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
-import queue
-import signal
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from areal_core.config import RunConfig
 from areal_core.controller_client import ControllerClient
 from areal_core.errors import ArealError, ProcessError, TrackingError
-from areal_core.launch import FileLock, RoleSpec, StopSignal, Supervisor
-from areal_core.prepare import Log, preflight, prepare, python, run_folder, sole_owner
+from areal_core.introduction import POLL_S, Introductions
+from areal_core.launch import FileLock, StopSignal, Supervisor
+from areal_core.prepare import Log, preflight, prepare, run_folder, sole_owner
+from areal_core.roles import role_specs
 from areal_core.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus, RunSummary, TokenLedger
@@ -37,62 +37,6 @@ __all__ = ["Run", "execute", "preflight", "prepare", "read_summary", "role_specs
 Role = Literal["generation", "controller", "trainer", "evaluator"]
 
 _ROLES: frozenset[Role] = frozenset(("generation", "controller", "trainer", "evaluator"))
-_TRAINER = ("trainer", "")  # among the arrivals: all its ranks are ready
-_POLL_S = 1.0  # between two looks at the controller's status
-
-
-def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str, RoleSpec]:
-    """How the processes of a run are started. `cores` are those that this process may use."""
-    servers, ranks = config.generation_servers, config.trainer_processes
-    pinned = config.launch.pin and config.mode == "async" and servers + ranks <= min(len(cores), config.launch.devices)
-
-    def core(position: int) -> set[int] | None:
-        """Of generation and training alone: all that a run may use, in either mode, are `launch.devices` cores."""
-        if config.emulated:
-            return None  # its devices are no cores, and its processes sleep
-        return {cores[position]} if pinned else set(cores[: config.launch.devices])
-
-    def server_argv(index: int) -> list[str]:
-        return python(
-            "areal_core.generation.server",
-            *("--model", run.info().model_path, "--host", "127.0.0.1", "--port", 0),
-            *("--ready-file", run.ready_file("generation", index), "--weight-version", 0),
-            *("--timeline", run.timeline_file("generation", index)),
-            *("--slots", config.generation.slots),
-            *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
-            *(["--deterministic"] if config.generation.deterministic else []),
-            *(["--emulate", run.root / "config.json"] if config.emulated else []),
-        )
-
-    def role(module: str, *options: Any) -> list[str]:
-        return python(module, "--run-dir", run.root, *options)
-
-    specs = (
-        RoleSpec(
-            name="generation",
-            argv=server_argv,
-            count=servers,
-            cpus=core,
-            nice=config.launch.generation_nice,
-            exits=False,
-        ),
-        RoleSpec(
-            name="controller",
-            argv=lambda _: role("areal_core.service"),
-            cpus=lambda _: set(cores[servers : servers + ranks]) if pinned else None,  # servers have none to spare
-        ),
-        RoleSpec(
-            name="trainer",
-            argv=lambda index: role("areal_core.training.trainer", "--index", index),
-            count=ranks,
-            cpus=lambda index: core(servers + index),
-            gang=ranks > 1,
-            env={"GLOO_SOCKET_IFNAME": "lo"},  # ranks of one machine meet on its loopback
-        ),
-        RoleSpec(name="evaluator", argv=lambda _: role("areal_core.evaluation"), nice=config.launch.evaluator_nice),
-        RoleSpec(name="tracker", argv=lambda _: role("areal_core.tracking"), nice=config.launch.evaluator_nice),
-    )
-    return {spec.name: spec for spec in specs}
 
 
 class Run:
@@ -108,6 +52,7 @@ class Run:
         self._info = run_dir.info()
         self._log = log
         self._lock: FileLock | None = sole_owner(run_dir, self.config)  # its children hold it too
+        run_dir.forget_ready()
         self._specs = role_specs(run_dir, self.config, sorted(os.sched_getaffinity(0)))
         self._state = threading.Lock()  # guards the seven below and the lock
         self._failure: BaseException | None = None
@@ -119,25 +64,27 @@ class Run:
         self._abort = StopSignal()
         self._stop_servers = StopSignal()
         self._stop_tracker = StopSignal()
-        self._servers: dict[str, int] = {}  # URL of a generation server -> a pidfd of it
-        self._arrivals: queue.Queue[tuple[str, str] | None] = queue.Queue()  # None: the controller is ready
-        self._ready_ranks: set[int] = set()
+        self._introductions = Introductions(
+            run_dir, ranks=self.config.trainer_processes, stop=self._stop_servers, log=log
+        )
 
     # -- the five roles ------------------------------------------------------------------------------------------------
 
     def generate(self) -> None:
-        """Keep the generation servers running until the controller has ended."""
+        """Keep the generation servers running until the controller has ended, unless other machines do."""
         with self._role("generation"):
-            introducing = threading.Thread(target=self._guarded, args=(self._introduce,), name="introduce", daemon=True)
+            if "generation" in self.config.elsewhere:
+                return
+            known = self._introductions
+            introducing = threading.Thread(target=self._guarded, args=(known.run,), name="introduce", daemon=True)
             introducing.start()
             try:
-                self._supervise("generation", self._stop_servers, self._server_ready)
+                self._supervise("generation", self._stop_servers, known.server_ready)
             finally:
                 self._stop_servers.set()
-                self._arrivals.put(None)
+                known.wake()
                 introducing.join()
-                while self._servers:
-                    os.close(self._servers.popitem()[1])
+                known.close()
 
     def rollout(self) -> None:
         """Keep the controller running until it has written the summary."""
@@ -145,7 +92,7 @@ class Run:
             watching = threading.Thread(target=self._guarded, args=(self._watch_progress,), name="watch", daemon=True)
             watching.start()
             try:
-                self._supervise("controller", self._abort, lambda index, info: self._arrivals.put(None))
+                self._supervise("controller", self._abort, self._wake)
                 if not self._abort.is_set() and not self.run_dir.summary.exists():
                     raise ProcessError("controller-0 exited with code 0 and left no summary.json")
             finally:
@@ -154,14 +101,18 @@ class Run:
             _later(self.config.launch.stop_timeout_s, self._abort.set)  # nobody else has anything left to do
 
     def train(self) -> None:
-        """Keep the trainer's ranks running until they have finished."""
+        """Keep the trainer's ranks running until they have finished; where other machines do, the place where they
+        meet, until the controller has ended."""
         with self._role("trainer"):
-            self._supervise("trainer", self._abort, self._rank_ready)
+            if "trainer" in self.config.elsewhere:
+                self._supervise("rendezvous", self._stop_servers)
+            else:
+                self._supervise("trainer", self._abort, self._wake)
 
     def evaluate(self) -> None:
-        """Keep the evaluator running until there is nothing more to score; an emulation has nothing to score."""
+        """Keep the evaluator running until there is nothing more to score; none where nothing is scored."""
         with self._role("evaluator"):
-            if not self.config.emulated:
+            if self.config.evaluated:
                 self._supervise("evaluator", self._abort)
 
     def track(self) -> None:
@@ -298,65 +249,17 @@ class Run:
         patience_s = self.config.tracking.flush_timeout_s + self.config.launch.stop_timeout_s
         _later(patience_s, self._stop_tracker.set)
 
-    def _server_ready(self, index: int, info: dict[str, Any]) -> None:
-        self._servers[info["url"]] = os.pidfd_open(info["pid"])  # it can't have been reaped yet
-        self._arrivals.put((f"generation-{index}", info["url"]))
-
-    def _rank_ready(self, index: int, info: dict[str, Any]) -> None:
-        self._ready_ranks.add(index)
-        if self._trainer_is_ready:
-            self._arrivals.put(_TRAINER)
-
-    @property
-    def _trainer_is_ready(self) -> bool:
-        return len(self._ready_ranks) == self._specs["trainer"].count
-
-    def _introduce(self) -> None:
-        """Tell the controller of every server that is ready, and of all of them when it was started again. The first
-        ones wait for the trainer: RL wall time starts with them, and the start of processes is not part of it."""
-        client = ControllerClient(self.run_dir, patience_s=_POLL_S)
-        servers: dict[str, str] = {}
-        unknown: set[str] = set()
-        complaint = ""
-        while not self._stop_servers.is_set():
-            with suppress(queue.Empty):
-                arrival = self._arrivals.get(timeout=_POLL_S if unknown else None)
-                if arrival is None:
-                    unknown = set(servers)
-                elif arrival != _TRAINER:
-                    servers[arrival[0]] = arrival[1]
-                    unknown.add(arrival[0])
-            for name in sorted(unknown):
-                waiting = not self._trainer_is_ready or self.run_dir.controller_url() is None
-                if self._stop_servers.is_set() or waiting:
-                    break  # the end, or a ready event will come
-                try:
-                    client.join(name, servers[name])
-                    unknown.discard(name)
-                except ArealError as error:  # the controller is being restarted, or the server has died meanwhile
-                    if str(error) != complaint:
-                        complaint = str(error)
-                        self._log(f"{name} is not at work yet: {complaint}")
-        client.close()
-
-    def _end_server(self, url: str) -> None:
-        """Kill a server that the controller has taken out, so that it is started again and joins anew."""
-        pidfd = self._servers.pop(url, None)
-        if pidfd is not None:
-            with suppress(ProcessLookupError):  # it has ended by itself
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                self._log(f"the generation server at {url} was taken out by the controller: killed")
-            os.close(pidfd)
+    def _wake(self, index: int, info: dict[str, Any]) -> None:
+        self._introductions.wake()
 
     def _watch_progress(self) -> None:
         """Fail a run that makes no new step for launch.stall_timeout_s; end servers that the controller has lost."""
         limit_s = self.config.launch.stall_timeout_s
         seen: tuple[int, str | None] | None = None
         since = time.monotonic()
-        while not self._stop_servers.wait(_POLL_S):
+        while not self._stop_servers.wait(POLL_S):
             status = self.status()
-            for url in status.lost_servers if status else ():
-                self._end_server(url)
+            self._introductions.end(status.lost_servers if status else ())
             progress = (status.step, status.finished) if status else seen
             if progress != seen:
                 seen, since = progress, time.monotonic()
@@ -399,7 +302,7 @@ def execute(
     with concurrent.futures.ThreadPoolExecutor(len(roles), "role") as threads:
         try:
             running = [threads.submit(role) for role in roles]
-            while concurrent.futures.wait(running, _POLL_S).not_done:
+            while concurrent.futures.wait(running, POLL_S).not_done:
                 if on_status is not None and (status := run.status()):
                     on_status(status)
         except BaseException as error:

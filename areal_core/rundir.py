@@ -58,6 +58,11 @@ class RunDir:
         return RunInfo(**json.loads((self.root / "run.json").read_text()))
 
     @property
+    def head(self) -> Path:
+        """Locked by whoever heads the run, while it does."""
+        return self.root / "lock"
+
+    @property
     def ready(self) -> Path:
         return self.root / "ready"
 
@@ -94,13 +99,24 @@ class RunDir:
     def timeline_file(self, role: str, index: int = 0) -> Path:
         return self.timeline / f"{role}-{index}.jsonl"
 
+    def ready_info(self, role: str, index: int = 0) -> dict[str, Any] | None:
+        """The `pid` and `url` that a process has announced; None while it is not ready, or its file can't be read: on a
+        shared file system one that is being replaced may be stale, or empty, for a moment."""
+        try:
+            return json.loads(self.ready_file(role, index).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def forget_ready(self) -> None:
+        """Remove what processes have announced that were there before whoever heads the run now."""
+        for file in self.ready.iterdir():
+            file.unlink(missing_ok=True)
+
     def controller_url(self) -> str | None:
         """Where the controller listens now; None while it is not ready. Ask again after a failed connection: a
         restarted controller has another port."""
-        try:
-            return str(json.loads(self.ready_file("controller").read_text())["url"])
-        except FileNotFoundError:
-            return None
+        info = self.ready_info("controller")
+        return None if info is None else str(info["url"])
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -17,7 +17,7 @@ import json
 import logging
 import signal
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from areal_core.config import RunConfig
 from areal_core.data.source import PromptSource, open_source
 from areal_core.data.tokenizer import Tokenizer
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished
-from areal_core.generation.client import GenerationPool
+from areal_core.generation.pool import GenerationPool
+from areal_core.generation.transfer import transfer_routes
 from areal_core.recorder import Recorder
 from areal_core.rewards.worker import RewardPool, ScoreJob
 from areal_core.rollout.controller import RolloutController, Signal
@@ -38,6 +39,7 @@ from areal_core.rundir import RunDir, write_json
 from areal_core.storage import Storage
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import Evaluation, GroupSummary, MetricRow, PolicyVersion, Prompt
+from areal_core.wire import SampledAnswer
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 5.0  # between two looks at the generation servers' health
@@ -52,9 +54,9 @@ class GroupScorer:
         self._model_path = model_path
         self._pool = pool
 
-    async def score(self, prompt: Prompt, answer: bytes) -> tuple[GroupSummary, bytes]:
+    async def score(self, prompt: Prompt, answers: Sequence[SampledAnswer]) -> tuple[GroupSummary, bytes]:
         job = ScoreJob(
-            answer=answer,
+            answers=tuple(answers),
             prompt_token_ids=prompt.token_ids,
             gold=prompt.answer,
             task=self._config.task,
@@ -73,17 +75,20 @@ class Service:
         self.config = run.config()
         self.info = run.info()
         self.storage = Storage.open(self.info.checkpoint_url, self.config.storage.endpoint_url)
-        restore(run, self.storage)
+        restored = restore(run, self.storage)
         self.ledger = TrajectoryLedger(run.ledger, group_size=self.config.algorithm.group_size)
         self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
         self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))
+        if restored is not None:
+            self.recorder.forget(restored + 1)
         self.source: PromptSource = open_source(self.config, Tokenizer.from_folder(self.info.model_path))
         self.rewards = RewardPool(
             workers=self.config.rollout.reward_workers, timeout_s=self.config.rollout.reward_timeout_s
         )
         self.servers = GenerationPool(
             answers_per_server=2 * self.config.generation.slots,
-            interrupt=self.config.interruptible,
+            interruption=self.config.interruption,
+            transfer=self.config.generation.transfer,
             patience_s=self.config.rollout.request_timeout_s,
             on_change=lambda: self.controller.servers_changed(),  # made below, it needs the pool first
         )
@@ -104,10 +109,10 @@ class Service:
         """Serve until the run has ended in order."""
         runner = web.AppRunner(self._app(), access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=2.0)
+        site = web.TCPSite(runner, self.config.launch.address, 0, shutdown_timeout=2.0)
         await site.start()
         host, port = runner.addresses[0][:2]
-        process.announce_ready(ready_file, f"http://{host}:{port}")
+        process.announce_ready(ready_file, f"http://{f'[{host}]' if ':' in host else host}:{port}")
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch_servers(), name="watch servers")
@@ -165,9 +170,11 @@ class Service:
                 web.get("/health", self._health),
                 web.get("/status", self._status),
                 web.post("/servers", self._join),
+                web.delete("/servers/{name}", self._leave),
                 web.get("/batch/{step}", self._batch),
                 web.get("/groups/{group_id}", self._group),
                 web.post("/versions", self._publish),
+                *transfer_routes(self.servers.transfer, self._newest),
                 web.get("/evaluation", self._evaluation),
                 web.post("/evaluations", self._evaluated),
                 web.post("/metrics", self._metrics),
@@ -194,6 +201,10 @@ class Service:
         self.recorder.start_clock()
         return web.json_response({})
 
+    async def _leave(self, request: web.Request) -> web.Response:
+        await self.servers.leave(request.match_info["name"])
+        return web.json_response({})
+
     async def _batch(self, request: web.Request) -> web.Response:
         if reason := self.recorder.reason_to_stop():
             self.controller.finish(reason)
@@ -202,6 +213,8 @@ class Service:
         manifest = await self.controller.batch(step, timeout_s=float(request.query.get("timeout_s", "20")))
         if manifest is None:
             return web.Response(status=204)
+        if self.config.sleeps:
+            await self.servers.sleep()
         if manifest.step >= fixed_before:  # once more after a restart, which may have come before the first time
             self.recorder.batch_fixed(manifest, self.source.prompt)
         return web.json_response(dataclasses.asdict(manifest))
@@ -211,11 +224,14 @@ class Service:
 
     async def _publish(self, request: web.Request) -> web.Response:
         version = PolicyVersion(**await request.json())
+        if self.config.sleeps:
+            await self.servers.wake_up()
         outcome = self.controller.publish(version)
         if outcome == "epoch":
             self.recorder.forget(version.version)
         if outcome != "same" or not self.recorder.has_published(version.version):
-            self.recorder.published(version.version, await self.servers.loads())
+            loads = await self.servers.loads()
+            self.recorder.published(version.version, loads, held_tokens=self.servers.held_tokens)
         self._changed.notify()
         return web.json_response({"status": outcome, "release": self._released()})
 
@@ -289,8 +305,8 @@ class Service:
 
     def _next_evaluation(self) -> PolicyVersion | None:
         """The oldest version that is due and not scored; once the run has ended only the base and the last count. None
-        is due where accelerators are emulated: nothing is learnt."""
-        if self.config.emulated:
+        is due where versions are not scored."""
+        if not self.config.evaluated:
             return None
         scored = {evaluation.version for evaluation in self.recorder.evaluations}
         every = self.config.evaluation.every
@@ -309,25 +325,28 @@ class Service:
         scored = {evaluation.version for evaluation in self.recorder.evaluations}
         every = self.config.evaluation.every
         kept = min(self.config.max_staleness + 2, _VERSIONS_KEPT)
-        return [v for v in range(1, newest - kept + 1) if v % every or v in scored or self.config.emulated]
+        return [v for v in range(1, newest - kept + 1) if v % every or v in scored or not self.config.evaluated]
 
 
-def restore(run: RunDir, storage: Storage) -> None:
-    """On a machine where this run has no ledger yet, take it and its policy version from the newest checkpoint."""
+def restore(run: RunDir, storage: Storage) -> int | None:
+    """On a machine where this run has no ledger yet, take it and its policy version from the newest checkpoint. Returns
+    that version; None where there was nothing to do."""
     if run.ledger.exists():
-        return
+        return None
     newest = checkpoint.newest(storage)
     if newest is None:
-        return
+        return None
     files = checkpoint.fetch(storage, newest, run.root / "restored")
     state = load_file(files[checkpoint.STATE])
     tensors = {name.removeprefix("weight/"): array for name, array in state.items() if name.startswith("weight/")}
-    version = weights.publish(run.weights, newest.step, tensors)
+    version = weights.publish(run.weights, newest.step, tensors, dtype=run.config().training.dtype)
     ledger = TrajectoryLedger(files[checkpoint.LEDGER], group_size=run.config().algorithm.group_size)
+    ledger.rewind(version.version)  # it was copied after the trainer's state, and may know more
     ledger.publish(version)
     ledger.close()
     files[checkpoint.LEDGER].replace(run.ledger)
     logger.info("restored the ledger from the checkpoint of step %d", newest.step)
+    return newest.step
 
 
 def base_version(model_path: str) -> PolicyVersion:

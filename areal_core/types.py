@@ -49,6 +49,7 @@ class GenerationRequest:
     seed: int  # answer j samples from the stream (seed, j); see generation.sampling
     stop_token_ids: tuple[int, ...]
     greedy: bool = False
+    temperature: float = 1.0  # of the distribution that tokens are drawn from, unless greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ class GroupSummary:
     max_version: int
     correct: int  # answers that were right, of G
     truncated: int  # answers that were cut off, of G
+    prompt_tokens: int = 0  # tokens of the prompt
     samples: tuple[tuple[str, float, str], ...] = ()  # (answer text, reward, version spans), a few for people
 
 
@@ -86,6 +88,7 @@ class BatchGroup:
     lengths: tuple[int, ...]  # [G] tokens per answer
     rewards: tuple[float, ...]  # [G]
     ready_version: int  # policy version in force when the group entered the buffer
+    prompt_tokens: int = 0  # tokens of the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +174,7 @@ class RunSummary:
     seed: int
     reason: str  # steps, score or minutes
     steps: int
-    accuracy_before: float | None  # None, as the two below: accelerators were emulated, nothing was learnt
+    accuracy_before: float | None  # None, as the two below: versions were not scored
     accuracy_after: float | None
     best_accuracy: float | None
     rl_wall_s: float  # first admission to last published version

@@ -13,37 +13,38 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load as load_tensors
-from safetensors.numpy import save as save_tensors
 
 from areal_core.errors import StorageError
 from areal_core.rundir import write_json
+from areal_core.tensorfile import read_tensors, write_tensors
 from areal_core.types import PolicyVersion
 
 _WEIGHTS = "model.safetensors"
 _MANIFEST = "manifest.json"
 
 
-def publish(folder: Path, version: int, tensors: Mapping[str, NDArray[Any]]) -> PolicyVersion:
+def publish(
+    folder: Path, version: int, tensors: Mapping[str, NDArray[Any]], *, dtype: str = "float32"
+) -> PolicyVersion:
     """Write the weights of `version`. The same weights again change nothing; other weights replace it.
 
-    The same tensors always make the same bytes, hence the same hash. Raises StorageError.
+    dtype: float32 or bfloat16, what float32 tensors are rounded to. The same tensors always make the same bytes, hence
+    the same hash. Raises StorageError.
     """
-    data = save_tensors({name: np.ascontiguousarray(array) for name, array in tensors.items()}, {"format": "pt"})
     path = version_folder(folder, version)
-    made = PolicyVersion(version=version, path=str(path), sha256=hashlib.sha256(data).hexdigest())
-    if _complete(path) == made:
-        return made
+    scratch = path / f".{_WEIGHTS}.{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
+        written = write_tensors(scratch, tensors, dtype=dtype)
+        made = PolicyVersion(version=version, path=str(path), sha256=written.sha256)
+        if _complete(path) == made:
+            scratch.unlink()
+            return made
         (path / _MANIFEST).unlink(missing_ok=True)  # while the weights change, the version does not exist
-        scratch = path / f".{_WEIGHTS}.{os.getpid()}"
-        scratch.write_bytes(data)
         os.replace(scratch, path / _WEIGHTS)
-        write_json(path / _MANIFEST, {"version": version, "sha256": made.sha256, "bytes": len(data)})
+        write_json(path / _MANIFEST, {"version": version, "sha256": made.sha256, "bytes": written.bytes})
     except OSError as error:
         raise StorageError(f"can't publish version {version} in {path}: {error.strerror}") from error
     return made
@@ -84,7 +85,7 @@ def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
     if found != version.sha256:
         raise StorageError(f"{path} is damaged: its sha256 is {found}, version {version.version} has {version.sha256}")
     try:
-        return load_tensors(data)
+        return read_tensors(data)
     except SafetensorError as error:
         raise StorageError(f"{path} is no safetensors file: {error}") from error
 

@@ -17,6 +17,8 @@ from areal_core.errors import GenerationError
 from areal_core.types import Float32Array, GenerationRequest, Int32Array
 
 MODEL_NAME = "policy"
+ROUTES_VERSION = "0.32.0"  # the vLLM whose routes and fields these are
+Segment = tuple[bytes, int]  # a body of /inference/v1/generate, and the place of a choice in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,14 @@ class Answer:
     logprobs: Float32Array  # [L] log-probability of the sampled distribution, nats
     versions: Int32Array  # [L] policy version that sampled the token
     finish_reason: str  # stop, length or abort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledAnswer:
+    """One answer as servers gave it, not decoded: interrupted ones have several segments."""
+
+    segments: tuple[Segment, ...]
+    finish_reason: str | None = None  # None: what the last segment says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +65,7 @@ def encode_request(request: GenerationRequest) -> bytes:
                 "n": request.n,
                 "max_tokens": request.max_tokens,
                 "seed": request.seed,
-                "temperature": 0.0 if request.greedy else 1.0,
+                "temperature": 0.0 if request.greedy else request.temperature,
                 "stop_token_ids": request.stop_token_ids,
                 "ignore_eos": True,
                 "logprobs": 0,
@@ -92,10 +102,38 @@ def parse_generation(body: bytes) -> list[Answer]:
         raise GenerationError(f"not an answer of /inference/v1/generate: {type(error).__name__}: {error}") from None
 
 
+def whole_answers(body: bytes, n: int) -> tuple[SampledAnswer, ...]:
+    """The `n` answers of a body that holds all of them, finished."""
+    return tuple(SampledAnswer(segments=((body, place),)) for place in range(n))
+
+
+def join_answers(answers: Sequence[SampledAnswer]) -> list[Answer]:
+    """Answers from their segments. Raises GenerationError as `parse_generation` does."""
+    bodies = {id(body): body for answer in answers for body, _ in answer.segments}
+    parsed = {key: parse_generation(body) for key, body in bodies.items()}
+    return [_join(answer, parsed) for answer in answers]
+
+
+def _join(answer: SampledAnswer, parsed: dict[int, list[Answer]]) -> Answer:
+    try:
+        parts = [parsed[id(body)][place] for body, place in answer.segments]
+    except IndexError:
+        raise GenerationError("not an answer of /inference/v1/generate: it has fewer choices than asked for") from None
+    return Answer(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        versions=np.concatenate([part.versions for part in parts]),
+        finish_reason=answer.finish_reason or parts[-1].finish_reason,
+    )
+
+
 def version_spans(versions: Int32Array) -> list[tuple[int, int, int]]:
     """Runs of equal versions as (version, start, end), end exclusive."""
     if len(versions) == 0:
         return []
+    values = versions.tolist()
+    if values.count(values[0]) == len(values):  # nearly always
+        return [(values[0], 0, len(values))]
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     return [(int(versions[start]), start, end) for start, end in itertools.pairwise(cuts)]
 

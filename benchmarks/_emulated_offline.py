@@ -36,12 +36,14 @@ class Simulated:
 
     step_s: float
     tokens_per_s: float  # consumed, of the slice
+    generated_tokens_per_s: float  # of the slice
     generation_s: float  # sync: from a batch's first token to its last
     train_s: float  # computing of the trainer, a switch not included
 
 
-def simulate(config: RunConfig) -> Simulated:
-    return _sync(config) if config.mode == "sync" else _async(config)
+def simulate(config: RunConfig, *, steps: int = ASYNC_STEPS, warm: int = ASYNC_WARM) -> Simulated:
+    """An asynchronous run makes `steps` steps, of which the first `warm` are not counted."""
+    return _sync(config) if config.mode == "sync" else _async(config, steps, warm)
 
 
 class _Server:
@@ -49,6 +51,7 @@ class _Server:
 
     def __init__(self, config: RunConfig) -> None:
         self._speed = config.emulation.speed
+        self._scale = config.emulation.tokens_per_token
         self._real_s = 0.0
         self.answers = 0  # in flight
         self.engine = EmulatedEngine(
@@ -70,6 +73,11 @@ class _Server:
     def add(self, request: GenerationRequest) -> None:
         self.engine.add(request)
         self.answers += request.n
+
+    @property
+    def generated(self) -> int:
+        """Tokens so far, real ones."""
+        return self._scale * self.engine.stats.generated_tokens
 
     def step(self) -> list[Generation]:
         """The groups that ended."""
@@ -149,51 +157,93 @@ def _sync(config: RunConfig) -> Simulated:
     return Simulated(
         step_s=now_s / SYNC_STEPS,
         tokens_per_s=tokens / now_s,
+        generated_tokens_per_s=sum(server.generated for server in servers) / now_s,
         generation_s=generation_s / SYNC_STEPS,
         train_s=train_s / SYNC_STEPS,
     )
 
 
-def _async(config: RunConfig) -> Simulated:
+def _async(config: RunConfig, steps: int, warm: int) -> Simulated:
     """The server whose clock is furthest behind goes on; whatever happens happens at its time."""
     servers = [_Server(config) for _ in range(config.generation_servers)]
     trainer, request = _Trainer(config), _requests(config)
     gate = StalenessGate(batch_size=config.rollout.batch_size, max_staleness=config.max_staleness, steps=_ENDLESS)
     group, capacity = config.algorithm.group_size, 2 * config.generation.slots * len(servers)
-    admitted = version = 0
+    update = _Update(servers, trainer.transfer_s, waits=config.interruption == "wait")
+    admitted = 0
     ready: list[Generation] = []
     batch: list[Generation] = []  # being trained on
     trained_s = 0.0  # when the batch will be trained
-    loaded_s: float | None = None  # when the newest weights will be with the servers; None: they are
     ends: list[float] = []
+    generated: list[int] = []  # until then
     tokens: list[int] = []
     train_s: list[float] = []
-    while len(ends) < ASYNC_STEPS:
+    while len(ends) < steps:
         server = min(servers, key=lambda server: server.now_s)
         now_s = server.now_s
-        if loaded_s is not None and now_s >= loaded_s:
-            version, loaded_s = version + 1, None
-            for each in servers:
-                each.engine.swap(None, version)
+        update.go_on(server)
         if batch and now_s >= trained_s:
             ends.append(trained_s)
+            generated.append(sum(each.generated for each in servers))
             tokens.append(trainer.tokens(batch))
-            batch, loaded_s = [], trained_s + trainer.transfer_s
+            batch = []
+            update.published(trained_s)
         if not batch and len(ready) >= config.groups_per_batch:
             batch, ready = ready[: config.groups_per_batch], ready[config.groups_per_batch :]
             train_s.append(trainer.train_s(batch))
             trained_s = now_s + train_s[-1]
-        while gate.admits(group, admitted=admitted, version=version) and _in_flight(servers) + group <= capacity:
+        while gate.admits(group, admitted=admitted, version=update.version) and _in_flight(servers) + group <= capacity:
             min(servers, key=lambda server: server.answers).add(request(admitted // group))
             admitted += group
         ready += server.step()
-    duration_s = ends[-1] - ends[ASYNC_WARM - 1]
+    duration_s = ends[-1] - ends[warm - 1]
     return Simulated(
-        step_s=duration_s / (ASYNC_STEPS - ASYNC_WARM),
-        tokens_per_s=sum(tokens[ASYNC_WARM:]) / duration_s,
+        step_s=duration_s / (steps - warm),
+        tokens_per_s=sum(tokens[warm:]) / duration_s,
+        generated_tokens_per_s=(generated[-1] - generated[warm - 1]) / duration_s,
         generation_s=0.0,
-        train_s=sum(train_s[ASYNC_WARM:ASYNC_STEPS]) / (ASYNC_STEPS - ASYNC_WARM),
+        train_s=sum(train_s[warm:steps]) / (steps - warm),
     )
+
+
+class _Update:
+    """What brings published versions to the servers, one at a time, the newest first. Where it waits, each server goes
+    on with what runs, starts nothing more, and swaps when it has nothing running."""
+
+    def __init__(self, servers: list[_Server], transfer_s: float, *, waits: bool) -> None:
+        self.version = 0  # that every server has
+        self._servers, self._transfer_s, self._waits = servers, transfer_s, waits
+        self._newest = 0
+        self._target = 0  # that they have or are being given
+        self._arrives_s = 0.0  # when they can have it
+        self._left: list[_Server] = []  # servers that are still to swap
+
+    def published(self, now_s: float) -> None:
+        self._newest += 1
+        self._begin(now_s)
+
+    def go_on(self, server: _Server) -> None:
+        """At the time of this server, whose clock is furthest behind."""
+        if self.version == self._target or server.now_s < self._arrives_s:
+            return
+        for each in list(self._left):
+            each.engine.admitting = not self._waits
+            if each is server or not self._waits:
+                self._swap(each)
+        if not self._left:
+            self.version = self._target
+            self._begin(server.now_s)
+
+    def _begin(self, now_s: float) -> None:
+        if self.version == self._target < self._newest:
+            self._target, self._arrives_s, self._left = self._newest, now_s + self._transfer_s, list(self._servers)
+
+    def _swap(self, server: _Server) -> None:
+        if self._waits and server.engine.running:
+            return
+        server.engine.swap(None, self._target)
+        server.engine.admitting = True
+        self._left.remove(server)
 
 
 def _in_flight(servers: list[_Server]) -> int:

@@ -38,7 +38,7 @@ import torch
 
 from areal_core import process, weights
 from areal_core.__main__ import configuration
-from areal_core.algorithm.advantages import ADVANTAGES
+from areal_core.algorithm.advantages import advantages_of
 from areal_core.config import RunConfig
 from areal_core.data.source import open_source
 from areal_core.data.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ from areal_core.training.batching import shard
 from areal_core.training.engine import TrainingBatch, build_batch
 from areal_core.training.torch_engine import TorchEngine
 from areal_core.types import GenerationRequest, PolicyVersion
-from areal_core.wire import encode_generation
+from areal_core.wire import encode_generation, whole_answers
 
 OBJECTIVES = ("decoupled", "naive")
 _SETTING = ("training.steps=32", "training.learning_rate=5e-6", "evaluation.every=8", "tracking.enabled=false")
@@ -205,7 +205,7 @@ class LaggedTraining:
         scored = self._roll_out(step)
         batch = self._build(step, scored)
         assert (batch.versions[batch.loss_mask] == behaviour).all()
-        proximal = self._trainer.logprobs(batch) if self._config.algorithm.objective == "decoupled" else None
+        proximal = self._trainer.logprobs(batch) if self._config.algorithm.takes_proximal else None
         stats = self._trainer.train_step(batch, proximal)
         self.versions.append(weights.publish(self._store, step, self._trainer.weights()))
         return StepRecord(
@@ -241,7 +241,7 @@ class LaggedTraining:
         return [
             score_group(
                 ScoreJob(
-                    answer=encode_generation(request, group, logprobs=True),
+                    answers=whole_answers(encode_generation(request, group, logprobs=True), len(group)),
                     prompt_token_ids=prompt.token_ids,
                     gold=prompt.answer,
                     task=config.task,
@@ -259,8 +259,18 @@ class LaggedTraining:
             step,
             shard(tokens, config.training.minibatches, 1, seed=config.seed, step=step)[0],
             {index: unpack_group(group.payload) for index, group in enumerate(scored)},
-            ADVANTAGES[config.algorithm.advantage]([group.summary.rewards for group in scored]),
+            advantages_of(
+                [group.summary.rewards for group in scored],
+                [group.summary.lengths for group in scored],
+                config.algorithm,
+                config.task.max_new_tokens,
+            ),
+            capacity=config.training.microbatch_tokens,
+            min_microbatches=config.training.min_microbatches,
             mask_truncated=config.algorithm.truncated == "mask",
+            loss_mean=config.algorithm.loss_mean,
+            max_new_tokens=config.task.max_new_tokens,
+            regularised=config.algorithm.regularised,
         )
 
 

@@ -1,7 +1,7 @@
 """Advantages of whole answers, from their rewards (critic-less, gamma = lambda = 1: every token carries its answer's).
 
 Axes: P groups of a global batch, G answers of a group. Pure functions; arithmetic is float64. A reward that is not
-finite raises RewardError.
+finite raises RewardError. Sources and equations: docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from areal_core.algorithm_config import AlgorithmConfig
 from areal_core.errors import ConfigError, RewardError
 
 Float64Array = NDArray[np.float64]
@@ -24,6 +25,12 @@ def group_advantages(rewards: ArrayLike) -> Float64Array:
     A group whose rewards are all equal says nothing about which answer is better: exactly zero.
     """
     return _normalised(_checked(rewards), axis=1)
+
+
+def group_mean_advantages(rewards: ArrayLike) -> Float64Array:
+    """r - mean of the group, not scaled (Dr. GRPO). [P, G] -> [P, G]; zero where all rewards of a group are equal."""
+    checked = _checked(rewards)
+    return np.where(_constant(checked, 1), 0.0, checked - checked.mean(axis=1, keepdims=True))
 
 
 def batch_advantages(rewards: ArrayLike) -> Float64Array:
@@ -47,9 +54,33 @@ def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
 
 ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmConfig.advantage
     "group": group_advantages,
+    "group_mean": group_mean_advantages,
     "batch": batch_advantages,
     "leave_one_out": leave_one_out_advantages,
 }
+
+
+def overlong_penalties(lengths: ArrayLike, *, limit: int, cache: int, penalty: float) -> Float64Array:
+    """What is added to the reward of an answer for its length (DAPO, Eq. 13): nothing up to `limit` - `cache` tokens,
+    then linearly down to -`penalty` at `limit`, which an answer that was cut off has reached. Any shape, the same back.
+    """
+    over = np.asarray(lengths, dtype=np.float64) - (limit - cache)
+    return -penalty * np.clip(over / cache, 0.0, 1.0)
+
+
+def advantages_of(
+    rewards: ArrayLike, lengths: ArrayLike, algorithm: AlgorithmConfig, max_new_tokens: int
+) -> Float64Array:
+    """`algorithm.advantage` of the rewards of a batch, shaped by the answers' lengths where that is asked for.
+
+    rewards: [P, G]; lengths: [P, G] tokens, limited to `max_new_tokens`. Returns [P, G].
+    """
+    shaped = _checked(rewards)
+    if algorithm.overlong_cache is not None:
+        shaped = shaped + overlong_penalties(
+            lengths, limit=max_new_tokens, cache=algorithm.overlong_cache, penalty=algorithm.overlong_penalty
+        )
+    return ADVANTAGES[algorithm.advantage](shaped)
 
 
 def _checked(rewards: ArrayLike) -> Float64Array:

@@ -1,29 +1,37 @@
-"""Clients of generation servers: one server, and several seen as one. Without torch.
+"""Client of one generation server, vLLM's own or the embedded one: the same routes, told apart by what they can do.
 
-An update of weights goes through the same phases at every server: start, stage, pause, finish, resume. A server that
-fails one of them, loses a connection or answers with a server's error is not asked again: its requests fail, so that
-the controller repeats them elsewhere, and it has to join again.
+An update of weights has phases: start, stage, pause, finish, resume. What becomes of running answers is the
+*interruption*:
+
+- `recompute`: they go on under the new weights as if those had read all of their tokens. The embedded server computes
+  the KV cache again in place; vLLM hands back what it has, and the rest is asked for anew (`resubmit`);
+- `resubmit`: the latter, at any server;
+- `keep`: they go on with keys and values of the old weights;
+- `wait`: the update waits for them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TypeVar
+import dataclasses
+import hashlib
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import orjson
 
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.types import GenerationRequest, PolicyVersion
-from areal_core.wire import ServerLoad, encode_request
+from areal_core.wire import ROUTES_VERSION, ServerLoad, encode_request
 
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
+_KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request that meets that would cost it its place
 _CONTROL_TIMEOUT_S = 10.0  # for what a server answers between two decode steps
+_METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class GenerationClient:
@@ -32,56 +40,220 @@ class GenerationClient:
 
     def __init__(self, url: str, *, update_timeout_s: float = 120.0) -> None:
         self.url = url
+        self.in_place = True  # it computes the KV cache of running answers again by itself; `identify` finds out
+        self.resubmitted_tokens = 0  # prompts and answers that others had begun, read here since the last update
         self._update_timeout_s = update_timeout_s
+        self._calls = 0  # requests in flight
+        self._idle_s = 0.0
+        self._paused_s = 0.0
+        self._swap_ms = 0.0
+        self._paused_since = 0.0
+        self._prefill = (0.0, 0.0)  # vLLM's: seconds, requests
+        self._vanished_tokens = 0  # vLLM's, of requests whose client has gone: it never counts those as finished
+        self._since = time.monotonic()  # of having no request in flight
         # Without a bound on connections: requests wait at the server, which knows best when to run them.
         self._session = aiohttp.ClientSession(
             base_url=url,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONTROL_TIMEOUT_S),
         )
+
+    async def identify(self) -> None:
+        """Learn what the server can do. Raises GenerationError for one that speaks other routes."""
+        found = orjson.loads(await self._control("GET", "/version"))["version"]
+        release, _, local = found.partition("+")
+        if release != ROUTES_VERSION:
+            raise GenerationError(f"{self.url} runs vLLM {found}; needed is vLLM {ROUTES_VERSION}, for its RL routes")
+        self.in_place = local == "areal"
+        if not self.in_place:
+            await self.load()  # what is unfinished by now is not this client's
 
     async def generate(self, request: GenerationRequest) -> bytes:
         """The raw body of the answers (wire.parse_generation reads it). Raises GenerationError when the server refuses
         the request. Waits as long as the server takes; when cancelled, the server aborts the request."""
-        return await self._call("POST", "/inference/v1/generate", encode_request(request), timeout_s=None)
-
-    async def load_version(self, version: PolicyVersion, *, interrupt: bool) -> None:
-        """Have the server go on with other weights: at once (`interrupt`), computing the KV cache of running answers
-        again, or when running answers are finished. Raises ServerLostError if any phase fails."""
-        update = {"update_info": {"path": version.path, "sha256": version.sha256}}
-        mode = "keep" if interrupt else "wait"
+        self._count_idle()
+        self._calls += 1
         try:
-            async with asyncio.timeout(self._update_timeout_s):
-                await self._control("POST", "/start_weight_update")
-                await self._control("POST", "/update_weights", update, timeout_s=None)
-                await self._control("POST", f"/pause?mode={mode}&clear_cache=true", timeout_s=None)
-                await self._control("POST", "/finish_weight_update", {"weight_version": str(version.version)})
-                await self._control("POST", "/resume")
-        except TimeoutError:
-            raise ServerLostError(
-                f"{self.url}: version {version.version} was not loaded in {self._update_timeout_s:g} s"
-            ) from None
-        except ServerLostError:
-            raise
-        except GenerationError as error:
-            raise ServerLostError(f"version {version.version} was not loaded: {error}") from None
+            return await self._call("POST", "/inference/v1/generate", encode_request(request), timeout_s=None)
+        finally:
+            self._count_idle()
+            self._calls -= 1
+
+    async def load_version(self, version: PolicyVersion, interruption: str) -> None:
+        """Have the server go on with the weights of a file. Raises ServerLostError if any phase fails."""
+        async with self._update(version):
+            await self._stage(version)
+            await self._swap(version, interruption)
+
+    async def reload(self, version: PolicyVersion) -> None:
+        """Have vLLM read a version's folder itself, where weights usually come another way. Raises ServerLostError."""
+        async with self._update(version):
+            await asyncio.to_thread(_check_weights, version)
+            since = await self._pause("resubmit")
+            call = {"method": "reload_weights", "kwargs": {"weights_path": version.path}}
+            await self._control("POST", "/collective_rpc", call, timeout_s=None)
+            await self.label(version.version)
+            await self._go_on("resubmit", since)
+
+    async def open_transfer(self, init_info: dict[str, Any]) -> None:
+        """Meet the trainer, who sends weights himself from now on. Raises ServerLostError."""
+        await self._within("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    async def close_transfer(self) -> None:
+        """Part from a trainer that was met before. Raises ServerLostError."""
+        await self._within("POST", "/shutdown_weight_transfer_engine", None)
+
+    async def begin_transfer(self, version: PolicyVersion, interruption: str) -> None:
+        """Have generation stand still and the server get ready for weights. Raises ServerLostError."""
+        async with self._update(version):
+            self._paused_since = await self._pause(interruption)
+            await self._control("POST", "/start_weight_update")
+
+    async def receive(self, update_info: Any) -> None:
+        """Take weights that the trainer is sending; returns when they have come. Raises ServerLostError."""
+        await self._within("POST", "/update_weights", {"update_info": update_info})
+
+    async def end_transfer(self, version: PolicyVersion, interruption: str) -> None:
+        """Go on generating with what has come. Raises ServerLostError."""
+        async with self._update(version):
+            await self._finish(version, interruption, self._paused_since)
+
+    async def world_size(self) -> int:
+        """Processes that hold the model, all of which take part in a transfer."""
+        return int(orjson.loads(await self._control("GET", "/get_world_size"))["world_size"])
+
+    async def label(self, version: int) -> None:
+        """Have the server call the weights that it has by a version's number."""
+        await self._control("POST", "/update_weight_version", {"new_version": str(version)})
 
     async def abort_all(self) -> None:
         """End all requests with the tokens that they have; the server goes on with whatever comes next."""
+        await self.pause()
+        await self.resume()
+
+    async def pause(self) -> None:
+        """End all requests with the tokens that they have; what comes next waits."""
         await self._control("POST", "/pause?mode=abort&clear_cache=false")
+
+    async def resume(self) -> None:
         await self._control("POST", "/resume")
 
-    async def load(self) -> ServerLoad:
-        return ServerLoad(**orjson.loads(await self._control("GET", "/load")))
+    async def sleep(self) -> None:
+        """Give the accelerator's memory back until `wake_up`; what runs is aborted."""
+        await self._within("POST", "/sleep?level=1&mode=abort", None)
 
-    async def loaded_version(self) -> int:
-        return int(orjson.loads(await self._control("GET", "/weight_info"))["weight_version"])
+    async def is_sleeping(self) -> bool:
+        return bool(orjson.loads(await self._control("GET", "/is_sleeping"))["is_sleeping"])
+
+    async def wake_up(self) -> None:
+        await self._within("POST", "/wake_up", None)
+
+    async def load(self) -> ServerLoad:
+        if self.in_place:
+            load = ServerLoad(**orjson.loads(await self._control("GET", "/load")))
+        else:
+            load = self._vllm_load((await self._control("GET", "/metrics")).decode())
+        return dataclasses.replace(load, recomputed_tokens=load.recomputed_tokens + self.resubmitted_tokens)
+
+    async def loaded_version(self) -> int | None:
+        """None: the server has not been told what its weights are called."""
+        label = orjson.loads(await self._control("GET", "/weight_info"))["weight_version"]
+        return int(label) if label.isdigit() else None
 
     async def health(self) -> None:
         await self._control("GET", "/health")
 
     async def close(self) -> None:
         await self._session.close()
+
+    @asynccontextmanager
+    async def _update(self, version: PolicyVersion) -> AsyncIterator[None]:
+        """A server that fails an update, refuses it or takes too long can't be trusted with anything."""
+        try:
+            async with asyncio.timeout(self._update_timeout_s):
+                yield
+        except TimeoutError:
+            raise ServerLostError(
+                f"{self.url}: version {version.version} was not loaded in {self._update_timeout_s:g} s"
+            ) from None
+        except ServerLostError:
+            raise
+        except (GenerationError, OSError) as error:
+            raise ServerLostError(f"{self.url}: version {version.version} was not loaded: {error}") from None
+
+    async def _within(self, method: str, path: str, body: object) -> None:
+        try:
+            await self._control(method, path, body, timeout_s=self._update_timeout_s)
+        except ServerLostError:
+            raise
+        except GenerationError as error:
+            raise ServerLostError(str(error)) from None
+
+    async def _stage(self, version: PolicyVersion) -> None:
+        """Have the server read the weights, while it goes on decoding."""
+        await self._control("POST", "/start_weight_update")
+        info = {"path": version.path, "sha256": version.sha256}
+        await self._control("POST", "/update_weights", {"update_info": info}, timeout_s=None)
+        if not self.in_place:  # vLLM reads in the background; meanwhile, no damaged file may get as far as a pause
+            await asyncio.to_thread(_check_weights, version)
+
+    async def _swap(self, version: PolicyVersion, interruption: str) -> None:
+        since = await self._pause(interruption)
+        await self._finish(version, interruption, since)
+
+    async def _pause(self, interruption: str) -> float:
+        """Have generation stand still; since when it does."""
+        mode = {"resubmit": "abort", "keep": "keep", "wait": "wait", "recompute": "keep" if self.in_place else "abort"}
+        clear_cache = "false" if interruption == "keep" else "true"
+        asked, self.resubmitted_tokens = time.monotonic(), 0
+        await self._control("POST", f"/pause?mode={mode[interruption]}&clear_cache={clear_cache}", timeout_s=None)
+        return time.monotonic() if interruption == "wait" else asked
+
+    async def _finish(self, version: PolicyVersion, interruption: str, since: float) -> None:
+        """Exchange the weights and go on with generation, which has stood still `since` then."""
+        await self._control("POST", "/finish_weight_update", {"weight_version": str(version.version)}, timeout_s=None)
+        await self._go_on(interruption, since)
+
+    async def _go_on(self, interruption: str, since: float) -> None:
+        if not self.in_place and interruption != "keep":
+            await self._control("POST", "/reset_prefix_cache")
+        await self._control("POST", "/resume")
+        stood_s = time.monotonic() - since
+        self._paused_s += stood_s
+        self._swap_ms = 1e3 * stood_s
+
+    def _vllm_load(self, metrics: str) -> ServerLoad:
+        """What vLLM's own counters and this client's clock say."""
+        values: dict[str, float] = {}
+        for name, value in _METRIC.findall(metrics):
+            values[name] = values.get(name, 0.0) + float(value)
+        self._count_idle()
+        generated = int(values.get("generation_tokens_total", 0))
+        unfinished = generated - int(values.get("request_generation_tokens_sum", 0))
+        if not self._calls:
+            self._vanished_tokens = unfinished
+        prefill = (
+            values.get("request_prefill_time_seconds_sum", 0.0),
+            values.get("request_prefill_time_seconds_count", 0),
+        )
+        (spent_s, prefills), self._prefill = (prefill[0] - self._prefill[0], prefill[1] - self._prefill[1]), prefill
+        return ServerLoad(
+            running=int(values.get("num_requests_running", 0)),
+            waiting=int(values.get("num_requests_waiting", 0)),
+            generated_tokens=generated,
+            unfinished_tokens=max(0, unfinished - self._vanished_tokens),
+            idle_s=self._idle_s,
+            paused_s=self._paused_s,
+            swap_ms=self._swap_ms,
+            recompute_ms=1e3 * spent_s / prefills if prefills else 0.0,  # a request's mean, since the last look
+            recomputed_tokens=0,
+        )
+
+    def _count_idle(self) -> None:
+        now = time.monotonic()
+        if not self._calls:
+            self._idle_s += now - self._since
+        self._since = now
 
     async def _control(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None = _CONTROL_TIMEOUT_S
@@ -91,8 +263,12 @@ class GenerationClient:
     async def _call(self, method: str, path: str, body: bytes | None, *, timeout_s: float | None) -> bytes:
         if self._session.closed:
             raise ServerLostError(f"{self.url}{path}: the client is closed")
+        headers = None if body is None else {"Content-Type": "application/json"}
         try:
-            async with asyncio.timeout(timeout_s), self._session.request(method, path, data=body) as response:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(method, path, data=body, headers=headers) as response,
+            ):
                 answer = await response.read()
         except aiohttp.ClientError as error:
             raise ServerLostError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
@@ -104,187 +280,10 @@ class GenerationClient:
         raise kind(f"{self.url}{path}: {response.status}: {answer.decode(errors='replace'):.500}")
 
 
-@dataclass(slots=True, eq=False)
-class _Server:
-    name: str
-    client: GenerationClient
-    loaded: PolicyVersion | None = None
-    answers: int = 0  # in flight
-    calls: set[asyncio.Future[bytes]] = field(default_factory=set)
-    lost: bool = False
-
-
-class GenerationPool:
-    """Several named servers as one: requests go to the one with the fewest answers in flight.
-
-    `on_change` is called whenever a server joined or left, was taken out or has other weights.
-    """
-
-    def __init__(
-        self,
-        *,
-        answers_per_server: int,
-        interrupt: bool = True,
-        patience_s: float = 120.0,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`patience_s` bounds an update and the wait for a server to join."""
-        self._answers_per_server = answers_per_server
-        self._interrupt = interrupt
-        self._patience_s = patience_s
-        self._on_change = on_change
-        self._servers: dict[str, _Server] = {}
-        self._lost: dict[str, str] = {}  # name -> URL of those that failed and have not come back
-        self._target: PolicyVersion | None = None  # what every server has or is being given
-        self._updating = asyncio.Lock()  # one update at a time: a server that joins must not miss one
-        self._joined = asyncio.Event()  # set while there is a server
-
-    @property
-    def version(self) -> int:
-        """Lowest version loaded by any server that takes work; without servers, the version that the next one gets."""
-        loaded = [server.loaded.version for server in self._servers.values() if server.loaded is not None]
-        return min(loaded, default=0 if self._target is None else self._target.version)
-
-    @property
-    def lost(self) -> tuple[str, ...]:
-        """URLs of servers that were taken out since they failed, or could not join: starting them again may help."""
-        return tuple(self._lost.values())
-
-    @property
-    def capacity(self) -> int:
-        """Answers worth having in flight at once."""
-        return self._answers_per_server * len(self._servers)
-
-    async def join(self, name: str, url: str, newest: Callable[[], PolicyVersion | None]) -> None:
-        """Give a server the newest version, asked for when its turn has come, then work. It takes the place of one of
-        the same name. Raises ServerLostError when it can't be given that version. Version 0 is not sent to a server
-        that says it has it."""
-        await self.leave(name)
-        self._lost.pop(name, None)
-        server = _Server(name, GenerationClient(url, update_timeout_s=self._patience_s))
-        try:
-            async with self._updating:
-                self._target = newest() or self._target
-                await self._bring_up(server)
-                await self.leave(name)  # a join of the same name may have overtaken this one
-                self._servers[name] = server
-        except BaseException as error:
-            await server.client.close()
-            if isinstance(error, ServerLostError):
-                self._lost[name] = url
-            raise
-        self._joined.set()
-        self._on_change()
-
-    async def leave(self, name: str) -> None:
-        """Take a server out, if it is there; its requests fail."""
-        server = self._servers.get(name)
-        if server is not None:
-            await self._remove(server, "it left", failed=False)
-
-    async def generate(self, request: GenerationRequest) -> bytes:
-        """The raw body of the answers, from the server with the least to do. Waits for a server to join. Raises
-        GenerationError when none does, when the server refuses, and when it is lost or taken out meanwhile."""
-        server = await self._least_loaded()
-        call = asyncio.ensure_future(server.client.generate(request))
-        server.calls.add(call)
-        server.answers += request.n
-        try:
-            return await call
-        except ServerLostError as error:
-            await self._remove(server, str(error))
-            raise
-        except asyncio.CancelledError:
-            if server.lost and call.cancelled() and not _cancelling():
-                raise ServerLostError(f"{server.name} was taken out while it served {request.request_id}") from None
-            raise
-        finally:
-            server.calls.discard(call)
-            server.answers -= request.n
-
-    async def load_version(self, version: PolicyVersion) -> None:
-        """Give all servers other weights, at the same time; those that fail are taken out."""
-        async with self._updating:
-            self._target = version
-            stale = [server for server in self._servers.values() if server.loaded != version]
-            await self._each(stale, lambda server: self._update(server, version))
-        if stale:
-            self._on_change()
-
-    async def abort_all(self) -> None:
-        """End all requests with the tokens that they have."""
-        async with self._updating:  # between two phases of an update, it would let the server go on
-            await self._each(self._servers.values(), lambda server: server.client.abort_all())
-
-    async def check(self) -> None:
-        """Take out servers that do not answer."""
-        await self._each(self._servers.values(), lambda server: server.client.health())
-
-    async def loads(self) -> list[ServerLoad]:
-        """What the servers do; those that do not answer are taken out."""
-        return await self._each(self._servers.values(), lambda server: server.client.load())
-
-    async def close(self) -> None:
-        """Let go of all servers; they are not stopped."""
-        for server in list(self._servers.values()):
-            await self._remove(server, "the pool is closed", failed=False)
-
-    async def _least_loaded(self) -> _Server:
-        try:
-            async with asyncio.timeout(self._patience_s):
-                while not self._servers:
-                    await self._joined.wait()
-        except TimeoutError:
-            raise GenerationError(f"no generation server joined in {self._patience_s:g} s") from None
-        return min(self._servers.values(), key=lambda server: server.answers)
-
-    async def _bring_up(self, server: _Server) -> None:
-        target = self._target
-        if target is None:
-            await server.client.health()
-        elif target.version == 0 and await server.client.loaded_version() == 0:
-            server.loaded = target
-        else:
-            await self._update(server, target)
-
-    async def _update(self, server: _Server, version: PolicyVersion) -> None:
-        await server.client.load_version(version, interrupt=self._interrupt)
-        server.loaded = version
-
-    async def _each(self, servers: Iterable[_Server], call: Callable[[_Server], Awaitable[T]]) -> list[T]:
-        """Ask servers at the same time; the answers of those that gave one, while the others are taken out."""
-        servers = list(servers)
-        results = await asyncio.gather(*map(call, servers), return_exceptions=True)
-        answers: list[T] = []
-        for server, result in zip(servers, results, strict=True):
-            if isinstance(result, ServerLostError):
-                await self._remove(server, str(result))
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                answers.append(result)
-        return answers
-
-    async def _remove(self, server: _Server, reason: str, *, failed: bool = True) -> None:
-        """Take a server out once, however many of its requests notice that it is gone."""
-        if server.lost:
-            return
-        server.lost = True
-        if self._servers.get(server.name) is server:
-            del self._servers[server.name]
-            if failed:
-                self._lost[server.name] = server.client.url
-        if not self._servers:
-            self._joined.clear()
-        if failed:
-            logger.warning("generation server %s is taken out: %s", server.name, reason)
-        for call in server.calls:
-            call.cancel()
-        await server.client.close()
-        self._on_change()
-
-
-def _cancelling() -> bool:
-    """Whether the task that runs is itself being cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def _check_weights(version: PolicyVersion) -> None:
+    """Raises GenerationError for a file that is not what the version says, OSError for one that can't be read."""
+    path = Path(version.path)
+    with (path / "model.safetensors" if path.is_dir() else path).open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != version.sha256:
+        raise GenerationError(f"sha256: {path} has {found}, the update names {version.sha256}")

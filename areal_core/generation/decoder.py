@@ -1,147 +1,221 @@
-"""The forward pass of a Qwen2 or Llama decoder for generation: prefill of prompts, and one step of many answers.
+"""What an engine decodes with: weights made ready to run, and the KV cache that they run on.
 
-Axes: N answers, P prompts, W tokens of a padded prompt, T columns of the cache, H query heads, K key-value heads,
-D head size.
+`CpuDecoder` runs compiled kernels on one core (`areal_core.generation.kernels`); `areal_core.generation.torch_decoder`
+has the one for other devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import math
+import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
-import torch.nn.functional as F
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_core.errors import ModelError
+from areal_core.generation import kernels
+from areal_core.generation.kernels import COLUMNS, LANES, Shape, round_up, zeros
 from areal_core.model import ModelSpec, rope_tables
+from areal_core.types import Float32Array, Int32Array
+
+_MAP_NORESERVE = 0x4000  # Linux's; Python 3.11 has no name for it
+_HUGE_PAGES_BYTES = 256 * 2**20  # a cache of this size may have all of its memory
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's weights, fused where they read the same input."""
+class Pass:
+    """Rows to run, each one token of the text in a slot, and the answers that draw their next token from them.
 
-    input_norm: Tensor
-    qkv: Tensor  # [(H + 2K) * D, hidden]
-    qkv_bias: Tensor | None
-    out: Tensor  # [H * D, hidden], transposed
-    mlp_norm: Tensor
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down: Tensor  # [intermediate, hidden], transposed
+    The rows of one slot follow each other, in order, and go on where its cache ends."""
+
+    tokens: Int32Array  # [M]
+    slots: Int32Array  # [M]
+    positions: Int32Array  # [M]
+    ends: Int32Array  # [E] rows that are the last of their text, ascending
+    of: Int32Array  # [A] which of `ends` an answer draws from
+    temperatures: Float32Array  # [A] 0: the most probable token
+    uniforms: NDArray[np.float64]  # [A] in [0, 1)
 
 
-class Decoder:
-    """Weights that are ready to run. Immutable: an update makes another one and swaps the two.
+class Cache(Protocol):
+    """Keys and values of the texts in all slots."""
 
-    Rotary embedding is one complex product: within every head of q and k the two halves that rotate together are
-    interleaved (in the weights, once), which scores do not notice.
-    """
+    def copy(self, source: int, targets: Int32Array, tokens: int) -> None:
+        """Give slots the first tokens of another one."""
+        ...
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], context: int, device: str = "cpu") -> None:
-        self.spec = spec
-        cos, sin = rope_tables(spec, context)
+
+class Decoder(Protocol):
+    """Immutable: an update makes another one and swaps the two."""
+
+    def cache(self, slots: int, rows: int) -> Any:
+        """An empty cache, good for every decoder of the same model, for passes of up to `rows` rows."""
+        ...
+
+    def run(self, cache: Any, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
+        """Add keys and values of the rows to the cache; next tokens and their log-probabilities, both [A]. None if
+        logits are not finite."""
+        ...
+
+
+class CpuCache:
+    """The cache and the buffers of a pass. Every slot has room for the whole context, in addresses: memory is given to
+    what is touched, so that the cache grows with the texts, block by block."""
+
+    def __init__(self, shape: Shape, slots: int, context: int, rows: int) -> None:
+        self.shape = shape._replace(slots=slots, blocks=round_up(context, LANES) // LANES)
+        rows = round_up(rows, kernels.ROWS)
+        block = 2 * LANES * shape.head_width
+        places = (shape.layers, slots, shape.kv_heads, self.shape.blocks, block)
+        self.flat = _reserved(math.prod(places))
+        self._kv = self.flat.reshape(places)
+        widths = (
+            shape.hidden_width, shape.hidden_width, shape.qkv_width, shape.heads * shape.head_width,
+            shape.gate_up_width,
+        )  # fmt: skip
+        self.logits = zeros(round_up(slots, kernels.ROWS) * shape.vocab_width)
+        self.buffers = (*(zeros(rows * width) for width in widths), zeros(self.shape.blocks * LANES), self.logits)
+
+    def copy(self, source: int, targets: Int32Array, tokens: int) -> None:
+        blocks = round_up(tokens, LANES) // LANES
+        self._kv[:, targets, :, :blocks] = self._kv[:, source, None, :, :blocks]
+
+
+def _reserved(size: int) -> Float32Array:
+    """Zeros. Many of them are given memory by small pages: of huge ones, which are faster, a short text in every slot
+    would touch nearly all."""
+    if 4 * size <= _HUGE_PAGES_BYTES:
+        return zeros(size)
+    try:
+        memory = mmap.mmap(-1, 4 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError as error:
+        raise ModelError(
+            f"--slots, --context: a KV cache of {4 * size / 2**30:.0f} GiB can't be reserved ({error.strerror}); fewer "
+            "slots or a shorter context"
+        ) from None
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=np.float32)
+
+
+class CpuDecoder:
+    """All weights in one array, packed for the kernels."""
+
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], context: int) -> None:
+        self._spec, self._context = spec, context
+        self._shape = _shape(spec)
+        self._eps = np.float32(spec.rms_eps)
         half = spec.head_dim // 2
-        self._rotations = torch.complex(cos[:, :half], sin[:, :half]).to(device)  # [context, D / 2]
-        self._embedding = weights["model.embed_tokens.weight"].to(device)
-        self._layers = [_fuse(spec, weights, index, device) for index in range(spec.layers)]
-        self._norm = weights["model.norm.weight"].to(device)
-        self._head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).to(device)
+        self._cosines, self._sines = (
+            np.ascontiguousarray(table[:, :half].numpy()).reshape(-1) for table in rope_tables(spec, context)
+        )
+        self._weights = zeros(self._shape.size)
+        self._pack({name: tensor.numpy() for name, tensor in weights.items()})
 
-    def prefill(self, tokens: Tensor) -> Tensor:
-        """Keys and values [layers, 2, P, K, W, D] of prompts [P, W], padded at the end. Padding attends to prompts, not
-        prompts to padding: its columns hold finite numbers that nobody may look at."""
-        spec, (prompts, width) = self.spec, tokens.shape
-        positions = torch.arange(width, device=tokens.device).repeat(prompts)
-        rotations = self._rotations[positions, None]
-        x = self._embedding[tokens.reshape(-1)]
-        cache = x.new_empty(spec.layers, 2, prompts, spec.kv_heads, width, spec.head_dim)
-        for index, layer in enumerate(self._layers):
-            qkv = self._project(layer, x, rotations).view(prompts, width, -1, spec.head_dim).transpose(1, 2)
-            query, key, value = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
-            cache[index, 0], cache[index, 1] = key, value
-            if index + 1 < spec.layers:  # nobody reads what the last layer puts out
-                mixed = F.scaled_dot_product_attention(
-                    query, key, value, is_causal=True, enable_gqa=spec.kv_heads < spec.heads
-                )
-                x = self._finish(layer, x, mixed.transpose(1, 2).reshape(prompts * width, -1))
-        return cache
+    def cache(self, slots: int, rows: int) -> CpuCache:
+        return CpuCache(self._shape, slots, self._context, rows)
 
-    def step(self, tokens: Tensor, positions: Tensor, cache: Tensor, zones: Sequence[tuple[int, int]]) -> Tensor:
-        """Logits [N, vocabulary] that follow `tokens` [N] standing at `positions` [N].
+    def run(self, cache: CpuCache, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
+        kernels.forward(
+            cache.shape, self._eps, self._weights, self._cosines, self._sines, cache.flat,
+            rows.tokens, rows.slots, rows.positions, len(rows.tokens), rows.ends, len(rows.ends), *cache.buffers,
+        )  # fmt: skip
+        count = len(rows.of)
+        tokens, logprobs = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.float32)
+        vocab, width = self._shape.vocab, self._shape.vocab_width
+        temperatures, uniforms = rows.temperatures, rows.uniforms
+        finite = kernels.draw(cache.logits, vocab, width, rows.of, count, temperatures, uniforms, tokens, logprobs)
+        return (tokens, logprobs) if finite else None
 
-        `cache` [layers, 2, slots, K, T, D] holds what stands before them in its first N slots, and gets theirs.
-        `zones` are (answers, columns), together N answers in their order: none of them stands at a later column.
-        """
-        spec, rows = self.spec, len(tokens)
-        _, _, slots, _, columns, _ = cache.shape
-        # One scatter a layer writes keys and values: row ((kind * slots + answer) * K + head) * T + position.
-        heads = torch.arange(spec.kv_heads, device=tokens.device)
-        blocks = torch.stack([(kind * slots + torch.arange(rows, device=tokens.device)) for kind in (0, 1)], dim=1)
-        targets = (blocks[:, :, None] * spec.kv_heads + heads) * columns + positions[:, None, None]
-        targets = targets.reshape(-1)  # [N, 2, K]
-        masks = [
-            self._mask(part, seen)
-            for part, (_, seen) in zip(positions.split([count for count, _ in zones]), zones, strict=True)
-        ]
-        rotations = self._rotations[positions, None]
-        scale = spec.head_dim**-0.5
-        x = self._embedding[tokens]
-        for layer, layer_cache in zip(self._layers, cache, strict=True):
-            qkv = self._project(layer, x, rotations)
-            layer_cache.view(-1, spec.head_dim).index_copy_(0, targets, qkv[:, spec.heads :].reshape(-1, spec.head_dim))
-            keys, values = layer_cache[:, :rows].view(2, rows * spec.kv_heads, columns, spec.head_dim)
-            query = qkv[:, : spec.heads].reshape(rows * spec.kv_heads, -1, spec.head_dim)
-            mixed: list[Tensor] = []
-            start = 0
-            for mask in masks:
-                span, seen = slice(start, start + len(mask)), mask.shape[-1]
-                scores = torch.baddbmm(mask, query[span], keys[span, :seen].transpose(1, 2), alpha=scale)
-                mixed.append(torch.bmm(scores.softmax(-1), values[span, :seen]))
-                start += len(mask)
-            x = self._finish(layer, x, torch.cat(mixed).view(rows, -1))
-        return F.linear(self._normed(x, self._norm), self._head)
+    def _pack(self, weights: Mapping[str, NDArray[np.float32]]) -> None:
+        shape, spec = self._shape, self._spec
 
-    def _mask(self, positions: Tensor, columns: int) -> Tensor:
-        """What answers at `positions` [n] may not see of `columns` columns: [n * K, 1, columns], added to scores."""
-        unseen = torch.arange(columns, device=positions.device) > positions[:, None]
-        mask = torch.zeros(unseen.shape, device=positions.device).masked_fill_(unseen, -torch.inf)
-        return mask.repeat_interleave(self.spec.kv_heads, dim=0)[:, None]
+        def vector(name: str, at: int) -> None:
+            self._weights[at : at + len(weights[name])] = weights[name]
 
-    def _project(self, layer: _Layer, x: Tensor, rotations: Tensor) -> Tensor:
-        """Rotated queries, rotated keys and values [M, H + 2K, D] of hidden states [M, hidden]."""
-        spec = self.spec
-        qkv = F.linear(self._normed(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
-        rotating = qkv[:, : spec.heads + spec.kv_heads].unflatten(-1, (-1, 2))
-        torch.view_as_complex(rotating).mul_(rotations)
-        return qkv
+        def matrix(array: NDArray[np.float32], at: int, first: int = 0) -> None:
+            kernels.pack(np.ascontiguousarray(array).reshape(-1), *array.shape, self._weights, at, first)
 
-    def _finish(self, layer: _Layer, x: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output [M, hidden] from its input and its attention's [M, H * D]."""
-        x = torch.addmm(x, mixed, layer.out)
-        gate, up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return torch.addmm(x, F.silu(gate).mul_(up), layer.down)
+        def by_head(array: NDArray[np.float32]) -> NDArray[np.float32]:
+            """Rows of heads, each head padded with zeros to whole vectors."""
+            missing = shape.head_width - shape.head_dim
+            if not missing:
+                return array
+            heads = array.reshape(-1, shape.head_dim, *array.shape[1:])
+            return np.pad(heads, ((0, 0), (0, missing), *[(0, 0)] * (array.ndim - 1))).reshape(-1, *array.shape[1:])
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.rms_eps)
+        matrix(weights["model.embed_tokens.weight"], shape.embedding)
+        if not spec.tie_embeddings:
+            matrix(weights["lm_head.weight"], shape.head)
+        vector("model.norm.weight", shape.norm)
+        for layer in range(spec.layers):
+            name, base = f"model.layers.{layer}.", shape.first_layer + layer * shape.layer_size
+            vector(name + "input_layernorm.weight", base + shape.input_norm)
+            vector(name + "post_attention_layernorm.weight", base + shape.mlp_norm)
+            first = 0
+            for kind in "qkv":
+                projection = by_head(weights[name + f"self_attn.{kind}_proj.weight"])
+                matrix(projection, base + shape.qkv, first)
+                if spec.qkv_bias:
+                    bias, at = by_head(weights[name + f"self_attn.{kind}_proj.bias"]), base + shape.qkv_bias + first
+                    self._weights[at : at + len(bias)] = bias
+                first += len(projection)
+            out = weights[name + "self_attn.o_proj.weight"]
+            matrix(out if shape.head_width == shape.head_dim else by_head(out.T).T, base + shape.out)
+            matrix(weights[name + "mlp.gate_proj.weight"], base + shape.gate_up)
+            matrix(weights[name + "mlp.up_proj.weight"], base + shape.gate_up, shape.inner_width)
+            down, missing = weights[name + "mlp.down_proj.weight"], shape.inner_width - spec.intermediate_size
+            matrix(np.pad(down, ((0, 0), (0, missing))) if missing else down, base + shape.down)
 
 
-def _fuse(spec: ModelSpec, weights: Mapping[str, Tensor], index: int, device: str) -> _Layer:
-    def take(name: str) -> Tensor:
-        return weights[f"model.layers.{index}.{name}"].to(device)
+def _shape(spec: ModelSpec) -> Shape:
+    hidden_width, vocab_width = round_up(spec.hidden_size, COLUMNS), round_up(spec.vocab_size, COLUMNS)
+    head_width, inner_width = round_up(spec.head_dim, LANES), round_up(spec.intermediate_size, LANES)
+    qkv_width = round_up((spec.heads + 2 * spec.kv_heads) * head_width, COLUMNS)
+    gate_up_width = round_up(2 * inner_width, COLUMNS)
 
-    def interleave(rows: Tensor) -> Tensor:
-        """Put the two halves of every head's rows side by side, pair by pair."""
-        return rows.unflatten(0, (-1, 2, spec.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    def places(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """Where each begins when they lie end to end, and where the last one ends."""
+        ends = np.cumsum([round_up(size, LANES) for size in sizes.values()]).tolist()
+        return dict(zip(sizes, [0, *ends[:-1]], strict=True)), ends[-1]
 
-    def fuse(kind: str) -> Tensor:
-        query, key, value = (take(f"self_attn.{name}_proj.{kind}") for name in "qkv")
-        return torch.cat((interleave(query), interleave(key), value))
-
-    return _Layer(
-        input_norm=take("input_layernorm.weight"),
-        qkv=fuse("weight"),
-        qkv_bias=fuse("bias") if spec.qkv_bias else None,
-        out=take("self_attn.o_proj.weight").T.contiguous(),
-        mlp_norm=take("post_attention_layernorm.weight"),
-        gate_up=torch.cat((take("mlp.gate_proj.weight"), take("mlp.up_proj.weight"))),
-        down=take("mlp.down_proj.weight").T.contiguous(),
+    layer, layer_size = places(
+        {
+            "input_norm": spec.hidden_size,
+            "qkv": spec.hidden_size * qkv_width,
+            "qkv_bias": qkv_width if spec.qkv_bias else 0,
+            "out": spec.heads * head_width * hidden_width,
+            "mlp_norm": spec.hidden_size,
+            "gate_up": spec.hidden_size * gate_up_width,
+            "down": inner_width * hidden_width,
+        }
+    )
+    table = spec.hidden_size * vocab_width
+    whole, first_layer = places(
+        {"embedding": table, "head": 0 if spec.tie_embeddings else table, "norm": spec.hidden_size}
+    )
+    return Shape(
+        layers=spec.layers,
+        hidden=spec.hidden_size,
+        hidden_width=hidden_width,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        head_width=head_width,
+        qkv_width=qkv_width,
+        inner_width=inner_width,
+        gate_up_width=gate_up_width,
+        vocab=spec.vocab_size,
+        vocab_width=vocab_width,
+        slots=0,
+        blocks=0,
+        first_layer=first_layer,
+        layer_size=layer_size,
+        **layer | ({} if spec.qkv_bias else {"qkv_bias": -1}),
+        **whole | ({"head": 0} if spec.tie_embeddings else {}),
     )

@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 _DEFAULT_MAX_TOKENS = 16  # vLLM's
 _MAX_ANSWERS = 16384  # vLLM's bound on n
+_TEMPERATURES = (0.01, 100.0)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Anything else would sample from another distribution than the recorded log-probabilities say, or is not built.
     "top_p": (1, None),
@@ -87,9 +88,7 @@ def parse_request(body: dict[str, Any], *, eos_token_ids: tuple[int, ...], defau
     for name, neutral in _NEUTRAL.items():
         if name in params and (isinstance(params[name], bool) or params[name] not in neutral):
             raise RequestError(f"must be {neutral[0]} or left out, got {params[name]!r:.80}", param=name)
-    temperature = params.get("temperature", 1)
-    if isinstance(temperature, bool) or temperature not in (0, 1):
-        raise RequestError(f"must be 1 or, for greedy decoding, 0, got {temperature!r:.80}", param="temperature")
+    temperature = _temperature(params)
     ignore_eos = params.get("ignore_eos", False)
     if not isinstance(ignore_eos, bool):
         raise RequestError(f"must be true or false, got {ignore_eos!r:.80}", param="ignore_eos")
@@ -103,6 +102,7 @@ def parse_request(body: dict[str, Any], *, eos_token_ids: tuple[int, ...], defau
         seed=_seed(params, default_id),
         stop_token_ids=stop_token_ids if ignore_eos else tuple(dict.fromkeys((*stop_token_ids, *eos_token_ids))),
         greedy=temperature == 0,
+        temperature=temperature or 1.0,
     )
     return WantedGeneration(request=request, logprobs=params.get("logprobs") is not None)
 
@@ -123,6 +123,16 @@ def _count(params: dict[str, Any], name: str, default: int, *, high: int | None 
         bounds = f"from 1 to {high}" if high else "of at least 1"
         raise RequestError(f"must be a whole number {bounds}, got {value!r:.80}", param=name)
     return value
+
+
+def _temperature(params: dict[str, Any]) -> float:
+    value = params.get("temperature", 1.0)
+    low, high = _TEMPERATURES
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (value == 0 or low <= value <= high):
+        raise RequestError(
+            f"must be from {low:g} to {high:g} or, for greedy decoding, 0, got {value!r:.80}", param="temperature"
+        )
+    return float(value)
 
 
 def _seed(params: dict[str, Any], default_id: str) -> int:

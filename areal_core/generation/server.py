@@ -26,13 +26,14 @@ from aiohttp import web
 from areal_core import process
 from areal_core.config import load_file
 from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
+from areal_core.generation.command_line import server_parser
 from areal_core.generation.emulated import EmulatedEngine
 from areal_core.generation.engine_thread import EngineThread
 from areal_core.generation.protocol import RequestError, parse_json, parse_request, parse_version, take
 from areal_core.generation.served import Generation, ServedEngine
 from areal_core.spec import read_spec
 from areal_core.timeline import TimelineWriter
-from areal_core.wire import encode_generation
+from areal_core.wire import ROUTES_VERSION, encode_generation
 
 _MAX_BODY_BYTES = 64 * 2**20
 _PAUSE_MODES = ("abort", "wait", "keep")
@@ -118,8 +119,10 @@ class GenerationServer:
         )
 
     async def _abort_requests(self, http: web.Request) -> web.Response:
-        ids = take(parse_json(await http.read()), "request_ids", list)
-        return web.json_response({"status": "aborted", "aborted": await self._thread.abort(set(map(str, ids)))})
+        """By the ids that answers bear, as in vLLM, or by those of the requests."""
+        given = take(parse_json(await http.read()), "request_ids", list)
+        ids = {str(request_id).removeprefix("generate-tokens-") for request_id in given}
+        return web.json_response({"status": "aborted", "aborted": await self._thread.abort(ids)})
 
     def _deliver(self, finished: list[Generation]) -> None:
         for generation in finished:
@@ -218,7 +221,7 @@ class GenerationServer:
         return web.Response(status=503 if self.failure.done() else 200)
 
     async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "0.32.0+areal"})  # the vLLM whose routes these are
+        return web.json_response({"version": f"{ROUTES_VERSION}+areal"})
 
     async def _world_size(self, _: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})
@@ -271,15 +274,10 @@ def _json_bytes(body: bytes) -> web.Response:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m areal_core.generation.server")
-    parser.add_argument("--model", type=Path, required=True, help="folder in the transformers format")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    parser.add_argument("--ready-file", type=Path, help="written once the server listens: its pid and URL")
+    parser = server_parser("areal_core.generation.server")
     parser.add_argument("--timeline", type=Path, help="file to append to: what the engine did when")
-    parser.add_argument("--weight-version", type=int, default=0, help="version of the weights in the folder")
-    parser.add_argument("--slots", type=int, default=128, help="answers decoded at once")
     parser.add_argument("--context", type=int, help="tokens of prompt and answer; default: the model's")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--deterministic", action="store_true", help="answers independent of their company, to the bit")
     parser.add_argument("--emulate", type=Path, help="a run's config.json: emulate its accelerators, compute nothing")
     return parser.parse_args()
@@ -299,7 +297,8 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
     from areal_core.generation.engine import Engine  # torch: seconds that an emulation can do without
     from areal_core.model import read_weights
 
-    return Engine(spec, read_weights(arguments.model, spec), deterministic=arguments.deterministic, **limits)
+    weights = read_weights(arguments.model, spec)
+    return Engine(spec, weights, deterministic=arguments.deterministic, device=arguments.device, **limits)
 
 
 async def _serve(arguments: argparse.Namespace, engine: ServedEngine) -> None:

@@ -23,7 +23,7 @@ from areal_core.errors import ArealError, RewardError
 from areal_core.rewards.packing import pack_group
 from areal_core.rewards.verifiers import verifier
 from areal_core.types import GroupPayload, GroupSummary, Int32Array
-from areal_core.wire import parse_generation, version_spans
+from areal_core.wire import SampledAnswer, join_answers, version_spans
 
 _SAMPLES = 2  # answers of a group that are kept as text
 _START_TIMEOUT_S = 120.0  # a worker imports numpy and tokenizers, on a machine that may be busy
@@ -34,7 +34,7 @@ _spawn = multiprocessing.get_context("spawn")
 class ScoreJob:
     """The answers of one group and all that it takes to score them."""
 
-    answer: bytes  # body of /inference/v1/generate, G choices
+    answers: tuple[SampledAnswer, ...]  # G, as servers gave them
     prompt_token_ids: tuple[int, ...]
     gold: str
     task: TaskConfig
@@ -54,7 +54,7 @@ def score_group(job: ScoreJob) -> ScoredGroup:
 
     Raises GenerationError for a body that is not an answer and RewardError for answers that can't be scored.
     """
-    choices = parse_generation(job.answer)
+    choices = join_answers(job.answers)
     for index, choice in enumerate(choices):
         if choice.finish_reason not in ("stop", "length") or len(choice.token_ids) == 0:
             raise RewardError(f"answer {index} is not finished: {choice.finish_reason}, {len(choice.token_ids)} tokens")
@@ -74,6 +74,7 @@ def score_group(job: ScoreJob) -> ScoredGroup:
         truncated=np.array(truncated, np.bool_),
     )
     summary = GroupSummary(
+        prompt_tokens=len(job.prompt_token_ids),
         lengths=tuple(len(choice.token_ids) for choice in choices),
         rewards=tuple(rewards.tolist()),
         tokens=len(versions),

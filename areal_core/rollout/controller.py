@@ -9,7 +9,7 @@ Four coroutines move everything:
 
 - `_admit` takes room (the gate's and the servers') and produces running groups;
 - `_rollout`, one per running group, takes an admitted group and produces a READY group, or a DROPPED one with its
-  reason: the one place where failures of a rollout are caught;
+  reason (it failed, or has nothing to teach): the one place where failures of a rollout are caught;
 - `_update` takes the newest published version and loads it into the servers; the gate opens when they hold it;
 - `batch`, called by the trainer, takes READY groups and produces the fixed batch of a step.
 
@@ -22,14 +22,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 from areal_core.config import RunConfig
-from areal_core.errors import ArealError, GenerationError, RewardError, RunFinished
+from areal_core.errors import ArealError, ConfigError, GenerationError, RewardError, RunFinished
 from areal_core.rollout.gate import StalenessGate
 from areal_core.rollout.ledger import AdmittedGroup, Selection, TrajectoryLedger
+from areal_core.transcript import Transcript
 from areal_core.types import BatchManifest, GenerationRequest, GroupSummary, PolicyVersion, Prompt
-from areal_core.wire import parse_generation
+from areal_core.wire import SampledAnswer
 
 logger = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 1.0
@@ -54,8 +56,8 @@ class Engine(Protocol):
         """Answers worth having in flight at once; 0 while no server takes work."""
         ...
 
-    async def generate(self, request: GenerationRequest) -> bytes:
-        """The raw answer body; raises GenerationError."""
+    async def generate(self, transcript: Transcript) -> None:
+        """Have its answers finished; raises GenerationError, and may be asked again for what is left then."""
         ...
 
     async def load_version(self, version: PolicyVersion) -> None:
@@ -63,15 +65,15 @@ class Engine(Protocol):
         ...
 
     async def abort_all(self) -> None:
-        """End running requests with the tokens they have."""
+        """End running requests with the tokens they have, for good."""
         ...
 
 
 class Scorer(Protocol):
     """The reward service."""
 
-    async def score(self, prompt: Prompt, answer: bytes) -> tuple[GroupSummary, bytes]:
-        """Verify and pack the G answers of a body; raises RewardError."""
+    async def score(self, prompt: Prompt, answers: Sequence[SampledAnswer]) -> tuple[GroupSummary, bytes]:
+        """Verify and pack the G answers of a group; raises RewardError, and GenerationError for what is no answer."""
         ...
 
 
@@ -129,6 +131,7 @@ class RolloutController:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._generating: set[int] = set()  # of these, the ones that a server has: scoring keeps no server busy
         self._failed_in_a_row = 0
+        self._uniform_in_a_row = 0
         self._replaced = False  # servers may still hold weights that a new epoch has disowned
         self._finished: str | None = None
 
@@ -228,62 +231,81 @@ class RolloutController:
 
     async def _rollout(self, group: AdmittedGroup) -> None:
         prompt = self._source.prompt(group.prompt_index)
-        answer: bytes | None = None
+        transcript = Transcript(self._request(group, prompt))
+        generated = False
         while True:
             try:
-                if answer is None:
+                if not generated:
                     self._generating.add(group.group_id)
-                    answer = await self._generate(group, prompt)
+                    await self._generate(transcript)
+                    generated = True
                     self._generating.discard(group.group_id)
                     self._changed.notify()
                 if self._finished is not None:
-                    self._ledger.partial(group.group_id, _sampled_tokens(answer))
+                    self._ledger.partial(group.group_id, transcript.sampled_tokens())
                     return
-                summary, payload = await self._scorer.score(prompt, answer)
+                summary, payload = await self._scorer.score(prompt, transcript.answers())
             except (GenerationError, RewardError) as error:
-                if isinstance(error, GenerationError):
-                    answer = None  # no answer, or none that can be read: another try has to make it
                 if self._finished is not None:
-                    if answer is not None:
-                        self._ledger.partial(group.group_id, _sampled_tokens(answer))
+                    self._ledger.partial(group.group_id, _readable_tokens(transcript))
                     return
-                if self._give_up(group, error, answer):
+                if self._give_up(group, error, transcript):
                     return
+                if generated and isinstance(error, GenerationError):  # what came can't be read: another try makes it
+                    transcript, generated = Transcript(transcript.request), False
                 continue
-            self._ledger.ready(group.group_id, summary, payload, version=self._engine.version)
             self._failed_in_a_row = 0
+            if self._config.rollout.dynamic_sampling and summary.correct in (0, self._group_size):
+                self._drop_uniform(group, summary)
+            else:
+                self._ledger.ready(group.group_id, summary, payload, version=self._engine.version)
+                self._uniform_in_a_row = 0
             return
 
-    async def _generate(self, group: AdmittedGroup, prompt: Prompt) -> bytes:
-        request = GenerationRequest(
+    def _request(self, group: AdmittedGroup, prompt: Prompt) -> GenerationRequest:
+        return GenerationRequest(
             request_id=f"group-{group.group_id}-{self._ledger.epoch}",
             token_ids=prompt.token_ids,
             n=self._group_size,
             max_tokens=self._config.task.max_new_tokens,
             seed=trajectory_seed(self._config.seed, group.prompt_index, group.requeues),
             stop_token_ids=self._stop_token_ids,
+            temperature=self._config.generation.temperature,
         )
+
+    async def _generate(self, transcript: Transcript) -> None:
         timeout_s = self._config.rollout.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._engine.generate(request)
+                await self._engine.generate(transcript)
         except TimeoutError:
             raise GenerationError(f"rollout.request_timeout_s: no answer within {timeout_s} s") from None
 
-    def _give_up(self, group: AdmittedGroup, error: ArealError, answer: bytes | None) -> bool:
+    def _give_up(self, group: AdmittedGroup, error: ArealError, transcript: Transcript) -> bool:
         """Count a failed try; drop the group when its tries are spent. A run in which every group fails must end: after
         as many drops in a row as a batch has groups, the last error is the run's."""
         tries = self._ledger.failed_try(group.group_id)
         logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
         if tries < self._config.rollout.max_tries:
             return False
-        if answer is not None:
-            self._ledger.partial(group.group_id, _sampled_tokens(answer))
+        self._ledger.partial(group.group_id, _readable_tokens(transcript))
         self._ledger.drop(group.group_id, "generation" if isinstance(error, GenerationError) else "reward")
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self._config.groups_per_batch:
             raise error
         return True
+
+    def _drop_uniform(self, group: AdmittedGroup, summary: GroupSummary) -> None:
+        """Give the place of a group whose answers are all right, or all wrong, to another prompt (DAPO's dynamic
+        sampling). A run that finds no other groups must end."""
+        self._ledger.partial(group.group_id, summary.tokens)
+        self._ledger.drop(group.group_id, "uniform")
+        self._uniform_in_a_row += 1
+        if self._uniform_in_a_row >= self._config.rollout.max_uniform_groups and self._finished is None:
+            raise ConfigError(
+                "rollout.dynamic_sampling: no group with both right and wrong answers among the last "
+                f"{self._uniform_in_a_row}; prompts must be neither too easy nor too hard for the policy"
+            )
 
     async def _update(self) -> None:
         loaded = self._ledger.newest_version()  # servers that join get it before they get work
@@ -305,5 +327,9 @@ def trajectory_seed(run_seed: int, prompt_index: int, requeues: int) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 
-def _sampled_tokens(answer: bytes) -> int:
-    return sum(len(choice.token_ids) for choice in parse_generation(answer))
+def _readable_tokens(transcript: Transcript) -> int:
+    """Tokens of what servers have handed over, as far as it can be read: a failed try may have left anything."""
+    try:
+        return transcript.sampled_tokens()
+    except GenerationError:
+        return 0

@@ -148,6 +148,7 @@ class TrajectoryLedger:
                             "rewards": summary.rewards,
                             "correct": summary.correct,
                             "truncated": summary.truncated,
+                            "prompt_tokens": summary.prompt_tokens,
                             "samples": summary.samples,
                         }
                     ),
@@ -178,6 +179,7 @@ class TrajectoryLedger:
                 lengths=tuple(summary["lengths"]),
                 rewards=tuple(summary["rewards"]),
                 ready_version=row["ready_version"],
+                prompt_tokens=summary["prompt_tokens"],
             )
             for row, summary in stored
         )
@@ -248,6 +250,15 @@ class TrajectoryLedger:
                 "INSERT OR REPLACE INTO versions VALUES (?, ?, ?)", (version.version, version.path, version.sha256)
             )
             return outcome
+
+    def rewind(self, version: int) -> None:
+        """The weights of versions after this one are lost, those of a machine that is gone: a new epoch, unless there
+        are none. What later versions sampled, and batches that they were to be trained on, start again."""
+        with self._transaction():
+            newest = self.newest_version()
+            if newest is not None and newest.version > version:
+                self._new_epoch(version + 1)
+                self._db.execute("DELETE FROM versions WHERE version > ?", (version,))
 
     def newest_version(self) -> PolicyVersion | None:
         """The highest version ever published in this epoch."""
@@ -398,5 +409,6 @@ def _summary(row: sqlite3.Row) -> GroupSummary:
         rewards=tuple(stored["rewards"]),
         correct=stored["correct"],
         truncated=stored["truncated"],
+        prompt_tokens=stored["prompt_tokens"],
         samples=tuple((text, reward, versions) for text, reward, versions in stored["samples"]),
     )

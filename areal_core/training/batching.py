@@ -29,30 +29,30 @@ def cut_minibatches(groups: int, count: int, *, seed: int, step: int) -> list[li
     return [order[start:end] for start, end in pairwise(cuts)]
 
 
-def partition(tokens: Sequence[int], ranks: int) -> list[list[int]]:
-    """Spread items of `tokens[i]` tokens over ranks: heaviest first, each to the rank with the fewest tokens so far.
+def partition(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Spread items that cost `costs[i]` each over ranks: dearest first, each to the rank with the least cost so far.
 
     Returns the items of each rank, ascending. Ties go to the lower item and the lower rank. No rank is left empty while
-    another holds two items of at least one token.
+    another holds two items that cost something.
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for item in _longest_first(tokens):
+    for item in _longest_first(costs):
         lightest = loads.index(min(loads))
         shares[lightest].append(item)
-        loads[lightest] += tokens[item]
+        loads[lightest] += costs[item]
     return [sorted(share) for share in shares]
 
 
-def shard(tokens: Sequence[int], minibatches: int, ranks: int, *, seed: int, step: int) -> list[list[list[int]]]:
+def shard(costs: Sequence[int], minibatches: int, ranks: int, *, seed: int, step: int) -> list[list[list[int]]]:
     """Which groups each rank trains on, by minibatch: `shard(...)[rank][minibatch]` lists groups, ascending.
 
-    `tokens[g]` are the tokens of group g. Minibatches hold the same groups whatever the number of ranks; each of them
-    is balanced over the ranks by tokens, because ranks meet at the end of every minibatch.
+    `costs[g]` is what training on group g costs, in tokens or FLOPs. Minibatches hold the same groups whatever the
+    number of ranks; each of them is balanced over the ranks by cost, because ranks meet at the end of every minibatch.
     """
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for groups in cut_minibatches(len(tokens), minibatches, seed=seed, step=step):
-        for rank, items in enumerate(partition([tokens[group] for group in groups], ranks)):
+    for groups in cut_minibatches(len(costs), minibatches, seed=seed, step=step):
+        for rank, items in enumerate(partition([costs[group] for group in groups], ranks)):
             shares[rank].append(sorted(groups[item] for item in items))
     return shares
 

@@ -6,18 +6,24 @@ No torch here: a batch is numpy arrays, so that any engine can stand behind the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array
+from areal_core.algorithm.means import LOSS_MEANS
+from areal_core.errors import ModelError
+from areal_core.spec import ModelSpec
+from areal_core.training.batching import allocate
+from areal_core.training.packing import Packed, pack
+from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """One rank's share of the batch of one step: N sequences, prompt and answer, laid end to end in S tokens."""
+    """One rank's share of the batch of one step: N sequences, prompt and answer, laid end to end in S tokens; cut into
+    micro-batches as it is made, which may be long before it is trained on."""
 
     step: int  # trains on policy version step - 1
     tokens: Int32Array  # [S]
@@ -27,7 +33,40 @@ class TrainingBatch:
     behaviour_logprobs: Float32Array  # [S] nats; 0 in prompts
     versions: Int32Array  # [S] policy version that sampled the token; -1 in prompts
     advantages: Float32Array  # [S] the answer's at each of its tokens; 0 in prompts
+    weights: Float32Array  # [S] of the token's term in the loss, see algorithm.means; 0 in prompts
+    masses: NDArray[np.float64]  # [N] what an answer adds to the loss's denominator
+    regularised: bool = False  # answers without an advantage have a gradient too
     minibatches: tuple[tuple[int, ...], ...]  # this rank's sequences of each PPO minibatch; may be empty
+    capacity: int  # C of Algorithm 1: tokens of a micro-batch
+    min_microbatches: int = 1  # k_min of Algorithm 1
+    microbatches: tuple[tuple[Packed, ...], ...] = field(init=False, repr=False, compare=False)
+    # Of each minibatch: those of its sequences that have a gradient.
+
+    def __post_init__(self) -> None:
+        has_gradient = self.has_gradient
+        cut = (self.cut([index for index in members if has_gradient[index]]) for members in self.minibatches)
+        object.__setattr__(self, "microbatches", tuple(cut))
+
+    def cut(self, members: Sequence[int]) -> tuple[Packed, ...]:
+        """Some of the sequences, packed into micro-batches (Algorithm 1).
+
+        Raises ConfigError for a sequence that is longer than `capacity`.
+        """
+        allocated = allocate(self.lengths[list(members)].tolist(), self.capacity, self.min_microbatches)
+        return tuple(
+            pack(self.tokens, self.lengths, self.prompt_lengths, [members[index] for index in indices])
+            for indices in allocated
+        )
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All of it as arrays by the names above; `minibatch` instead of `minibatches`, [N]."""
+        minibatch = np.zeros(len(self.lengths), np.int32)
+        for index, members in enumerate(self.minibatches):
+            minibatch[list(members)] = index
+        names = ("tokens", "lengths", "prompt_lengths", "loss_mask", "behaviour_logprobs", "versions", "advantages")
+        arrays = {name: getattr(self, name) for name in (*names, "weights")}
+        return arrays | {"minibatch": minibatch}
 
     @property
     def loss_tokens(self) -> list[int]:
@@ -36,9 +75,14 @@ class TrainingBatch:
         return [int(counts[list(members)].sum()) for members in self.minibatches]
 
     @property
+    def denominators(self) -> list[float]:
+        """What this rank's share of each minibatch adds to the loss's denominator; 0 where it has no loss tokens."""
+        return [float(self.masses[list(members)].sum()) for members in self.minibatches]
+
+    @property
     def has_gradient(self) -> BoolArray:
-        """[N] sequences that can move the policy: some loss token has an advantage other than 0."""
-        return self._count(self.loss_mask & (self.advantages != 0)) > 0
+        """[N] sequences that can move the policy: some loss token has an advantage other than 0, or is regularised."""
+        return self._count(self.loss_mask & ((self.advantages != 0) | self.regularised)) > 0
 
     def _count(self, marked: BoolArray) -> NDArray[np.int64]:
         """[N] marked tokens of each sequence."""
@@ -49,23 +93,32 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One training step over all ranks. Unless the field says otherwise, means are over loss tokens of answers with an
-    advantage: the others move nothing, and are neither recomputed nor looked at."""
+    """One training step over all ranks. Unless the field says otherwise, means are over loss tokens of answers that can
+    move the policy: the others, those without an advantage, are neither recomputed nor looked at."""
 
     loss: float  # mean over minibatches
     grad_norm: float  # before clipping, mean over minibatches
+    update_norm: float  # of the change of the weights by an optimiser update, mean over minibatches
     learning_rate: float  # of the last update
-    updates: int  # minibatches that had loss tokens
+    updates: int  # minibatches that had loss tokens, but for those that were skipped
+    skipped: int  # updates left out as their gradient was not finite (training.on_divergence)
     loss_tokens: int
-    trained_tokens: int  # of these, the ones of answers with an advantage
-    clip_fraction: float
-    cap_fraction: float  # tokens whose pi_prox / pi_behav was above algorithm.behaviour_cap
+    trained_tokens: int  # of these, the ones of answers that can move the policy
+    clip_fraction: float  # tokens whose gradient the clip removed
+    clip_low_fraction: float  # of these, those below 1 - eps
+    clip_high_fraction: float  # and those above 1 + eps
+    cap_fraction: float  # tokens whose weight was above algorithm.behaviour_cap
+    mask_fraction: float  # tokens whose weight was outside algorithm.behaviour_mask_low and behaviour_mask_high
     entropy: float  # nats
-    approx_kl: float  # k3 of the clipped ratio: pi_theta against pi_prox, or pi_behav in naive PPO
+    approx_kl: float  # k3 of the clipped ratio: pi_theta against pi_prox, or pi_behav where there is none
+    reference_kl: float  # k3 of pi_theta against version 0; 0 where algorithm.kl_coef asks for no look at it
     mismatch_kl: float | None  # k3 of trainer against generator over tokens of the same version; None: there were none
     mismatch_tokens: int  # tokens of the same version
-    ess: float  # of pi_prox / pi_behav (naive PPO: pi_theta / pi_behav), as a share of the tokens
-    weight_max: float  # largest of those ratios
+    ess: float  # of the weights pi_prox / pi_behav (without a pi_prox: pi_theta / pi_behav), as a share of the tokens
+    weight_p01: float  # quantiles of those weights, before any cap or mask
+    weight_p50: float
+    weight_p99: float
+    weight_max: float  # the largest of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +129,32 @@ class EngineState:
     scalars: dict[str, int]  # fit for JSON
 
 
+class Sender(Protocol):
+    """Takes weights to the generation servers, where those don't read them from files."""
+
+    def send(self, version: PolicyVersion, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Returns when every server that takes work goes on with them."""
+        ...
+
+
 class TrainingEngine(Protocol):
     """One rank of a data-parallel group. Methods marked collective must be called by every rank, in the same order."""
 
     def logprobs(self, batch: TrainingBatch) -> Float32Array:
-        """pi_prox: log-probability of answer tokens under the weights as they are, nats. [S]; 0 in prompts, and in
-        answers that can't move the policy.
+        """Collective. pi_prox: log-probability of answer tokens under the weights as they are, nats. [S]; 0 in
+        prompts, and in answers that can't move the policy.
 
-        Raises DivergenceError when one is not finite.
+        Raises DivergenceError, on every rank, when one is not finite.
         """
         ...
 
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         """Collective. All PPO minibatches of the batch, an optimiser update each.
 
-        `proximal` is what `logprobs` gave for this batch. None where pi_behav stands in for it: with the naive
-        objective, and where nothing is stale.
-        Raises DivergenceError, on every rank and before the weights change, when a loss or a gradient is not finite.
+        `proximal` is what `logprobs` gave for this batch. None where the objective takes none, and where pi_behav
+        stands in for it, as nothing is stale.
+        Raises DivergenceError, on every rank and before the weights change, when a gradient is not finite, unless
+        training.on_divergence says that such an update is skipped.
         """
         ...
 
@@ -105,12 +167,16 @@ class TrainingEngine(Protocol):
         """Collective. The sum over ranks, elementwise."""
         ...
 
+    def compute_s(self) -> float:
+        """Seconds since the last call that this rank spent in passes over the model and in the optimiser."""
+        ...
+
     def weights(self) -> dict[str, Float32Array]:
-        """A copy of the weights, by their names in transformers."""
+        """Collective. A copy of the weights, by their names in transformers; on ranks other than 0 it may be empty."""
         ...
 
     def state(self) -> EngineState:
-        """A copy of the state, to be saved."""
+        """Collective. A copy of the state, to be saved; on ranks other than 0 it may be empty."""
         ...
 
     def load_state(self, state: EngineState) -> None:
@@ -122,18 +188,44 @@ class TrainingEngine(Protocol):
         ...
 
 
+def check_batch(batch: TrainingBatch, spec: ModelSpec) -> None:
+    """Raises ModelError, one line, for a batch that was not made for this model at this step: tokens outside of its
+    vocabulary, sequences longer than its context, versions that are not there yet."""
+    if not len(batch.tokens):
+        return
+    where, token = f"the batch of step {batch.step}", int(batch.tokens.max())
+    if token >= spec.vocab_size or batch.tokens.min() < 0:
+        token = token if token >= spec.vocab_size else int(batch.tokens.min())
+        raise ModelError(
+            f"{where} holds token {token}: must be from 0 to {spec.vocab_size - 1}, the model's vocabulary"
+        )
+    if (longest := int(batch.lengths.max())) > spec.context:
+        raise ModelError(f"{where} holds a sequence of {longest} tokens: the model's context is {spec.context}")
+    if (newest := int(batch.versions.max())) >= batch.step:
+        raise ModelError(
+            f"{where} holds a token of version {newest}: must be at most {batch.step - 1}, the version trained on"
+        )
+
+
 def build_batch(
     step: int,
     shares: Sequence[Sequence[int]],
     payloads: Mapping[int, GroupPayload],
     advantages: NDArray[np.float64],
     *,
+    capacity: int,
+    min_microbatches: int = 1,
     mask_truncated: bool = False,
+    loss_mean: str = "token",
+    max_new_tokens: int = 1,
+    regularised: bool = False,
 ) -> TrainingBatch:
     """Lay out one rank's groups for training.
 
     shares: this rank's groups by minibatch, as `batching.shard` gives them. payloads: those groups.
     advantages: [P, G] of the global batch. mask_truncated: leave answers that were cut off out of the loss.
+    loss_mean: of algorithm.means, and max_new_tokens, the answers' limit that it may want. regularised: answers without
+    an advantage move the policy too.
     """
     members = [payloads[group] for share in shares for group in share]
     assert all(len(group.prompt_tokens) and group.lengths.all() for group in members), "empty prompt or answer"
@@ -148,6 +240,7 @@ def build_batch(
 
     counted = ~_joined([group.truncated & mask_truncated for group in members], np.bool_)
     rewarded = _joined([advantages[group] for share in shares for group in share], np.float32)
+    mean = LOSS_MEANS[loss_mean](answers.astype(np.int64) * counted, max_new_tokens)
     ends = np.cumsum([sum(len(payloads[group].lengths) for group in share) for share in shares]).tolist()
     return TrainingBatch(
         step=step,
@@ -162,7 +255,12 @@ def build_batch(
         behaviour_logprobs=laid_out(_joined([group.logprobs for group in members], np.float32), 0.0, np.float32),
         versions=laid_out(_joined([group.versions for group in members], np.int32), -1, np.int32),
         advantages=laid_out(np.repeat(rewarded, answers), 0.0, np.float32),
+        weights=laid_out(np.repeat(mean.weights, answers), 0.0, np.float32),
+        masses=mean.masses,
+        regularised=regularised,
         minibatches=tuple(tuple(range(start, end)) for start, end in zip([0, *ends], ends, strict=False)),
+        capacity=capacity,
+        min_microbatches=min_microbatches,
     )
 
 

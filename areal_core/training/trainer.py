@@ -1,6 +1,7 @@
 """The trainer: one process a rank, in a loop of pull, recompute, optimise, publish.
 
     GET /batch/{k} -> payloads -> advantages -> pi_prox (one forward pass) -> PPO minibatches -> POST /versions (k)
+    `-------- one step ahead: feed.py --------'                                     written aside: publisher.py
 
 Step k trains on policy version k - 1 and makes version k. Rank 0 alone publishes, checkpoints and reports; the others
 follow the same batches. A restarted trainer resumes from the newest complete checkpoint and replays the batches that
@@ -14,30 +15,47 @@ import logging
 import os
 import time
 from collections import Counter
-from itertools import pairwise
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from areal_core import checkpoint, process, weights
-from areal_core.algorithm.advantages import ADVANTAGES
+from areal_core.algorithm.advantages import advantages_of
 from areal_core.config import RunConfig
 from areal_core.controller_client import ControllerClient
-from areal_core.errors import ArealError, RunFinished, StorageError
+from areal_core.errors import ArealError, DivergenceError, ProcessError, RunFinished, StorageError
 from areal_core.model import read_spec, read_weights, write_model
 from areal_core.rewards.packing import unpack_group
 from areal_core.rundir import RunDir
 from areal_core.storage import Storage
+from areal_core.tensorfile import write_tensors
 from areal_core.timeline import TimelineWriter
 from areal_core.training.batching import shard
 from areal_core.training.emulated import EmulatedTrainingEngine
-from areal_core.training.engine import EngineState, StepStats, TrainingBatch, TrainingEngine, build_batch
+from areal_core.training.engine import (
+    EngineState,
+    Sender,
+    StepStats,
+    TrainingBatch,
+    TrainingEngine,
+    build_batch,
+    check_batch,
+)
+from areal_core.training.feed import BatchFeed
+from areal_core.training.flops import step_flops, training_cost
+from areal_core.training.hardware import peak_flops_per_s, peak_memory_bytes
+from areal_core.training.publisher import Publisher
+from areal_core.training.ranks import RankGroup, meeting_point
+from areal_core.training.report import step_metrics
 from areal_core.training.torch_engine import TorchEngine
-from areal_core.types import BatchManifest, MetricRow
+from areal_core.types import BatchGroup, BatchManifest, Float32Array
 
 logger = logging.getLogger(__name__)
+_FRUITLESS_STEPS = 3  # without one finite update, after which skipping is no way on
 
 
 class Trainer:
@@ -51,25 +69,55 @@ class Trainer:
         self.storage = Storage.open(run.info().checkpoint_url, self.config.storage.endpoint_url)
         self.timeline = TimelineWriter(run.timeline_file("trainer", rank))
         self.spec = read_spec(run.info().model_path)
+        self.ranks = RankGroup(
+            rank,
+            self.config.trainer_processes,
+            rendezvous=meeting_point(os.environ, run.root),
+            timeout_s=self.config.training.collective_timeout_s,
+            join_s=self.config.launch.start_timeout_s,
+            backend="cpu:gloo,cuda:nccl" if self.config.launch.accelerator == "cuda" else "gloo",
+        )
         self.engine = self._engine()
+        self.publisher = Publisher(run, self.config, self.storage, self._sender()) if rank == 0 else None
         self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
+        if (newest := int(self.ranks.all_max(np.array([self.step]))[0])) != self.step:
+            raise ProcessError(f"rank {rank} resumed from step {self.step}, another one from step {newest}")
+        self._device = torch.device(self.config.launch.accelerator)
+        self._peak_flops_per_s = None  # of this rank's device, where it is known
+        if rank == 0 and not self.config.emulated:
+            self._peak_flops_per_s = peak_flops_per_s(self._device, getattr(torch, self.config.training.dtype))
+        self._fruitless = 0  # steps in a row without a sound update
 
     def train(self) -> None:
         """Train until the last step or until the controller says that the run has ended."""
         reason = "steps"
-        while self.step < self.config.training.steps:
+        fetching, steps = ControllerClient(self.run_dir), self.config.training.steps
+        replayed = self._published_before()
+        feed = BatchFeed(fetching, lambda manifest: self._build(manifest, fetching), first=self.step + 1, last=steps)
+        while self.step < steps:
             waiting_since = time.monotonic()
             try:
-                manifest = self.controller.batch(self.step + 1)
+                manifest, batch = feed.next(self.publisher.check if self.publisher else lambda: None)
             except RunFinished as ending:
                 reason = str(ending)
                 break
-            self._train_step(manifest, waiting_since)
-        if self.rank == 0:
-            if self.step != self._saved:
-                self._checkpoint()
-            self.controller.finish(reason, self.step, self._save_model())
+            if manifest.step > replayed:
+                feed.ahead()
+            self._train_step(manifest, batch, waiting_since)
+            if manifest.step <= replayed:
+                # Should its weights not be those that were published before, batches of later steps are put together
+                # anew (a new epoch): no rank may ask for one before.
+                if self.publisher is not None:
+                    self.publisher.drain()
+                self.ranks.meet()
+                feed.ahead()
+        self._finish(reason)
         self.engine.close()
+
+    def _published_before(self) -> int:
+        """The highest version that was published before this process started: up to there its steps are a replay."""
+        newest = self.controller.status().step if self.rank == 0 else 0
+        return int(self.ranks.all_max(np.array([newest]))[0])
 
     def _engine(self) -> TrainingEngine:
         run, config = self.run_dir, self.config
@@ -82,87 +130,155 @@ class Trainer:
                 switches=config.mode == "sync",
                 learning_rate=config.training.learning_rate,
             )
-        return TorchEngine(
-            self.spec,
-            weights,
-            config.training,
-            config.algorithm,
-            rank=self.rank,
-            world_size=config.training_ranks,
-            rendezvous=run.root / f"rendezvous-{os.environ.get('AREAL_ATTEMPT', '0')}",
-        )
+        options: dict[str, Any] = {
+            "temperature": config.generation.temperature,
+            "ranks": self.ranks,
+            "device": config.launch.accelerator,
+        }
+        if config.training.engine == "deepspeed":
+            os.environ["DS_ACCELERATOR"] = config.launch.accelerator  # read as deepspeed is imported
+            from areal_core.training.deepspeed_engine import DeepSpeedEngine  # takes a second or two
+
+            return DeepSpeedEngine(self.spec, weights, config.training, config.algorithm, **options)
+        return TorchEngine(self.spec, weights, config.training, config.algorithm, **options)
+
+    def _sender(self) -> Sender | None:
+        """What takes weights to the servers, where they don't read them from files."""
+        generation = self.config.generation
+        if generation.transfer == "files" or self.rank > 0:
+            return None
+        from areal_core.training.transfer import VllmSender  # vLLM, in an environment that has it
+
+        return VllmSender(self.controller, generation.transfer, self.config.generation.vllm.dtype)
 
     # -- a step ------------------------------------------------------------------------------------------------
 
-    def _train_step(self, manifest: BatchManifest, waiting_since: float) -> None:
-        batch = self._build(manifest)
-        got_batch = time.monotonic()
-        proximal = self.engine.logprobs(batch) if self.config.recomputes_proximal else None
-        recomputed = time.monotonic()
-        stats = self.engine.train_step(batch, proximal)
-        trained = time.monotonic()
+    def _train_step(self, manifest: BatchManifest, batch: TrainingBatch, waiting_since: float) -> None:
+        start = time.monotonic()
+        self.timeline.span("wait", waiting_since, start, manifest.step)
+        stats, proximal_s, train_s = self._learn(batch)
         self.step = manifest.step
-        self._spans(("wait", waiting_since), ("recompute", got_batch), ("train", recomputed), ("", trained))
-        staleness = self._staleness(manifest, batch)
-        if self.rank == 0:
-            version = weights.publish(self.run_dir.weights, self.step, self.engine.weights())
-            weights.release(self.run_dir.weights, self.controller.announce(version))
-            published = time.monotonic()
+        staleness, tokens, flops = self._totals(batch)
+        mismatch = self._mismatch(batch, stats) if self.rank == 0 else None
+        tensors = self.engine.weights()
+        if self.config.sleeps and self._device.type == "cuda":
+            torch.cuda.empty_cache()  # publishing wakes the servers on this device
+        if self.publisher is not None:
+            self.publisher.publish(self.step, tensors)
+        if self.step % self.config.training.checkpoint_every == 0:
+            self._checkpoint()
+        if self.publisher is not None:
+            busy_s, compute_s = time.monotonic() - start, self.engine.compute_s()
             times = {
-                "time/batch_wait_s": got_batch - waiting_since,
-                "time/proximal_s": recomputed - got_batch,
-                "time/train_s": trained - recomputed,
-                "time/publish_s": published - trained,
-                "bubble/trainer_wait": (got_batch - waiting_since) / (published - waiting_since),
+                "time/batch_wait_s": start - waiting_since,
+                "time/proximal_s": proximal_s,
+                "time/train_s": train_s,
+                "time/compute_s": compute_s,
+                "time/trainer_s": busy_s,
+                "time/overhead_share": 1 - compute_s / busy_s,
+                "throughput/trained_tokens_per_s_per_device": tokens / busy_s / self.config.training_ranks,
+                "bubble/trainer_wait": (start - waiting_since) / (start - waiting_since + busy_s),
             }
-            self._spans(("publish", trained), ("", published))
-            self._report(manifest, stats, staleness, times, self._mismatch(batch, stats))
-            if self.step % self.config.training.checkpoint_every == 0:
-                self._checkpoint()
+            if self._peak_flops_per_s is not None:
+                times["throughput/mfu"] = flops / (busy_s * self.ranks.size * self._peak_flops_per_s)
+            if not self.config.emulated:
+                times["memory/trainer_peak_gib"] = peak_memory_bytes(self._device) / 2**30
+            values = times | step_metrics(manifest, stats, staleness, mismatch)
+            self.publisher.report(self.step, values, staleness)
 
-    def _build(self, manifest: BatchManifest) -> TrainingBatch:
+    def _learn(self, batch: TrainingBatch) -> tuple[StepStats, float, float]:
+        """What the engine makes of a batch, and the seconds for pi_prox and for the minibatches.
+
+        Raises DivergenceError, with the batch saved for inspection.
+        """
+        start, proximal = time.monotonic(), None
+        try:
+            if self.config.recomputes_proximal:
+                proximal = self.engine.logprobs(batch)
+            recomputed = time.monotonic()
+            stats = self.engine.train_step(batch, proximal)
+        except DivergenceError as error:
+            raise DivergenceError(f"{error}; its batch: {self._save_batch(batch, proximal)}") from error
+        trained = time.monotonic()
+        self.timeline.span("recompute", start, recomputed, batch.step)
+        self.timeline.span("train", recomputed, trained, batch.step)
+        if stats.skipped:
+            where = self._save_batch(batch, proximal)
+            logger.warning("step %d: %d updates were not finite and are skipped; %s", batch.step, stats.skipped, where)
+        self._fruitless = 0 if stats.updates or not stats.skipped else self._fruitless + 1
+        if self._fruitless == _FRUITLESS_STEPS:
+            raise DivergenceError(
+                f"step {batch.step}: no update was finite in {_FRUITLESS_STEPS} steps in a row, the last one's batch: "
+                f"{self._save_batch(batch, proximal)}"
+            )
+        return stats, recomputed - start, trained - recomputed
+
+    def _save_batch(self, batch: TrainingBatch, proximal: Float32Array | None) -> Path:
+        """Put this rank's share of a batch into the run's folder, for people to look at."""
+        folder = self.run_dir.root / "diverged"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"step-{batch.step:06d}-rank-{self.rank}.safetensors"
+        write_tensors(path, batch.arrays | ({} if proximal is None else {"proximal_logprobs": proximal}))
+        return path
+
+    def _build(self, manifest: BatchManifest, controller: ControllerClient) -> TrainingBatch:
         """This rank's share of the batch. Every rank derives the same partition from the manifest."""
         config = self.config
-        advantages = ADVANTAGES[config.algorithm.advantage]([group.rewards for group in manifest.groups])
+        rewards, lengths = zip(*((group.rewards, group.lengths) for group in manifest.groups), strict=True)
+        advantages = advantages_of(rewards, lengths, config.algorithm, config.task.max_new_tokens)
+        moves = [
+            row.any() or config.algorithm.regularised for row in advantages
+        ]  # a group that moves nothing costs no work
         shares = shard(
-            # A group without advantages costs no work.
-            [sum(group.lengths) if row.any() else 0 for group, row in zip(manifest.groups, advantages, strict=True)],
+            [self._cost(group) if moved else 0 for group, moved in zip(manifest.groups, moves, strict=True)],
             config.training.minibatches,
             config.trainer_processes,
             seed=config.seed,
             step=manifest.step,
         )[self.rank]
         payloads = {
-            index: unpack_group(self.controller.group(manifest.groups[index].group_id))
+            index: unpack_group(controller.group(manifest.groups[index].group_id))
             for share in shares
             for index in share
         }
-        return build_batch(
+        batch = build_batch(
             manifest.step,
             shares,
             payloads,
             advantages,
+            capacity=config.training.microbatch_tokens,
+            min_microbatches=config.training.min_microbatches,
             mask_truncated=config.algorithm.truncated == "mask",
+            loss_mean=config.algorithm.loss_mean,
+            max_new_tokens=config.task.max_new_tokens,
+            regularised=config.algorithm.regularised,
         )
+        check_batch(batch, self.spec)
+        return batch
 
-    def _spans(self, *marks: tuple[str, float]) -> None:
-        """What this rank did between each mark and the next."""
-        for (kind, start), (_, end) in pairwise(marks):
-            self.timeline.span(kind, start, end, self.step)
+    def _cost(self, group: BatchGroup) -> int:
+        """FLOPs of training on a group: longer answers cost more than their tokens say."""
+        lengths = [group.prompt_tokens + length for length in group.lengths]
+        return training_cost(self.spec, lengths, sum(group.lengths))
 
-    # -- what is told ------------------------------------------------------------------------------------------
-
-    def _staleness(self, manifest: BatchManifest, batch: TrainingBatch) -> Counter[int]:
-        """Sampled tokens of all ranks by staleness: version trained on - version that sampled them. Collective."""
-        lags = manifest.step - 1 - batch.versions[batch.versions >= 0]
-        counts = np.bincount(lags, minlength=manifest.step).astype(np.float64)
-        total = self.engine.all_sum(counts)
-        return Counter({lag: int(count) for lag, count in enumerate(total) if count})
+    def _totals(self, batch: TrainingBatch) -> tuple[Counter[int], float, float]:
+        """Collective, over all ranks: sampled tokens by staleness, the version trained on - the one that sampled them;
+        tokens of the sequences that were trained on; model FLOPs of the step."""
+        lags = batch.step - 1 - batch.versions[batch.versions >= 0]
+        counts = np.bincount(lags, minlength=batch.step).astype(np.float64)
+        config = self.config
+        passes = config.recomputes_proximal + (config.algorithm.kl_coef > 0)
+        flops = step_flops(self.spec, batch, forward_passes=passes)
+        tokens = batch.lengths[batch.has_gradient].sum()
+        *total, all_tokens, all_flops = self.engine.all_sum(np.append(counts, (tokens, flops))).tolist()
+        return Counter({lag: int(count) for lag, count in enumerate(total) if count}), all_tokens, all_flops
 
     def _mismatch(self, batch: TrainingBatch, stats: StepStats) -> float | None:
         """Mean k3 of trainer against generator on the same weights, nats: over tokens of the version just trained on,
         else, now and then, over a sample of the newest tokens whose version is still in the store."""
-        if stats.mismatch_kl is not None or self.step % self.config.tracking.table_every:
+        training = self.config.training
+        sharded = training.engine == "deepspeed" and training.zero_stage == 3  # no rank can be asked to hold a model
+        if stats.mismatch_kl is not None or self.step % self.config.tracking.table_every or sharded:
             return stats.mismatch_kl
         for number in sorted(set(batch.versions[batch.loss_mask].tolist()), reverse=True):
             try:
@@ -173,43 +289,6 @@ class Trainer:
             if tokens:
                 return total / tokens
         return None
-
-    def _report(
-        self,
-        manifest: BatchManifest,
-        stats: StepStats,
-        staleness: Counter[int],
-        times: dict[str, float],
-        mismatch: float | None,
-    ) -> None:
-        token_mean = sum(lag * count for lag, count in staleness.items()) / max(staleness.total(), 1)
-        sampled = sum(sum(group.lengths) for group in manifest.groups)
-        queued = sum(sum(group.lengths) * (manifest.step - 1 - group.ready_version) for group in manifest.groups)
-        values = times | {
-            "loss/policy": stats.loss,
-            "optimizer/grad_norm": stats.grad_norm,
-            "optimizer/learning_rate": stats.learning_rate,
-            "staleness/token_mean": token_mean,
-            "staleness/queue_mean": queued / sampled,
-            "staleness/in_flight_mean": token_mean - queued / sampled,
-            "staleness/token_max": max(staleness, default=0),
-        }
-        if stats.trained_tokens:
-            values |= {
-                "loss/clip_fraction": stats.clip_fraction,
-                "loss/cap_fraction": stats.cap_fraction,
-                "loss/approx_kl": stats.approx_kl,
-                "policy/entropy": stats.entropy,
-                "policy/ess": stats.ess,
-                "policy/importance_weight_max": stats.weight_max,
-            }
-        if mismatch is not None:
-            values["mismatch/k3"] = mismatch
-        now = time.time()
-        rows = [MetricRow(key=key, step=self.step, value=float(value), time_s=now) for key, value in values.items()]
-        counts = {str(lag): count for lag, count in sorted(staleness.items())}
-        self.controller.metrics(rows)
-        self.controller.document("staleness_histogram", self.step, {"counts": counts})
 
     # -- what is kept ------------------------------------------------------------------------------------------
 
@@ -226,28 +305,26 @@ class Trainer:
         return newest.step
 
     def _checkpoint(self) -> None:
-        """State, optimiser and ledger of this step, committed by the manifest that is put last."""
-        start = time.monotonic()
+        if self.publisher is not None:
+            self.publisher.make_room()
         state = self.engine.state()
-        file = self.run_dir.root / checkpoint.STATE
-        save_file({name: np.ascontiguousarray(array) for name, array in state.arrays.items()}, file)
-        ledger = checkpoint.FileEntry(**self.controller.snapshot(self.step))
-        checkpoint.save(
-            self.storage,
-            self.step,
-            {checkpoint.STATE: file},
-            {"engine": state.scalars, "config": self.config.to_dict()},
-            uploaded={checkpoint.LEDGER: ledger},
-        )
+        if self.publisher is not None:
+            self.publisher.checkpoint(self.step, state)
         self._saved = self.step
-        self._spans(("checkpoint", start), ("", time.monotonic()))
-        # Whichever checkpoint is left can be resumed from: what the oldest one would replay is kept.
-        self.controller.committed(checkpoint.prune(self.storage, self.config.training.keep_checkpoints))
 
-    def _save_model(self) -> str:
+    def _finish(self, reason: str) -> None:
+        """Commit the last step, put the model into the store and tell the controller that the run has ended."""
+        if self.step != self._saved:
+            self._checkpoint()
+        tensors = self.engine.weights()
+        if self.publisher is not None:
+            self.publisher.drain()
+            self.controller.finish(reason, self.step, self._save_model(tensors))
+
+    def _save_model(self, weights: Mapping[str, Float32Array]) -> str:
         """Put the final policy into the store as a transformers folder; returns its URL."""
         folder = self.run_dir.root / "final"
-        tensors = {name: torch.from_numpy(array) for name, array in self.engine.weights().items()}
+        tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
         write_model(folder, self.spec, tensors, Path(self.run_dir.info().model_path) / "tokenizer.json")
         final = self.storage.child("final")
         for file in sorted(folder.iterdir()):
@@ -258,15 +335,14 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--index", type=int, default=0, help="rank")
-    arguments = parser.parse_args()
-    run = RunDir(arguments.run_dir)
+    run = RunDir(parser.parse_args().run_dir)
+    rank = int(os.environ.get("RANK", "0"))  # as every launcher of ranks says it
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    process.adopt(run.ready_file("trainer", arguments.index))
+    process.adopt(run.ready_file("trainer", rank))
     torch.set_num_threads(1)
     try:
-        trainer = Trainer(run, arguments.index)
-        process.announce_ready(run.ready_file("trainer", arguments.index))
+        trainer = Trainer(run, rank)
+        process.announce_ready(run.ready_file("trainer", rank))
         trainer.train()
     except ArealError as error:
         raise SystemExit(f"areal: error: {error}") from None

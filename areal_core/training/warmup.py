@@ -22,7 +22,8 @@ from areal_core.config import RunConfig, load_file
 from areal_core.data.tokenizer import EOS, char_tokenizer
 from areal_core.model import ModelSpec, init_weights, write_model
 from areal_core.training import recipe
-from areal_core.training.packed import answer_logprobs, pack
+from areal_core.training.forward import answer_logprobs
+from areal_core.training.packing import pack
 from areal_core.training.recipe import cache_key
 
 __all__ = ["cache_key", "embedded_spec", "make_model", "warm_up"]

@@ -22,7 +22,7 @@ Effect = Literal["ratio", "difference"]
 
 SCORES = (0.5, 0.75, 0.9, 0.95)  # held-out accuracies, one of which is timed where stop.score sets none
 _BUSY = ("generate", "recompute", "train", "publish", "checkpoint")  # not: wait, update
-_ROLES = ("generation", "trainer", "evaluator")
+_ROLES = ("generation", "trainer", "publisher", "evaluator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def measures(config: RunConfig, target: float | None) -> list[Measure]:
     """All that say something of runs like `config`; `target` is the score that is timed."""
     if config.emulated:
         return [dataclasses.replace(row, unit=f"emulated {row.unit}".strip()) for row in _speed()] + _waiting()
-    return _speed() + _learning(target) + _waiting()
+    return _speed() + (_learning(target) if config.evaluated else []) + _waiting()
 
 
 def _speed() -> list[Measure]:
@@ -142,10 +142,10 @@ def effect_of(measure: Measure, results: Sequence[TrialResult], arm: str, refere
 def common_target(results: Sequence[TrialResult]) -> float | None:
     """The score to time: stop.score, else the highest of SCORES that every successful trial reached by training.
 
-    None where there is no such score, or nothing learns.
+    None where there is no such score, or versions are not scored.
     """
     trials = succeeded(results)
-    if not trials or trials[0].trial.config.emulated:
+    if not trials or not trials[0].trial.config.evaluated:
         return None
     if (score := trials[0].trial.config.stop.score) is not None:
         return score
@@ -188,7 +188,7 @@ def devices_idle(result: TrialResult) -> float | None:
     devices = {"generation": 1.0, "trainer": config.training_ranks / config.trainer_processes}  # of one process
     edges: list[tuple[float, float]] = [(start, 0.0), (end, 0.0)]  # when, and how many devices more are busy from then
     for span in result.spans:
-        if span.kind in _BUSY and span.start_s < end and span.end_s > start:
+        if span.kind in _BUSY and role(span.process) in devices and span.start_s < end and span.end_s > start:
             more = devices[role(span.process)]
             edges += [(max(span.start_s, start), more), (min(span.end_s, end), -more)]
     busy = busy_s = 0.0

@@ -209,6 +209,8 @@ def _notes(results: Sequence[TrialResult], target: float | None) -> str:
 def _scoring(config: RunConfig, target: float | None) -> str:
     if config.emulated:
         return "Nothing was learnt: there are no scores. Times and tokens are those of the emulated cluster."
+    if not config.evaluated:
+        return "Versions were not scored."
     often = f"Versions are scored every {config.evaluation.every} steps"
     if target is None:
         return f"{often}; no score is timed, since there is no common one that training reached in every trial."

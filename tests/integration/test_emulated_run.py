@@ -71,7 +71,7 @@ def check_what_it_left(config: RunConfig, mode: str) -> None:
     run = run_folder(config, "r")
     spans = read_timeline(run.timeline)
     servers = {"generation-0", "generation-1"} | ({"generation-2"} if mode == "sync" else set())
-    assert {span.process for span in spans} == servers | {"trainer-0"}
+    assert {span.process for span in spans} == servers | {"trainer-0", "publisher-0"}
     trained = [span for span in spans if span.kind == "train"]
     assert [span.step for span in trained] == list(range(1, STEPS + 1))
     with closing(Outbox(run.outbox, "r")) as outbox:
@@ -91,7 +91,10 @@ def check_what_it_left(config: RunConfig, mode: str) -> None:
             {"generation": {"engine": "embedded"}},
             "training.engine: must be torch with generation.engine=embedded, got 'emulated'",
         ),
-        ({"emulation": {"accelerator": "h900"}}, "emulation.accelerator: must be one of a100, h800, h200, got 'h900'"),
+        (
+            {"emulation": {"accelerator": "h900"}},
+            "emulation.accelerator: must be one of a100, h100, h800, h200, l40s, got 'h900'",
+        ),
         ({"emulation": {"speed": 0.0}}, "emulation.speed: must be greater than 0.0, got 0.0"),
         ({"emulation": {"length_median": 1e8}}, "emulation.length_median: must be at most 10000000.0, got 100000000.0"),
         ({"emulation": {"length_sigma": 6.0}}, "emulation.length_sigma: must be at most 5.0, got 6.0"),

@@ -19,7 +19,8 @@ from areal_core.model import read_weights
 from areal_core.run import execute, run_folder
 from areal_core.spec import read_spec
 from areal_core.storage import Storage
-from areal_core.training.packed import answer_logprobs, pack
+from areal_core.training.forward import answer_logprobs
+from areal_core.training.packing import pack
 from areal_core.types import RunStatus
 
 pytestmark = pytest.mark.slow
@@ -58,6 +59,27 @@ def test_a_run_from_nothing_to_its_summary(tmp_path: Path, mode: str) -> None:
     assert not any(Path(f"/proc/{json.loads(file.read_text())['pid']}").exists() for file in ready)
     assert execute(config, run_id="r", log=lines.append) == summary  # a finished run is not run again
     _check_final_model(config, Path(summary.model_url))
+
+
+def test_a_run_whose_versions_nobody_scores(tmp_path: Path) -> None:
+    config = tiny(tmp_path, evaluation={"enabled": False, "every": 1}, training={"steps": 12, "minibatches": 2})
+    summary = execute(config, run_id="r", log=lambda line: None)
+    assert (summary.steps, summary.accuracy_before, summary.accuracy_after, summary.best_accuracy) == (12, *[None] * 3)
+    run = run_folder(config, "r")
+    assert not run.ready_file("evaluator", 0).exists()
+    assert not weights.version_folder(run.weights, 1).exists()  # nothing waits to be scored
+
+
+def test_ranks_that_share_out_the_model_publish_and_save_all_of_it(tmp_path: Path) -> None:
+    training = {"engine": "deepspeed", "zero_stage": 3, "ranks": 2, "steps": 2, "minibatches": 2, "checkpoint_every": 1}
+    config = tiny(tmp_path, training=training)
+    summary = execute(config, run_id="r", log=print)
+    assert (summary.reason, summary.steps) == ("steps", 2)
+    assert summary.tokens.balanced
+    _check_final_model(config, Path(summary.model_url))
+    newest = checkpoint.newest(Storage.open(str(tmp_path / "store" / "runs" / "r")))
+    assert newest is not None
+    assert (newest.step, newest.extra["engine"]) == (2, {"updates": 4})
 
 
 def _check_final_model(config: RunConfig, folder: Path) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_core.config import load
-from areal_core.errors import GenerationError, RewardError, RunFinished
+from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished
 from areal_core.rollout.controller import RolloutController, trajectory_seed
 from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
 from areal_core.types import BatchManifest, GenerationRequest, GroupState, GroupSummary, PolicyVersion, Prompt
-from areal_core.wire import parse_generation
-from tests.support.rollout import FakeEngine, FakeScorer, Prompts
+from areal_core.wire import SampledAnswer
+from tests.support.rollout import FIRST_TOKEN, FakeEngine, FakeScorer, Prompts
 from tests.support.virtual import run_virtual
 
 
@@ -31,18 +31,33 @@ class WatchedLedger(TrajectoryLedger):
         return admitted
 
 
-def build(seed: int, *, steps: int, eta: int, policy: str = "admit", group: int = 2, batch: int = 8, **faults: float):
+def build(
+    seed: int,
+    *,
+    steps: int,
+    eta: int,
+    policy: str = "admit",
+    group: int = 2,
+    batch: int = 8,
+    interrupts: bool = False,
+    right: float = 0.0,
+    max_uniform: int | None = None,
+    **faults: float,
+):
+    """`max_uniform`: sample dynamically, and give up after so many groups in a row."""
+    dynamic = {} if max_uniform is None else {"dynamic_sampling": True, "max_uniform_groups": max_uniform}
     config = load(
         {
             "seed": seed,
             "mode": "async",
             "algorithm": {"group_size": group},
-            "rollout": {"batch_size": batch, "max_staleness": eta, "policy": policy, "max_tries": 3},
+            "rollout": {"batch_size": batch, "max_staleness": eta, "policy": policy, "max_tries": 3, **dynamic},
             "training": {"steps": steps, "minibatches": 1},
         }
     )
     rng = random.Random(seed)
-    engine = FakeEngine(rng, capacity=rng.choice([group, 2 * batch, 8 * batch]), fail=faults.get("generation", 0.0))
+    capacity = rng.choice([group, 2 * batch, 8 * batch])
+    engine = FakeEngine(rng, capacity=capacity, fail=faults.get("generation", 0.0), interrupts=interrupts)
     ledger = WatchedLedger(":memory:", group_size=group)
     ledger.engine_limit = lambda: (engine.version + eta + 1) * batch
     ledger.publish(PolicyVersion(version=0, path="base", sha256="0"))
@@ -50,7 +65,7 @@ def build(seed: int, *, steps: int, eta: int, policy: str = "admit", group: int 
         config=config,
         source=Prompts(),
         engine=engine,
-        scorer=FakeScorer(rng, fail=faults.get("reward", 0.0)),
+        scorer=FakeScorer(rng, fail=faults.get("reward", 0.0), right=right),
         ledger=ledger,
         stop_token_ids=(1,),
     )
@@ -76,13 +91,22 @@ async def train(
     return manifests
 
 
-def check_books(engine: FakeEngine, ledger: TrajectoryLedger, manifests: list[BatchManifest], *, exact: bool) -> None:
+def check_books(
+    controller: RolloutController, engine: FakeEngine, ledger: TrajectoryLedger, manifests: list[BatchManifest]
+) -> None:
     served = [group.group_id for manifest in manifests for group in manifest.groups]
     assert len(served) == len(set(served)), "a group was trained on twice"
     tokens = ledger.tokens()
     assert tokens.balanced
-    if exact:
-        assert tokens.generated == engine.sampled, "tokens were sampled that the ledger does not know"
+    assert tokens.generated == engine.sampled, "tokens were sampled that the ledger does not know, or counted twice"
+    answers = controller._scorer.scored
+    scored = [token for _, tokens, _ in answers for token in tokens]
+    assert len(set(scored)) == len(scored), "a token is in two answers"
+    for prompt, tokens, versions in answers:
+        assert versions == [engine.versions[token - FIRST_TOKEN] for token in tokens]
+        begun = [place for place, token in enumerate(tokens) if token in engine.contexts]
+        assert begun[0] == 0
+        assert all(engine.contexts[tokens[place]] == (*prompt, *tokens[:place]) for place in begun)
 
 
 @settings(max_examples=25, deadline=None)
@@ -91,12 +115,13 @@ def check_books(engine: FakeEngine, ledger: TrajectoryLedger, manifests: list[Ba
     eta=st.integers(0, 5),
     policy=st.sampled_from(["admit", "wait", "drop"]),
     failing=st.booleans(),
+    interrupts=st.booleans(),
 )
-def test_any_timing_keeps_the_bound_and_the_books(seed, eta, policy, failing):
+def test_any_timing_keeps_the_bound_and_the_books(seed, eta, policy, failing, interrupts):
     faults = {"generation": 0.05, "reward": 0.05} if failing else {}
-    _, rng, engine, ledger, controller = build(seed, steps=30, eta=eta, policy=policy, **faults)
+    _, rng, engine, ledger, controller = build(seed, steps=30, eta=eta, policy=policy, interrupts=interrupts, **faults)
     manifests = run_virtual(train(controller, rng, 30))
-    check_books(engine, ledger, manifests, exact=not failing)
+    check_books(controller, engine, ledger, manifests)
     for manifest in manifests:
         lags = [manifest.step - 1 - summary.min_version for summary in ledger.summaries(manifest.step)]
         assert min(lags) >= 0
@@ -106,19 +131,92 @@ def test_any_timing_keeps_the_bound_and_the_books(seed, eta, policy, failing):
             assert set(lags) == {0}
 
 
-def test_a_thousand_steps_under_a_virtual_clock():
-    config, rng, engine, ledger, controller = build(7, steps=1000, eta=2)
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    eta=st.integers(0, 5),
+    policy=st.sampled_from(["admit", "wait", "drop"]),
+    failing=st.booleans(),
+    interrupts=st.booleans(),
+    right=st.sampled_from([0.03, 0.3, 0.97]),
+)
+def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, policy, failing, interrupts, right):
+    """Gate and books hold, batches are full, and what was uniform is dropped, to the token."""
+    faults = {"generation": 0.05, "reward": 0.05} if failing else {}
+    config, rng, engine, ledger, controller = build(
+        seed, steps=10, eta=eta, policy=policy, interrupts=interrupts, right=right, max_uniform=10_000, **faults
+    )
+    manifests = run_virtual(train(controller, rng, 10))
+    check_books(controller, engine, ledger, manifests)
+    assert [len(manifest.groups) for manifest in manifests] == [config.groups_per_batch] * 10
+    served = [summary for manifest in manifests for summary in ledger.summaries(manifest.step)]
+    assert {summary.correct for summary in served} == {1}  # of two answers
+    dropped = ledger.dropped()
+    assert dropped["uniform"] > 0
+    scorer = controller._scorer
+    if set(dropped) == {"uniform"}:
+        assert ledger.tokens().dropped == scorer.uniform_tokens
+    else:
+        assert ledger.tokens().dropped > scorer.uniform_tokens
+    if policy in ("wait", "drop"):
+        for manifest in manifests:
+            assert all(manifest.step - 1 - group.min_version <= eta for group in ledger.summaries(manifest.step))
+
+
+def test_without_dynamic_sampling_uniform_groups_are_served():
+    _, rng, _, ledger, controller = build(3, steps=10, eta=1, right=0.3)
+    manifests = run_virtual(train(controller, rng, 10))
+    correct = {summary.correct for manifest in manifests for summary in ledger.summaries(manifest.step)}
+    assert correct == {0, 1, 2}
+    assert ledger.dropped() == {}
+
+
+def test_a_uniform_group_gives_its_place_to_the_next_prompt():
+    _, rng, _, ledger, controller = build(5, steps=5, eta=0, right=0.3, max_uniform=10_000)
+    manifests = run_virtual(train(controller, rng, 5))
+    prompts = [index for manifest in manifests for index in ledger.prompt_indices(manifest.step)]
+    assert len(set(prompts)) == len(prompts)
+    assert max(prompts) + 1 == len(prompts) + ledger.dropped()["uniform"]  # each drawn once, none drawn again
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_a_run_that_finds_no_mixed_group_ends_with_the_reason(right):
+    _, _, _, ledger, controller = build(1, steps=5, eta=1, right=right, max_uniform=7)
+
+    async def main() -> None:
+        await controller.run()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtual(main())
+    said = r"^rollout\.dynamic_sampling: no group with both right and wrong answers among the last 7; prompts must"
+    assert caught.group_contains(ConfigError, match=said)
+    assert ledger.dropped() == {"uniform": 7}
+    assert ledger.tokens().balanced
+
+
+def test_one_mixed_group_starts_the_count_of_uniform_ones_again():
+    _, rng, _, ledger, controller = build(9, steps=40, eta=2, right=0.3, max_uniform=30)
+    assert len(run_virtual(train(controller, rng, 40))) == 40
+    assert ledger.dropped()["uniform"] > 30
+
+
+@pytest.mark.parametrize("fail", [0.0, 0.1])
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_a_thousand_steps_under_a_virtual_clock(interrupts, fail):
+    config, rng, engine, ledger, controller = build(7, steps=1000, eta=2, interrupts=interrupts, generation=fail)
     manifests = run_virtual(train(controller, rng, 1000))
     assert len(manifests) == 1000
-    check_books(engine, ledger, manifests, exact=True)
+    check_books(controller, engine, ledger, manifests)
     assert ledger.counts()[GroupState.CONSUMED] == 1000 * config.groups_per_batch
+    mixed = [group.max_version > group.min_version for step in range(1, 1001) for group in ledger.summaries(step)]
+    assert (engine.interrupted > 1000) == (sum(mixed) > 1000) == interrupts
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_that_is_stopped_early_ends_what_runs_and_keeps_its_books(seed):
-    _, rng, engine, ledger, controller = build(seed, steps=1000, eta=4)
+    _, rng, engine, ledger, controller = build(seed, steps=1000, eta=4, interrupts=seed % 2 == 0)
     manifests = run_virtual(train(controller, rng, 5, linger_s=0.0))
-    check_books(engine, ledger, manifests, exact=True)
+    check_books(controller, engine, ledger, manifests)
     assert controller.running_groups == 0
     assert ledger.tokens().in_flight > 0
 
@@ -206,19 +304,16 @@ def test_an_epoch_starts_running_groups_again():
     assert ledger.tokens().balanced
 
 
-def test_an_answer_that_can_not_be_read_is_generated_again():
+@pytest.mark.parametrize("unreadable", [b"not an answer", b"not an answer either: abort"])
+def test_an_answer_that_can_not_be_read_is_generated_again(unreadable):
     _, rng, engine, ledger, controller = build(2, steps=2, eta=0)
-    readable, bodies = engine.generate, [b"not an answer"]
+    readable, bodies = engine.serve, [unreadable]
 
-    async def generate(request: GenerationRequest) -> bytes:
+    async def serve(request: GenerationRequest) -> bytes:
         body = await readable(request)
         return bodies.pop() if bodies else body
 
-    async def score(prompt: Prompt, answer: bytes) -> tuple[GroupSummary, bytes]:
-        parse_generation(answer)  # as the real scorer does, it raises GenerationError
-        return await FakeScorer(rng).score(prompt, answer)
-
-    engine.generate, controller._scorer.score = generate, score
+    engine.serve = serve
     assert len(run_virtual(train(controller, rng, 2))) == 2
     assert not bodies
     assert ledger.dropped() == {}
@@ -227,7 +322,7 @@ def test_an_answer_that_can_not_be_read_is_generated_again():
 def test_answers_that_were_being_scored_at_the_end_are_in_flight():
     _, _, engine, ledger, controller = build(2, steps=5, eta=1)
 
-    async def score(prompt: Prompt, answer: bytes) -> tuple[GroupSummary, bytes]:
+    async def score(prompt: Prompt, answers: Sequence[SampledAnswer]) -> tuple[GroupSummary, bytes]:
         await asyncio.sleep(100.0)
         raise RewardError("the verifier broke")
 
@@ -248,7 +343,7 @@ def test_slow_verifiers_keep_no_server_idle():
     _, _, engine, ledger, controller = build(4, steps=50, eta=5)
     engine.capacity = 8
 
-    async def score(prompt: Prompt, answer: bytes) -> tuple[GroupSummary, bytes]:
+    async def score(prompt: Prompt, answers: Sequence[SampledAnswer]) -> tuple[GroupSummary, bytes]:
         await asyncio.sleep(1000.0)
         raise AssertionError("not reached")
 

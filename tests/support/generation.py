@@ -65,16 +65,19 @@ class Reference:
         """[L, vocabulary]"""
         return self._models[version](torch.tensor([list(token_ids)])).logits[0]
 
-    def check(self, request: GenerationRequest, answer: Answer) -> None:
+    def check(self, request: GenerationRequest, answer: Answer, *, tolerance: float = 2e-5) -> None:
         """Every token's log-probability is that of the version that it names, over the whole text before it."""
         text = [*request.token_ids, *answer.token_ids.tolist()]
         expected = np.empty(len(answer.token_ids), dtype=np.float32)
         for version in np.unique(answer.versions).tolist():
-            logprobs = self.logits(version, text).log_softmax(-1)[len(request.token_ids) - 1 : -1]
+            logits = self.logits(version, text).double() / (1.0 if request.greedy else request.temperature)
+            logprobs = logits.log_softmax(-1)[len(request.token_ids) - 1 : -1]
             of_version = answer.versions == version
             chosen = logprobs[np.arange(len(expected)), answer.token_ids].numpy()
             expected[of_version] = chosen[of_version]
-        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4, rtol=0)
+        if not request.greedy:
+            tolerance /= min(request.temperature, 1.0)
+        np.testing.assert_allclose(answer.logprobs, expected, atol=tolerance, rtol=0)
 
 
 def request(request_id: str = "r", prompt: Sequence[int] = (2, 3, 4), **changes) -> GenerationRequest:

@@ -18,6 +18,7 @@ from areal_core import weights
 from areal_core.config import RunConfig, load
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.run import read_summary, run_folder
+from areal_core.rundir import RunDir
 from areal_core.types import RunSummary
 
 T = TypeVar("T")
@@ -44,8 +45,10 @@ def tiny(state: Path, *, mode: str = "async", **groups: dict[str, Any]) -> RunCo
 class Launched:
     """`python -m areal_core` at work. A context: whatever is left at its end is killed."""
 
-    def __init__(self, config: RunConfig, run_id: str) -> None:
+    def __init__(self, config: RunConfig, run_id: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s` bounds whatever is waited for."""
         self.config = config
+        self._timeout_s = timeout_s
         self.run = run_folder(config, run_id)
         self._mark = secrets.token_hex(8)
         state = Path(config.state_dir)
@@ -75,13 +78,13 @@ class Launched:
 
     def wait_for(self, what: str, condition: Callable[[], T | None]) -> T:
         """What `condition` gives once it gives something, while the launcher lives."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
             if found := condition():
                 return found
             assert self.launcher.poll() is None, f"the launcher ended before: {what}\n{self.output()}"
             time.sleep(0.02)
-        raise AssertionError(f"not within {TIMEOUT_S:g} s: {what}\n{self.output()}")
+        raise AssertionError(f"not within {self._timeout_s:g} s: {what}\n{self.output()}")
 
     def pid(self, role: str, index: int = 0, *, but: int = 0) -> int:
         """The process of a role once it is ready, another one than `but`."""
@@ -95,6 +98,10 @@ class Launched:
     def last_pid(self, role: str, index: int = 0) -> int:
         """The process of a role that was ready last."""
         return json.loads(self.run.ready_file(role, index).read_text())["pid"]
+
+    def url(self, role: str, index: int = 0) -> str:
+        """Where the process of a role listens that was ready last."""
+        return json.loads(self.run.ready_file(role, index).read_text())["url"]
 
     def children(self, pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -111,7 +118,7 @@ class Launched:
     def end(self) -> int:
         """The launcher's exit status; nothing that it started may be left."""
         try:
-            status = self.launcher.wait(TIMEOUT_S)
+            status = self.launcher.wait(self._timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the launcher hangs\n{self.output()}") from None
         left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in self.processes()}
@@ -132,7 +139,7 @@ class Launched:
 
     def gone(self) -> None:
         """Wait until nothing is left of a run whose launcher is gone."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self._timeout_s
         while self.processes():
             assert time.monotonic() < deadline, f"left running: {self.processes()}"
             time.sleep(0.05)
@@ -141,18 +148,7 @@ class Launched:
         """The summary of a run that ended in order, after a look at everything that has to hold then."""
         status = self.end()
         assert status == 0, self.output()
-        summary = read_summary(self.run)
-        steps = self.config.training.steps
-        assert (summary.steps, summary.reason, summary.epochs) == (steps, "steps", 0)
-        assert summary.tokens.balanced
-        ledger = TrajectoryLedger(self.run.ledger, group_size=self.config.algorithm.group_size)
-        batches = [ledger.batch(step) for step in range(1, steps + 1)]
-        rows = [group for batch in batches if batch for group in batch.groups]
-        assert len({group.group_id for group in rows}) == len(rows) == steps * self.config.groups_per_batch
-        assert sum(sum(group.lengths) for group in rows) == summary.tokens.consumed
-        assert all(ledger.version(version) for version in range(steps + 1))
-        assert ledger.last_step() == steps
-        ledger.close()
+        summary = checked_summary(self.run, self.config)
         assert Path(summary.model_url, "model.safetensors").exists()
         return summary
 
@@ -164,3 +160,21 @@ class Launched:
         line = self.output().rstrip().splitlines()[-1]
         assert line.startswith("areal: error: ")
         return line
+
+
+def checked_summary(run: RunDir, config: RunConfig) -> RunSummary:
+    """The summary of a run that ended in order: no batch was lost or used twice, no version is missing or was made
+    twice, and the tokens add up."""
+    summary = read_summary(run)
+    steps = config.training.steps
+    assert (summary.steps, summary.reason, summary.epochs) == (steps, "steps", 0)
+    assert summary.tokens.balanced
+    ledger = TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)
+    batches = [ledger.batch(step) for step in range(1, steps + 1)]
+    rows = [group for batch in batches if batch for group in batch.groups]
+    assert len({group.group_id for group in rows}) == len(rows) == steps * config.groups_per_batch
+    assert sum(sum(group.lengths) for group in rows) == summary.tokens.consumed
+    assert all(ledger.version(version) for version in range(steps + 1))
+    assert ledger.last_step() == steps
+    ledger.close()
+    return summary

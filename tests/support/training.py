@@ -11,13 +11,14 @@ from areal_core.config import AlgorithmConfig, TrainingConfig
 from areal_core.model import ModelSpec, init_weights
 from areal_core.training.batching import shard
 from areal_core.training.engine import StepStats, TrainingBatch, build_batch
+from areal_core.training.ranks import RankGroup
 from areal_core.training.torch_engine import TorchEngine
 from areal_core.types import GroupPayload
 
 torch.set_num_threads(1)  # as the processes of a run do; two would only wait for each other at this size
 
 GROUPS, GROUP_SIZE = 5, 4
-TRAINING = TrainingConfig(minibatches=2, microbatch_tokens=64, learning_rate=1e-2, warmup_steps=4, weight_decay=0.1)
+TRAINING = TrainingConfig(minibatches=2, learning_rate=1e-2, warmup_steps=4, weight_decay=0.1)
 SPEC = ModelSpec(
     architecture="Qwen2ForCausalLM",
     vocab_size=23,
@@ -60,12 +61,14 @@ def payload(seed: int, answers: int = GROUP_SIZE, version: int = 0) -> GroupPayl
     )
 
 
-def batch(step: int = 1, *, rank: int = 0, world_size: int = 1, minibatches: int = 2) -> TrainingBatch:
+def batch(
+    step: int = 1, *, rank: int = 0, world_size: int = 1, minibatches: int = 2, capacity: int = 64, least: int = 1
+) -> TrainingBatch:
     payloads = {group: payload(100 * step + group, version=step - 1) for group in range(GROUPS)}
     tokens = [int(group.lengths.sum()) for group in payloads.values()]
     shares = shard(tokens, minibatches, world_size, seed=0, step=step)[rank]
     advantages = group_advantages([group.rewards for group in payloads.values()])
-    return build_batch(step, shares, payloads, advantages)
+    return build_batch(step, shares, payloads, advantages, capacity=capacity, min_microbatches=least)
 
 
 def engine(
@@ -84,16 +87,15 @@ def train(
     return stats
 
 
-def _main(rank: int, world_size: int, minibatches: int, steps: int, folder: Path) -> None:
+def _main(rank: int, world_size: int, minibatches: int, steps: int, folder: Path, device: str) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     one = TorchEngine(
         SPEC,
         weights(),
         TRAINING,
         AlgorithmConfig(),
-        rank=rank,
-        world_size=world_size,
-        rendezvous=folder / "rendezvous",
-        timeout_s=60,
+        ranks=RankGroup(rank, world_size, rendezvous=folder / "rendezvous", timeout_s=60, backend=backend),
+        device=device,
     )
     stats = train(one, range(1, steps + 1), rank, world_size, minibatches)
     np.savez(folder / f"rank-{rank}.npz", stats=repr(stats), **one.weights())  # type: ignore[arg-type]
@@ -102,4 +104,4 @@ def _main(rank: int, world_size: int, minibatches: int, steps: int, folder: Path
 
 if __name__ == "__main__":
     rank, world_size, minibatches, steps = map(int, sys.argv[1:5])
-    _main(rank, world_size, minibatches, steps, Path(sys.argv[5]))
+    _main(rank, world_size, minibatches, steps, Path(sys.argv[5]), *sys.argv[6:] or ["cpu"])

@@ -55,7 +55,10 @@ def serve(run: RunDir) -> Iterator[Callable[[Answer], ThreadingHTTPServer]]:
         server.server_close()
 
 
-MANIFEST = {"step": 1, "groups": [{"group_id": 7, "lengths": [3, 1], "rewards": [1.0, 0.0], "ready_version": 0}]}
+MANIFEST = {
+    "step": 1,
+    "groups": [{"group_id": 7, "lengths": [3, 1], "rewards": [1.0, 0.0], "ready_version": 0, "prompt_tokens": 5}],
+}
 
 
 def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]) -> None:

@@ -117,7 +117,7 @@ def test_pins_and_sets_the_environment(rig: Rig) -> None:
     rig.on_ready = (rig.scratch / "go").touch
     core = min(os.sched_getaffinity(0))
     code = SETTLED + "print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'], os.environ['EXTRA'])"
-    rig.supervisor(code, launch(), cpus=lambda index: {core}, env={"EXTRA": "yes"}).run()
+    rig.supervisor(code, launch(), cpus=lambda index: {core}, env=lambda index: {"EXTRA": "yes"}).run()
     assert rig.lines == [f"role-0: {{{core}}} 1 yes"]
 
 
@@ -329,3 +329,51 @@ def test_file_lock_is_held_until_every_process_that_inherited_it_is_gone(tmp_pat
     child.kill()
     child.wait()
     FileLock(tmp_path / "lock", timeout_s=0.0, busy="the run is busy").release()
+
+
+def test_who_only_looks_sees_a_file_lock_and_does_not_take_it(tmp_path: Path) -> None:
+    assert not FileLock.is_held(tmp_path / "lock")
+    with FileLock(tmp_path / "lock", timeout_s=0.0, busy="taken"):
+        assert FileLock.is_held(tmp_path / "lock")
+    assert not FileLock.is_held(tmp_path / "lock")
+    with FileLock(tmp_path / "lock", timeout_s=0.0, busy="taken"):
+        pass
+
+
+def test_processes_are_numbered_from_the_first(rig: Rig) -> None:
+    rig.supervisor(READY + "print(ready.stem, flush=True)", launch(), count=2, first=3).run()
+    assert sorted(rig.lines) == ["role-3: role-3", "role-4: role-4"]
+    assert sorted(rig.ready)[0][0] == 3
+
+
+def test_a_process_that_has_had_restarts_of_its_own_gets_none(rig: Rig) -> None:
+    code = ADOPT + "print('ranks failed', flush=True); sys.exit(3)"
+    with pytest.raises(ProcessError, match=r"^role-0 exited with code 3; .* ends: ranks failed$"):
+        rig.supervisor(code, launch(restarts=2), final=3).run()
+    with pytest.raises(ProcessError, match="role-0 exited with code 3 after 1 restarts"):
+        rig.supervisor(code, launch(restarts=1), final=4).run()
+
+
+# Starts a process in a session of its own, which is stopped, and goes on as it is told.
+STRAYS = (
+    ADOPT
+    + """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+child.send_signal(signal.SIGSTOP)
+(scratch / "child").write_text(str(child.pid))
+process.announce_ready(ready)
+{then}
+"""
+)
+
+
+@pytest.mark.parametrize("then", ["time.sleep(600)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_stopped_grandchild_in_a_session_of_its_own_does_not_outlive_the_process(rig: Rig, then: str) -> None:
+    supervisor = rig.supervisor(STRAYS.format(then=then), launch(restarts=0), sessions=True)
+    if "SIGKILL" in then:
+        with pytest.raises(ProcessError, match="was killed by SIGKILL"):
+            supervisor.run()
+    else:
+        rig.on_ready = rig.stop.set
+        supervisor.run()
+    assert gone(int((rig.scratch / "child").read_text()))

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 import areal_core.__main__ as command
+from areal_core.command import Stopped
 from areal_core.config import RunConfig
 from areal_core.errors import ArealError, ConfigError, ModelError, ProcessError, StorageError, TrackingError
+from tests.support.models import write_tiny
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +63,8 @@ def test_what_a_user_can_do_wrong(tmp_path: Path, text: str, overrides: list[str
         (StorageError("wrong"), 2),
         (TrackingError("wrong"), 2),
         (ProcessError("trainer-0 exited"), 1),
-        (command.Stopped(signal.SIGTERM), 143),
-        (command.Stopped(signal.SIGINT), 130),
+        (Stopped(signal.SIGTERM), 143),
+        (Stopped(signal.SIGINT), 130),
     ],
 )
 def test_exit_statuses(
@@ -76,6 +78,22 @@ def test_exit_statuses(
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.splitlines() == [f"areal: error: {error}" if isinstance(error, ArealError) else "areal: stopped"]
+
+
+def test_a_plan_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "execute", lambda *_, **__: pytest.fail("started"))
+    fields = [f"model.path={write_tiny(tmp_path / 'model')}", "launch.accelerator=cuda", f"state_dir={tmp_path}/state"]
+    assert command.main(["--plan", *fields, "launch.device_memory_gib=80"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[0] == "1 machine: 1 x 1 GPUs generate, and 1 train; the cache of a server holds 128 answers of 152 tokens"
+    )
+    assert [line.partition(":")[0] for line in lines[1:]] == ["rank", "server"]
+    assert command.main(["--plan", *fields, "launch.device_memory_gib=0.001"]) == 2
+    assert "too many" in capsys.readouterr().err
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_signal_unwinds_once_and_the_second_ends_the_process() -> None:

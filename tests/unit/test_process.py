@@ -111,3 +111,50 @@ def test_adopt_removes_a_stale_ready_file_and_announce_ready_writes_it(tmp_path:
     assert child.wait(PATIENCE_S) == 0
     assert json.loads(ready.read_text()) == {"pid": child.pid, "url": "http://127.0.0.1:1"}
     assert ready.stat().st_mtime >= before - 1
+
+
+# A process in between, like torchrun's agent: it holds the lifeline and starts its child in another session without it.
+BETWEEN = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_lifeline_that_was_not_passed_on_is_borrowed_from_the_parent() -> None:
+    """What launched the process in between is gone, that process itself is not: only the lifeline can tell."""
+    without_pdeathsig = "process.die_with_parent = lambda signum: None"
+    child_code = f"from areal_core import process; {without_pdeathsig}; process.adopt(); {TIED}"
+    read_end, write_end = os.pipe()
+    env = dict(os.environ, AREAL_GRACE_S="0.2", AREAL_LIFELINE=f"{read_end}:{os.fstat(read_end).st_ino}")
+    between = subprocess.Popen(
+        [sys.executable, "-c", BETWEEN.format(child=child_code)],
+        env=env,
+        pass_fds=(read_end,),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    os.close(read_end)
+    assert between.stdout is not None
+    child = os.pidfd_open(int(between.stdout.readline()))
+    assert not select.select([child], [], [], 0.5)[0]  # while the launcher is there
+    os.close(write_end)
+    assert ends(child)
+    assert between.poll() is None
+    between.kill()
+    between.communicate()
+
+
+def test_a_lifeline_that_nobody_holds_any_more_ends_the_process() -> None:
+    read_end, write_end = os.pipe()
+    env = dict(os.environ, AREAL_LIFELINE=f"{read_end}:{os.fstat(read_end).st_ino}")
+    os.close(read_end)
+    os.close(write_end)
+    code = "from areal_core import process; process.adopt(); print('went on')"
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert child.returncode == 128 + signal.SIGTERM
+    assert (child.stdout, child.stderr) == ("", "areal: the lifeline is gone, this process ends\n")

@@ -103,7 +103,7 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
         manifest = ledger.batch(step)
         assert manifest is not None
         recorder.batch_fixed(manifest, prompt)
-        recorder.published(step, [server(generated, idle_s)])
+        recorder.published(step, [server(generated, idle_s)], held_tokens=5)
     logged = points(tmp_path / "outbox.sqlite")
     assert logged["reward/mean", 2] == 0.5
     assert logged["answer/tokens_mean", 2] == 5.0
@@ -114,8 +114,9 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
     assert logged["throughput/generated_tokens_per_s", 2] == 15.0
     assert logged["bubble/generation_idle", 2] == 0.5
     assert logged["ledger/consumed_tokens", 2] == 20
-    assert logged["ledger/in_flight_tokens", 2] == 4
-    assert logged["ledger/generated_tokens", 2] == 24
+    assert logged["ledger/in_flight_tokens", 2] == 4 + 5  # those that servers have, and those that they handed back
+    assert logged["ledger/generated_tokens", 2] == 29
+    assert logged["weights/recomputed_tokens", 2] == 3
     assert logged["time/elapsed_s", 2] == 4.0
     with sqlite3.connect(tmp_path / "outbox.sqlite") as outbox:
         kinds = outbox.execute("SELECT kind, step FROM documents ORDER BY step").fetchall()

@@ -22,8 +22,9 @@ from areal_core import run as run_module
 from areal_core.config import RunConfig, load
 from areal_core.errors import ProcessError
 from areal_core.launch import RoleSpec
-from areal_core.run import Run, role_specs
-from areal_core.rundir import RunDir, RunInfo
+from areal_core.roles import role_specs
+from areal_core.run import Run
+from areal_core.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunSummary, TokenLedger
 
@@ -58,6 +59,7 @@ def test_command_lines(tmp_path: Path) -> None:
         "generation": 2,
         "controller": 1,
         "trainer": 2,
+        "rendezvous": 1,
         "evaluator": 1,
         "tracker": 1,
     }
@@ -74,9 +76,9 @@ def test_command_lines(tmp_path: Path) -> None:
         "areal_core.training.trainer",
         "--run-dir",
         str(run.root),
-        "--index",
-        "1",
     ]
+    ranks = [specs["trainer"].env(rank) for rank in (0, 1)]  # as torchrun would tell them
+    assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in ranks] == [("0", "0", "2"), ("1", "1", "2")]
     assert specs["trainer"].gang
     for name, module in {"controller": "service", "evaluator": "evaluation", "tracker": "tracking"}.items():
         assert specs[name].argv(0)[1:] == ["-m", f"areal_core.{module}", "--run-dir", str(run.root)]
@@ -87,6 +89,32 @@ def test_emulated_servers_read_what_to_emulate_from_the_configuration(tmp_path: 
     run = folder(settings)
     assert option(role_specs(run, settings, [0, 1])["generation"].argv(0), "--emulate") == str(run.root / "config.json")
     assert "--emulate" not in role_specs(run, real, [0, 1])["generation"].argv(0)
+
+
+@pytest.mark.parametrize(
+    ("python", "found"), [(None, sys.executable), ("venv/bin/python", os.path.abspath("venv/bin/python"))]
+)
+def test_servers_of_vllm_get_what_its_command_line_needs(tmp_path: Path, python: str | None, found: str) -> None:
+    vllm = {"python": python, "dtype": "float16", "tensor_parallel": 2, "kv_cache_gib": 3, "arguments": "--seed 4"}
+    generation = {"engine": "vllm", "slots": 37, "vllm": vllm}
+    settings = config(tmp_path, generation=generation)
+    run = folder(settings)
+    server = role_specs(run, settings, [0, 1])["generation"].argv(0)
+    assert server[:3] == [sys.executable, "-m", "areal_core.generation.vllm_server"]
+    wanted = {
+        "--python": found,
+        "--model": "/models/base",
+        "--slots": "37",
+        "--dtype": "float16",
+        "--tensor-parallel": "2",
+        "--kv-cache-gib": "3",
+        "--log-file": str(run.log_file("vllm", 0)),
+    }
+    assert {name: option(server, name) for name in wanted} == wanted
+    assert "--arguments=--seed 4" in server
+    assert "--sleep" not in server
+    sleeping = config(tmp_path, mode="sync", generation={**generation, "sleep": True})
+    assert "--sleep" in role_specs(run, sleeping, [0, 1])["generation"].argv(0)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +167,8 @@ SUMMARY = RunSummary(
     tokens=TokenLedger(generated=3, consumed=2, dropped=1, buffered=0, in_flight=0),
 )  # fmt: skip
 
-# The trainer waits for `servers` servers at the controller's; the controller for the trainer; the evaluator for it.
+# The trainer waits for `servers` servers at the controller's, of which there were `controllers`; the controller for the
+# trainer; the evaluator for it. A server may be introduced to a controller more than once.
 STAND_IN = """
 import http.server, json, os, sys, threading, time
 from pathlib import Path
@@ -154,6 +183,16 @@ def wait_for(condition):
     while not condition():
         time.sleep(0.02)
 
+def introductions():
+    return [line.split() for line in joined.read_text().splitlines()] if joined.exists() else []
+
+def arrivals():
+    return {(name, url) for _, name, url in introductions()}
+
+def rejoined():
+    "A server has come back under another URL; the same one may be introduced twice."
+    return len({name for name, _ in arrivals()}) < len(arrivals())
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, body):
         self.send_response(200)
@@ -161,11 +200,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(body).encode())
     def do_GET(self):
         step = 0 if plan.get("stall") else time.monotonic_ns()
-        names = "reward accuracy staleness effective_tokens_per_s generated_tokens_per_s eta_s finished".split()
-        hung = plan.get("loses a server") and joined.exists() and len(joined.read_text().splitlines()) == 1
-        lost = ["http://127.0.0.1:9"] if hung else []
+        unknown = "reward accuracy staleness effective_tokens_per_s generated_tokens_per_s eta_s finished".split()
+        hung = plan.get("loses a server") and not rejoined()
+        lost = [url for name, url in arrivals() if name == "generation-0"] if hung else []
         values = {"step": step, "steps": 2, "version": 0, "elapsed_s": 1.0, "lost_servers": lost}
-        self.answer({**values, **dict.fromkeys(names)})
+        self.answer({**values, **dict.fromkeys(unknown)})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with joined.open("a") as file:
@@ -188,11 +227,13 @@ if role == "controller":
 if role == "trainer" and plan.get("trainer") == "starts late":
     time.sleep(1.0)
     write_json(run.root / "seen.json", joined.exists())
-process.announce_ready(run.ready_file(role, index), "http://127.0.0.1:9" if role == "generation" else None)
+process.announce_ready(run.ready_file(role, index), f"http://{os.getpid()}.test" if role == "generation" else None)
 if role == "generation":
     time.sleep(600)
 elif role == "trainer":
-    wait_for(lambda: joined.exists() and len(joined.read_text().splitlines()) >= plan["servers"])
+    wait_for(lambda: len(arrivals()) >= plan["servers"])
+    wait_for(lambda: rejoined() or not plan.get("loses a server"))
+    wait_for(lambda: len({controller for controller, _, _ in introductions()}) >= plan.get("controllers", 1))
     if plan.get("trainer") == "fails":
         sys.exit("the loss is not finite")
     wait_for(lambda: plan.get("trainer") != "hangs")
@@ -271,7 +312,7 @@ def test_an_orderly_run_ends_with_its_summary(stage: Callable[..., Stage]) -> No
     played = stage(generation={"servers": 2})
     assert set(played.play().values()) == {None}
     assert played.run.report() == SUMMARY
-    assert sorted(line[1] for line in played.joined()) == ["generation-0", "generation-1"]
+    assert {name for _, name, _ in played.joined()} == {"generation-0", "generation-1"}
     assert (played.dir.root / "tracked").read_text() == "FINISHED"
     assert len(played.pids()) == 6
     assert nothing_left(played)
@@ -321,7 +362,7 @@ def test_servers_take_work_once_the_trainer_is_there(stage: Callable[..., Stage]
     played = stage({"trainer": "starts late"})
     assert set(played.play().values()) == {None}
     assert json.loads((played.dir.root / "seen.json").read_text()) is False  # what had joined when it was ready
-    assert len(played.joined()) == played.run.config.generation_servers
+    assert len({name for _, name, _ in played.joined()}) == played.run.config.generation_servers
 
 
 def test_a_server_that_the_controller_has_lost_is_started_again(stage: Callable[..., Stage]) -> None:
@@ -351,7 +392,7 @@ def test_stop_ends_the_roles_and_the_run_can_be_resumed(stage: Callable[..., Sta
 
 
 def test_servers_are_introduced_again_to_a_restarted_controller(stage: Callable[..., Stage]) -> None:
-    played = stage({"servers": 2}, launch={"restarts": 1})
+    played = stage({"controllers": 2}, launch={"restarts": 1})
 
     def meanwhile() -> None:
         played.wait_for(played.joined)
@@ -376,6 +417,14 @@ def test_a_tracker_that_does_not_end_is_stopped(stage: Callable[..., Stage], mon
     played = stage(tracking={"flush_timeout_s": 0.1}, launch={"stop_timeout_s": 1.0})
     assert set(played.play().values()) == {None}
     assert nothing_left(played)
+
+
+def test_who_was_ready_before_is_forgotten(tmp_path: Path) -> None:
+    run = folder(config(tmp_path))
+    for role in ("trainer", "generation", "rendezvous", "controller"):
+        write_json(run.ready_file(role), {"pid": 1, "url": "http://of-last-week.test"})
+    Run(run).stop("it was enough to start")
+    assert not list(run.ready.iterdir())
 
 
 def test_a_run_has_one_launcher_at_a_time(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,3 +460,17 @@ def test_nothing_is_left_of_a_run_whose_launcher_is_killed(tmp_path: Path) -> No
     for pidfd in pidfds:
         assert select.select([pidfd], [], [], PATIENCE_S)[0]
         os.close(pidfd)
+
+
+def test_processes_see_the_gpus_that_the_launcher_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    settings = config(tmp_path, launch={"accelerator": "cuda", "devices": 3})
+    specs = role_specs(folder(settings), settings, [0, 1])
+    servers = [specs["generation"].env(index)["CUDA_VISIBLE_DEVICES"] for index in range(specs["generation"].count)]
+    assert servers == ["2", "5"]
+    assert specs["trainer"].env(0)["CUDA_VISIBLE_DEVICES"] == "7"
+    synchronous = config(tmp_path, mode="sync", launch={"accelerator": "cuda", "devices": 2})
+    specs = role_specs(folder(synchronous), synchronous, [0, 1])
+    assert [specs["trainer"].env(rank)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["2", "5"]
+    on_cores = config(tmp_path)
+    assert "CUDA_VISIBLE_DEVICES" not in role_specs(folder(on_cores), on_cores, [0, 1])["generation"].env(0)

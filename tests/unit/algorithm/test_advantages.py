@@ -1,7 +1,17 @@
 import numpy as np
 import pytest
 
-from areal_core.algorithm.advantages import ADVANTAGES, batch_advantages, group_advantages, leave_one_out_advantages
+from areal_core.algorithm.advantages import (
+    ADVANTAGES,
+    advantages_of,
+    batch_advantages,
+    group_advantages,
+    group_mean_advantages,
+    leave_one_out_advantages,
+    overlong_penalties,
+)
+from areal_core.algorithm_config import AlgorithmConfig
+from areal_core.config import load
 from areal_core.errors import ConfigError, RewardError
 
 # Group 0: mean 1/4, population std sqrt(3)/4. Group 1 has no variance. The batch: mean 5/8, std sqrt(15)/8.
@@ -24,13 +34,17 @@ def test_leave_one_out_subtracts_the_mean_of_the_others():
     np.testing.assert_allclose(leave_one_out_advantages(REWARDS), [[1, -1 / 3, -1 / 3, -1 / 3], [0, 0, 0, 0]])
 
 
-@pytest.mark.parametrize("kind", ["group", "batch", "leave_one_out"])
+def test_group_mean_does_not_scale():
+    np.testing.assert_allclose(group_mean_advantages(REWARDS), [[0.75, -0.25, -0.25, -0.25], [0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
 def test_equal_rewards_give_exactly_nothing(kind: str):
     # The mean of ten times 0.1 is not 0.1 in floating point; a deviation of 1e-17 must not count.
     assert not ADVANTAGES[kind](np.full((3, 10), 0.1)).any()
 
 
-@pytest.mark.parametrize("kind", ["group", "leave_one_out"])
+@pytest.mark.parametrize("kind", ["group", "group_mean", "leave_one_out"])
 def test_each_group_sums_to_nothing(kind: str):
     rewards = np.random.default_rng(0).normal(size=(5, 8))
     np.testing.assert_allclose(ADVANTAGES[kind](rewards).sum(axis=1), 0, atol=1e-12)
@@ -41,3 +55,35 @@ def test_unusable_rewards_are_refused():
         batch_advantages([[np.nan, 0.0]])
     with pytest.raises(ConfigError, match=r"algorithm\.group_size: must be at least 2 with leave_one_out, got 1"):
         leave_one_out_advantages([[1.0], [0.0]])
+
+
+def test_leave_one_out_is_group_mean_times_a_constant():
+    """r - (sum - r) / (G - 1) = (r - mean) G / (G - 1)."""
+    rewards = np.random.default_rng(0).normal(size=(5, 8))
+    np.testing.assert_allclose(leave_one_out_advantages(rewards), group_mean_advantages(rewards) * 8 / 7)
+
+
+def test_length_costs_in_the_last_tokens_before_the_limit():
+    # limit 20, cache 4: nothing up to 16, a quarter of the penalty for every token after it
+    lengths = [[1, 16, 17, 18], [19, 20, 21, 100]]
+    np.testing.assert_allclose(
+        overlong_penalties(lengths, limit=20, cache=4, penalty=2.0), [[0, 0, -0.5, -1], [-1.5, -2, -2, -2]]
+    )
+
+
+def test_rewards_are_shaped_before_advantages():
+    shaped = AlgorithmConfig(advantage="group_mean", overlong_cache=4, overlong_penalty=0.5)
+    lengths = [[16, 18], [20, 20]]
+    # rewards 1, 1 - 0.25 and 1 - 0.5, 0 - 0.5
+    np.testing.assert_allclose(
+        advantages_of([[1, 1], [1, 0]], lengths, shaped, 20), [[0.125, -0.125], [0.5, -0.5]], atol=1e-12
+    )
+    plain = AlgorithmConfig(advantage="group_mean")
+    np.testing.assert_allclose(advantages_of([[1, 1], [1, 0]], lengths, plain, 20), [[0, 0], [0.5, -0.5]])
+
+
+def test_every_advantage_can_be_chosen():
+    for name in ADVANTAGES:
+        assert load({"algorithm": {"advantage": name}}).algorithm.advantage == name
+    with pytest.raises(ConfigError, match=rf"^algorithm.advantage: must be one of {', '.join(ADVANTAGES)}, got"):
+        load({"algorithm": {"advantage": "none"}})

@@ -1,150 +1,165 @@
-from dataclasses import asdict
+"""Objective, divergence and entropy in one sum; k1, k2 and k3 by hand and against the divergence that they estimate."""
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from areal_core.algorithm.losses import LossStats, decoupled_ppo, k3, naive_ppo
+from areal_core.algorithm.divergences import KL_TERMS, k2, k3
+from areal_core.algorithm.losses import policy_loss
+from areal_core.algorithm.objectives import OBJECTIVES, Tokens
+from areal_core.algorithm.statistics import LossStats
+from areal_core.algorithm_config import AlgorithmConfig
+from areal_core.config import load
+from areal_core.errors import ConfigError
+from tests.support.tokens import of
+
+CONFIG = AlgorithmConfig(objective="naive", clip_eps=1.5)  # so wide that nothing below is clipped
+LOG2 = 0.6931471805599453
 
 
-def logs(*probabilities: float) -> Tensor:
-    return torch.tensor(probabilities, dtype=torch.float64).log()
+# token               0        1        2, not a loss token
+# pi_theta            1/2      1/4
+# pi_behav            1/4      1/4
+# pi_ref              1/4      1/2      log pi_ref / pi_theta = -log 2, log 2
+# A                   1        -1
+TOKENS = Tokens(
+    current=of(0.5, 0.25, float("nan")).log(),
+    behaviour=of(0.25, 0.25, float("nan")).log(),
+    reference=of(0.25, 0.5, float("nan")).log(),
+    advantages=of(1, -1, float("nan")),
+    mask=torch.tensor([True, True, False]),
+    weights=of(1, 0.5, float("nan")),
+    staleness=torch.zeros(3, dtype=torch.long),
+    entropy=of(0.3, 0.7, float("nan")),
+)
 
 
-# token            0          1          2          3, not a loss token
-# pi_prox/behav    2          1          1/2        NaN
-# u                1.1        1.5        1/2        NaN
-# A                1          1          -2         NaN
-# Eq. 5            2 * 1.1    1.2        -2 * 0.8 / 2
-BEHAVIOUR = logs(0.25, 0.4, 0.2, float("nan"))
-PROXIMAL = logs(0.5, 0.4, 0.1, float("nan"))
-CURRENT = logs(0.55, 0.6, 0.05, float("nan"))
-ADVANTAGES = torch.tensor([1, 1, -2, float("nan")], dtype=torch.float64)
-MASK = torch.tensor([True, True, True, False])
-
-
-def test_decoupled_golden_values():
-    current = CURRENT.clone().requires_grad_()
-    matched = torch.tensor([True, True, False, True])
-    entropy = torch.tensor([0.5, 1.0, 0.25, float("nan")], dtype=torch.float64)
-    loss, stats = decoupled_ppo(
-        current,
-        PROXIMAL,
-        BEHAVIOUR,
-        ADVANTAGES,
-        MASK,
-        denominator=4,
-        clip_eps=0.2,
-        matched=matched,
-        entropy=entropy,
-    )
-    assert loss.item() == pytest.approx(-(2.2 + 1.2 - 0.8) / 4)
+def loss_and_gradient(tokens: Tokens, config: AlgorithmConfig, denominator: float = 4.0) -> tuple[float, list[float]]:
+    current = tokens.current.clone().requires_grad_()
+    loss, _ = policy_loss(replace(tokens, current=current), config, denominator=denominator)
     (gradient,) = torch.autograd.grad(loss, current)
-    # Only token 0 is not clipped: d(2 u) / d log pi_theta = 2 u.
-    torch.testing.assert_close(gradient, torch.tensor([-2.2 / 4, 0, 0, 0], dtype=torch.float64))
-    assert asdict(stats) == pytest.approx(
-        {
-            "tokens": 3,
-            "clipped": 2,
-            "capped": 0,
-            "entropy": 1.75,
-            "kl": (0.1 - 0.0953101798) + (0.5 - 0.4054651081) + (-0.5 + 0.6931471806),
-            "weight": 3.5,
-            "weight_squared": 5.25,
-            "weight_max": 2,
-            "matched": 2,
-            "mismatch": 1 - 0.6931471806,
-        }
+    return loss.item(), gradient.tolist()
+
+
+def test_terms_are_weighted_and_divided():
+    # u A = 2 and -1, weights 1 and 1/2
+    loss, gradient = loss_and_gradient(TOKENS, CONFIG)
+    assert loss == pytest.approx(-(2 - 0.5) / 4)
+    assert gradient == pytest.approx([-2 / 4, 0.5 / 4, 0])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values", "slopes"),
+    [
+        # x = log pi_ref / pi_theta = -log 2, log 2; d x / d log pi_theta = -1
+        ("k2", [LOG2**2 / 2, LOG2**2 / 2], [LOG2, -LOG2]),  # x^2 / 2; slope -x
+        ("k3", [0.5 - 1 + LOG2, 2 - 1 - LOG2], [1 - 0.5, 1 - 2]),  # e^x - 1 - x; slope 1 - e^x
+    ],
+)
+def test_a_divergence_as_a_term_of_the_loss(estimator: str, values: list[float], slopes: list[float]):
+    config = replace(CONFIG, kl_coef=0.1, kl_estimator=estimator)
+    loss, gradient = loss_and_gradient(TOKENS, config)
+    assert loss == pytest.approx(-(2 - 0.5 - 0.1 * (values[0] + values[1] / 2)) / 4)
+    assert gradient == pytest.approx([(-2 + 0.1 * slopes[0]) / 4, (0.5 + 0.1 * slopes[1] / 2) / 4, 0])
+
+
+def test_k1_is_a_penalty_in_the_advantage():
+    # log pi_behav / pi_ref = 0 and -log 2: the advantages are 1 and -1 + 0.1 log 2
+    loss, gradient = loss_and_gradient(TOKENS, replace(CONFIG, kl_coef=0.1, kl_estimator="k1"))
+    penalised = -1 + 0.1 * LOG2
+    assert loss == pytest.approx(-(2 + penalised / 2) / 4)
+    assert gradient == pytest.approx([-2 / 4, -penalised / 2 / 4, 0])
+    # with a pi_prox, by which u is 1 and w is 2 and 1, it is log pi_prox / pi_ref = log 2 and -log 2
+    proximal = replace(TOKENS, proximal=TOKENS.current)
+    loss, _ = loss_and_gradient(proximal, replace(CONFIG, objective="decoupled", kl_coef=0.1, kl_estimator="k1"))
+    assert loss == pytest.approx(-(2 * (1 - 0.1 * LOG2) + penalised / 2) / 4)
+
+
+def test_entropy_is_a_bonus():
+    entropy = TOKENS.entropy.clone().requires_grad_()
+    loss, stats = policy_loss(replace(TOKENS, entropy=entropy), replace(CONFIG, entropy_coef=0.2), denominator=4)
+    assert loss.item() == pytest.approx(-(2 - 0.5 + 0.2 * (0.3 + 0.7 / 2)) / 4)
+    loss.backward()
+    assert entropy.grad.tolist() == pytest.approx([-0.2 / 4, -0.1 / 4, 0])
+    assert stats.entropy == pytest.approx(1.0)
+    assert loss_and_gradient(TOKENS, CONFIG)[0] != loss.item()
+
+
+def test_without_coefficients_neither_reference_nor_entropy_is_needed():
+    bare = replace(TOKENS, reference=None, entropy=None)
+    assert loss_and_gradient(bare, CONFIG) == loss_and_gradient(TOKENS, CONFIG)
+
+
+def test_estimators_and_the_divergence_that_they_estimate():
+    """Over all tokens of two small distributions rather than a sample: means are exact."""
+    rng = np.random.default_rng(0)
+    logits, other = torch.from_numpy(rng.normal(size=(2, 6)))
+    logits.requires_grad_()
+    log_theta, log_ref = logits.log_softmax(0), other.log_softmax(0)
+    divergence = (log_theta.exp() * (log_theta - log_ref)).sum()
+    (slope,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    apart, under_theta = log_ref - log_theta, log_theta.exp().detach()
+
+    def mean(values: Tensor) -> Any:
+        return (under_theta * values).sum()
+
+    assert mean(-apart).item() == pytest.approx(divergence.item())  # k1
+    assert mean(k3(apart)).item() == pytest.approx(divergence.item())
+    assert mean(k2(apart)).item() != pytest.approx(divergence.item(), rel=1e-3)  # biased, but its gradient is right:
+    torch.testing.assert_close(torch.autograd.grad(mean(k2(apart)), logits, retain_graph=True)[0], slope)
+    # As a term of a loss k1 has no gradient in the mean; k3 has the one of KL(pi_ref | pi_theta).
+    torch.testing.assert_close(
+        torch.autograd.grad(mean(-apart), logits, retain_graph=True)[0], torch.zeros(6).double(), atol=1e-12, rtol=0
     )
-    assert stats.ess == pytest.approx(3.5**2 / (3 * 5.25))
-
-
-def test_naive_golden_values():
-    # u = pi_theta / pi_behav = 2.2, 1.5, 0.25: all three are clipped.
-    current = CURRENT.clone().requires_grad_()
-    loss, stats = naive_ppo(current, BEHAVIOUR, ADVANTAGES, MASK, denominator=4, clip_eps=0.2)
-    assert loss.item() == pytest.approx(-(1.2 + 1.2 - 2 * 0.8) / 4)
-    assert not torch.autograd.grad(loss, current)[0].any()
-    assert (stats.tokens, stats.clipped, stats.capped) == (3, 3, 0)
-    assert stats.weight == pytest.approx(2.2 + 1.5 + 0.25)
-    assert stats.weight_max == pytest.approx(2.2)
-
-
-def test_clip_leaves_the_pessimistic_side_alone():
-    # u = 1.5 with A < 0 and u = 0.5 with A > 0: the minimum is the ratio itself, and its gradient stays.
-    current = logs(0.6, 0.2).requires_grad_()
-    behaviour, mask = logs(0.4, 0.4), torch.tensor([True, True])
-    loss, stats = naive_ppo(
-        current, behaviour, torch.tensor([-1.0, 1.0], dtype=torch.float64), mask, denominator=1, clip_eps=0.2
+    backwards = (log_ref.exp() * (log_ref - log_theta)).sum()
+    torch.testing.assert_close(
+        torch.autograd.grad(mean(k3(apart)), logits, retain_graph=True)[0],
+        torch.autograd.grad(backwards, logits, retain_graph=True)[0],
     )
-    assert loss.item() == pytest.approx(1.5 - 0.5)
-    torch.testing.assert_close(torch.autograd.grad(loss, current)[0], torch.tensor([1.5, -0.5], dtype=torch.float64))
-    assert stats.clipped == 0
-
-
-def test_cap_bounds_the_behaviour_factor_only_when_asked():
-    def of(cap: float | None):
-        return decoupled_ppo(
-            CURRENT, PROXIMAL, BEHAVIOUR, ADVANTAGES, MASK, denominator=1, clip_eps=0.2, behaviour_cap=cap
-        )
-
-    assert of(1.5).loss.item() == pytest.approx(-(1.5 * 1.1 + 1.2 - 0.8))
-    assert of(1.5).stats.capped == 1
-    assert of(1.5).stats.weight_max == pytest.approx(2)  # reported as it was before the cap
-    assert of(100.0).loss.item() == of(None).loss.item()
-
-
-def test_equal_behaviour_and_proximal_reduce_eq5_to_ppo():
-    generator = torch.Generator().manual_seed(0)
-    behaviour, noise, advantages = torch.randn(3, 50, generator=generator, dtype=torch.float64)
-    current = (behaviour + 0.3 * noise).requires_grad_()
-    mask = torch.rand(50, generator=generator) < 0.7
-    decoupled = decoupled_ppo(current, behaviour, behaviour, advantages, mask, denominator=7, clip_eps=0.2)
-    naive = naive_ppo(current, behaviour, advantages, mask, denominator=7, clip_eps=0.2)
-    assert decoupled.loss.item() == naive.loss.item()
-    for one, other in zip(
-        torch.autograd.grad(decoupled.loss, current), torch.autograd.grad(naive.loss, current), strict=True
-    ):
-        torch.testing.assert_close(one, other)
-    assert decoupled.stats.weight_max == 1
-    assert decoupled.stats.ess == pytest.approx(1)
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_gradient_matches_finite_differences(decoupled: bool):
-    generator = torch.Generator().manual_seed(1)
-    behaviour, noise, drift, advantages = torch.randn(4, 12, generator=generator, dtype=torch.float64)
-    proximal = behaviour + 0.4 * drift
-    mask = torch.arange(12) % 4 != 0
-
-    def loss(current: Tensor) -> Tensor:
-        if decoupled:
-            return decoupled_ppo(current, proximal, behaviour, advantages, mask, denominator=5, clip_eps=0.2).loss
-        return naive_ppo(current, behaviour, advantages, mask, denominator=5, clip_eps=0.2).loss
-
-    assert torch.autograd.gradcheck(loss, (proximal + 0.2 * noise).requires_grad_())
-
-
-def test_only_the_current_policy_gets_a_gradient():
-    inputs = [logs(0.55, 0.6), logs(0.5, 0.4), logs(0.25, 0.4), torch.ones(2, dtype=torch.float64)]
-    current, proximal, behaviour, advantages = (tensor.requires_grad_() for tensor in inputs)
-    mask = torch.tensor([True, True])
-    decoupled_ppo(current, proximal, behaviour, advantages, mask, denominator=1, clip_eps=0.2).loss.backward()
-    assert current.grad is not None
-    assert proximal.grad is behaviour.grad is advantages.grad is None
-
-
-def test_loss_adds_up_over_any_cut():
-    def of(part: slice):
-        return decoupled_ppo(
-            CURRENT[part], PROXIMAL[part], BEHAVIOUR[part], ADVANTAGES[part], MASK[part], denominator=3, clip_eps=0.2
-        )
-
-    whole, parts = of(slice(None)), [of(slice(0, 1)), of(slice(1, 3)), of(slice(3, 4)), of(slice(4, 4))]
-    assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item())
-    assert asdict(sum((part.stats for part in parts), LossStats())) == pytest.approx(asdict(whole.stats))
+    # k1 as a penalty of advantages: the score function with -k1 for a reward has minus the gradient of the divergence.
+    (penalised,) = torch.autograd.grad(mean(log_theta * apart.detach()), logits)
+    torch.testing.assert_close(penalised, -slope)
 
 
 def test_k3_is_accurate_for_engines_that_almost_agree():
     difference = 1e-6
-    assert k3(torch.tensor(difference, dtype=torch.float64)).item() == pytest.approx(difference**2 / 2, rel=1e-3)
+    assert k3(of(difference)).item() == pytest.approx(difference**2 / 2, rel=1e-3)
+
+
+def test_every_estimator_can_be_chosen():
+    for name in ("k1", *KL_TERMS):
+        assert load({"algorithm": {"kl_estimator": name}}).algorithm.kl_estimator == name
+    with pytest.raises(ConfigError, match=rf"^algorithm.kl_estimator: must be one of k1, {', '.join(KL_TERMS)}, got"):
+        load({"algorithm": {"kl_estimator": "k4"}})
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_losses_and_statistics_add_up_over_any_cut(objective: str, estimator: str):
+    generator = torch.Generator().manual_seed(0)
+    behaviour, drift, noise, advantages, reference = torch.randn(5, 20, generator=generator, dtype=torch.float64)
+    known = {
+        "current": behaviour + 0.3 * drift + 0.2 * noise,
+        "proximal": behaviour + 0.3 * drift,
+        "behaviour": behaviour,
+        "advantages": advantages,
+        "mask": torch.rand(20, generator=generator) < 0.8,
+        "weights": torch.rand(20, generator=generator, dtype=torch.float64),
+        "staleness": torch.randint(0, 3, (20,), generator=generator),
+        "reference": behaviour + 0.1 * reference,
+        "entropy": torch.rand(20, generator=generator, dtype=torch.float64),
+    }
+    config = AlgorithmConfig(objective=objective, kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.1)
+
+    def share(part: slice):
+        return policy_loss(Tokens(**{k: v[part] for k, v in known.items()}), config, denominator=3)
+
+    whole = share(slice(None))
+    parts = [share(part) for part in (slice(0, 1), slice(1, 8), slice(8, 20), slice(20, 20))]
+    assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item())
+    total = sum((part.stats for part in parts), LossStats())
+    np.testing.assert_allclose(total.values(), whole.stats.values())

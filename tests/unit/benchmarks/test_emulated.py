@@ -47,7 +47,9 @@ def run(tokens_per_s: float, *, step_s: float = 100.0, steps: int = 5) -> Measur
 
 
 def simulated(tokens_per_s: float, step_s: float) -> Simulated:
-    return Simulated(step_s=step_s, tokens_per_s=tokens_per_s, generation_s=1.0, train_s=1.0)
+    return Simulated(
+        step_s=step_s, tokens_per_s=tokens_per_s, generated_tokens_per_s=tokens_per_s, generation_s=1.0, train_s=1.0
+    )
 
 
 def test_the_papers_rows_are_hours_over_steps() -> None:

@@ -140,6 +140,15 @@ _EMULATED = load(
 )
 
 
+def test_runs_that_nobody_scores_have_no_scores() -> None:
+    config = load({"evaluation": {"enabled": False}})
+    assert {row.name for row in measures(RunConfig(), 0.9)} - {row.name for row in measures(config, None)} == {
+        "time to score 0.9",
+        "final score",
+    }
+    assert common_target([made_up(Trial(arm="a", seed=1, run_id="r", config=config))]) is None
+
+
 def test_emulated_runs_have_no_scores_and_the_time_of_their_cluster() -> None:
     rows = {row.name: row for row in measures(_EMULATED, None)}
     assert {row.name for row in measures(RunConfig(), 0.9)} - rows.keys() == {"time to score 0.9", "final score"}

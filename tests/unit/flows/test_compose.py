@@ -8,11 +8,65 @@ from areal_core.config import RunConfig
 from areal_core.errors import ConfigError
 from flows.compose import CONF, compose, experiments
 
+FILES = ["model.path=m", "task.path=t", "task.held_out_path=h"]  # what only the user can know
+WITH_FILES = [name for name in experiments() if name.startswith(("gpu-", "paper-"))]
+
 
 @pytest.mark.parametrize("experiment", experiments())
 def test_every_experiment_composes_under_its_own_name(experiment: str) -> None:
-    config = compose(experiment)
+    config = compose(experiment, FILES if experiment in WITH_FILES else [])
     assert config.label in (experiment, f"{experiment}-{config.mode}")
+
+
+@pytest.mark.parametrize("experiment", WITH_FILES)
+@pytest.mark.parametrize("missing", FILES)
+def test_an_experiment_asks_for_the_files_it_needs(experiment: str, missing: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(experiment, [given for given in FILES if given != missing])
+    name = missing.partition("=")[0]
+    assert str(caught.value) == f"{name}: must be given, as {name}=VALUE"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "eta", "machines", "steps"),
+    [
+        ("paper-1.5b-math", 8, 16, 250),
+        ("paper-7b-math", 8, 24, 250),
+        ("paper-14b-code", 4, 32, 80),
+        ("paper-32b-code", 4, 48, 60),
+    ],
+)
+def test_the_papers_runs_have_the_papers_settings(experiment: str, eta: int, machines: int, steps: int) -> None:
+    """Tables 1 and 3 of the paper."""
+    config = compose(experiment, FILES)
+    algorithm, training, task = config.algorithm, config.training, config.task
+    assert (config.mode, config.max_staleness, config.interruption) == ("async", eta, "recompute")
+    assert (config.rollout.batch_size, algorithm.group_size, training.minibatches) == (512 * 16, 16, 4)
+    assert (config.launch.devices, config.launch.devices_per_host, training.steps) == (8 * machines, 8, steps)
+    assert config.generation_servers * config.devices_per_server == 6 * machines  # 75 %
+    assert training.ranks == 2 * machines
+    assert (task.max_prompt_tokens, task.max_new_tokens, training.microbatch_tokens) == (1024, 27648, 32768)
+    assert (algorithm.objective, algorithm.advantage, algorithm.clip_eps) == ("decoupled", "batch", 0.2)
+    assert (algorithm.reward_correct, algorithm.reward_wrong) == (5.0, -5.0)
+    assert (training.learning_rate, training.weight_decay, training.warmup_steps) == (2e-5, 0.05, 1)
+    assert (training.beta1, training.beta2, training.adam_eps, training.grad_clip) == (0.9, 0.95, 1e-5, 1.0)
+    assert (training.engine, training.zero_stage, training.dtype) == ("deepspeed", 3, "bfloat16")
+    assert training.checkpoint_activations
+    assert (config.generation.temperature, config.generation.top_p) == (1.0, 1.0)
+
+
+def test_the_small_set_up_is_the_papers() -> None:
+    """Table 7."""
+    config = compose("paper-small", FILES)
+    assert (config.rollout.batch_size, config.groups_per_batch) == (1024, 64)
+    assert (config.generation_servers, config.training_ranks, config.launch.devices) == (6, 2, 8)
+    assert config.task.max_prompt_tokens + config.task.max_new_tokens == config.model.context == 8192
+
+
+def test_one_gpu_is_shared_in_turns() -> None:
+    config = compose("gpu-shared", FILES)
+    assert (config.mode, config.sleeps, config.generation.transfer) == ("sync", True, "ipc")
+    assert (config.generation_servers, config.training_ranks, config.launch.devices) == (1, 1, 1)
 
 
 def test_default_experiment_is_the_schema_itself() -> None:
@@ -37,6 +91,7 @@ def test_every_group_named_by_the_design_has_a_choice() -> None:
             "infra",
             "experiment",
             "emulation",
+            "paper",
         )
     }
 
@@ -48,6 +103,13 @@ def test_every_group_named_by_the_design_has_a_choice() -> None:
         ("stop.score=0.7", lambda c: c.stop.score == 0.7),
         ("stop.score=null", lambda c: c.stop.score is None),
         ("algorithm=naive", lambda c: c.algorithm.objective == "naive"),
+        ("algorithm=a3po", lambda c: c.algorithm.objective == "a3po"),
+        ("algorithm=grpo", lambda c: (c.algorithm.loss_mean, c.algorithm.kl_coef) == ("sequence", 0.04)),
+        ("algorithm=dr_grpo", lambda c: (c.algorithm.loss_mean, c.algorithm.advantage) == ("constant", "group_mean")),
+        ("algorithm=rloo", lambda c: (c.algorithm.objective, c.algorithm.advantage) == ("reinforce", "leave_one_out")),
+        ("algorithm=dapo", lambda c: c.rollout.dynamic_sampling and c.algorithm.clip_eps_high == 0.28),
+        ("algorithm=tis", lambda c: c.algorithm.behaviour_cap == 2.0),
+        ("algorithm=icepop", lambda c: c.algorithm.behaviour_mask_low == 0.5),
         ("training=paper", lambda c: c.training.learning_rate == 2e-5),
         ("generation=deterministic", lambda c: c.generation.deterministic),
         ("tracking=off", lambda c: not c.tracking.enabled),
@@ -82,12 +144,12 @@ def test_value_beats_group_whatever_their_order() -> None:
         ("training.steps.more=1", "", "training.steps"),
         ("rollout.batch_size=100", "rollout.batch_size: must be a multiple of algorithm.group_size", "100"),
         ("mode=both", "mode: must be one of async, sync", "'both'"),
-        ("algorithm=naiv", "algorithm: must be one of decoupled, naive", "did you mean naive?"),
+        ("algorithm=naiv", "algorithm: must be one of a3po, dapo, decoupled, ", "did you mean naive?"),
         ("model=folder", "model.path: must be given", "model.path=VALUE"),
         ("storage=s3", "storage.url: must be given", ""),
         ("task=jsonl", "task.path: must be given", ""),
         ("launch=3", "launch: expected a group of fields", "3"),
-        ("training=[1]", "training: must be one of cpu, paper", "[1]"),
+        ("training=[1]", "training: must be one of cpu, deepspeed, paper", "[1]"),
         ("~training.steps", "overrides: '~training.steps' must be of the form", ""),
         ("+training.extra=1", "overrides: '+training.extra=1' must be of the form", ""),
         ("training.steps", "overrides: 'training.steps' is not of the form", ""),
@@ -107,6 +169,6 @@ def test_wrong_override_is_one_line_that_names_the_field(override: str, start: s
 
 
 def test_unknown_experiment_lists_the_known_ones() -> None:
-    message = r"^experiment: must be one of cpu-async, cpu-sync, [^']*got 'cpu-asinc'; did you"
+    message = r"^experiment: must be one of cpu-async, [^']*cpu-sync, [^']*got 'cpu-asinc'; did you"
     with pytest.raises(ConfigError, match=message):
         compose("cpu-asinc")

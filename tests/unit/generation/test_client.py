@@ -1,132 +1,210 @@
-"""The pool of servers, against servers that do as they are told."""
+"""The client of one server, against servers that do as they are told: the embedded one's dialect, and vLLM's."""
 
-import asyncio
-import dataclasses
+import hashlib
 import subprocess
 import sys
 
 import pytest
-from aiohttp import web
 
 from areal_core.errors import GenerationError, ServerLostError
-from areal_core.generation.client import GenerationClient, GenerationPool
+from areal_core.generation.client import GenerationClient
 from areal_core.types import PolicyVersion
-from areal_core.wire import ServerLoad
 from tests.support.generation import request
-
-
-def version(number):
-    return PolicyVersion(version=number, path=f"/weights/{number}", sha256=f"hash-{number}")
-
-
-class FakeServer:
-    """Keeps answers back until `release` is set, and fails the path in `broken` with the status there."""
-
-    def __init__(self):
-        self.calls = []
-        self.broken = {}
-        self.release = asyncio.Event()
-        self.release.set()
-        self.label = "0"
-        self.aborted = 0
-
-    async def __aenter__(self):
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = "http://{}:{}".format(*self._runner.addresses[0][:2])
-        return self
-
-    async def __aexit__(self, *_):
-        await self._runner.cleanup()
-
-    async def _handle(self, http):
-        if http.path in self.broken:
-            return web.Response(status=self.broken[http.path], text="as it was told")
-        if http.path == "/inference/v1/generate":
-            self.calls.append((await http.json())["request_id"])
-            try:
-                await self.release.wait()
-            except asyncio.CancelledError:
-                self.aborted += 1
-                raise
-            return web.Response(body=b"answer")
-        if http.path == "/weight_info":
-            return web.json_response({"weight_version": self.label})
-        value = await http.json() if http.can_read_body else None
-        self.calls.append((http.path_qs, value))
-        if http.path == "/finish_weight_update":
-            self.label = value["weight_version"]
-        if http.path == "/load":
-            return web.json_response({field.name: 1 for field in dataclasses.fields(ServerLoad)})
-        return web.json_response({})
+from tests.support.servers import FakeServer, choices, version
 
 
 @pytest.fixture
-async def servers():
-    async with FakeServer() as first, FakeServer() as second:
-        yield first, second
+async def server():
+    async with FakeServer() as server:
+        yield server
 
 
 @pytest.fixture
-async def pool():
-    pool = GenerationPool(answers_per_server=10, patience_s=5)
-    yield pool
-    await pool.close()
+async def vllm():
+    async with FakeServer("0.32.0") as server:
+        yield server
 
 
-async def started(server, *request_ids):
-    async with asyncio.timeout(5):
-        while not set(request_ids) <= {call for call in server.calls if isinstance(call, str)}:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
-@pytest.mark.parametrize(("interrupt", "mode"), [(True, "keep"), (False, "wait")])
-async def test_an_update_goes_through_its_phases_in_order(servers, interrupt, mode):
-    client = GenerationClient(servers[0].url)
-    await client.load_version(version(7), interrupt=interrupt)
+@pytest.fixture
+async def client(server):
+    client = GenerationClient(server.url)
+    yield client
     await client.close()
-    assert servers[0].calls == [
+
+
+@pytest.fixture
+async def vllm_client(vllm):
+    client = GenerationClient(vllm.url)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A version with a file, which vLLM's client looks at."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return PolicyVersion(version=7, path=str(tmp_path), sha256=hashlib.sha256(b"weights").hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("interruption", "pause"),
+    [
+        ("recompute", "/pause?mode=keep&clear_cache=true"),
+        ("resubmit", "/pause?mode=abort&clear_cache=true"),
+        ("keep", "/pause?mode=keep&clear_cache=false"),
+        ("wait", "/pause?mode=wait&clear_cache=true"),
+    ],
+)
+async def test_an_update_goes_through_its_phases_in_order(server, client, interruption, pause):
+    await client.identify()
+    await client.load_version(version(7), interruption)
+    assert server.calls == [
+        ("/version", None),
         ("/start_weight_update", None),
         ("/update_weights", {"update_info": {"path": "/weights/7", "sha256": "hash-7"}}),
-        (f"/pause?mode={mode}&clear_cache=true", None),
+        (pause, None),
         ("/finish_weight_update", {"weight_version": "7"}),
         ("/resume", None),
     ]
 
 
 @pytest.mark.parametrize(
-    "path", ["/start_weight_update", "/update_weights", "/pause", "/finish_weight_update", "/resume"]
+    ("interruption", "pause", "resets"),
+    [
+        ("recompute", "/pause?mode=abort&clear_cache=true", True),
+        ("resubmit", "/pause?mode=abort&clear_cache=true", True),
+        ("keep", "/pause?mode=keep&clear_cache=false", False),
+        ("wait", "/pause?mode=wait&clear_cache=true", True),
+    ],
 )
-@pytest.mark.parametrize("status", [400, 500])
-async def test_a_server_that_fails_a_phase_is_lost_and_the_others_go_on(servers, pool, path, status):
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(0))
-    servers[0].broken[path] = status
-    await pool.load_version(version(1))
-    assert (pool.version, pool.capacity) == (1, 10)
-    servers[1].release.clear()
-    call = asyncio.ensure_future(pool.generate(request()))
-    await started(servers[1], "r")
-    servers[1].release.set()
-    assert await call == b"answer"
+async def test_vllm_forgets_what_old_weights_have_cached(vllm, vllm_client, weights, interruption, pause, resets):
+    await vllm_client.identify()
+    await vllm_client.load_version(weights, interruption)
+    assert vllm.calls == [
+        ("/version", None),
+        ("/metrics", None),
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"path": weights.path, "sha256": weights.sha256}}),
+        (pause, None),
+        ("/finish_weight_update", {"weight_version": "7"}),
+        *([("/reset_prefix_cache", None)] if resets else []),
+        ("/resume", None),
+    ]
 
 
-async def test_refusals_are_errors_and_server_errors_and_lost_connections_are_lost_servers(servers):
-    client = GenerationClient(servers[0].url)
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda file: file.write_bytes(b"waights"), r"version 7 was not loaded: sha256: .* has .*, the update names"),
+        (lambda file: file.unlink(), r"version 7 was not loaded: .*No such file"),
+    ],
+)
+async def test_a_damaged_file_does_not_stop_vllm(vllm, vllm_client, weights, tmp_path, damage, said):
+    await vllm_client.identify()
+    damage(tmp_path / "model.safetensors")
+    with pytest.raises(ServerLostError, match=said) as caught:
+        await vllm_client.load_version(weights, "resubmit")
+    assert "\n" not in str(caught.value)
+    assert [path for path, _ in vllm.calls[2:]] == ["/start_weight_update", "/update_weights"]
+
+
+async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
+    await vllm_client.identify()
+    metrics = (
+        "# HELP vllm:num_requests_running Number of requests.\n"
+        'vllm:num_requests_running{{engine="0",model_name="policy"}} 3.0\n'
+        'vllm:num_requests_running{{engine="1",model_name="policy"}} 4.0\n'
+        'vllm:num_requests_waiting{{engine="0"}} 2.0\n'
+        'vllm:generation_tokens_total{{engine="0"}} {generated}\n'
+        'vllm:request_generation_tokens_sum{{engine="0"}} 90.0\n'
+        'vllm:request_prefill_time_seconds_sum{{engine="0"}} {seconds}\n'
+        'vllm:request_prefill_time_seconds_count{{engine="0"}} {count}\n'
+        'vllm:request_prefill_time_seconds_bucket{{engine="0",le="0.3"}} 1.0\n'
+    )
+    vllm.metrics = metrics.format(generated="1e+02", seconds=2.0, count=4.0)
+    vllm.release.clear()
+    async with vllm.runs(vllm_client.generate(request("r"))):
+        load = await vllm_client.load()
+        assert (load.running, load.waiting, load.generated_tokens, load.unfinished_tokens) == (7, 2, 100, 10)
+        assert (load.recompute_ms, load.recomputed_tokens) == (500.0, 0)
+        vllm_client.resubmitted_tokens = 12
+        vllm.metrics = metrics.format(generated="130.0", seconds=2.5, count=9.0)
+        load = await vllm_client.load()
+        assert (load.generated_tokens, load.unfinished_tokens) == (130, 40)
+        assert (load.recompute_ms, load.recomputed_tokens) == (100.0, 12)  # a request's mean since the last look
+        assert (await vllm_client.load()).recompute_ms == 0.0
+    assert (await vllm_client.load()).unfinished_tokens == 0  # of requests whose client has gone
+
+
+async def test_a_client_counts_the_time_without_requests_and_the_time_of_an_update(vllm, vllm_client, weights):
+    await vllm_client.identify()
+    vllm.release.clear()
+    before = await vllm_client.load()
+    async with vllm.runs(vllm_client.generate(request("r"))):
+        begun, busy = await vllm_client.load(), await vllm_client.load()
+    await vllm_client.load_version(weights, "resubmit")
+    after = await vllm_client.load()
+    assert before.idle_s < begun.idle_s == busy.idle_s < after.idle_s
+    assert (before.paused_s, before.swap_ms) == (0.0, 0.0)
+    assert after.swap_ms == 1e3 * after.paused_s > 0.0
+
+
+@pytest.mark.parametrize("release", ["0.31.9", "0.32.1+areal", "1.0"])
+async def test_a_server_with_other_routes_is_refused_in_one_line(release):
+    async with FakeServer(release) as server:
+        client = GenerationClient(server.url)
+        with pytest.raises(GenerationError) as caught:
+            await client.identify()
+        await client.close()
+    assert str(caught.value) == f"{server.url} runs vLLM {release}; needed is vLLM 0.32.0, for its RL routes"
+    assert not isinstance(caught.value, ServerLostError)
+
+
+async def test_weights_without_a_name_have_no_version(server, client):
+    server.label = "default"
+    assert await client.loaded_version() is None
+    server.label = "12"
+    assert await client.loaded_version() == 12
+
+
+async def test_a_phase_that_takes_too_long_is_a_lost_server(server):
+    client = GenerationClient(server.url, update_timeout_s=0.05)
+    server.hanging.add("/finish_weight_update")
+    with pytest.raises(ServerLostError, match=r"version 1 was not loaded in 0\.05 s"):
+        await client.load_version(version(1), "resubmit")
+    await client.close()
+
+
+async def test_the_temperature_is_the_requests_own(server, client):
+    for name, changes, expected in (
+        ("default", {}, 1.0),
+        ("warm", {"temperature": 0.7}, 0.7),
+        ("greedy", {"temperature": 0.7, "greedy": True}, 0.0),
+    ):
+        await client.generate(request(name, **changes))
+        assert server.requests[name]["sampling_params"]["temperature"] == expected
+
+
+async def test_a_pause_ends_requests_with_the_tokens_that_they_have(server, client):
+    server.release.clear()
+    async with server.runs(client.generate(request("r", n=2))) as call:
+        await client.abort_all()
+        assert choices(await call) == [([5, 6], "abort")] * 2
+    assert server.updates() == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
+
+
+async def test_refusals_are_errors_and_server_errors_and_lost_connections_are_lost_servers(server, client):
     for status, kind in (
         (400, GenerationError),
         (404, GenerationError),
         (500, ServerLostError),
         (503, ServerLostError),
     ):
-        servers[0].broken["/inference/v1/generate"] = status
+        server.broken["/inference/v1/generate"] = status
         with pytest.raises(GenerationError, match=rf"{status}: as it was told") as raised:
             await client.generate(request())
         assert raised.type is kind
-    await servers[0].__aexit__()
+    await server.__aexit__()
     with pytest.raises(ServerLostError):
         await client.generate(request())
     await client.close()
@@ -134,124 +212,7 @@ async def test_refusals_are_errors_and_server_errors_and_lost_connections_are_lo
         await client.health()
 
 
-async def test_requests_go_to_the_server_with_the_fewest_answers(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        server.release.clear()
-        await pool.join(name, server.url, lambda: version(0))
-    calls = [asyncio.ensure_future(pool.generate(request("big", n=5)))]
-    await started(servers[0], "big")
-    calls += [asyncio.ensure_future(pool.generate(request(f"small-{i}", n=2))) for i in range(3)]
-    await started(servers[1], "small-0", "small-1", "small-2")
-    calls.append(asyncio.ensure_future(pool.generate(request("last", n=1))))
-    await started(servers[0], "last")
-    for server in servers:
-        server.release.set()
-    assert await asyncio.gather(*calls) == [b"answer"] * 5
-
-
-async def test_a_refused_request_does_not_cost_the_server_its_place(servers, pool):
-    await pool.join("a", servers[0].url, lambda: version(0))
-    servers[0].broken["/inference/v1/generate"] = 400
-    with pytest.raises(GenerationError):
-        await pool.generate(request())
-    assert pool.capacity == 10
-
-
-async def test_requests_wait_for_a_server_and_give_up(servers):
-    pool = GenerationPool(answers_per_server=10, patience_s=0.05)
-    with pytest.raises(GenerationError, match="no generation server joined"):
-        await pool.generate(request())
-    pool = GenerationPool(answers_per_server=10, patience_s=5)
-    call = asyncio.ensure_future(pool.generate(request()))
-    await asyncio.sleep(0)
-    await pool.join("a", servers[0].url, lambda: None)
-    assert await call == b"answer"
-    await pool.close()
-
-
-async def test_requests_of_a_server_that_leaves_fail_and_cancelled_ones_are_cancelled(servers, pool):
-    servers[0].release.clear()
-    await pool.join("a", servers[0].url, lambda: version(0))
-    calls = [asyncio.ensure_future(pool.generate(request(name))) for name in ("cancelled", "failed")]
-    await started(servers[0], "cancelled", "failed")
-    calls[0].cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await calls[0]
-    assert pool.capacity == 10
-    await pool.leave("a")
-    with pytest.raises(ServerLostError, match="failed"):
-        await calls[1]
-    async with asyncio.timeout(5):
-        while servers[0].aborted < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    assert pool.capacity == 0
-
-
-async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
-    await pool.join("a", servers[0].url, lambda: version(3))
-    assert servers[0].label == "3"
-    await pool.load_version(version(4))
-    await pool.join("b", servers[1].url, lambda: version(4))
-    assert (servers[1].label, pool.version) == ("4", 4)
-    updates = len(servers[1].calls)
-    await pool.load_version(version(4))
-    assert len(servers[1].calls) == updates
-
-
-async def test_version_0_is_sent_only_to_servers_that_have_another(servers, pool):
-    servers[1].label = "5"
-    await pool.join("a", servers[0].url, lambda: version(0))
-    await pool.join("b", servers[1].url, lambda: version(0))
-    assert servers[0].calls == []
-    assert servers[1].label == "0"
-
-
-async def test_a_server_that_fails_to_join_takes_no_work(servers, pool):
-    servers[0].broken["/update_weights"] = 400
-    with pytest.raises(ServerLostError):
-        await pool.join("a", servers[0].url, lambda: version(1))
-    assert (pool.capacity, pool.version) == (0, 1)
-
-
-async def test_the_version_is_the_lowest_that_a_server_has(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(1))
-    loading = asyncio.ensure_future(pool.load_version(version(2)))
-    while not loading.done():
-        have = sorted((servers[0].label, servers[1].label))
-        assert pool.version <= int(have[0])
-        await asyncio.sleep(0)
-    assert pool.version == 2
-
-
-async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(0))
-    assert [load.generated_tokens for load in await pool.loads()] == [1, 1]
-    await pool.abort_all()
-    assert servers[1].calls[-2:] == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
-    servers[0].broken["/load"] = 500
-    assert len(await pool.loads()) == 1
-    assert pool.capacity == 10
-
-
-async def test_what_failed_is_lost_until_it_joins_again(servers, pool):
-    for name, server in zip("ab", servers, strict=True):
-        await pool.join(name, server.url, lambda: version(0))
-    servers[0].broken["/health"] = 503
-    await pool.check()
-    assert pool.lost == (servers[0].url,)
-    assert pool.capacity == 10
-    servers[0].broken["/weight_info"] = 500
-    with pytest.raises(ServerLostError):
-        await pool.join("a", servers[0].url, lambda: version(0))
-    assert pool.lost == (servers[0].url,)
-    servers[0].broken.clear()
-    await pool.join("a", servers[0].url, lambda: version(0))
-    await pool.leave("b")
-    assert pool.lost == ()
-
-
-def test_the_client_imports_without_torch():
-    code = "import areal_core.generation.client, sys; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["generation.client", "generation.pool", "generation.vllm_server", "transcript"])
+def test_what_talks_to_servers_imports_without_torch(module):
+    code = f"import areal_core.{module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -23,6 +23,22 @@ def test_a_request_survives_the_wire(greedy, stop_token_ids):
     assert wanted.logprobs
 
 
+@pytest.mark.parametrize("temperature", [0.01, 0.6, 1, 100])
+def test_temperatures_survive_the_wire(temperature):
+    sent = GenerationRequest(
+        request_id="r", token_ids=(3,), n=1, max_tokens=9, seed=1, stop_token_ids=(), temperature=temperature
+    )
+    assert parse_request(orjson.loads(encode_request(sent)), eos_token_ids=(), default_id="ff").request == sent
+
+
+@pytest.mark.parametrize("temperature", [0.009, 101, -1, None, True, "0.5", 1e400])
+def test_temperatures_that_are_not_served_are_refused_by_name(temperature):
+    with pytest.raises(RequestError, match=r"^temperature: must be from 0\.01 to 100 or, for greedy decoding, 0, got"):
+        parse_request(
+            {"token_ids": [3], "sampling_params": {"temperature": temperature}}, eos_token_ids=(), default_id="ff"
+        )
+
+
 def test_defaults_are_those_of_vllm():
     wanted = parse({"token_ids": [3]})
     assert wanted.request == GenerationRequest(

@@ -17,7 +17,7 @@ from areal_core.errors import GenerationError, RewardError
 from areal_core.rewards.packing import unpack_group
 from areal_core.rewards.worker import RewardPool, ScoredGroup, ScoreJob, score_group
 from areal_core.types import GenerationRequest, GroupSummary
-from areal_core.wire import Answer, encode_generation
+from areal_core.wire import Answer, SampledAnswer, encode_generation, whole_answers
 
 END = char_tokenizer().token_id(EOS)
 SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, correct=0, truncated=0)
@@ -40,9 +40,13 @@ def body(*answers):
     return encode_generation(request, answers, logprobs=True)
 
 
-def job(answer_body=b"", *, gold="3", model_path="", **algorithm):
+def whole(*answers):
+    return whole_answers(body(*answers), len(answers))
+
+
+def job(answers=(), *, gold="3", model_path="", **algorithm):
     return ScoreJob(
-        answer=answer_body,
+        answers=answers,
         prompt_token_ids=char_tokenizer().encode("1-1-7="),
         gold=gold,
         task=TaskConfig(),
@@ -74,7 +78,7 @@ def obey(job):
 
 
 def test_a_group_is_scored_and_packed(model):
-    group = body(answer("1-1=0;0-7=3#3", [4] * 9 + [5] * 5), answer("#7", [5, 5, 5]))
+    group = whole(answer("1-1=0;0-7=3#3", [4] * 9 + [5] * 5), answer("#7", [5, 5, 5]))
     scored = score_group(job(group, model_path=model, reward_correct=5.0, reward_wrong=-5.0))
     payload = unpack_group(scored.payload)
     assert payload.lengths.tolist() == [14, 3]
@@ -87,6 +91,7 @@ def test_a_group_is_scored_and_packed(model):
     assert dataclasses.asdict(scored.summary) == {
         "lengths": (14, 3),
         "rewards": (5.0, -5.0),
+        "prompt_tokens": 6,
         "tokens": 17,
         "min_version": 4,
         "max_version": 5,
@@ -96,8 +101,19 @@ def test_a_group_is_scored_and_packed(model):
     }
 
 
+def test_the_segments_of_an_interrupted_answer_are_scored_as_one(model):
+    parts = body(answer("1-1=0;", [4] * 6, "abort"), answer("#3", [4, 4, 4])), body(answer("0-7=3#3", [5] * 8))
+    interrupted = SampledAnswer(segments=((parts[0], 0), (parts[1], 0)))
+    scored = score_group(job((interrupted, SampledAnswer(segments=((parts[0], 1),))), model_path=model))
+    payload = unpack_group(scored.payload)
+    assert payload.lengths.tolist() == [14, 3]
+    assert payload.versions.tolist() == [4] * 6 + [5] * 8 + [4] * 3
+    assert payload.rewards.tolist() == [1.0, 1.0]
+    assert scored.summary.samples[0] == ("1-1=0;0-7=3#3", 1.0, "4:0-6 5:6-14")
+
+
 def test_a_truncated_answer_is_flagged_and_wrong_even_if_its_text_is_right(model):
-    scored = score_group(job(body(answer("#3", [0, 0], "length"), answer("#3", [0, 0, 0])), model_path=model))
+    scored = score_group(job(whole(answer("#3", [0, 0], "length"), answer("#3", [0, 0, 0])), model_path=model))
     payload = unpack_group(scored.payload)
     assert payload.truncated.tolist() == [True, False]
     assert payload.rewards.tolist() == [0.0, 1.0]
@@ -107,12 +123,12 @@ def test_a_truncated_answer_is_flagged_and_wrong_even_if_its_text_is_right(model
 @pytest.mark.parametrize("unfinished", [answer("#3", [0, 0], "abort"), answer("", [], "length")])
 def test_an_unfinished_answer_is_not_scored(model, unfinished):
     with pytest.raises(RewardError, match="answer 1 is not finished"):
-        score_group(job(body(answer("#3", [0, 0, 0]), unfinished), model_path=model))
+        score_group(job(whole(answer("#3", [0, 0, 0]), unfinished), model_path=model))
 
 
 def test_a_body_that_is_no_answer_is_refused(model):
     with pytest.raises(GenerationError):
-        score_group(job(b"{}", model_path=model))
+        score_group(job(whole_answers(b"{}", 1), model_path=model))
 
 
 # RewardPool
@@ -129,9 +145,9 @@ async def pool():
 
 async def test_the_pool_scores_in_processes_of_its_own(model):
     pool = RewardPool(workers=1, timeout_s=30.0)
-    scored = await pool.score(job(body(answer("#3", [0, 0, 0])), model_path=model))
+    scored = await pool.score(job(whole(answer("#3", [0, 0, 0])), model_path=model))
     with pytest.raises(GenerationError):  # an error of its own comes back as it is
-        await pool.score(job(b"{}", model_path=model))
+        await pool.score(job(whole_answers(b"{}", 1), model_path=model))
     await pool.close()
     assert scored.summary.correct == 1
 

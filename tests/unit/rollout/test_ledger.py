@@ -163,6 +163,27 @@ def test_publishing_the_same_weights_again_changes_nothing(ledger):
         ledger.publish(version(4))
 
 
+def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledger):
+    for number in (0, 1, 2, 3):
+        ledger.publish(version(number))
+    batches = {}
+    for step, sampled_by in ((1, 0), (2, 0), (3, 1), (4, 2)):
+        batches[step] = admit_ready(ledger, at=sampled_by)
+        ledger.fix_batch(step, selection(groups=1))
+    ledger.rewind(3)
+    assert (ledger.epoch, ledger.newest_version()) == (0, version(3))  # nothing is lost
+
+    ledger.rewind(1)
+
+    assert (ledger.epoch, ledger.newest_version()) == (1, version(1))
+    assert ledger.batch(2) is not None  # what version 1 is to be trained on
+    assert (ledger.batch(3), ledger.batch(4)) == (None, None)
+    assert ledger.payload(batches[3])  # version 1 sampled it: it is in the buffer again
+    with pytest.raises(LedgerError):
+        ledger.payload(batches[4])
+    assert ledger.publish(version(2, "other")) == "new"
+
+
 def test_other_weights_under_an_old_number_open_an_epoch_and_no_label_lies(ledger):
     for number in (0, 1, 2, 3):
         ledger.publish(version(number))

@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.algorithm.losses import decoupled_ppo
+from areal_core.algorithm.losses import policy_loss
+from areal_core.algorithm.objectives import Tokens
 from areal_core.config import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
 from areal_core.training.engine import StepStats, TrainingEngine, build_batch
-from areal_core.training.packed import answer_logprobs, pack
-from areal_core.training.torch_engine import learning_rate
+from areal_core.training.forward import answer_logprobs
+from areal_core.training.packing import pack
+from areal_core.training.policy_engine import learning_rate
 from tests.support.training import GROUP_SIZE, SPEC, TRAINING, batch, engine, payload, train, weights
 
 NAIVE = AlgorithmConfig(objective="naive")
+HALF = replace(TRAINING, dtype="bfloat16")
 
 
 def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
@@ -66,15 +69,18 @@ def test_gradient_is_that_of_eq5_over_the_whole_minibatch():
     leaves = {name: tensor.requires_grad_() for name, tensor in weights().items()}
     everything = pack(share.tokens, share.lengths, share.prompt_lengths, range(len(share.lengths)))
     source = everything.source
-    loss, _ = decoupled_ppo(
-        answer_logprobs(SPEC, leaves, everything)[0],
-        *(
-            torch.from_numpy(values[source])
-            for values in (proximal, share.behaviour_logprobs, share.advantages, share.loss_mask)
-        ),
-        denominator=len(source),
-        clip_eps=0.2,
-    )
+    current, entropy = answer_logprobs(SPEC, leaves, everything)
+    known = {
+        "proximal": proximal,
+        "behaviour": share.behaviour_logprobs,
+        "advantages": share.advantages,
+        "mask": share.loss_mask,
+        "weights": share.weights,
+        "staleness": share.versions,
+    }
+    columns = {name: torch.from_numpy(values[source]) for name, values in known.items()}
+    tokens = Tokens(current=current, entropy=entropy, **columns)
+    loss, _ = policy_loss(tokens, AlgorithmConfig(), denominator=len(source))
     loss.backward()
     gradient = {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
 
@@ -118,8 +124,8 @@ def test_training_raises_the_probability_of_good_answers():
 def test_any_cut_into_microbatches_gives_the_same_step(algorithm: AlgorithmConfig):
     def after(capacity: int, least: int) -> tuple[StepStats, dict[str, np.ndarray]]:
         # SGD-like: with a large epsilon, Adam's step is as smooth in the gradient as the comparison needs.
-        config = replace(TRAINING, microbatch_tokens=capacity, min_microbatches=least, adam_eps=1.0, minibatches=1)
-        one, share = engine(config, algorithm), batch(minibatches=1)
+        config = replace(TRAINING, adam_eps=1.0, minibatches=1)
+        one, share = engine(config, algorithm), batch(minibatches=1, capacity=capacity, least=least)
         stats = one.train_step(share, None if algorithm is NAIVE else one.logprobs(share))
         return stats, {name: values for name, values in one.state().arrays.items() if name.startswith("exp_avg/")}
 
@@ -130,16 +136,18 @@ def test_any_cut_into_microbatches_gives_the_same_step(algorithm: AlgorithmConfi
         assert_close(gradient, other)
 
 
-def test_same_state_and_batch_give_the_same_bits():
-    one, other = engine(), engine()
+@pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
+def test_same_state_and_batch_give_the_same_bits(training: TrainingConfig):
+    one, other = engine(training), engine(training)
     train(one, range(1, 3))
     train(other, range(1, 3))
     for name, values in one.weights().items():
         assert values.tobytes() == other.weights()[name].tobytes()
 
 
-def test_a_loaded_state_goes_on_bitwise():
-    straight, first, resumed = engine(), engine(), engine()
+@pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
+def test_a_loaded_state_goes_on_bitwise(training: TrainingConfig):
+    straight, first, resumed = engine(training), engine(training), engine(training)
     expected = train(straight, range(1, 5))[2:]
     train(first, range(1, 3))
     state = first.state()
@@ -180,6 +188,29 @@ def test_divergence_raises_and_leaves_the_weights():
         np.testing.assert_array_equal(values, before[name])
 
 
+def test_an_update_that_is_not_finite_can_be_skipped_and_is_counted():
+    one, share = engine(replace(TRAINING, on_divergence="skip")), batch()
+    proximal = one.logprobs(share)
+    broken = share.behaviour_logprobs.copy()
+    own = {index for packed in share.microbatches[0] for index in packed.source.tolist()}
+    broken[min(own)] = np.nan
+    stats = one.train_step(replace(share, behaviour_logprobs=broken), proximal)
+    assert (stats.updates, stats.skipped) == (1, 1)
+    assert np.isfinite([stats.loss, stats.grad_norm, stats.update_norm, stats.entropy, stats.ess]).all()
+    assert one.state().scalars == {"updates": 1}
+    other = engine()  # the same as if the first minibatch had never been
+    second = replace(share, minibatches=share.minibatches[1:])
+    assert other.train_step(second, proximal).loss == stats.loss
+    assert_close(one.weights(), other.weights(), 0)
+
+
+def test_update_norm_is_that_of_the_change_of_all_weights():
+    one, share = engine(), batch(minibatches=1)
+    stats = one.train_step(share, one.logprobs(share))
+    change = sum(((values - weights()[name].numpy()) ** 2).sum() for name, values in one.weights().items()) ** 0.5
+    assert stats.update_norm == pytest.approx(change, rel=1e-4)
+
+
 def test_log_probabilities_that_are_not_finite_raise():
     one = engine()
     state = one.state()
@@ -194,13 +225,81 @@ def test_masked_answers_have_no_effect():
     group = replace(payload(5), truncated=np.array([True, False, True, False]))
     all_cut = replace(payload(6), truncated=np.ones(GROUP_SIZE, bool))
     advantages = np.array([[1.0, -1.0, 0.5, 2.0], [1.0, -1.0, 0.5, 2.0]])
-    share = build_batch(1, [[0], [1]], {0: group, 1: all_cut}, advantages, mask_truncated=True)
+    share = build_batch(1, [[0], [1]], {0: group, 1: all_cut}, advantages, capacity=64, mask_truncated=True)
     garbage = np.where(share.loss_mask, share.advantages, np.nan)
     one, other = engine(), engine()
     stats = one.train_step(share, one.logprobs(share))
     assert (stats.updates, stats.loss_tokens) == (1, share.loss_tokens[0])
     assert other.train_step(replace(share, advantages=garbage), other.logprobs(share)) == stats
     assert_close(one.weights(), other.weights(), 0)
+
+
+@pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
+def test_layers_computed_again_change_no_bit(training: TrainingConfig):
+    one, other = engine(training), engine(replace(training, checkpoint_activations=True))
+    assert train(one, range(1, 3)) == train(other, range(1, 3))
+    for name, values in one.weights().items():
+        assert values.tobytes() == other.weights()[name].tobytes()
+
+
+def test_a_bfloat16_step_is_near_the_float32_step():
+    one, other = engine(replace(TRAINING, adam_eps=1.0)), engine(replace(HALF, adam_eps=1.0))
+    share = batch(minibatches=1)
+    proximal = one.logprobs(share)
+    error = np.abs(other.logprobs(share) - proximal)[share.loss_mask]
+    assert 1e-4 < error.mean() < 0.05
+    assert error.max() < 0.3
+    stats, half = one.train_step(share, proximal), other.train_step(share, proximal)
+    assert half.loss == pytest.approx(stats.loss, abs=0.02)
+    assert half.grad_norm == pytest.approx(stats.grad_norm, rel=0.05)
+    ours, theirs = (
+        np.concatenate(
+            [array.ravel() for name, array in sorted(a.state().arrays.items()) if name.startswith("exp_avg/")]
+        )
+        for a in (one, other)
+    )
+    assert ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs) > 0.99
+
+
+def test_bfloat16_weights_take_updates_that_bfloat16_can_not_hold():
+    """Weights, moments and what is published are float32: steps of 1e-6 add up."""
+    one = engine(replace(HALF, learning_rate=1e-6, warmup_steps=0, weight_decay=0.0))
+    before = one.weights()
+    train(one, range(1, 6))  # ten updates
+    for name, values in one.weights().items():
+        assert values.dtype == np.float32
+        if name.endswith("norm.weight"):  # near 1, where bfloat16 has steps of 1/128
+            assert 0 < np.abs(values - before[name]).max() < 2e-5
+    assert all(array.dtype == np.float32 for name, array in one.state().arrays.items() if name != "rng")
+
+
+def test_bfloat16_gradients_add_up_in_float32():
+    """256 micro-batches of 1/256 each: in bfloat16, 1 + 1/256 is 1."""
+    one = engine(HALF)
+    [[packed, *_], *_] = batch().microbatches
+
+    def add(share: float) -> None:
+        one.backward(one.forward(packed)[0].sum() * share, last=False)
+
+    one.start_gradient()
+    add(1.0)
+    whole = one.reduce_gradient()
+    for _ in range(256):
+        add(1 / 256)
+    assert one.reduce_gradient() == pytest.approx(2 * whole, rel=1e-4)
+    one.start_gradient()
+    add(1.0)
+    assert one.reduce_gradient() == whole
+
+
+def test_mismatch_is_measured_in_the_precision_of_training():
+    share = batch()
+    one, half = engine(), engine(HALF)
+    logprobs = half.logprobs(share)
+    share = replace(share, behaviour_logprobs=logprobs)
+    total, tokens = half.mismatch(share, half.weights(), 0)
+    assert (total, tokens) == (pytest.approx(0, abs=1e-12), int(share.loss_mask.sum()))
+    assert one.mismatch(share, one.weights(), 0)[0] > 1e-6
 
 
 def test_naive_measures_the_mismatch_before_its_first_update_only():

@@ -6,9 +6,10 @@ from itertools import islice
 import pytest
 import torch
 
-from areal_core.config import load, merge
+from areal_core.config import load
 from areal_core.data.arithmetic import is_held_out
 from areal_core.data.tokenizer import Tokenizer, char_tokenizer
+from areal_core.fields import merge
 from areal_core.model import read_spec, read_weights
 from areal_core.training import recipe
 from areal_core.training.warmup import cache_key, embedded_spec, make_model, warm_up

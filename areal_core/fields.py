@@ -1,0 +1,100 @@
+"""Plain nested values into dataclasses whose fields carry their bounds. Every error is one line that starts with the
+dotted name of the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+from areal_core.errors import ConfigError
+
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+
+
+def bounded(default: Any, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
+    """A number with `low <= value <= high`, or `value > above`."""
+    return field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+def choice(default: str, *choices: str) -> Any:
+    """One of several words."""
+    return field(default=default, metadata={"choices": choices})
+
+
+def merge(base: Mapping[str, Any], dotted: str, value: Any, above: str = "") -> dict[str, Any]:
+    """A copy of `base` with the nested field `dotted` set to `value`; `above` is the prefix of the names in `base`."""
+    head, _, rest = dotted.partition(".")
+    merged = dict(base)
+    if rest:
+        below = merged.get(head, {})
+        if not isinstance(below, Mapping):
+            raise ConfigError(f"{above}{dotted}: {above}{head} is a value, not a group of fields")
+        merged[head] = merge(typing.cast(Mapping[str, Any], below), rest, value, f"{above}{head}.")
+    else:
+        merged[head] = value
+    return merged
+
+
+def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
+    """An instance of the dataclass `schema`, and of those in its fields. Raises ConfigError for unknown fields, wrong
+    types and values out of bounds; `prefix` is that of the names in `values`."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{prefix.rstrip('.') or 'configuration'}: expected a group of fields, got {values!r}")
+    given = typing.cast(Mapping[str, Any], values)
+    hints = typing.get_type_hints(schema)
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    for key in given:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known fields: {', '.join(fields)}"
+            raise ConfigError(f"{prefix}{key}: no such field{hint}")
+    built: dict[str, Any] = {}
+    for key, value in given.items():
+        name = prefix + key
+        if dataclasses.is_dataclass(hints[key]):
+            built[key] = build(typing.cast(type[Any], hints[key]), value, name + ".")
+        else:
+            built[key] = _check(name, _coerce(name, value, hints[key]), fields[key].metadata)
+    return schema(**built)
+
+
+def _coerce(name: str, value: Any, hint: Any) -> Any:
+    options: Sequence[Any] = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    wanted = next(option for option in options if option is not type(None))
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if wanted is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return float(value)  # YAML 1.1 takes 1e-4 for text
+    if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
+        return value
+    kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    optional = " or null" if type(None) in options else ""
+    raise ConfigError(f"{name}: must be {kinds[wanted]}{optional}, got {value!r}")
+
+
+def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> Any:
+    if value is None:
+        return value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name}: must be finite, got {value}")
+    choices = bounds.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
+    low, high, above = bounds.get("low"), bounds.get("high"), bounds.get("above")
+    if low is not None and value < low:
+        raise ConfigError(f"{name}: must be at least {low}, got {value}")
+    if above is not None and value <= above:
+        raise ConfigError(f"{name}: must be greater than {above}, got {value}")
+    if high is not None and value > high:
+        raise ConfigError(f"{name}: must be at most {high}, got {value}")
+    return value

@@ -1,0 +1,126 @@
+"""Weights from a safetensors file for vLLM: a weight-transfer engine that vLLM loads by its entry point.
+
+It runs in vLLM's processes, in whatever environment vLLM is installed in, and imports nothing of this package.
+
+    /start_weight_update   nothing yet
+    /update_weights        begins to read {"path", "sha256"} in the background, while decoding goes on
+    /finish_weight_update  waits for that, then loads; a file that is damaged or does not fit fails before the model
+                           is touched
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+NAME = "areal_safetensors"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):
+    """Files need no rendezvous."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    """A safetensors file, or a folder that holds `model.safetensors`, and its hash."""
+
+    path: str
+    sha256: str
+
+
+class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    """Reads all weights of the checkpoint format from one file."""
+
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+    defers_processing = True  # reading goes on when update_weights has returned
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._reader = ThreadPoolExecutor(1, "weights")
+        self._staged: Future[dict[str, torch.Tensor]] | None = None
+        self._shapes = _shapes(Path(self.model_config.model))
+        # A base model that stores its tied head all the same is untied by vLLM, and perhaps tied again: it wants both.
+        self._head_is_embedding = self.model_config.word_embeddings_untied_by_checkpoint
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        self._staged = None
+
+    def update_weights(self, update_info: dict) -> None:
+        """As the base class, without its wait for the device: nothing is on its way there yet."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        path = Path(update_info.path)
+        file = path / "model.safetensors" if path.is_dir() else path
+        self._staged = self._reader.submit(
+            _read, file, update_info.sha256, self._shapes, head_is_embedding=self._head_is_embedding
+        )
+
+    def drain_pending(self) -> None:
+        if self._staged is not None:
+            self._staged.result()
+
+    def finish_weight_update(self) -> None:
+        """Raises RuntimeError when no weights were staged, and what reading them raised."""
+        if self._staged is None:
+            raise RuntimeError("no weights were staged: /update_weights names their file")
+        weights = self._staged.result()
+        self._staged = None
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(weights.items())
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+
+def register() -> None:
+    """What the entry point `vllm.general_plugins` calls, once in each of vLLM's processes."""
+    WeightTransferEngineFactory.register_engine(NAME, SafetensorsEngine)
+
+
+def _shapes(model: Path) -> dict[str, list[int]]:
+    """Shape by name of the tensors of a model folder; empty where there is none."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+def _read(file: Path, sha256: str, shapes: dict[str, list[int]], *, head_is_embedding: bool) -> dict[str, torch.Tensor]:
+    """Tensors in memory of their own. Raises OSError, ValueError or safetensors' error for a file that is no good."""
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != sha256:
+        raise ValueError(f"sha256: {file} has {found}, the update names {sha256}")
+    with safe_open(file, framework="pt") as tensors:
+        weights = {name: tensors.get_tensor(name).clone() for name in tensors.keys()}  # noqa: SIM118 - no mapping
+    if head_is_embedding and _EMBEDDING in weights:
+        weights[_HEAD] = weights[_EMBEDDING]
+    for name in sorted(weights.keys() | shapes.keys()) if shapes else ():
+        given, wanted = list(weights[name].shape) if name in weights else None, shapes.get(name)
+        if given != wanted:
+            raise ValueError(f"{name}: must have shape {wanted}, as in the base model, the update has {given}")
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name}: holds numbers that are not finite")
+    return weights

@@ -1,0 +1,86 @@
+"""Safetensors files without torch: written piece by piece with their hash, where the library wants all of it in memory
+twice; read with bfloat16, which numpy does not know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import deserialize
+
+_NAMES = {"float32": "F32", "float64": "F64", "int32": "I32", "int64": "I64", "uint8": "U8", "bool": "BOOL"}
+_DTYPES = {kind: np.dtype(name) for name, kind in _NAMES.items()}
+_ALIGNMENT = 8  # of the header, in bytes
+_PIECE = 1 << 24  # elements converted at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a file holds."""
+
+    bytes: int
+    sha256: str
+
+
+def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], *, dtype: str | None = None) -> Written:
+    """Write a safetensors file. The same tensors make the same bytes.
+
+    dtype: "bfloat16" rounds float32 tensors to it, to the nearest even; None and "float32" leave them as they are.
+    Raises OSError.
+    """
+    half = dtype == "bfloat16"
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # whatever comes next is aligned
+    for name in order:
+        array = tensors[name]
+        rounded = half and array.dtype == np.float32
+        size = array.size * (2 if rounded else array.itemsize)
+        kind = "BF16" if rounded else _NAMES[array.dtype.name]
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in (len(text).to_bytes(8, "little"), text):
+            digest.update(piece)
+            file.write(piece)
+        for name in order:
+            flat = np.ascontiguousarray(tensors[name]).reshape(-1)
+            for start in range(0, flat.size, _PIECE):
+                part = flat[start : start + _PIECE]
+                data = (to_bfloat16(part) if half and part.dtype == np.float32 else part).data.cast("B")
+                digest.update(data)
+                file.write(data)
+        size = file.tell()
+    return Written(bytes=size, sha256=digest.hexdigest())
+
+
+def read_tensors(data: bytes) -> dict[str, NDArray[Any]]:
+    """The tensors of a safetensors file, bfloat16 as float32. Raises SafetensorError when it is damaged."""
+    tensors: dict[str, NDArray[Any]] = {}
+    for name, view in deserialize(data):
+        half = view["dtype"] == "BF16"
+        flat = np.frombuffer(view["data"], np.uint16 if half else _DTYPES[view["dtype"]])
+        tensors[name] = (from_bfloat16(flat) if half else flat).reshape(view["shape"])
+    return tensors
+
+
+def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper halves of float32 numbers, rounded to the nearest, ties to even; a NaN stays one."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded.astype(np.uint16))
+
+
+def from_bfloat16(halves: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """What the upper halves stand for."""
+    return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -1,0 +1,118 @@
+"""What rank 0 hands out beside its steps: versions to the servers, checkpoints to the store.
+
+Each in a thread of its own, in order; the step only waits for a copy of what is written, or where the one before is not
+written yet. A failure ends the trainer at its next step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from areal_core import checkpoint, weights
+from areal_core.config import RunConfig
+from areal_core.controller_client import ControllerClient
+from areal_core.errors import StorageError
+from areal_core.rundir import RunDir
+from areal_core.storage import Storage
+from areal_core.tensorfile import write_tensors
+from areal_core.timeline import TimelineWriter
+from areal_core.training.aside import Aside
+from areal_core.training.engine import EngineState, Sender
+from areal_core.types import Float32Array, MetricRow
+
+_LOOK_S = 0.2  # between two looks at a version that a checkpoint waits for
+
+
+class Publisher:
+    """Publishes versions and commits checkpoints of one run."""
+
+    def __init__(self, run: RunDir, config: RunConfig, storage: Storage, sender: Sender | None) -> None:
+        self._run = run
+        self._config = config
+        self._storage = storage
+        self._sender = sender
+        self._timeline = TimelineWriter(run.timeline_file("publisher"))
+        self._publishing = Aside("publish", waiting=2)  # a version and what is told of it
+        self._saving = Aside("checkpoint", waiting=1)
+        self._announced = threading.Event()  # whatever was handed in to be published
+        self._publishing_controller, self._saving_controller = ControllerClient(run), ControllerClient(run)
+
+    def publish(self, step: int, tensors: Mapping[str, Float32Array]) -> None:
+        """Hand `tensors`, which nobody changes any more, to the generation servers as version `step`. Waits for the
+        version before; where the trainer itself sends weights to servers, from the device that trains, for this one."""
+        self._publishing.drain()
+        self._announced.clear()
+        self._publishing.submit(lambda: self._publish(step, tensors))
+        if self._sender is not None:
+            self._publishing.drain()
+
+    def check(self) -> None:
+        """Raise what has failed aside, if something has."""
+        self._publishing.check()
+        self._saving.check()
+
+    def report(self, step: int, values: Mapping[str, float], staleness: Counter[int]) -> None:
+        """Log points of curves and the histogram of a step's staleness, once its version is published."""
+        now = time.time()
+        rows = [MetricRow(key=key, step=step, value=float(value), time_s=now) for key, value in values.items()]
+        counts = {str(lag): count for lag, count in sorted(staleness.items())}
+
+        def tell() -> None:
+            self._publishing_controller.metrics(rows)
+            self._publishing_controller.document("staleness_histogram", step, {"counts": counts})
+
+        self._publishing.submit(tell)
+
+    def make_room(self) -> None:
+        """Wait until no checkpoint is being written: there is one copy of the state at a time."""
+        self._saving.drain()
+
+    def checkpoint(self, step: int, state: EngineState) -> None:
+        """Commit a checkpoint of `step`, the last one handed in to be published: this state, and the ledger as it is
+        once that version is known to it."""
+        self._saving.submit(lambda: self._checkpoint(step, state))
+
+    def drain(self) -> None:
+        """Wait until everything is published and committed."""
+        self._publishing.drain()
+        self._saving.drain()
+
+    def _publish(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
+        start = time.monotonic()
+        version = weights.publish(self._run.weights, step, tensors, dtype=self._config.training.dtype)
+        released = self._publishing_controller.announce(version)
+        self._announced.set()
+        if self._sender is not None:
+            self._sender.send(version, tensors)
+        weights.release(self._run.weights, released)
+        end = time.monotonic()
+        self._timeline.span("publish", start, end, step)
+        row = MetricRow(key="time/publish_s", step=step, value=end - start, time_s=time.time())
+        self._publishing_controller.metrics([row])
+
+    def _checkpoint(self, step: int, state: EngineState) -> None:
+        start = time.monotonic()
+        file = self._run.root / checkpoint.STATE
+        try:
+            write_tensors(file, state.arrays)
+        except OSError as error:
+            raise StorageError(f"can't write {file}: {error.strerror}") from error
+        while not self._announced.wait(_LOOK_S):
+            self._publishing.check()
+        ledger = checkpoint.FileEntry(**self._saving_controller.snapshot(step))
+        checkpoint.save(
+            self._storage,
+            step,
+            {checkpoint.STATE: file},
+            {"engine": state.scalars, "config": self._config.to_dict()},
+            uploaded={checkpoint.LEDGER: ledger},
+        )
+        self._timeline.span("checkpoint", start, time.monotonic(), step)
+        # Whichever checkpoint is left can be resumed from: what the oldest one would replay is kept.
+        self._saving_controller.committed(checkpoint.prune(self._storage, self._config.training.keep_checkpoints))

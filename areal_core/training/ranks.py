@@ -1,0 +1,195 @@
+"""The ranks of a data-parallel group, and what they say to each other.
+
+Ranks meet in a store: a file where all are on one machine, the rendezvous process beside the controller where they are
+on several (`meeting_point`). No rank hosts it, so that it outlives whichever rank hangs or dies, and the others can
+tell there who is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from areal_core.errors import ProcessError
+
+RENDEZVOUS = "AREAL_RENDEZVOUS"  # "<address>:<port>" of the store where ranks of several machines meet
+ADDRESS = "AREAL_ADDRESS"  # of the machine that a rank is on, for what it says
+_JOIN_S = 120.0  # for all ranks of a group to be there
+_GRACE_S = 3.0  # between a failed collective and the look at who else waits
+
+
+def meeting_point(environment: Mapping[str, str], folder: Path) -> Path | str:
+    """Where the ranks that were started together meet: "<address>:<port>/<name>" of a store, or a file in `folder`.
+
+    torchrun finds a free port for every round of ranks. Nobody listens on it; it gives the round its name.
+    """
+    if store := environment.get(RENDEZVOUS):
+        return f"{store}/{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    return folder / f"rendezvous-{environment.get('AREAL_ATTEMPT', '0')}"
+
+
+class RankGroup:
+    """This rank among `size` ranks. All methods are collective: every rank calls them, in the same order.
+
+    Ranks find each other at `rendezvous` (see `meeting_point`), which must not be left over from an earlier group;
+    every wait for another rank is bounded by `timeout_s`, the first one by `join_s`. A group of one needs neither.
+    `backend` is torch.distributed's: tensors on GPUs want "cpu:gloo,cuda:nccl", and a GPU for each rank.
+    Raises ProcessError that names the ranks which did not come.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        rendezvous: Path | str | None = None,
+        timeout_s: float = 120.0,
+        join_s: float = _JOIN_S,
+        backend: str = "gloo",
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._timeout_s = timeout_s
+        self._collectives = 0  # so far
+        if size > 1:
+            assert rendezvous is not None
+            self._store = _store(rendezvous, size, join_s)
+            self._store.set(f"host/{rank}", os.environ.get(ADDRESS, "127.0.0.1"))
+            self._wait_for_all(join_s)
+            try:
+                dist.init_process_group(
+                    backend,
+                    store=PrefixStore("group", self._store),
+                    rank=rank,
+                    world_size=size,
+                    timeout=timedelta(seconds=timeout_s),
+                )
+            except RuntimeError as error:
+                raise ProcessError(f"rank {rank} can't connect to the others: {_one_line(error)}") from error
+
+    def sum_into(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over ranks."""
+        self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum over ranks, elementwise."""
+        total = torch.from_numpy(values.copy())
+        self._reduce(total, dist.ReduceOp.SUM)
+        return total.numpy()
+
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        self.all_sum(np.zeros(1))
+
+    def all_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The largest over ranks, elementwise."""
+        largest = torch.from_numpy(values.copy())
+        self._reduce(largest, dist.ReduceOp.MAX)
+        return largest.numpy()
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """For collectives that somebody else calls: where one of gloo's fails, the error names the missing rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or "gloo" not in str(error):
+                raise
+            raise ProcessError(self._who_is_missing(_one_line(error))) from error
+
+    def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        if self.size == 1:
+            return
+        self._collectives += 1
+        try:
+            dist.all_reduce(tensor, operation)
+        except RuntimeError as error:  # gloo's for a timeout, and for a connection that another rank's end has closed
+            raise ProcessError(self._who_is_missing(_one_line(error))) from error
+
+    def _who_is_missing(self, error: str) -> str:
+        """Every rank that waited in vain says so in the store; those that don't are the reason."""
+        number = self._collectives
+        posts = [f"stopped/{number}/{rank}" for rank in range(self.size)]
+
+        def look() -> str:
+            self._store.set(posts[self.rank], "")
+            try:
+                self._store.wait(posts, timedelta(seconds=_GRACE_S))
+                return f"the connection between ranks broke in sum {number}: {error}"
+            except RuntimeError:  # DistStoreError: not all are there
+                return f"{self._named(posts)} did not reach sum {number} {bound}"
+
+        timed_out = "timed out" in error.lower()
+        bound = (
+            f"within {self._timeout_s:g} s (training.collective_timeout_s)"
+            if timed_out
+            else "where the others wait, and a connection was closed"
+        )
+        return _bounded(look) or f"rank {self.rank} has lost the rendezvous and, in sum {number}, the other ranks"
+
+    def _wait_for_all(self, join_s: float) -> None:
+        keys = [f"host/{rank}" for rank in range(self.size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=join_s))
+        except RuntimeError as error:
+            missing = (
+                _bounded(lambda: ", ".join(str(rank) for rank in self._missing(keys))) or "(which, nobody can say)"
+            )
+            raise ProcessError(f"rank {missing} did not come to the rendezvous within {join_s:g} s") from error
+
+    def _named(self, posts: Sequence[str]) -> str:
+        """The ranks whose post is missing, and where they are."""
+        hosts = {rank: self._store.get(f"host/{rank}").decode() for rank in self._missing(posts)}
+        return ", ".join(f"rank {rank} (host {host})" for rank, host in hosts.items())
+
+    def _missing(self, keys: Sequence[str]) -> list[int]:
+        """Ranks whose key, one a rank, is not there."""
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+
+def _store(rendezvous: Path | str, size: int, join_s: float) -> Store:
+    if isinstance(rendezvous, Path):
+        return FileStore(str(rendezvous.absolute()), size)
+    where, _, name = rendezvous.partition("/")
+    address, _, port = where.rpartition(":")
+    try:
+        store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=join_s))
+    except RuntimeError as error:
+        raise ProcessError(f"no rendezvous at {where}: {_one_line(error)}") from error
+    return PrefixStore(name, store)
+
+
+def _bounded(look: Callable[[], str]) -> str | None:
+    """What `look` returns; None if it fails or takes too long: a store on a machine that was cut off never answers, and
+    its client knows no bound."""
+    found: list[str] = []
+
+    def try_to() -> None:
+        try:
+            found.append(look())
+        except RuntimeError as error:
+            print(f"areal: the rendezvous fails: {_one_line(error)}", flush=True)
+
+    looking = threading.Thread(target=try_to, name="look for ranks", daemon=True)
+    looking.start()
+    looking.join(2 * _GRACE_S)
+    return found[0] if found else None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

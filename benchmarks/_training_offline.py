@@ -1,0 +1,271 @@
+"""What `benchmarks.training` measures without a run, in processes of one thread: batches, arms, and what they take.
+
+Each function here is the work of one process; what it returns travels back to the benchmark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal_core import process
+from areal_core.__main__ import configuration
+from areal_core.config import RunConfig
+from areal_core.data.arithmetic import training_chain
+from areal_core.model import ModelSpec, init_weights
+from areal_core.training.engine import TrainingBatch, build_batch
+from areal_core.training.packing import Packed, pack
+from areal_core.training.torch_engine import TorchEngine
+from areal_core.training.warmup import embedded_spec
+from areal_core.types import Float32Array, GroupPayload
+from benchmarks._padded_training import PaddedTraining
+
+BATCH_TOKENS = 8192  # real ones, prompts included; the group that goes beyond is the last one
+SORTED_CAPACITIES = (512, 1024, 2048, 4096)  # tokens of a padded micro-batch; the fastest counts
+PACKED_CAPACITIES = (1024, 2048, 4096)  # of a packed one, beside the whole batch as one; again the fastest counts
+LONGEST = 448  # tokens of a sequence of the long-tailed setting; the paper's are up to 28672
+CAPACITIES = (512, 1024, 2048, 4096, 8192)
+_PROMPT, _MEDIAN, _SIGMA = 16, 64, 0.8  # tokens of a prompt; log-normal tokens of an answer
+_TOLERANCE = 1e-4  # of two gradients, relative to the largest entry of a tensor
+_MIB = 1 << 20
+
+Groups = Iterator[tuple[int, NDArray[np.int32]]]  # tokens of a prompt, [G] of its answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model and how long its sequences are."""
+
+    overrides: tuple[str, ...]  # of the default configuration
+    groups: Callable[[RunConfig, int], Groups]  # endless, by seed
+
+    @property
+    def config(self) -> RunConfig:
+        return configuration(None, ["training.minibatches=1", *self.overrides])
+
+
+def long_tailed(config: RunConfig, seed: int) -> Groups:
+    rng = np.random.default_rng(seed)
+    while True:
+        answers = np.exp(np.log(_MEDIAN) + _SIGMA * rng.normal(size=4)).round()
+        yield _PROMPT, answers.clip(1, LONGEST - _PROMPT).astype(np.int32)
+
+
+def worked_chains(config: RunConfig, seed: int) -> Groups:
+    """As long as the default task's prompts, each with a group of worked solutions and their end tokens."""
+    index = 0
+    while True:
+        chain = training_chain(seed, index, config.task.max_operations, config.task.length_decay)
+        yield len(chain.prompt), np.full(config.algorithm.group_size, len(chain.worked) + 1, np.int32)
+        index += 1
+
+
+SETTINGS = {
+    "long_tail": Setting(
+        overrides=(
+            *("model.hidden_size=128", "model.layers=4", "model.intermediate_size=384"),
+            f"model.context={LONGEST}",
+        ),
+        groups=long_tailed,
+    ),
+    "default": Setting(overrides=(), groups=worked_chains),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedBatch(TrainingBatch):
+    """Cut into micro-batches of a constant number of sequences, in the order of their arrival: as many as fit
+    `capacity` if all were as long as one may get. Packed as ever."""
+
+    longest: int  # tokens
+
+    def cut(self, members: Sequence[int]) -> tuple[Packed, ...]:
+        size = self.capacity // self.longest
+        return tuple(
+            pack(self.tokens, self.lengths, self.prompt_lengths, members[start : start + size])
+            for start in range(0, len(members), size)
+        )
+
+
+class Arm(Protocol):
+    """A way to train."""
+
+    def update(self, batch: TrainingBatch, proximal: Float32Array) -> float:
+        """Cut the batch, pass forward and backward, step the optimiser. Returns the loss."""
+        ...
+
+    def gradient(self) -> Mapping[str, Float32Array]:
+        """That of the first update, clipped, times 1 - beta1."""
+        ...
+
+
+class PackedArm:
+    """The system's engine as a run has it."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, Tensor], config: RunConfig, capacity: int | None = None
+    ) -> None:
+        """`capacity`: C; None: that of the batch."""
+        self._engine = TorchEngine(spec, weights, config.training, config.algorithm)
+        self._capacity = capacity
+
+    def logprobs(self, batch: TrainingBatch) -> Float32Array:
+        return self._engine.logprobs(batch)
+
+    def update(self, batch: TrainingBatch, proximal: Float32Array) -> float:
+        capacity = self._capacity or batch.capacity
+        return self._engine.train_step(
+            dataclasses.replace(batch, capacity=capacity), proximal
+        ).loss  # cut as it is made
+
+    def gradient(self) -> Mapping[str, Float32Array]:
+        arrays = self._engine.state().arrays
+        return {name.removeprefix("exp_avg/"): array for name, array in arrays.items() if name.startswith("exp_avg/")}
+
+
+def arms(setting: Setting) -> dict[str, Arm]:
+    """All of them, with the same weights."""
+    config = setting.config
+    spec = embedded_spec(config)
+    weights = init_weights(spec, 0)
+    padded = partial(PaddedTraining, spec, weights, config.training, config.algorithm)
+    return {
+        "packed": PackedArm(spec, weights, config),
+        **{f"packed_{capacity}": PackedArm(spec, weights, config, capacity) for capacity in PACKED_CAPACITIES},
+        "padded": padded(None),
+        **{f"sorted_{capacity}": padded(capacity) for capacity in SORTED_CAPACITIES},
+    }
+
+
+def make_batch(setting: Setting, seed: int) -> TrainingBatch:
+    """Groups until there are BATCH_TOKENS tokens: one minibatch. Every answer has an advantage, so that nobody can
+    leave any out; tokens are random."""
+    config, rng = setting.config, np.random.default_rng(seed)
+    vocabulary, payloads, total = embedded_spec(config).vocab_size, {}, 0
+    for index, (prompt, answers) in enumerate(setting.groups(config, seed)):
+        tokens = int(answers.sum())
+        payloads[index] = GroupPayload(
+            prompt_tokens=rng.integers(0, vocabulary, prompt).astype(np.int32),
+            lengths=answers,
+            tokens=rng.integers(0, vocabulary, tokens).astype(np.int32),
+            logprobs=(rng.normal(size=tokens) / 10 - np.log(vocabulary)).astype(np.float32),
+            versions=np.zeros(tokens, np.int32),
+            rewards=np.arange(len(answers), dtype=np.float32) % 2,
+            truncated=np.zeros(len(answers), np.bool_),
+        )
+        total += tokens + prompt * len(answers)
+        if total >= BATCH_TOKENS:
+            break
+    advantages = np.array([2.0 * group.rewards - 1.0 for group in payloads.values()])
+    return build_batch(1, [list(payloads)], payloads, advantages, capacity=config.training.microbatch_tokens)
+
+
+def recut(batch: TrainingBatch, how: str, capacity: int) -> TrainingBatch:
+    """The batch in micro-batches within `capacity`, "dynamic" or "fixed"."""
+    if how == "dynamic":
+        return dataclasses.replace(batch, capacity=capacity)
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init}
+    return FixedBatch(**values | {"capacity": capacity, "longest": LONGEST})
+
+
+# -- what a process does ----------------------------------------------------------------------------------------
+
+
+def check(name: str) -> None:
+    """All arms make the same loss and gradient of the same batch, or this raises AssertionError."""
+    setting = SETTINGS[name]
+    same_update(arms(setting), make_batch(setting, 0))
+
+
+def same_update(fresh: Mapping[str, Arm], batch: TrainingBatch) -> None:
+    """The same, of arms that have made no update yet."""
+    packed = fresh["packed"]
+    assert isinstance(packed, PackedArm)
+    # Somewhat off, so that ratios are not 1 and some are clipped.
+    proximal = packed.logprobs(batch) + np.float32(0.25) * np.sin(np.arange(len(batch.tokens), dtype=np.float32))
+    losses = {name: arm.update(batch, proximal) for name, arm in fresh.items()}
+    expected = packed.gradient()
+    for name, arm in fresh.items():
+        assert np.isclose(losses[name], losses["packed"], rtol=1e-4, atol=1e-6), f"{name}: another loss, {losses}"
+        for tensor, values in arm.gradient().items():
+            off = np.abs(values - expected[tensor]).max() / np.abs(expected[tensor]).max()
+            assert off < _TOLERANCE, f"{name}: another gradient, {tensor} is off by {off:.1e} of its largest entry"
+
+
+def speeds(name: str, rounds: int) -> list[dict[str, float]]:
+    """Real tokens by CPU second of each arm, round by round; every round has another batch and begins with another
+    arm. One more round goes before."""
+    setting = SETTINGS[name]
+    contenders = arms(setting)
+    proximal = PackedArm(embedded_spec(setting.config), init_weights(embedded_spec(setting.config), 0), setting.config)
+    measured: list[dict[str, float]] = []
+    for seed in range(rounds + 1):
+        batch = make_batch(setting, seed)
+        given = proximal.logprobs(batch)
+        updates = {arm: partial(contenders[arm].update, batch, given) for arm in contenders}
+        measured.append(_in_turns(updates, len(batch.tokens), seed))
+    return measured[1:]
+
+
+def cuts(rounds: int) -> list[dict[str, float]]:
+    """The same for the packed arm with both ways to cut, "dynamic_512" and so on: long-tailed lengths."""
+    setting = SETTINGS["long_tail"]
+    spec = embedded_spec(setting.config)
+    packed = PackedArm(spec, init_weights(spec, 0), setting.config)
+    measured: list[dict[str, float]] = []
+    for seed in range(rounds + 1):
+        batch = make_batch(setting, seed)
+        given = packed.logprobs(batch)
+        updates = {
+            f"{how}_{capacity}": partial(packed.update, recut(batch, how, capacity), given)
+            for capacity in CAPACITIES
+            for how in ("dynamic", "fixed")
+        }
+        measured.append(_in_turns(updates, len(batch.tokens), seed))
+    return measured[1:]
+
+
+def peak_mib(how: str, capacity: int) -> float:
+    """Memory of one update, at its highest above what the process held before it. For a process that has done nothing
+    else: memory that was used before would be used again."""
+    setting = SETTINGS["long_tail"]
+    spec = embedded_spec(setting.config)
+    packed = PackedArm(spec, init_weights(spec, 0), setting.config)
+    batch = recut(make_batch(setting, 0), how, capacity)
+    given = np.zeros(len(batch.tokens), np.float32)
+    packed.update(dataclasses.replace(batch, minibatches=((int(batch.lengths.argmin()),),)), given)  # libraries' own
+    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    packed.update(batch, given)
+    highest = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{os.getpid()}/status").read_text())
+    assert highest is not None
+    return (int(highest[1]) * 1024 - before) / _MIB
+
+
+def _in_turns(updates: Mapping[str, Callable[[], float]], tokens: int, turn: int) -> dict[str, float]:
+    names = list(updates)
+    names = names[turn % len(names) :] + names[: turn % len(names)]
+    taken: dict[str, float] = {}
+    for name in names:
+        start = time.process_time()
+        updates[name]()
+        taken[name] = tokens / (time.process_time() - start)
+    return taken
+
+
+def start_process() -> None:
+    process.die_with_parent()
+    torch.set_num_threads(1)

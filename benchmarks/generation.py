@@ -1,0 +1,380 @@
+"""How fast does the embedded engine generate on one core, beside transformers and vLLM on the same core?
+
+    python -m benchmarks.generation [--rounds 5] [--window 5] [field=value ...]
+
+Everything is one real process pinned to one core; HTTP clients run on another. The model is the warmed-up base model of
+a run, so that lengths are real, and the prompts are the default task's. Requests of 16 answers wait at the servers, so
+that 64 answers are being decoded at any time. All arms are started first and measured in turns, some rounds long;
+figures are medians over rounds.
+
+- `tokens_per_s_per_core`: the embedded server over HTTP with the default model (width 64, 3 layers, 4 heads of 16);
+- `tokens_per_s_per_core_t256`: the same with answers of 256 tokens each, end tokens ignored;
+- `over_transformers`, `over_vllm_cpu`: the embedded server's tokens/s over theirs, within a round, on one model that
+  all three can run: vLLM's attention on CPUs needs heads of 32, so it has 2 heads (experiment `cpu-vllm`), else the
+  same. transformers' `generate()` runs batches of 4 prompts x 16 answers, each as long as its longest answer; vLLM
+  gets the very requests of the embedded server;
+- `gemm_share`: floating-point operations of the linear layers alone x tokens/s of the default model, over those of one
+  large float32 product a second on that core in the same round;
+- `swap_ms`: between two steps, by the server's own clock, while it decodes (what must be computed again comes on top);
+  `swap_100m_ms` the same for 100M float32 parameters, next to `copy_100m_ms`, a copy of as many bytes into new memory;
+- `staging_100m_ms`: a file of as many parameters, in the page cache, read, checked and made ready to run. Decoding goes
+  on meanwhile.
+
+Tokens/s are by the wall clock; `cpu_s_share` says how much of the core each arm got, where others use the machine too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+
+from areal_core import prepare, weights
+from areal_core.__main__ import configuration
+from areal_core.config import RunConfig
+from areal_core.data.source import open_source
+from areal_core.data.tokenizer import Tokenizer
+from areal_core.errors import ArealError, ConfigError, ProcessError
+from areal_core.generation.client import GenerationClient
+from areal_core.launch import CHILD_ENV
+from areal_core.spec import ModelSpec, read_spec
+from areal_core.types import GenerationRequest, PolicyVersion
+
+ROOT = Path(__file__).resolve().parents[1]
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+OFFLINE = "benchmarks._generation_offline"
+SLOTS, GROUP = 64, 16  # answers being decoded, answers of a request
+REQUESTS = 4 * SLOTS // GROUP  # in flight: while the last answers of one are decoded, others fill the slots
+LONG = 256  # tokens of a long answer
+_LONG_CONTEXT = 320
+_LEAD_IN_S = 1.0  # before a window, for a steady state
+_START_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What an arm did in one window."""
+
+    tokens: int
+    wall_s: float
+    cpu_s: float  # of all its processes
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.wall_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What an arm is asked for, again and again."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+    def request(self, number: int) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=f"r{number}",
+            token_ids=self.prompts[number % len(self.prompts)],
+            n=GROUP,
+            max_tokens=self.max_tokens,
+            seed=number,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+
+class Child:
+    """A process pinned to one core, with what it starts."""
+
+    def __init__(self, argv: list[str], core: int, **options: Any) -> None:
+        self._popen = subprocess.Popen(
+            ["taskset", "-c", str(core), *argv],
+            cwd=ROOT,
+            env=os.environ | CHILD_ENV,
+            **options,
+        )
+        self._core = core
+        self._process = psutil.Process(self._popen.pid)
+
+    def cpu_s(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._tree())
+
+    def pin(self) -> None:
+        """Again, for threads that have taken other cores."""
+        for process in self._tree():
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {self._core})
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        """A line of JSON for a line of JSON."""
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._popen.stdin.write(orjson.dumps(what) + b"\n")
+        self._popen.stdin.flush()
+        answer = self._popen.stdout.readline()
+        if not answer:
+            raise ProcessError(f"{' '.join(map(str, self._popen.args))} ended with code {self._popen.wait()}")  # type: ignore
+        return orjson.loads(answer)
+
+    def wait_for(self, file: Path) -> str:
+        """The URL in a ready file."""
+        deadline = time.monotonic() + _START_S
+        while not file.exists():
+            if self._popen.poll() is not None or time.monotonic() > deadline:
+                raise ProcessError(f"{file.stem} did not start; its output is above")
+            time.sleep(0.05)
+        self.pin()
+        return orjson.loads(file.read_bytes())["url"]
+
+    def end(self) -> None:
+        self._popen.terminate()
+        self._popen.wait()
+
+    def _tree(self) -> list[psutil.Process]:
+        return [self._process, *self._process.children(recursive=True)]
+
+
+async def served(url: str, child: Child, load: Load, seconds: float) -> Window:
+    """Requests to a server, as many in flight as ever; tokens of those that end within the window."""
+    client = GenerationClient(url)
+    numbers = itertools.count(int(time.time() * 1000) % 2**30)
+    tokens = 0
+
+    async def ask() -> None:
+        nonlocal tokens
+        while True:
+            body = await client.generate(load.request(next(numbers)))
+            tokens += orjson.loads(body)["usage"]["completion_tokens"]
+
+    asking = [asyncio.ensure_future(ask()) for _ in range(REQUESTS)]
+    try:
+        await asyncio.wait(asking, timeout=_LEAD_IN_S, return_when=asyncio.FIRST_EXCEPTION)
+        before, cpu_s, start = tokens, child.cpu_s(), time.monotonic()
+        await asyncio.wait(asking, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        window = Window(tokens=tokens - before, wall_s=time.monotonic() - start, cpu_s=child.cpu_s() - cpu_s)
+        for task in asking:
+            if task.done():
+                task.result()
+        if not window.tokens:
+            raise ProcessError(f"{url} finished no request in {seconds:g} s; choose a longer --window")
+        return window
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        with contextlib.suppress(ArealError):
+            await client.abort_all()
+        await client.close()
+
+
+async def swapped(url: str, load: Load, versions: list[PolicyVersion]) -> list[float]:
+    """Milliseconds of each change of weights, while the server decodes."""
+    client = GenerationClient(url)
+    swaps: list[float] = []
+
+    async def ask(number: int) -> None:
+        while True:
+            await client.generate(load.request(number))
+
+    asking = [asyncio.ensure_future(ask(number)) for number in range(REQUESTS)]
+    try:
+        for version in versions:
+            await asyncio.sleep(0.1)
+            await client.load_version(version, "recompute")
+            swaps.append((await client.load()).swap_ms)
+        return swaps
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await client.close()
+
+
+def linear_flops(spec: ModelSpec) -> int:
+    """Floating-point operations of the linear layers for one token."""
+    attention = spec.hidden_size * (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    mlp = 3 * spec.hidden_size * spec.intermediate_size
+    return 2 * (spec.layers * (attention + mlp) + spec.hidden_size * spec.vocab_size)
+
+
+class Bench:
+    """All arms, started and pinned."""
+
+    def __init__(self, configs: Mapping[str, RunConfig], scratch: Path, core: int, stack: contextlib.ExitStack) -> None:
+        self._core, self._scratch, self._stack = core, scratch, stack
+        folders = {name: prepare.base_model(config, _say) for name, config in configs.items()}
+        self.spec = read_spec(folders["default"])
+        long = _with_context(folders["default"], scratch / "long", _LONG_CONTEXT)
+        self.load = _load(configs["default"], folders["default"])
+        self._long_load = dataclasses.replace(self.load, max_tokens=LONG, stop_token_ids=())
+        self.versions = [
+            weights.publish(scratch, 1 + place % 2, _arrays(folders["default"], 1.0 + place % 2 * 1e-3))
+            for place in range(2)
+        ]
+        context = configs["default"].model.context
+        self._servers = {
+            "default": self._serve("default", folders["default"], context),
+            "long": self._serve("long", long, _LONG_CONTEXT),
+            "wide_heads": self._serve("wide-heads", folders["wide_heads"], context),
+            "vllm": self._serve("vllm", folders["wide_heads"], context, vllm=True),
+        }
+        self._offline = self._child(
+            [sys.executable, "-m", OFFLINE, "--model", str(folders["wide_heads"]), "--scratch", str(scratch)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def round(self, seconds: float) -> dict[str, Any]:
+        """One window of every arm, and the rest."""
+        measured: dict[str, Any] = {}
+        for name, (url, child) in self._servers.items():
+            load = self._long_load if name == "long" else self.load
+            measured[name] = asyncio.run(served(url, child, load, seconds))
+        measured["transformers"] = Window(
+            **self._offline.ask(
+                do="generate", prompts=self.load.prompts, group=GROUP, requests=SLOTS // GROUP,
+                max_tokens=self.load.max_tokens, seconds=seconds,
+            )
+        )  # fmt: skip
+        measured["gemm_flops"] = self._offline.ask(do="gemm")["flops"]
+        measured |= self._offline.ask(do="stage")
+        measured["swap_ms"] = asyncio.run(swapped(self._servers["default"][0], self.load, self.versions))
+        return measured
+
+    def _serve(self, name: str, model: Path, context: int, *, vllm: bool = False) -> tuple[str, Child]:
+        module = "areal_core.generation." + ("vllm_server" if vllm else "server")
+        ready = self._scratch / f"{name}.json"
+        options = ["--model", model, "--slots", SLOTS, "--context", context, "--ready-file", ready]
+        if vllm:
+            options += ["--python", VLLM_PYTHON, "--log-file", self._scratch / "vllm.log"]
+        _say(f"starting {name}")
+        child = self._child([sys.executable, "-m", module, *map(str, options)], stdout=sys.stderr)
+        return child.wait_for(ready), child
+
+    def _child(self, argv: list[str], **options: Any) -> Child:
+        child = Child(argv, self._core, **options)
+        self._stack.callback(child.end)
+        return child
+
+
+def measure(rounds: int, seconds: float, overrides: list[str]) -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ConfigError("this benchmark needs two cores, one of them for the client")
+    if not VLLM_PYTHON.exists():
+        raise ConfigError(f"{VLLM_PYTHON.parents[1]} is missing; `make bench NAME=generation` makes it")
+    common = ["name=bench-generation", "tracking.enabled=false", *overrides]
+    configs = {
+        "default": configuration(None, common),
+        "wide_heads": configuration(None, [*common, "model.heads=2", "model.kv_heads=2"]),
+    }
+    Path(configs["default"].state_dir).mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-generation-")))
+        bench = Bench(configs, scratch, cores[-1], stack)
+        os.sched_setaffinity(0, set(cores[:-1]))
+        measured = []
+        for number in range(rounds):
+            measured.append(bench.round(seconds))
+            _say(f"round {number + 1} of {rounds}: {_shown(measured[-1])}")
+        return _figures(measured, bench.spec)
+
+
+ARMS = ("default", "long", "wide_heads", "vllm", "transformers")
+
+
+def _figures(rounds: list[dict[str, Any]], spec: ModelSpec) -> dict[str, Any]:
+    speeds = {arm: [each[arm].tokens_per_s for each in rounds] for arm in ARMS}
+    swaps = [swap for each in rounds for swap in each["swap_ms"]]
+
+    def median(name: str) -> float:
+        return statistics.median(each[name] for each in rounds)
+
+    def over(peer: str) -> float:
+        return statistics.median(ours / theirs for ours, theirs in zip(speeds["wide_heads"], speeds[peer], strict=True))
+
+    shares = [linear_flops(spec) * each["default"].tokens_per_s / each["gemm_flops"] for each in rounds]
+    return {
+        "tokens_per_s_per_core": round(statistics.median(speeds["default"])),
+        "tokens_per_s_per_core_t256": round(statistics.median(speeds["long"])),
+        "over_transformers": round(over("transformers"), 2),
+        "over_vllm_cpu": round(over("vllm"), 2),
+        "gemm_share": round(statistics.median(shares), 3),
+        "swap_ms": round(statistics.median(swaps), 3),
+        "swap_100m_ms": round(median("swap_large_ms"), 3),
+        "staging_100m_ms": round(median("stage_ms"), 1),
+        "copy_100m_ms": round(median("copy_ms"), 1),
+        "gemm_gflops": round(median("gemm_flops") / 1e9, 1),
+        "tokens_per_s": {arm: [round(speed) for speed in values] for arm, values in speeds.items()},
+        "tokens_per_cpu_s": {
+            arm: round(statistics.median(each[arm].tokens / each[arm].cpu_s for each in rounds)) for arm in ARMS
+        },
+        "cpu_s_share": {
+            arm: round(statistics.median(each[arm].cpu_s / each[arm].wall_s for each in rounds), 2) for arm in ARMS
+        },
+    }
+
+
+def _load(config: RunConfig, model: Path) -> Load:
+    source = open_source(config, Tokenizer.from_folder(str(model)))
+    return Load(
+        prompts=tuple(source.prompt(index).token_ids for index in range(512)),
+        max_tokens=config.task.max_new_tokens,
+        stop_token_ids=read_spec(model).eos_token_ids,
+    )
+
+
+def _arrays(folder: Path, factor: float) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    return {name: array * array.dtype.type(factor) for name, array in load_file(folder / "model.safetensors").items()}
+
+
+def _with_context(model: Path, copy: Path, context: int) -> Path:
+    """The same weights for longer texts."""
+    shutil.copytree(model, copy)
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": context}))
+    return copy
+
+
+def _shown(measured: Mapping[str, Any]) -> str:
+    arms = ", ".join(f"{arm} {measured[arm].tokens_per_s:.0f}" for arm in ARMS)
+    return f"{arms} tokens/s; product {measured['gemm_flops'] / 1e9:.0f} GFLOP/s"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--window", type=float, default=5.0, help="seconds of each arm in each round")
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    arguments = parser.parse_args()
+    try:
+        print(json.dumps(measure(arguments.rounds, arguments.window, arguments.overrides)))
+    except ArealError as error:
+        raise SystemExit(f"areal: error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""What is interruptible generation worth over updates that wait for running answers? The paper's Fig. 6a.
+
+    python -m benchmarks.interruption [--settings long-tail,emulated-1.5b,...] [--seeds 1,2,3] [--pairs 2]
+                                      [--minutes 0.5] [--period 0.1] [field=value ...]
+    python -m benchmarks.interruption --offline       # the emulated ones by the time model alone: a minute
+
+Asynchronous runs that differ in `generation.interruption` alone, staleness bound included. The reference waits: an
+update lets a server's running answers end, starts no other ones meanwhile, swaps, and goes on; each server for itself.
+The figure is generated tokens a second, recomputation included, of an arm over the reference, seed by seed.
+
+- `server`: one embedded server on one core that never lacks work, and another version every `--period` seconds, about
+  the pace of the run below (`_interrupted_server.py`). Generation is what is short, as on the paper's cluster.
+- `long-tail`: a whole run on this machine's cores, where the trainer is what is short. `recompute`, `resubmit` and
+  `keep`, one run after the other; who goes first changes from seed to seed. `keep` decodes on with keys and values of
+  old weights: its mismatch (k3) stands beside its speed.
+- `emulated-1.5b`, `emulated-7b`: the clusters of the paper's Table 1; with `-4-nodes` the 32 accelerators of its Fig.
+  6a, with the same batch of 8192 answers and hence a longer step. Both arms of a pair run at the same time: they sleep.
+
+Not counted are the first third of a run, in which answers are of an age as they never are again, and its last steps,
+for which nothing is admitted any more. Emulated runs have no last step: they end after `--minutes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import secrets
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from areal_core import process
+from areal_core.config import RunConfig
+from areal_core.errors import ArealError, ConfigError, ProcessError
+from benchmarks._emulated_offline import simulate
+from benchmarks._interrupted_server import measure as measure_server
+from benchmarks.emulated import PAPER as TABLE_1
+from benchmarks.emulated import first_end
+from flows.comparison.measures import time_scale, weighted_by_time
+from flows.comparison.plan import Trial, plan
+from flows.comparison.trials import TrialResult, run_trial
+
+SERVER = "server"
+REFERENCE = "wait"
+INTERRUPTED = "recompute"
+PAPER = {"1.5b": 1.12, "7b": 1.17}  # Fig. 6a: 231k against 207k and 130k against 111k tokens/s
+_ANSWERS = 8192  # of a step of the paper
+_ACCELERATORS = 32  # of Fig. 6a: 4 nodes of 8
+_SLOTS = 144 / 256  # of a slice's batch, as docs/emulation.md has fitted it
+_ENDLESS = 10_000  # steps, more than any emulated run makes
+_NEVER = 100_000  # steps between two evaluations beside the training
+_OFFLINE = (12, 4)  # steps, and those of them that are not counted: about those of an emulated run
+_ROUNDS, _WINDOW_S = 5, 4.0  # of the lone server
+_OURS = ("mode", "seed", "generation.interruption", "generation.engine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is run: an experiment, its arms, and what all arms have beside."""
+
+    experiment: str
+    arms: tuple[str, ...]  # values of generation.interruption, the reference first
+    overrides: tuple[str, ...]
+
+    @property
+    def emulated(self) -> bool:
+        return self.experiment.startswith("emulated")
+
+
+def _emulated(model: str, speed: int, *overrides: str) -> Setting:
+    return Setting(
+        experiment=f"emulated-{model}",
+        arms=(REFERENCE, INTERRUPTED),
+        overrides=(
+            f"emulation.speed={speed}",
+            f"rollout.max_staleness={TABLE_1[model].max_staleness}",
+            f"training.steps={_ENDLESS}",
+            *overrides,
+        ),
+    )
+
+
+def _four_nodes(model: str, speed: int, tensor_parallel: int) -> Setting:
+    batch = _ANSWERS * 4 * tensor_parallel // _ACCELERATORS  # of a slice of four replicas
+    return _emulated(model, speed, f"rollout.batch_size={batch}", f"generation.slots={round(_SLOTS * batch)}")
+
+
+# Speeds at which an update comes every two to four seconds of this machine.
+SETTINGS = {
+    "long-tail": Setting(
+        experiment="long-tail",
+        arms=(REFERENCE, INTERRUPTED, "resubmit", "keep"),
+        overrides=("training.steps=60", f"evaluation.every={_NEVER}"),
+    ),
+    "emulated-1.5b": _emulated("1.5b", 100),
+    "emulated-7b": _emulated("7b", 100),
+    "emulated-1.5b-4-nodes": _four_nodes("1.5b", 200, 1),
+    "emulated-7b-4-nodes": _four_nodes("7b", 400, 2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The steps of one run that count. Tokens, seconds and milliseconds are the emulated cluster's, where there is
+    one."""
+
+    steps: int
+    generated_tokens_per_s: float
+    effective_tokens_per_s: float
+    generation_idle: float  # share of the time without a running answer, mean of the servers
+    generation_paused: float  # share of the time that a server is paused, mean of the servers; not: waiting for answers
+    trainer_wait: float  # share of the time
+    staleness: float  # versions, mean of the tokens
+    swap_ms: float  # of an update, the slowest server
+    recompute_ms: float  # the same
+    recomputed_tokens: float  # of an update, all servers; with resubmit those that were sent again
+    k3: float | None  # nats; None: nothing was computed
+    accuracy: float | None  # held-out, of the last version; the same
+
+
+# Of the table: fields of Measured, and how their medians are written.
+_COLUMNS = {
+    "generated_tokens_per_s": ".0f",
+    "effective_tokens_per_s": ".0f",
+    "generation_idle": ".3f",
+    "generation_paused": ".3f",
+    "trainer_wait": ".3f",
+    "staleness": ".2f",
+    "swap_ms": ".3g",
+    "recompute_ms": ".3g",
+    "recomputed_tokens": ".0f",
+    "k3": ".1e",
+    "accuracy": ".4f",
+    "steps": ".0f",
+}
+
+Runs = dict[str, dict[int, Measured]]  # arm -> seed -> run
+
+
+def main() -> None:
+    arguments = parse()
+    try:
+        for override in arguments.overrides:
+            if (name := override.partition("=")[0]) in _OURS:
+                raise ConfigError(f"{name}: this benchmark sets it, arm by arm")
+        if arguments.offline:
+            emulated = [name for name in arguments.settings if name != SERVER and SETTINGS[name].emulated]
+            result = _offline(emulated, arguments.overrides)
+        else:
+            alone = _server(arguments) if SERVER in arguments.settings else {}
+            runs = {name: _measure(name, arguments) for name in arguments.settings if name != SERVER}
+            if runs:
+                print("\n".join(table(runs)))
+            result = server_report(alone) | report(runs)
+    except ArealError as error:
+        raise SystemExit(f"areal: error: {error}") from None
+    print(json.dumps(result))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; `arguments` stand for it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--settings", type=_settings, default=[SERVER, *SETTINGS], help=f"some of {SERVER}, {', '.join(SETTINGS)}"
+    )
+    parser.add_argument("--seeds", type=_seeds, default=[1, 2, 3], help="of the runs on this machine's cores")
+    parser.add_argument("--pairs", type=_positive, default=2, help="of emulated runs, of each setting")
+    parser.add_argument("--minutes", type=float, default=0.5, help="of each emulated run, real")
+    parser.add_argument("--period", type=float, default=0.1, help="seconds between two updates of the lone server")
+    parser.add_argument("--offline", action="store_true", help="emulated settings by the time model alone")
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _settings(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= {SERVER, *SETTINGS}:
+        raise argparse.ArgumentTypeError(f"must be some of {','.join((SERVER, *SETTINGS))}, got {text}")
+    return names
+
+
+def _seeds(text: str) -> list[int]:
+    return [int(seed) for seed in text.split(",")]
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def trials(name: str, seeds: Sequence[int], overrides: Sequence[str]) -> list[Trial]:
+    """The runs of a setting; all arms of a seed are neighbours."""
+    setting = SETTINGS[name]
+    arms = {arm: ["mode=async", f"generation.interruption={arm}"] for arm in setting.arms}
+    comparison = f"interruption-{name.replace('.', '-')}-{secrets.token_hex(3)}"
+    return plan(comparison, setting.experiment, arms, seeds, ["tracking=off", *setting.overrides, *overrides])
+
+
+def _server(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    [trial, *_] = trials("long-tail", [1], arguments.overrides)
+    arms = SETTINGS["long-tail"].arms
+    return measure_server(trial.config, arms, rounds=_ROUNDS, seconds=_WINDOW_S, period_s=arguments.period, log=_tell)
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def _measure(name: str, arguments: argparse.Namespace) -> Runs:
+    """Raises ProcessError for a run that failed: a ratio without it would mislead."""
+    found: Runs = {arm: {} for arm in SETTINGS[name].arms}
+    if not SETTINGS[name].emulated:
+        for trial in trials(name, arguments.seeds, arguments.overrides):
+            found[trial.arm][trial.seed] = _run(trial)
+        return found
+    with tempfile.TemporaryDirectory(prefix="areal-interruption-") as state:
+        here = [f"state_dir={state}", f"storage.url={state}/storage", f"stop.minutes={arguments.minutes}"]
+        planned = trials(name, range(1, 1 + arguments.pairs), [*here, *arguments.overrides])
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(
+            len(SETTINGS[name].arms), mp_context=spawn, initializer=process.die_with_parent
+        ) as pool:
+            for _, neighbours in groupby(planned, key=lambda trial: trial.seed):
+                pair = list(neighbours)
+                for trial, measured in zip(pair, pool.map(_run, pair), strict=True):
+                    found[trial.arm][trial.seed] = measured
+    return found
+
+
+def _run(trial: Trial) -> Measured:
+    result = run_trial(trial, log=lambda line: _tell(f"{trial.run_id}: {line}"))
+    if result.summary is None:
+        raise ProcessError(f"{trial.run_id} failed: {result.failure}")
+    measured = measure(result)
+    _tell(f"{trial.run_id}: {measured}")
+    return measured
+
+
+def measure(result: TrialResult) -> Measured:
+    """What the steps of a run say that count. Raises ArealError where there is none."""
+    config, curves = result.trial.config, {key: dict(points) for key, points in result.curves.items()}
+    ends = curves.get("time/elapsed_s", {})
+    first, last = window(config, ends)
+    if last <= first:
+        raise ArealError(f"{result.trial.run_id}: too short for a step that counts; give it more --minutes or steps")
+    counted = replace(
+        result,
+        curves={
+            key: [(step, value) for step, value in points if first < step <= last]
+            for key, points in result.curves.items()
+        },
+    )
+
+    def rate(key: str) -> float:
+        return config.token_rate * (curves[key][last] - curves[key][first]) / (ends[last] - ends[first])
+
+    def mean(key: str) -> float | None:
+        values = [value for _, value in counted.curves.get(key, [])]
+        return statistics.fmean(values) if values else None
+
+    def needed(key: str, value: Callable[[str], float | None]) -> float:
+        if (found := value(key)) is None:
+            raise ArealError(f"{result.trial.run_id}: no point of {key} in the steps that count")
+        return found
+
+    def share(key: str) -> float | None:
+        return weighted_by_time(counted, key)
+
+    real_tokens = config.emulation.tokens_per_token if config.emulated else 1
+    return Measured(
+        steps=last - first,
+        generated_tokens_per_s=rate("ledger/generated_tokens"),
+        effective_tokens_per_s=rate("ledger/consumed_tokens"),
+        generation_idle=needed("bubble/generation_idle", share),
+        generation_paused=needed("bubble/generation_paused", share),
+        trainer_wait=needed("bubble/trainer_wait", share),
+        staleness=needed("staleness/token_mean", mean),
+        swap_ms=time_scale(config) * needed("weights/swap_ms", mean),
+        recompute_ms=time_scale(config) * needed("weights/recompute_ms", mean),
+        recomputed_tokens=real_tokens * needed("weights/recomputed_tokens", mean),
+        k3=mean("mismatch/k3"),
+        accuracy=None if result.summary is None else result.summary.accuracy_after,
+    )
+
+
+def window(config: RunConfig, ends: Mapping[int, float]) -> tuple[int, int]:
+    """The steps between whose ends a run counts, from the seconds at which steps ended: from its first third on until
+    the version after which no answer is admitted any more."""
+    return first_end("async", ends), min(max(ends, default=0), config.training.steps - config.max_staleness - 1)
+
+
+# -- by the time model alone ----------------------------------------------------------------------------------------
+
+
+def _offline(names: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        arms = {
+            trial.arm: simulate(trial.config, steps=_OFFLINE[0], warm=_OFFLINE[1])
+            for trial in trials(name, [1], overrides)
+        }
+        rates = {arm: simulated.generated_tokens_per_s for arm, simulated in arms.items()}
+        found[name] = {
+            "over_waiting": round(rates[INTERRUPTED] / rates[REFERENCE], 3),
+            "step_s": {arm: round(simulated.step_s) for arm, simulated in arms.items()},
+        }
+        _tell(f"{name}: {found[name]}")
+    return {"source": "simulated offline", **found, "paper": PAPER}
+
+
+# -- what came out --------------------------------------------------------------------------------------------------
+
+
+def report(runs: Mapping[str, Runs]) -> dict[str, Any]:
+    """What came out, by setting, beside what the paper says. Fit for JSON."""
+    found: dict[str, Any] = {}
+    for name, arms in runs.items():
+        key = name.replace("-", "_")
+        each = ratios(arms, INTERRUPTED, "generated_tokens_per_s")
+        found[f"{key}_over_waiting"] = round(statistics.median(each), 3)
+        found[f"{key}_range"] = [round(min(each), 3), round(max(each), 3)]
+        effective = ratios(arms, INTERRUPTED, "effective_tokens_per_s")
+        found[f"{key}_effective_over_waiting"] = round(statistics.median(effective), 3)
+    if long_tail := runs.get("long-tail"):
+        for arm in ("resubmit", "keep"):
+            each = ratios(long_tail, arm, "generated_tokens_per_s")
+            found[f"{arm}_over_waiting"] = round(statistics.median(each), 3)
+            found[f"{arm}_range"] = [round(min(each), 3), round(max(each), 3)]
+        found |= {f"k3_{arm}": _short(_median(run.k3 for run in each.values())) for arm, each in long_tail.items()}
+        found["accuracy"] = {
+            arm: _short(_median(run.accuracy for run in each.values())) for arm, each in long_tail.items()
+        }
+    return found | {
+        "paper": PAPER,
+        "runs": {
+            name: {
+                arm: {
+                    seed: {field: _short(value) for field, value in asdict(run).items()} for seed, run in each.items()
+                }
+                for arm, each in arms.items()
+            }
+            for name, arms in runs.items()
+        },
+    }
+
+
+def server_report(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Of the lone server: ratios to the reference, round by round, and tokens a second. Fit for JSON."""
+    found: dict[str, Any] = {}
+    for arm, each in speeds.items():
+        over = [speed / waiting for speed, waiting in zip(each, speeds[REFERENCE], strict=True)]
+        found[f"server_{arm}"] = {
+            "over_waiting": round(statistics.median(over), 3),
+            "range": [round(min(over), 3), round(max(over), 3)],
+            "tokens_per_s": round(statistics.median(each)),
+        }
+    return found
+
+
+def ratios(arms: Runs, arm: str, field: str) -> list[float]:
+    """Of an arm to the reference, seed by seed."""
+    return [getattr(run, field) / getattr(arms[REFERENCE][seed], field) for seed, run in arms[arm].items()]
+
+
+def table(runs: Mapping[str, Runs]) -> list[str]:
+    """Medians over seeds, a line for each arm."""
+    lines = [["setting", "arm", "over waiting", "range", *_COLUMNS]]
+    for name, arms in runs.items():
+        for arm, each in arms.items():
+            over = ratios(arms, arm, "generated_tokens_per_s")
+            medians = {field: _median(getattr(run, field) for run in each.values()) for field in _COLUMNS}
+            shown = ["-" if value is None else format(value, _COLUMNS[field]) for field, value in medians.items()]
+            lines.append([name, arm, f"{statistics.median(over):.3f}", f"{min(over):.3f}-{max(over):.3f}", *shown])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Of those that there are; None: there is none."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

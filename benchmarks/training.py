@@ -1,0 +1,175 @@
+"""How fast does the trainer train on one core, beside padding and beside fixed micro-batches, and what else does a step
+cost?
+
+    python -m benchmarks.training [--rounds 9] [--seeds 1,2,3] [field=value ...]
+
+Speeds are real tokens (no padding) of a batch of about 8192, prompts included, by CPU second of one thread: cutting and
+packing, forward, backward and optimiser; one minibatch. A round measures every arm on a batch of its own, each round
+another arm first; ratios are medians of those within a round. All arms start from the same weights and have the same
+loss; that they have the same gradient is checked before anything is measured (`_padded_training`, `_training_offline`).
+
+- `packed_over_padded`, `packed_over_sorted`: the engine of a run over the whole batch padded to its longest sequence,
+  and over length-sorted padded micro-batches; both at the micro-batch size at which they were fastest. Width 128, 4
+  layers; answers log-normal (median 64, sigma 0.8) and cut off at 432 after prompts of 16: `long_tail`. The same with
+  the default model and worked solutions of the default task, which have 16 lengths at most: `default`.
+- `dynamic_over_fixed`: Algorithm 1 over a constant number of sequences a micro-batch, both within C tokens and packed:
+  `long_tail` with C = 512, which is to the longest sequence as the paper's 32768 to its 28672: a constant number can
+  then be 1 only. Other C beside it. `peak_mib` is what an update held at its highest, each in a process of its own: a
+  fixed number has to allow for sequences that are all of the longest length, and so seldom uses what it may. One ratio
+  more is to the fixed number that happened to hold about as much, which nobody could have known before.
+- `overhead_share`: share of a trainer's step that is neither forward, loss, backward nor optimiser, waiting for the
+  batch left out: 1 - sum(time/compute_s) / sum(time/trainer_s) over the steps after the first of real runs of the
+  default experiment, `field=value` applied to them; the median over seeds. Both are by the clock: what the trainer does
+  aside, such as writing a version, takes the same core and counts as part of whatever it interrupts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import secrets
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
+
+from areal_core.__main__ import configuration
+from areal_core.errors import ArealError
+from areal_core.launch import CHILD_ENV
+from areal_core.run import execute, run_folder
+from areal_core.tracking.outbox import Outbox
+from benchmarks import _training_offline as offline
+
+PAPER_CAPACITY = 512  # of offline.CAPACITIES: to the longest sequence as in the paper
+_NEVER = 100_000  # steps between two evaluations, which would take the trainer's core
+
+Rounds = Sequence[Mapping[str, float]]  # real tokens by CPU second of each arm, round by round
+History = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value)
+T = TypeVar("T")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help="of the real runs")
+    arguments = parser.parse_args()
+    try:
+        print(json.dumps(measure(arguments.rounds, arguments.seeds, arguments.overrides)))
+    except ArealError as error:
+        raise SystemExit(f"areal: error: {error}") from None
+
+
+def measure(rounds: int, seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
+    os.environ.update(CHILD_ENV)  # read when a process starts and when torch is imported there
+    shares = {seed: overhead_share(_run(seed, overrides)) for seed in seeds}
+    _say(f"overhead share by seed: {shares}")
+    for name in offline.SETTINGS:
+        apart(offline.check, name)
+        _say(f"{name}: all arms make the same gradient")
+    speeds = {name: apart(offline.speeds, name, rounds) for name in offline.SETTINGS}
+    cuts = apart(offline.cuts, rounds)
+    peaks = {
+        f"{how}_{capacity}": round(apart(offline.peak_mib, how, capacity), 1)
+        for capacity in offline.CAPACITIES
+        for how in ("dynamic", "fixed")
+    }
+    return figures(speeds, cuts, peaks, shares)
+
+
+def figures(
+    speeds: Mapping[str, Rounds], cuts: Rounds, peaks: Mapping[str, float], shares: Mapping[int, float]
+) -> dict[str, Any]:
+    """The benchmark's answer, fit for JSON."""
+    over = {
+        name: {
+            "padded": ratios(rounds, fastest(rounds, "packed"), "padded"),
+            "sorted": ratios(rounds, fastest(rounds, "packed"), fastest(rounds, "sorted_")),
+        }
+        for name, rounds in speeds.items()
+    }
+    over_fixed = {capacity: ratios(cuts, f"dynamic_{capacity}", f"fixed_{capacity}") for capacity in offline.CAPACITIES}
+    dynamic = f"dynamic_{PAPER_CAPACITY}"
+    like_it = alike(peaks, dynamic, "fixed_")
+    return {
+        "packed_over_padded": _median(over["long_tail"]["padded"]),
+        "packed_over_sorted": _median(over["long_tail"]["sorted"]),
+        "dynamic_over_fixed": _median(over_fixed[PAPER_CAPACITY]),
+        "overhead_share": round(statistics.median(shares.values()), 4),
+        "default_packed_over_padded": _median(over["default"]["padded"]),
+        "default_packed_over_sorted": _median(over["default"]["sorted"]),
+        "dynamic_over_fixed_by_capacity": {capacity: _median(values) for capacity, values in over_fixed.items()},
+        f"dynamic_{PAPER_CAPACITY}_over_{like_it}": _median(ratios(cuts, dynamic, like_it)),
+        "peak_mib": dict(peaks),
+        "overhead_shares": {seed: round(share, 4) for seed, share in shares.items()},
+        "ratios": {name: {arm: _rounded(values) for arm, values in arms.items()} for name, arms in over.items()},
+        "ratios_over_fixed": {capacity: _rounded(values) for capacity, values in over_fixed.items()},
+        "tokens_per_cpu_s": {name: medians(rounds) for name, rounds in (*speeds.items(), ("cuts", cuts))},
+    }
+
+
+def medians(rounds: Rounds) -> dict[str, int]:
+    return {arm: round(statistics.median(each[arm] for each in rounds)) for arm in sorted(rounds[0])}
+
+
+def fastest(rounds: Rounds, prefix: str) -> str:
+    """The arm with the best median among those whose names begin with `prefix`."""
+    arms = {arm: speed for arm, speed in medians(rounds).items() if arm.startswith(prefix)}
+    return max(arms, key=arms.__getitem__)
+
+
+def alike(peaks: Mapping[str, float], arm: str, prefix: str) -> str:
+    """The arm whose peak is nearest to that of `arm`, among those whose names begin with `prefix`."""
+    return min((other for other in peaks if other.startswith(prefix)), key=lambda other: abs(peaks[other] - peaks[arm]))
+
+
+def ratios(rounds: Rounds, arm: str, other: str) -> list[float]:
+    return [each[arm] / each[other] for each in rounds]
+
+
+def overhead_share(history: History) -> float:
+    """Of the steps after the first, which also makes what later ones find made."""
+
+    def seconds(key: str) -> float:
+        return sum(value for step, value in history[key] if step > 1)
+
+    return 1 - seconds("time/compute_s") / seconds("time/trainer_s")
+
+
+def _run(seed: int, overrides: Sequence[str]) -> History:
+    """The metrics of a real run of the default experiment."""
+    common = ["name=bench-training", "tracking.enabled=false", f"evaluation.every={_NEVER}", f"seed={seed}"]
+    config = configuration(None, [*common, *overrides])
+    run_id = f"bench-training-{secrets.token_hex(3)}"
+    execute(config, run_id=run_id, log=lambda line: _say(f"seed {seed}: {line}"))
+    with contextlib.closing(Outbox(run_folder(config, run_id).outbox, run_id)) as outbox:
+        return outbox.history()
+
+
+def apart(function: Callable[..., T], *arguments: Any) -> T:
+    """Call it in a process of its own, which has one thread and has done nothing else."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=offline.start_process) as pool:
+        result = pool.submit(function, *arguments).result()
+    _say(f"{function.__name__}{arguments}: {result}")
+    return result
+
+
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 3) for value in values]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""`make plan`: what an experiment would need of GPUs, of any kind, without one of them and without a model's weights.
+
+python -m flows.plan paper-7b-math --model 7b launch.device_memory_gib=80
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from areal_core.errors import ArealError, ConfigError
+from areal_core.footprint import GIB, Footprint, check_footprint, footprint
+from areal_core.prepare import device_memory
+from areal_core.spec import ModelSpec, read_spec
+from flows.compose import compose
+
+H800 = 80e9  # bytes of memory, as the data sheet counts them
+
+_REQUIRED = ("model.path", "task.path", "task.held_out_path")  # what a plan has no use for
+
+
+def qwen(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, *, tied: bool = False) -> ModelSpec:
+    """A model of the Qwen2.5 series."""
+    return ModelSpec(
+        architecture="Qwen2ForCausalLM",
+        vocab_size=151936 if hidden < 2048 else 152064,
+        hidden_size=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate_size=inner,
+        rope_theta=1e6,
+        rms_eps=1e-6,
+        qkv_bias=True,
+        tie_embeddings=tied,
+        context=32768,
+        eos_token_ids=(151643,),
+    )
+
+
+# From their public config.json. The 1.5B of the paper is a distilled one, whose output is not tied to its embeddings.
+SPECS = {
+    "0.5b": qwen(24, 896, 14, 2, 4864, tied=True),
+    "1.5b": qwen(28, 1536, 12, 2, 8960),
+    "1.5b-tied": qwen(28, 1536, 12, 2, 8960, tied=True),
+    "7b": qwen(28, 3584, 28, 4, 18944),
+    "14b": qwen(48, 5120, 40, 8, 13824),
+    "32b": qwen(64, 5120, 40, 8, 27648),
+}
+PLANNED = {
+    "gpu-shared": "1.5b",
+    "paper-small": "1.5b",
+    "paper-1.5b-math": "1.5b",
+    "paper-7b-math": "7b",
+    "paper-14b-code": "14b",
+    "paper-32b-code": "32b",
+}  # experiment -> the largest model that it is meant for
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flows.plan", description="What an experiment needs of GPUs.")
+    parser.add_argument("experiment", choices=sorted(PLANNED))
+    parser.add_argument("--model", help=f"a folder with a config.json, or {', '.join(SPECS)}; default: as planned")
+    parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        config = compose(options.experiment, [*(f"{name}=unused" for name in _REQUIRED), *options.overrides])
+        if config.launch.accelerator != "cuda":
+            raise ConfigError(f"launch.accelerator: must be cuda for a plan of GPUs, got {config.launch.accelerator!r}")
+        spec, memory = _spec(options.model or PLANNED[options.experiment]), device_memory(config)
+        print(footprint(config, spec, memory).table())
+        check_footprint(config, spec, memory)
+    except ArealError as error:
+        print(f"areal: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def plan(experiment: str, overrides: Sequence[str] = (), *, memory: float = H800) -> Footprint:
+    """The footprint of one of `PLANNED`. Raises ConfigError for what can't be placed."""
+    config = compose(experiment, [*(f"{name}=unused" for name in _REQUIRED), *overrides])
+    return footprint(config, SPECS[PLANNED[experiment]], memory)
+
+
+def table() -> str:
+    """Markdown: what every planned experiment needs of GPUs of 80 GB. docs/hardware.md holds it."""
+    lines = ["| experiment | model | GPUs | process | GiB | of | what of it |", "|---|---|---|---|---|---|---|"]
+    for experiment, model in PLANNED.items():
+        found = plan(experiment)
+        at = found.placement
+        link = "then" if at.shared else "and"
+        first = f"`{experiment}` | {model} | {at.servers} x {at.devices_per_server} generate, {link} {at.ranks} train"
+        for need in found.needs:
+            cache = f"; cache of {found.answers} answers of {found.context} tokens" if need.who == "server" else ""
+            needed, limit = need.total / GIB, need.limit / GIB
+            lines.append(f"| {first} | {need.who} | {needed:.1f} | {limit:.1f} | {need.shares}{cache} |")
+            first = " | | "
+    return "\n".join(lines)
+
+
+def _spec(model: str) -> ModelSpec:
+    return SPECS[model] if model in SPECS else read_spec(model)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

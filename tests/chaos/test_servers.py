@@ -1,0 +1,88 @@
+"""Generation servers are killed and hung in the middle of a run, and come back: no trajectory is lost, none is there
+twice, and every token's version is true."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import Launched
+from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+VLLM_PYTHON = Path(".venv-vllm/bin/python")
+VLLM_STEPS = 200  # a server takes its time to start again
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One state folder, so that the base model is made once."""
+    return tmp_path_factory.mktemp("state")
+
+
+def until_it_decodes(run: Launched, index: int) -> None:
+    """Wait until a server has so much under way that some of it is still there a moment later."""
+    server = ServerView(run.url("generation", index))
+    run.wait_for(f"generation-{index} decodes", lambda: server.running() >= 4)
+
+
+def check_the_loss(run: Launched, index: int) -> None:
+    """What the controller said: one server went, requests with it, and none of them twice."""
+    log = run.run.log_file("controller").read_text()
+    assert re.findall(r"generation server (\S+) is taken out", log) == [f"generation-{index}"]
+    assert "try 1 failed: " in log
+    assert "try 2 failed: " not in log
+
+
+@pytest.mark.parametrize(
+    ("interruption", "signum", "said"),
+    [
+        ("recompute", signal.SIGKILL, "generation-1 was killed by SIGKILL: restart 1 of 2"),
+        ("resubmit", signal.SIGKILL, "generation-1 was killed by SIGKILL: restart 1 of 2"),
+        ("resubmit", signal.SIGSTOP, " was taken out by the controller: killed"),
+    ],
+)
+def test_one_of_three_servers_is_killed_or_hangs_and_comes_back(
+    state: Path, interruption: str, signum: signal.Signals, said: str
+) -> None:
+    config = audited(state, servers=3, interruption=interruption, steps=60)
+    with Launched(config, f"{signum.name}-{interruption}") as run, PublishedWeights(run) as published:
+        server = run.pid("generation", 1)
+        run.until_step(10)
+        until_it_decodes(run, 1)
+        os.kill(server, signum)
+        has_come_back(run, 1, but=server)
+        run.finished()
+        assert run.output().count(said) == 1
+        check_the_loss(run, 1)
+        check_trajectories(run, published)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm; see `make test-vllm`")
+def test_one_of_two_vllm_servers_is_killed_and_comes_back(state: Path) -> None:
+    config = audited(
+        state,
+        servers=2,
+        interruption="recompute",
+        steps=VLLM_STEPS,
+        generation={"engine": "vllm", "slots": 64, "vllm": {"python": str(VLLM_PYTHON)}},
+        launch={"start_timeout_s": 300.0},
+    )
+    with Launched(config, "vllm", timeout_s=300.0) as run, PublishedWeights(run) as published:
+        parent = run.pid("generation", 1)
+        (server,) = run.children(parent)
+        run.until_step(5)
+        until_it_decodes(run, 1)
+        os.kill(server, signal.SIGKILL)
+        has_come_back(run, 1, but=parent)
+        run.finished()
+        # By itself, or by the launcher whom the controller told first.
+        ends = re.findall(r"generation-1 (was killed by SIGKILL|exited with code 1): restart 1 of 2", run.output())
+        assert len(ends) == 1
+        check_the_loss(run, 1)
+        check_trajectories(run, published)

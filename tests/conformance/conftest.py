@@ -1,0 +1,62 @@
+"""One server of each kind for all tests here: vLLM's takes half a minute to start."""
+
+import aiohttp
+import pytest
+import torch
+
+from areal_core.generation.client import GenerationClient
+from areal_core.generation.pool import GenerationPool
+from tests.support.live_servers import SEEDS, SLOTS, SPEC, publish, serving
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    torch.set_num_threads(1)  # for transformers: the servers have the other cores
+    return publish(tmp_path_factory.mktemp("generation"), SPEC, SEEDS)
+
+
+@pytest.fixture(scope="package", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def server(request, published, tmp_path_factory):
+    ready = tmp_path_factory.mktemp("ready") / f"{request.param}.json"
+    with serving(request.param, published.base, ready, "--slots", SLOTS) as server:
+        yield server
+
+
+@pytest.fixture
+def length(server):
+    """Tokens of an answer that an update finds unfinished: the embedded server is far quicker."""
+    return {"embedded": 2000, "vllm": 600}[server.kind]
+
+
+@pytest.fixture
+async def client(server, published):
+    """A client of a server that runs the base weights and nothing else."""
+    client = GenerationClient(server.url)
+    await client.identify()
+    yield client
+    await client.abort_all()
+    if await client.loaded_version() != 0:
+        await client.load_version(published.versions[0], "resubmit")
+    await client.close()
+
+
+@pytest.fixture
+async def pool_of(client, server, published):
+    """Makes pools of that one server."""
+    pools = []
+
+    async def make(interruption):
+        pool = GenerationPool(answers_per_server=4 * SLOTS, interruption=interruption)
+        pools.append(pool)
+        await pool.join("server", server.url, lambda: published.versions[0])
+        return pool
+
+    yield make
+    for pool in pools:
+        await pool.close()
+
+
+@pytest.fixture
+async def http(server):
+    async with aiohttp.ClientSession(server.url) as session:
+        yield session

@@ -1,0 +1,133 @@
+"""Many clients, slow ones and such as vanish; what a server says of its load."""
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+
+from areal_core.errors import ServerLostError
+from areal_core.generation.client import GenerationClient
+from areal_core.wire import encode_request, parse_generation
+from tests.support.generation import request
+from tests.support.live_servers import EXACT, LONG, SLOTS, deviations, until
+
+
+async def test_many_requests_share_the_slots(client, published):
+    asked = [
+        request(f"r{i}", range(2, 4 + i % 19), n=2, max_tokens=10 + i % 13, seed=i, stop_token_ids=())
+        for i in range(40)
+    ]
+    for item, raw in zip(asked, await asyncio.gather(*map(client.generate, asked)), strict=True):
+        answers = parse_generation(raw)
+        assert [len(answer.token_ids) for answer in answers] == [item.max_tokens] * 2
+        for answer in answers:
+            assert deviations(published.reference, item, answer).max() < EXACT
+
+
+async def test_no_more_answers_run_than_there_are_slots(client):
+    calls = [
+        asyncio.ensure_future(client.generate(request(f"r{i}", n=8, max_tokens=LONG, stop_token_ids=())))
+        for i in range(3)
+    ]
+    load = await until(client, lambda load: load.running == SLOTS and load.waiting == 8)
+    assert load.generated_tokens > 0
+    await client.abort_all()
+    answers = [answer for call in calls for answer in parse_generation(await call)]
+    assert {answer.finish_reason for answer in answers} == {"abort"}
+    assert [len(answer.token_ids) for answer in answers[SLOTS:]] == [0] * 8
+    await until(client, lambda load: (load.running, load.waiting) == (0, 0))
+
+
+async def test_a_client_that_reads_slowly_holds_up_nobody(server, client, published):
+    asked = request("slow", n=SLOTS, max_tokens=120, stop_token_ids=())
+    host, port = server.url.removeprefix("http://").split(":")
+    before = (await client.load()).generated_tokens
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect((host, int(port)))
+        slow.sendall(_http(encode_request(asked)))
+        slow.setblocking(False)
+        await until(client, lambda load: load.generated_tokens == before + SLOTS * 120)
+        others = [request(f"r{i}", seed=i, stop_token_ids=()) for i in range(8)]
+        for raw in await asyncio.gather(*map(client.generate, others)):
+            assert len(parse_generation(raw)[0].token_ids) == 24
+        answer = bytearray()
+        loop = asyncio.get_running_loop()
+        while piece := await loop.sock_recv(slow, 1500):
+            answer += piece
+    head, _, content = bytes(answer).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    answers = parse_generation(content)
+    assert len(content) > 50_000
+    assert [len(answer.token_ids) for answer in answers] == [120] * SLOTS
+    assert deviations(published.reference, asked, answers[-1]).max() < EXACT
+
+
+async def test_what_a_client_asked_for_ends_with_it(client):
+    vanishing = asyncio.ensure_future(
+        client.generate(request("vanishing", n=SLOTS, max_tokens=LONG, stop_token_ids=()))
+    )
+    await until(client, lambda load: load.running == SLOTS)
+    waiting = asyncio.ensure_future(client.generate(request("waiting", n=2)))
+    await until(client, lambda load: load.waiting == 2)
+    vanishing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await vanishing
+    assert len(parse_generation(await waiting)) == 2  # the slots are free
+    load = await until(client, lambda load: (load.running, load.waiting) == (0, 0))
+    assert load.unfinished_tokens == 0
+
+
+async def test_a_waiting_request_ends_with_its_client(client):
+    running = asyncio.ensure_future(client.generate(request("running", n=SLOTS, max_tokens=LONG, stop_token_ids=())))
+    await until(client, lambda load: load.running == SLOTS)
+    vanishing = asyncio.ensure_future(client.generate(request("vanishing", n=3, max_tokens=LONG)))
+    await until(client, lambda load: load.waiting == 3)
+    vanishing.cancel()
+    await until(client, lambda load: load.waiting == 0)
+    assert not running.done()
+
+
+async def test_the_load_counts_tokens_to_the_last(client):
+    before = await client.load()
+    asked = [request(f"r{i}", n=3, max_tokens=17, seed=i, stop_token_ids=()) for i in range(5)]
+    await asyncio.gather(*map(client.generate, asked))
+    idle = await until(client, lambda load: (load.running, load.waiting) == (0, 0))
+    assert idle.generated_tokens - before.generated_tokens == 5 * 3 * 17
+    assert idle.unfinished_tokens == 0
+
+    call = asyncio.ensure_future(client.generate(request("long", n=2, max_tokens=LONG, stop_token_ids=())))
+    busy = await until(client, lambda load: load.generated_tokens > idle.generated_tokens + 40)
+    assert busy.running == 2
+    assert 0 < busy.unfinished_tokens <= busy.generated_tokens - idle.generated_tokens
+    assert busy.idle_s >= idle.idle_s > 0
+    await client.abort_all()
+    answers = parse_generation(await call)
+    after = await until(client, lambda load: load.running == 0 and load.unfinished_tokens == 0)
+    sampled = sum(len(answer.token_ids) for answer in answers)
+    assert after.generated_tokens - idle.generated_tokens == sampled
+
+
+async def test_a_client_that_is_closed_or_has_no_server_says_so(server):
+    client = GenerationClient(server.url)
+    await client.close()
+    with pytest.raises(ServerLostError, match="closed"):
+        await client.health()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    client = GenerationClient(url)
+    with pytest.raises(ServerLostError, match=url):
+        await client.identify()
+    await client.close()
+
+
+def _http(content):
+    head = (
+        "POST /inference/v1/generate HTTP/1.1",
+        "Host: server",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        "Connection: close",
+    )
+    return "\r\n".join((*head, "", "")).encode() + content

@@ -1,0 +1,121 @@
+"""Answers of a quiet server: what they say, how they end, and that they are samples of the model's distribution."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from areal_core.wire import parse_generation
+from tests.support.generation import request
+from tests.support.live_servers import CONTEXT, EXACT, body, deviations, post, sample
+
+DRAWS = 600
+
+
+async def test_log_probabilities_are_those_of_transformers(client, published):
+    asked = [
+        request(
+            f"r{i}", [2 + (7 * i + j) % 21 for j in range(1 + 5 * i)], n=3, max_tokens=60, seed=i, stop_token_ids=()
+        )
+        for i in range(8)
+    ]
+    for item, raw in zip(asked, await asyncio.gather(*map(client.generate, asked)), strict=True):
+        answers = parse_generation(raw)
+        assert len(answers) == 3
+        for answer in answers:
+            assert (len(answer.token_ids), answer.finish_reason) == (60, "length")
+            assert set(answer.versions.tolist()) == {0}
+            assert deviations(published.reference, item, answer).max() < EXACT
+
+
+async def test_the_fields_of_an_answer(client, http):
+    status, answer = await post(http, "/inference/v1/generate", body(n=2) | {"request_id": "r-1"})
+    assert status == 200
+    assert answer["request_id"] == "generate-tokens-r-1"
+    assert answer["model"] == "policy"
+    counts = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    assert counts == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
+    first, second = answer["choices"]
+    assert (first["index"], second["index"]) == (0, 1)
+    assert (first["finish_reason"], first["stop_reason"]) == ("length", None)
+    assert first["weight_versions"] == [{"version": "0", "start": 0, "end": 8}]
+    assert [entry["token_id"] for entry in first["logprobs"]["content"]] == first["token_ids"]
+    assert all(entry["logprob"] <= 0 for entry in first["logprobs"]["content"])
+    assert first["token_ids"] != second["token_ids"]
+
+    alone = await sample(http, body(n=1, logprobs=None))
+    assert alone["token_ids"] == first["token_ids"]
+    assert alone["logprobs"] is None
+
+
+async def test_end_tokens_stop_unless_they_are_ignored(server, client, http):
+    for seed in range(8):
+        tokens = (await sample(http, body(max_tokens=100, seed=seed)))["token_ids"]
+        assert len(tokens) == 100
+        if 1 in tokens[1:-1]:
+            break
+    else:
+        pytest.fail("the model never says its end token")
+    stopped = await sample(http, body(max_tokens=100, seed=seed, ignore_eos=False))
+    assert stopped["token_ids"] == tokens[: tokens.index(1) + 1]
+    # vLLM names it too where the model has a list of end tokens, as models of this package do.
+    named = {"embedded": None, "vllm": 1}[server.kind]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", named)
+    own = tokens[0]
+    stopped = await sample(http, body(max_tokens=100, seed=seed, stop_token_ids=[own]))
+    assert stopped["token_ids"] == [own]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", own)
+    at_the_limit = await sample(http, body(max_tokens=tokens.index(1) + 1, seed=seed, ignore_eos=False))
+    assert at_the_limit["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [(CONTEXT - 1, 1), (CONTEXT - 3, 3), (CONTEXT - 8, 8)])
+async def test_the_context_ends_an_answer_before_max_tokens_does(client, http, prompt, tokens):
+    choice = await sample(http, body([2] * prompt, max_tokens=9))
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (tokens, "length")
+
+
+async def test_the_seed_decides(client, http):
+    async def tokens(**params):
+        return (await sample(http, body(max_tokens=24, **params)))["token_ids"]
+
+    first = await tokens(seed=7)
+    assert await tokens(seed=7) == first
+    assert len({tuple(await tokens(seed=seed)) for seed in range(8)}) == 8
+    assert await tokens(seed=None) != await tokens(seed=None)
+    status, answer = await post(http, "/inference/v1/generate", body(n=8, max_tokens=24))
+    assert status == 200
+    assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) == 8
+
+
+async def test_greedy_answers_are_the_likeliest_tokens(client, published):
+    asked = request(max_tokens=40, greedy=True, stop_token_ids=())
+    [answer] = parse_generation(await client.generate(asked))
+    text = [*asked.token_ids, *answer.token_ids.tolist()]
+    logits = published.reference.logits(0, text)[2:-1]
+    assert answer.token_ids.tolist() == logits.argmax(-1).tolist()
+    assert deviations(published.reference, asked, answer).max() < EXACT
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+async def test_log_probabilities_are_those_of_the_tempered_distribution(client, published, temperature):
+    asked = request(max_tokens=60, temperature=temperature, stop_token_ids=())
+    [answer] = parse_generation(await client.generate(asked))
+    assert len(answer.token_ids) == 60
+    assert deviations(published.reference, asked, answer).max() < EXACT / min(temperature, 1.0)
+    assert deviations(published.reference, request(max_tokens=60), answer).max() > 0.1
+
+
+async def test_first_tokens_are_distributed_as_the_model_says(client, published):
+    """Pearson's chi-square over many seeds; with the seeds fixed it is one number, far below what a wrong sampler
+    makes."""
+    asked = [request(f"r{seed}", max_tokens=1, seed=101 * seed, stop_token_ids=()) for seed in range(DRAWS)]
+    bodies = await asyncio.gather(*map(client.generate, asked))
+    drawn = np.bincount([parse_generation(raw)[0].token_ids[0] for raw in bodies], minlength=23)
+    expected = DRAWS * published.reference.logits(0, (2, 3, 4))[-1].double().softmax(-1).numpy()
+    common = expected >= 5
+    observed = np.append(drawn[common], drawn[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    assert common.sum() >= 3
+    statistic = float((np.square(observed - wanted) / wanted).sum())
+    assert statistic < 2.5 * len(wanted) + 10

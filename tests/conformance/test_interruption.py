@@ -1,0 +1,217 @@
+"""Updates in the middle of answers: what becomes of tokens, log-probabilities, versions and ends of answers."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from areal_core.transcript import Transcript
+from areal_core.wire import join_answers, parse_generation, version_spans
+from tests.support.generation import request
+from tests.support.live_servers import CONTEXT, EXACT, LONG, SLOTS, deviations, get, post, until
+
+STOP = 3  # a token that the model seldom says
+EXACTLY = ["recompute", "resubmit"]  # interruptions after which answers go on as if the new weights had read them
+
+
+async def begun(client, pool, asked):
+    """Transcripts that a pool is working on, some way into their answers."""
+    transcripts = [Transcript(item) for item in asked]
+    before = (await client.load()).generated_tokens
+    calls = [asyncio.ensure_future(pool.generate(transcript)) for transcript in transcripts]
+    await until(client, lambda load: load.generated_tokens > before + 20 * min(SLOTS, sum(item.n for item in asked)))
+    return transcripts, calls
+
+
+async def joined(transcripts, calls):
+    """(request, answer) of all answers, once they are finished."""
+    await asyncio.gather(*calls)
+    return [(transcript.request, answer) for transcript in transcripts for answer in join_answers(transcript.answers())]
+
+
+def crosses(answer):
+    return len(np.unique(answer.versions)) > 1
+
+
+@pytest.mark.parametrize("interruption", EXACTLY)
+async def test_answers_are_exact_before_across_and_after_updates(client, pool_of, published, interruption, length):
+    pool = await pool_of(interruption)
+    start = await client.load()
+    asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=length, seed=i, stop_token_ids=()) for i in range(5)]
+    transcripts, calls = await begun(client, pool, asked)
+    for version in (1, 2):
+        before = (await client.load()).generated_tokens
+        await pool.load_version(published.versions[version])
+        await until(client, lambda load: load.generated_tokens > before + 20 * SLOTS)  # noqa: B023 - awaited here
+    [load] = await pool.loads()
+    assert load.recomputed_tokens > SLOTS * 20
+    assert load.paused_s > start.paused_s
+    assert load.swap_ms > 0
+
+    seen = set()
+    for item, answer in await joined(transcripts, calls):
+        assert (len(answer.token_ids), answer.finish_reason) == (length, "length")
+        spans = version_spans(answer.versions)
+        assert [version for version, _, _ in spans] == sorted({version for version, _, _ in spans})
+        assert deviations(published.reference, item, answer).max() < EXACT
+        seen.add(tuple(version for version, _, _ in spans))
+    assert (0, 1, 2) in seen
+    assert await client.loaded_version() == 2
+    end = await until(client, lambda load: (load.running, load.waiting) == (0, 0))
+    sampled = sum(transcript.sampled_tokens() for transcript in transcripts)
+    assert end.generated_tokens - start.generated_tokens == sampled == 20 * length
+    assert end.unfinished_tokens == start.unfinished_tokens == 0
+
+
+async def test_keys_and_values_that_are_kept_are_those_of_the_old_weights(client, pool_of, published, length):
+    """What `recompute` is for: the log-probabilities after an update with `keep` belong to no policy."""
+    pool = await pool_of("keep")
+    asked = [request(f"r{i}", n=4, max_tokens=length, seed=i, stop_token_ids=()) for i in range(3)]
+    transcripts, calls = await begun(client, pool, asked)
+    await pool.load_version(published.versions[1])
+    answers = await joined(transcripts, calls)
+    for item, answer in answers:
+        assert len(answer.token_ids) == length
+        assert set(answer.versions.tolist()) == {0, 1}
+        found = deviations(published.reference, item, answer)
+        assert found[answer.versions == 0].max() < EXACT
+        assert found[answer.versions == 1].max() > 1e-3
+
+
+async def test_an_update_that_waits_mixes_no_versions(client, pool_of, published, length):
+    pool = await pool_of("wait")
+    asked = [request(f"r{i}", n=4, max_tokens=length, seed=i, stop_token_ids=()) for i in range(4)]  # all slots
+    transcripts, calls = await begun(client, pool, asked)
+    update = asyncio.ensure_future(pool.load_version(published.versions[1]))
+    assert {answer.versions.tolist()[-1] for _, answer in await joined(transcripts, calls)} == {0}
+    await update
+    late = Transcript(request("late", stop_token_ids=()))
+    await pool.generate(late)
+    for item, answer in await joined([*transcripts, late], []):
+        assert set(answer.versions.tolist()) == ({1} if item is late.request else {0})
+        assert deviations(published.reference, item, answer).max() < EXACT
+
+
+@pytest.mark.parametrize("interruption", EXACTLY)
+async def test_an_answer_that_has_stopped_does_not_go_on(client, pool_of, published, interruption, length):
+    pool = await pool_of(interruption)
+    # Answers are short: an update finds others running than the one before.
+    asked = [request(f"r{i}", n=SLOTS, max_tokens=150, seed=i, stop_token_ids=(STOP,)) for i in range(length // 100)]
+    transcripts, calls = await begun(client, pool, asked)
+    for version in (1, 2):
+        await pool.load_version(published.versions[version])
+    answers = await joined(transcripts, calls)
+    assert len(answers) == len(asked) * SLOTS
+    for item, answer in answers:
+        stopped = int(answer.token_ids[-1]) == STOP
+        assert STOP not in answer.token_ids[:-1]
+        assert stopped or len(answer.token_ids) == 150
+        assert answer.finish_reason == ("stop" if stopped else "length")
+        assert deviations(published.reference, item, answer).max() < EXACT
+    assert {answer.finish_reason for _, answer in answers if crosses(answer)} >= {"stop"}
+
+
+@pytest.mark.parametrize("interruption", EXACTLY)
+async def test_the_context_ends_an_answer_that_was_interrupted(client, pool_of, published, interruption, length):
+    pool = await pool_of(interruption)
+    asked = [request("r", [2 + i % 20 for i in range(CONTEXT - length)], n=2, max_tokens=LONG, stop_token_ids=())]
+    transcripts, calls = await begun(client, pool, asked)
+    await pool.load_version(published.versions[1])
+    for item, answer in await joined(transcripts, calls):
+        assert (len(answer.token_ids), answer.finish_reason) == (length, "length")
+        assert crosses(answer)
+        assert deviations(published.reference, item, answer).max() < EXACT
+
+
+async def test_what_follows_a_seam_is_drawn_anew(client, pool_of, length):
+    """A server that is asked for the rest with the seed of the whole draws the first random numbers again. At a high
+    temperature they decide more than the text does: many of the first tokens come again."""
+    pool = await pool_of("resubmit")
+    asked = [request(f"r{i}", max_tokens=length, seed=i, stop_token_ids=(), temperature=2.0) for i in range(12)]
+    transcripts, calls = await begun(client, pool, asked)
+    await client.abort_all()
+    answers = await joined(transcripts, calls)
+    seams = [
+        len(parse_generation(body)[place].token_ids)
+        for transcript in transcripts
+        for answer in transcript.answers()
+        for body, place in answer.segments[:1]
+    ]
+    assert all(10 < seam < length - 10 for seam in seams)
+    again = [
+        answer.token_ids[seam : seam + 10] == answer.token_ids[:10]
+        for (_, answer), seam in zip(answers, seams, strict=True)
+    ]
+    assert np.mean(again) < 0.15  # 0.05 by chance, 0.3 and more with the seed of the whole
+
+
+async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_weights(client, http, published):
+    asked = request("r", n=4, max_tokens=LONG, stop_token_ids=())
+    running = asyncio.ensure_future(client.generate(asked))
+    await until(client, lambda load: load.running == 4)
+    assert await post(http, "/pause?mode=abort&clear_cache=true") == (200, {"status": "paused"})
+    answers = parse_generation(await running)
+    assert {answer.finish_reason for answer in answers} == {"abort"}
+    for answer in answers:
+        assert len(answer.token_ids) < LONG
+        assert deviations(published.reference, asked, answer).max(initial=0) < EXACT
+    assert await get(http, "/is_paused") == (200, {"is_paused": True})
+
+    new = request("next")
+    waiting = asyncio.ensure_future(client.generate(new))
+    await asyncio.sleep(0.2)  # vLLM's counters stand still while it is paused
+    version = published.versions[1]
+    await post(http, "/start_weight_update")
+    info = {"update_info": {"path": version.path, "sha256": version.sha256}}
+    assert (await post(http, "/update_weights", info))[0] == 200
+    assert (await post(http, "/finish_weight_update", {"weight_version": "1"}))[0] == 200
+    assert (await post(http, "/reset_prefix_cache"))[0] == 200
+    assert not waiting.done()
+    assert await post(http, "/resume") == (200, {"status": "resumed"})
+    [answer] = parse_generation(await waiting)
+    assert set(answer.versions.tolist()) == {1}
+    assert deviations(published.reference, new, answer).max() < EXACT
+    assert await get(http, "/is_paused") == (200, {"is_paused": False})
+
+
+async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_been(client, http, length):
+    asked = request("r", n=2, max_tokens=length, stop_token_ids=())
+    undisturbed = parse_generation(await client.generate(asked))
+    start = (await client.load()).generated_tokens
+    call = asyncio.ensure_future(client.generate(asked))
+    await until(client, lambda load: load.generated_tokens > start + 20)
+    await post(http, "/pause?mode=keep&clear_cache=true")
+    held = await client.load()
+    await asyncio.sleep(0.3)
+    assert (await client.load()).generated_tokens == held.generated_tokens < start + 2 * length
+    assert not call.done()
+    await post(http, "/resume")
+    for answer, expected in zip(parse_generation(await call), undisturbed, strict=True):
+        assert answer.token_ids.tolist() == expected.token_ids.tolist()
+        np.testing.assert_allclose(answer.logprobs, expected.logprobs, atol=EXACT)
+
+
+async def test_one_request_is_ended_by_its_id(client, http):
+    """The id that its answer bears: vLLM knows no other."""
+    calls = {
+        name: asyncio.ensure_future(client.generate(request(name, n=2, max_tokens=LONG, stop_token_ids=())))
+        for name in ("ended", "other")
+    }
+    await until(client, lambda load: load.running == 4)
+    answer = await post(http, "/abort_requests", {"request_ids": ["generate-tokens-ended"]})
+    assert answer == (200, {"status": "aborted", "aborted": 1})
+    for ended in parse_generation(await calls["ended"]):
+        assert ended.finish_reason == "abort"
+        assert len(ended.token_ids) < LONG
+    await until(client, lambda load: load.running == 2)
+    assert not calls["other"].done()
+    await client.abort_all()
+    assert {answer.finish_reason for answer in parse_generation(await calls["other"])} == {"abort"}
+
+
+async def test_the_label_alone_can_be_changed(client, http):
+    answer = await post(http, "/update_weight_version", {"new_version": "8"})
+    assert answer == (200, {"success": True, "new_version": "8"})
+    assert await get(http, "/weight_info") == (200, {"weight_version": "8"})
+    [sampled] = parse_generation(await client.generate(request()))
+    assert set(sampled.versions.tolist()) == {8}

@@ -1,0 +1,138 @@
+"""What servers refuse, and how."""
+
+import json
+
+import pytest
+
+from tests.support.live_servers import CONTEXT, SLOTS, body, get, post
+
+GENERATE = "/inference/v1/generate"
+
+# Refused by both, with one status: what is sent, that status, and the field that each of them names.
+REFUSED = {
+    "a list": ([], 400, None, "body"),
+    "empty": ({}, 400, "token_ids", "body.token_ids"),
+    "text for tokens": (body() | {"token_ids": "abc"}, 400, "token_ids", "body.token_ids"),
+    "no tokens": (body([]), 400, "token_ids", "body.token_ids"),
+    "a fraction of a token": (body([2.5]), 400, "token_ids", "body.token_ids.0"),
+    "a negative token": (body([-1]), 400, "token_ids", "body.token_ids"),
+    "a prompt that fills the context": (body([2] * CONTEXT), 400, "token_ids", None),
+    "a prompt beyond the context": (body([2] * (CONTEXT + 1)), 400, "token_ids", None),
+    "no id": (body() | {"request_id": None}, 400, "request_id", "body.request_id"),
+    "a number for an id": (body() | {"request_id": 7}, 400, "request_id", "body.request_id"),
+    "another model": (body() | {"model": "other"}, 404, "model", "model"),
+    "no parameters": (body() | {"sampling_params": None}, 400, "sampling_params", "body.sampling_params"),
+    "negative temperature": (body(temperature=-1), 400, "temperature", "temperature"),
+    "text for a temperature": (body(temperature="hot"), 400, "temperature", "body.sampling_params"),
+    "top_p above 1": (body(top_p=2), 400, "top_p", "top_p"),
+    "negative logprobs": (body(logprobs=-5), 400, "logprobs", "logprobs"),
+    "n of 0": (body(n=0), 400, "n", None),
+    "n too large": (body(n=10**9), 400, "n", None),
+    "max_tokens of 0": (body(max_tokens=0), 400, "max_tokens", "max_tokens"),
+    "half a token": (body(max_tokens=2.5), 400, "max_tokens", "body.sampling_params"),
+    "a seed of more than 64 bits": (body(seed=2**70), 400, "seed", None),
+    "a stop token outside the vocabulary": (body(stop_token_ids=[23]), 400, "stop_token_ids", "stop_token_ids"),
+    "text for stop tokens": (body(stop_token_ids="x"), 400, "stop_token_ids", "body.sampling_params"),
+}
+
+# Where they differ. The embedded server refuses what it can't do or can't know; vLLM does it, or passes it over.
+# What is sent, and for each the status and the field named.
+DIFFERENT = {
+    "a token outside the vocabulary": (body([23]), (400, "token_ids"), (200, None)),
+    "true for a token": (body([True]), (400, "token_ids"), (200, None)),
+    "an unknown field": (body() | {"tokens": []}, (400, "tokens"), (200, None)),
+    "an unknown parameter": (body(best_of=2), (400, "best_of"), (200, None)),
+    "text for n": (body(n="2"), (400, "n"), (200, None)),
+    "text for a seed": (body(seed="7"), (400, "seed"), (200, None)),
+    "a number for a truth": (body(ignore_eos=1), (400, "ignore_eos"), (200, None)),
+    "top_p": (body(top_p=0.5), (400, "top_p"), (200, None)),
+    "top_k": (body(top_k=5), (400, "top_k"), (200, None)),
+    "min_tokens": (body(min_tokens=1), (400, "min_tokens"), (200, None)),
+    "log-probabilities of others": (body(logprobs=3), (400, "logprobs"), (200, None)),
+    "more answers than slots": (body(n=SLOTS + 1), (200, None), (400, None)),
+    "several greedy answers": (body(n=2, temperature=0), (200, None), (400, None)),
+}
+
+CONTROL = {
+    "no update": ("/update_weights", {}, "update_info"),
+    "a number for a version": ("/finish_weight_update", {"weight_version": 7}, "weight_version"),
+    "no label": ("/update_weight_version", {}, "new_version"),
+    "no set-up": ("/init_weight_transfer_engine", {}, "init_info"),
+    "an unknown mode": ("/pause?mode=sometimes", None, "mode"),
+    "neither true nor false": ("/pause?mode=keep&clear_cache=perhaps", None, "clear_cache"),
+}
+
+
+def assert_refused(answer, status, param):
+    error = answer["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (status, param)
+    assert error["type"].replace(" ", "") in ("BadRequest", "BadRequestError", "NotFoundError")
+    assert error["message"]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_what_both_refuse(server, http, case):
+    value, status, embedded, vllm = REFUSED[case]
+    got, answer = await post_any(http, value)
+    assert got == status
+    assert_refused(answer, status, {"embedded": embedded, "vllm": vllm}[server.kind])
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+async def test_what_one_of_them_refuses(server, http, case):
+    value, embedded, vllm = DIFFERENT[case]
+    status, param = {"embedded": embedded, "vllm": vllm}[server.kind]
+    got, answer = await post_any(http, value)
+    assert got == status
+    if status == 200:
+        assert answer["choices"][0]["token_ids"]
+    else:
+        assert_refused(answer, status, param)
+
+
+async def test_a_stream_is_vllms_alone(server, http):
+    async with http.post(GENERATE, json=body() | {"stream": True}) as response:
+        answer = await response.text()
+    if server.kind == "vllm":
+        assert response.status == 200
+        assert answer.startswith("data: ")
+    else:
+        assert_refused(json.loads(answer), 400, "stream")
+
+
+async def test_settings_that_change_nothing_are_accepted(http):
+    neutral = body(top_p=1.0, top_k=0, temperature=1.0, min_tokens=0, n=1)
+    assert await tokens(http, neutral) == await tokens(http, body())
+
+
+async def test_a_body_that_is_not_json(http):
+    async with http.post(GENERATE, data=b"{", headers={"Content-Type": "application/json"}) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["code"] == 400
+
+
+@pytest.mark.parametrize("case", CONTROL)
+async def test_control_routes_refuse_by_field(http, case):
+    path, value, param = CONTROL[case]
+    status, answer = await post(http, path, value)
+    assert status == 400
+    assert_refused(answer, 400, answer["error"]["param"])
+    assert answer["error"]["param"].rpartition(".")[2] == param  # vLLM's says where it stands: body.new_version
+    assert await get(http, "/is_paused") == (200, {"is_paused": False})
+
+
+async def test_an_unknown_route(http):
+    assert (await get(http, "/nowhere"))[0] == 404
+
+
+async def post_any(http, value):
+    """As `post`, for numbers beyond 64 bits too."""
+    async with http.post(GENERATE, json=value) as response:
+        return response.status, await response.json(content_type=None)
+
+
+async def tokens(http, value):
+    status, answer = await post(http, GENERATE, value)
+    assert status == 200
+    return answer["choices"][0]["token_ids"]

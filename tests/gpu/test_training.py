@@ -1,0 +1,224 @@
+"""The torch engine on a GPU: what it computes is what a core computes, in float32, and near it in bfloat16.
+
+Needs torch, numpy, safetensors and pytest alone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.config import AlgorithmConfig, TrainingConfig
+from areal_core.model import ModelSpec, init_weights
+from areal_core.training import attention
+from areal_core.training.attention import attention_by_length, causal_attention
+from areal_core.training.engine import TrainingBatch
+from areal_core.training.forward import answer_logprobs
+from areal_core.training.hardware import peak_memory_bytes
+from areal_core.training.torch_engine import TorchEngine
+from tests.support.training import SPEC, engine, train
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for sums in a fixed order
+DEVICE = "cuda"
+MEDIUM = replace(SPEC, vocab_size=1000, hidden_size=256, layers=4, head_dim=64, intermediate_size=512, context=1024)
+# With a large epsilon Adam's step is as smooth in the gradient as comparisons need.
+TRAINING = TrainingConfig(minibatches=1, learning_rate=1e-3, adam_eps=1.0)
+HALF = replace(TRAINING, dtype="bfloat16")
+BOTH = pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    """Float32 products, not TF32's."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def fixed_order():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def weights(spec: ModelSpec = MEDIUM) -> dict[str, torch.Tensor]:
+    """Large enough that no two tokens are alike, biases included."""
+    generator = torch.Generator().manual_seed(1)
+    fresh = init_weights(spec, 0)
+    return {name: tensor + 0.03 * torch.randn(tensor.shape, generator=generator) for name, tensor in fresh.items()}
+
+
+def batch(sequences: int = 24, capacity: int = 4096) -> TrainingBatch:
+    """Long-tailed answers to short prompts, one minibatch."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(5, 40, sequences).astype(np.int32)
+    answers = np.clip(rng.lognormal(5.0, 0.9, sequences), 2, 900).astype(np.int32)
+    sampled = np.repeat(np.tile([False, True], sequences), np.stack((prompts, answers), axis=1).ravel())
+    total = len(sampled)
+    return TrainingBatch(
+        step=1,
+        tokens=rng.integers(0, MEDIUM.vocab_size, total).astype(np.int32),
+        lengths=prompts + answers,
+        prompt_lengths=prompts,
+        loss_mask=sampled,
+        behaviour_logprobs=np.where(sampled, -7 + 0.3 * rng.normal(size=total), 0).astype(np.float32),
+        versions=np.where(sampled, 0, -1).astype(np.int32),
+        advantages=np.where(sampled, np.repeat(rng.normal(size=sequences), prompts + answers), 0).astype(np.float32),
+        weights=sampled.astype(np.float32),
+        masses=answers.astype(np.float64),
+        minibatches=(tuple(range(sequences)),),
+        capacity=capacity,
+    )
+
+
+def made(training: TrainingConfig, device: str = DEVICE) -> TorchEngine:
+    return TorchEngine(MEDIUM, weights(), training, AlgorithmConfig(), device=device)
+
+
+def first_moments(one: TorchEngine) -> dict[str, np.ndarray]:
+    """The gradient of the first update, times a constant."""
+    return {name: array for name, array in one.state().arrays.items() if name.startswith("exp_avg/")}
+
+
+def test_a_float32_step_is_that_of_a_core():
+    share = batch()
+    core, gpu = made(TRAINING, "cpu"), made(TRAINING)
+    proximal = core.logprobs(share)
+    np.testing.assert_allclose(gpu.logprobs(share), proximal, atol=1e-4)
+    expected, stats = core.train_step(share, proximal), gpu.train_step(share, proximal)
+    assert stats.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-5)
+    assert stats.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
+    assert stats.entropy == pytest.approx(expected.entropy, rel=1e-4)
+    ours = first_moments(gpu)
+    for name, values in first_moments(core).items():
+        np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-3 * np.abs(values).max(), err_msg=name)
+    for name, values in core.weights().items():
+        np.testing.assert_allclose(gpu.weights()[name], values, atol=1e-5, err_msg=name)
+
+
+def test_a_bfloat16_step_is_near_the_float32_step():
+    share = batch()
+    single, half = made(TRAINING), made(HALF)
+    proximal = single.logprobs(share)
+    error = np.abs(half.logprobs(share) - proximal)[share.loss_mask]
+    assert 1e-5 < error.mean() < 0.05
+    expected, stats = single.train_step(share, proximal), half.train_step(share, proximal)
+    assert stats.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
+    ours, theirs = (np.concatenate([a.ravel() for a in first_moments(one).values()]) for one in (half, single))
+    assert ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs) > 0.99
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("width", [64, 128])
+def test_sequences_of_any_length_at_once(kv_heads: int, width: int):
+    """The kernel in bfloat16 against one call a length in float32, outputs and gradients."""
+    blocks = ((3, 1), (2, 17), (1, 64), (2, 129), (1, 1000))
+    generator = torch.Generator().manual_seed(0)
+    total = sum(count * length for count, length in blocks)
+    single = [
+        torch.randn(total, heads, width, generator=generator).bfloat16().float().to(DEVICE).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
+    ]
+    half = [tensor.detach().bfloat16().requires_grad_() for tensor in single]
+    assert attention.has_kernel(half[0])
+    expected, got = attention_by_length(*single, blocks), causal_attention(*half, blocks)
+    torch.testing.assert_close(got.float(), expected, atol=0.02, rtol=0.02)
+    upstream = torch.randn(expected.shape, generator=generator).to(DEVICE)
+    gradients = torch.autograd.grad(got, half, upstream.bfloat16())
+    for one, other in zip(gradients, torch.autograd.grad(expected, single, upstream), strict=True):
+        scale = other.abs().max().item()
+        torch.testing.assert_close(one.float(), other, atol=0.02 * scale, rtol=0.05)
+
+
+def test_a_model_over_the_kernel_and_over_one_call_a_length(monkeypatch: pytest.MonkeyPatch):
+    tensors = {name: tensor.to(DEVICE, torch.bfloat16) for name, tensor in weights().items()}
+    [packed, *_] = batch().microbatches[0]
+    with torch.no_grad():
+        at_once, _ = answer_logprobs(MEDIUM, tensors, packed)
+        monkeypatch.setattr(attention, "has_kernel", lambda query: False)
+        by_length, _ = answer_logprobs(MEDIUM, tensors, packed)
+    assert at_once.dtype == torch.float32
+    assert (at_once - by_length).abs().mean().item() < 0.02
+
+
+@BOTH
+def test_layers_computed_again_give_the_same_step_in_less_memory(training: TrainingConfig, fixed_order: None):
+    share = batch()
+
+    def step(again: bool) -> tuple[float, float, int]:
+        one = made(replace(training, checkpoint_activations=again))
+        proximal = one.logprobs(share)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        stats = one.train_step(share, proximal)
+        return stats.loss, stats.grad_norm, peak_memory_bytes(one.device) - before
+
+    loss, norm, memory = step(False)
+    loss_again, norm_again, memory_again = step(True)
+    assert loss_again == pytest.approx(loss, rel=1e-6)
+    assert norm_again == pytest.approx(norm, rel=1e-6)
+    assert memory_again < memory
+
+
+@BOTH
+def test_in_a_fixed_order_the_same_batch_gives_the_same_bits(training: TrainingConfig, fixed_order: None):
+    """Without torch.use_deterministic_algorithms a GPU adds up some gradients in whatever order they come."""
+    share = batch()
+    one, other = made(training), made(training)
+    assert one.logprobs(share).tobytes() == other.logprobs(share).tobytes()
+    for trained in (one, other):
+        trained.train_step(share, trained.logprobs(share))
+    for name, values in one.weights().items():
+        assert values.tobytes() == other.weights()[name].tobytes(), name
+
+
+@BOTH
+def test_a_state_goes_from_a_gpu_to_a_core_and_back(training: TrainingConfig):
+    share = batch()
+    first, second = made(training), made(training)
+    first.train_step(share, first.logprobs(share))
+    core = made(training, "cpu")
+    core.load_state(first.state())
+    second.load_state(core.state())
+    for name, values in first.state().arrays.items():
+        assert values.tobytes() == second.state().arrays[name].tobytes(), name
+    np.testing.assert_allclose(second.logprobs(share), first.logprobs(share), atol=1e-5)
+
+
+@BOTH
+def test_peak_memory_holds_weights_gradient_and_moments(training: TrainingConfig):
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    one = made(training)
+    parameters = sum(array.size for array in one.weights().values())
+    copy = 4 if training.dtype == "bfloat16" else 0  # weights and gradient of the passes
+    assert peak_memory_bytes(one.device) - before >= (16 + copy) * parameters
+
+
+def test_two_ranks_over_nccl_give_what_one_gives(tmp_path: Path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank: two, and there is one")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.training", *map(str, (rank, 2, 2, 3, tmp_path, "cuda"))],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    alone = engine()
+    train(alone, range(1, 4))
+    for rank in range(2):
+        saved = np.load(tmp_path / f"rank-{rank}.npz")
+        for name, values in alone.weights().items():
+            np.testing.assert_allclose(saved[name], values, rtol=0, atol=1e-3 * np.abs(values).max(), err_msg=name)

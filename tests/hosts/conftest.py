@@ -1,0 +1,66 @@
+"""One network for all tests of this folder, and one state folder, so that the base model is made once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.config import load
+from tests.support.hosts import ADDRESSES, HEAD, REQUIRE_HOSTS, Cluster, Network, missing
+from tests.support.runs import TINY
+
+COLLECTIVE_TIMEOUT_S = 5.0
+
+
+_lack = cache(missing)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip here, not in a fixture: pytest then tells the reason once, not for every test."""
+    if lack := _lack():
+        if os.environ.get(REQUIRE_HOSTS):
+            pytest.fail(f"{lack}; {REQUIRE_HOSTS} is set")
+        pytest.skip(lack)
+
+
+@pytest.fixture(scope="session")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="session")
+def network(state: Path) -> Iterator[Network]:
+    with Network(state) as built:
+        yield built
+
+
+@pytest.fixture(scope="session")
+def store(network: Network) -> str:
+    """URL of an S3 server on the head."""
+    return network.serve_s3()
+
+
+@pytest.fixture
+def cluster(network: Network, store: str, state: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A run of seconds that all machines have been told to take part in; its parameter is the number of steps."""
+    groups: dict[str, dict[str, Any]] = {
+        "storage": {"url": "s3://runs/areal", "endpoint_url": store},
+        "rollout": {"request_timeout_s": 10.0},
+        "training": {
+            "ranks": 2,
+            "hosts": 2,
+            "steps": getattr(request, "param", 16),
+            "collective_timeout_s": COLLECTIVE_TIMEOUT_S,
+        },
+        "launch": {"elsewhere": "both", "address": ADDRESSES[HEAD], "devices": 3},
+    }
+    config = load(
+        TINY | {"state_dir": str(state)} | {name: TINY.get(name, {}) | group for name, group in groups.items()}
+    )
+    with Cluster(network, config, request.function.__name__.removeprefix("test_")) as running:
+        yield running

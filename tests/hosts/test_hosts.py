@@ -1,0 +1,95 @@
+"""A run across machines, each a network namespace: control and storage on one, generation on one, ranks on two. One is
+cut off and returns, a rank dies or hangs, and the run ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+
+from tests.support.hosts import ADDRESSES, GENERATES, HEAD, TRAINS, Cluster
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow]
+
+FIRST, SECOND = TRAINS  # rank 0 and rank 1: torchrun orders machines by address
+LIST_STORE = """
+import sys
+from areal_core import checkpoint
+from areal_core.storage import Storage
+storage = Storage.open(*sys.argv[1:])
+newest = checkpoint.newest(storage)
+print(newest and newest.step, *sorted(storage.sizes("final")))
+"""
+
+
+def missed(host: str) -> str:
+    rank = TRAINS.index(host)
+    return f"rank {rank} (host {ADDRESSES[host]}) did not reach sum "
+
+
+def test_a_run_across_machines(cluster: Cluster) -> None:
+    ranks = [cluster.pid("trainer", rank) for rank in range(2)]
+    assert ranks[0] in cluster.pids(FIRST)
+    assert ranks[1] in cluster.pids(SECOND)
+    assert cluster.pid("generation") in cluster.pids(GENERATES)
+    summary = cluster.finished()
+    assert summary.tokens.consumed > 0
+    assert summary.model_url.startswith("s3://runs/areal/")
+    step, *model = cluster.network.run(
+        HEAD, LIST_STORE, cluster.run.info().checkpoint_url, cluster.config.storage.endpoint_url
+    ).split()
+    assert int(step) == summary.steps
+    assert {"final/config.json", "final/model.safetensors", "final/tokenizer.json"} <= set(model)
+
+
+def test_each_training_machine_is_cut_off_and_returns(cluster: Cluster) -> None:
+    for cut, left in ((SECOND, FIRST), (FIRST, SECOND)):
+        cluster.until_step(cluster.step() + 2)
+        cluster.network.cut(cut)
+        cluster.says(left, missed(cut))
+        cluster.network.join(cut)
+    cluster.finished()
+
+
+def test_the_generating_machine_is_cut_off_and_returns(cluster: Cluster) -> None:
+    cluster.until_step(2)
+    server = cluster.pid("generation")
+    cluster.network.cut(GENERATES)
+    cluster.says(HEAD, "generation server generation-0 is taken out")
+    cluster.network.join(GENERATES)
+    cluster.says(GENERATES, "was taken out by the controller: killed")
+    cluster.finished()
+    assert cluster.pid("generation") != server
+
+
+def test_a_rank_that_dies_and_one_that_hangs(cluster: Cluster) -> None:
+    cluster.until_step(2)
+    ranks = [cluster.pid("trainer", rank) for rank in range(2)]
+    os.kill(ranks[1], signal.SIGKILL)
+    cluster.says(SECOND, f"failed (exitcode: -9) local_rank: 0 (pid: {ranks[1]})")
+    again = [cluster.pid("trainer", rank, but=ranks[rank]) for rank in range(2)]
+    cluster.until_step(cluster.step() + 2)
+    os.kill(again[1], signal.SIGSTOP)
+    named = re.escape(missed(SECOND)) + r"\d+ within 5 s \(training\.collective_timeout_s\)"
+    cluster.wait_for("rank 0 names rank 1", lambda: re.search(named, cluster.output(FIRST)))
+    cluster.says(SECOND, f"Sending process {again[1]} closing signal SIGTERM")
+    os.kill(again[1], signal.SIGCONT)  # else torchrun kills it 30 s later
+    cluster.finished()
+    assert all(cluster.pid("trainer", rank) not in (ranks[rank], again[rank]) for rank in range(2))
+
+
+@pytest.mark.parametrize("cluster", [60], indirect=True)  # steps: torchrun's agents need a second to notice
+def test_the_rendezvous_dies_and_a_machines_command_is_killed(cluster: Cluster) -> None:
+    cluster.until_step(2)
+    ranks = [cluster.pid("trainer", rank) for rank in range(2)]
+    os.kill(cluster.pid("rendezvous"), signal.SIGKILL)
+    for host in TRAINS:
+        cluster.says(host, "exited with code 1: restart 1 of 2")
+    again = [cluster.pid("trainer", rank, but=ranks[rank]) for rank in range(2)]
+    assert again[1] in cluster.pids(SECOND)
+    cluster.processes[SECOND].kill()
+    cluster.wait_for("nothing is left there", lambda: not cluster.pids(SECOND))
+    cluster.start(SECOND)
+    cluster.finished()

@@ -1,0 +1,133 @@
+"""One loss, one gradient and the same weights, whichever engine trains, however ranks share out the model and however
+a batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+
+from areal_core.types import Float32Array
+from tests.support.engines import CAPACITIES, STAGES, Outcome, run
+from tests.support.training import engine, train, weights
+
+pytestmark = pytest.mark.slow
+
+BFLOAT16 = 2**-8  # between two numbers next to each other, relative
+ENGINES = ["torch", *map(str, STAGES)]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Outcome]]:
+    """What rank 0 saw, by size of the group; the other rank saw the same figures, and has no weights."""
+    root = tmp_path_factory.mktemp("engines")
+    two, one = run(2, root / "2"), run(1, root / "1")  # one rank goes on with what two have left
+    for case, outcome in two[1].items():
+        assert outcome.stats == two[0][case].stats, case
+        assert outcome.error[:16] == two[0][case].error[:16], case  # each tells of its own loss
+    return {1: one[0], 2: two[0]}
+
+
+@pytest.fixture(scope="module")
+def expected(groups: dict[int, dict[str, Outcome]]) -> Outcome:
+    """One rank, the torch engine, all sequences of a minibatch at once."""
+    return groups[1][f"torch {CAPACITIES[-1]}"]
+
+
+def assert_close(one: Mapping[str, Float32Array], other: Mapping[str, Float32Array], tolerance: float) -> None:
+    """Relative to the largest entry of each tensor."""
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        np.testing.assert_allclose(other[name], values, rtol=0, atol=tolerance * np.abs(values).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_takes_the_same_steps(
+    groups: dict[int, dict[str, Outcome]], expected: Outcome, name: str, size: int, capacity: int
+) -> None:
+    outcome = groups[size][f"{name} {capacity}"]
+    assert outcome.stats[0].grad_norm > 1  # so that it is clipped
+    assert astuple(outcome.stats[0]) == pytest.approx(astuple(expected.stats[0]), rel=1e-5, abs=1e-9)
+    assert_close(expected.gradient, outcome.gradient, 1e-5)
+    for stats, alike in zip(outcome.stats, expected.stats, strict=True):
+        assert astuple(stats) == pytest.approx(astuple(alike), rel=1e-3, abs=1e-5)
+    assert_close(expected.weights, outcome.weights, 1e-4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_without_work_takes_part(groups: dict[int, dict[str, Outcome]], stage: int) -> None:
+    """Five minibatches of one group each leave one of two ranks without work in every minibatch."""
+    alone = engine()
+    train(alone, range(1, 2), minibatches=1)
+    train(alone, range(2, 4), minibatches=5)
+    assert_close(alone.weights(), groups[2][f"uneven {stage}"].weights, 1e-4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_computing_activations_again_changes_nothing(groups: dict[int, dict[str, Outcome]], stage: int) -> None:
+    kept, computed = groups[2][f"{stage} {CAPACITIES[-1]}"], groups[2][f"recomputed {stage}"]
+    assert_close(kept.gradient, computed.gradient, 1e-5)
+    for one, other in zip(kept.stats, computed.stats, strict=False):
+        assert astuple(one) == pytest.approx(astuple(other), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16_takes_nearly_the_same_steps(
+    groups: dict[int, dict[str, Outcome]], expected: Outcome, stage: int
+) -> None:
+    """The gradient deviates by some roundings of bfloat16; a weight by less than the updates may have moved it."""
+    outcome = groups[2][f"bfloat16 {stage}"]
+    one, other = (np.concatenate([part.ravel() for part in each.gradient.values()]) for each in (expected, outcome))
+    assert 0 < np.linalg.norm(one - other) < 16 * BFLOAT16 * np.linalg.norm(one)
+    assert outcome.stats[0].grad_norm == pytest.approx(expected.stats[0].grad_norm, rel=4 * BFLOAT16)
+    alone = engine()
+    train(alone, range(1, 2), minibatches=1)
+    train(alone, range(2, 4))
+    assert_close(alone.weights(), outcome.weights, 0.05)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_updates_too_small_for_bfloat16_are_kept(groups: dict[int, dict[str, Outcome]], stage: int) -> None:
+    """With a learning rate of 1e-6 hardly a weight moves by what bfloat16 could tell."""
+    outcome = groups[2][f"small {stage}"]
+    changes = {name: outcome.weights[name] - before.numpy() for name, before in weights().items()}
+    moved = sum(np.count_nonzero(change) for change in changes.values())
+    assert moved > 0.9 * sum(change.size for change in changes.values())
+    assert max(np.abs(change).max() for change in changes.values()) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_divergence_raises_on_every_rank_and_leaves_no_trace(
+    groups: dict[int, dict[str, Outcome]], stage: int, dtype: str
+) -> None:
+    outcome = groups[2][f"diverged {dtype} {stage}"]
+    assert outcome.error.startswith("step 9, update 0: loss")
+    assert not any(change.any() for change in outcome.gradient.values())
+    if dtype == "float32":
+        untroubled = engine()
+        train(untroubled, range(1, 3))
+        assert_close(untroubled.weights(), outcome.weights, 1e-4)
+    assert all(np.isfinite(values).all() for values in outcome.weights.values())
+
+
+def test_a_run_may_change_engine_stage_and_ranks(groups: dict[int, dict[str, Outcome]]) -> None:
+    """The torch engine, two ranks at stage 2, one at stage 3, the torch engine again: two steps each."""
+    straight = engine()
+    expected = train(straight, range(1, 9))
+    stats = groups[2]["relay 2"].stats + groups[1]["relay 1"].stats
+    for one, other in zip(stats, expected, strict=True):
+        assert astuple(one) == pytest.approx(astuple(other), rel=1e-3, abs=1e-5)
+    assert_close(straight.weights(), groups[1]["relay 1"].weights, 1e-4)
+
+
+def test_a_state_of_another_model_is_refused(groups: dict[int, dict[str, Outcome]]) -> None:
+    outcome = groups[1]["refused"]
+    assert outcome.error == (
+        "weight/model.embed_tokens.weight: expected shape [23, 16] in the saved state, got shape [40, 16]"
+    )
+    assert not any(change.any() for change in outcome.gradient.values())

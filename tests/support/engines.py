@@ -1,0 +1,200 @@
+"""Every training engine through the same steps; run as a module, one rank that goes through all cases in turn."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from areal_core.config import AlgorithmConfig, TrainingConfig
+from areal_core.errors import DivergenceError, ModelError
+from areal_core.training.engine import StepStats
+from areal_core.training.policy_engine import PolicyEngine
+from areal_core.training.ranks import RankGroup
+from areal_core.training.torch_engine import TorchEngine
+from areal_core.types import Float32Array
+from tests.support.training import SPEC, TRAINING, batch, weights
+
+STAGES = (0, 1, 2, 3)
+CAPACITIES = (20, 10_000)  # a sequence or two in a micro-batch; all in one
+TIMEOUT_S = 240.0
+OTHER = replace(SPEC, vocab_size=40)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a rank saw; weights and gradient on rank 0 alone."""
+
+    stats: list[StepStats]
+    weights: dict[str, Float32Array]
+    gradient: dict[str, Float32Array]  # of the first update, clipped
+    error: str = ""
+
+
+def run(size: int, folder: Path) -> dict[int, dict[str, Outcome]]:
+    """What each rank of a group saw, by case, on a machine without a compiler."""
+    folder.mkdir()
+    environment = {**os.environ, "PATH": "", "HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+    environment.pop("TORCH_EXTENSIONS_DIR", None)
+    with (folder / "log").open("w+") as log:
+        ranks = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-X",
+                    "faulthandler",
+                    "-m",
+                    "tests.support.engines",
+                    str(rank),
+                    str(size),
+                    str(folder),
+                ],
+                env=environment,
+                stdout=log,
+                stderr=log,
+            )
+            for rank in range(size)
+        ]
+        try:
+            ended = [rank.wait(TIMEOUT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        log.seek(0)
+        assert ended == [0] * size, log.read()
+    assert not (folder / "home").exists(), "something was compiled or cached"
+    saved = [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(size)]
+    return {rank: {case: Outcome(**fields) for case, fields in seen.items()} for rank, seen in enumerate(saved)}
+
+
+class Cases:
+    """All cases that a group of this size goes through, in the same order on each of its ranks."""
+
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        self.folder = folder
+        self.ranks = RankGroup(rank, size, rendezvous=folder / "rendezvous", timeout_s=60)
+
+    def all(self) -> Iterator[tuple[str, Outcome]]:
+        for capacity in CAPACITIES:
+            yield f"torch {capacity}", self.steps(self.engine(None), capacity)
+            for stage in STAGES:
+                yield f"{stage} {capacity}", self.steps(self.engine(stage), capacity)
+        if self.ranks.size == 1:
+            yield "relay 1", self.second_leg()
+            yield "refused", self.refused()
+            return
+        for stage in STAGES:
+            yield f"uneven {stage}", self.steps(self.engine(stage), last=3, minibatches=5)
+            yield f"recomputed {stage}", self.steps(self.engine(stage, checkpoint_activations=True), last=2)
+            yield f"bfloat16 {stage}", self.steps(self.engine(stage, dtype="bfloat16"), last=3)
+            yield f"small {stage}", self.steps(self.engine(stage, dtype="bfloat16", learning_rate=1e-6), last=1)
+            for dtype in ("float32", "bfloat16"):
+                yield f"diverged {dtype} {stage}", self.diverged(self.engine(stage, dtype=dtype))
+        yield "relay 2", self.first_leg()
+
+    def engine(self, stage: int | None, *, alone: bool = False, **fields: object) -> PolicyEngine:
+        """With its ZeRO stage, or None for the torch engine; `alone`: as if there were no other rank."""
+        training: TrainingConfig = replace(TRAINING, **fields)  # type: ignore[arg-type]
+        ranks = RankGroup() if alone else self.ranks
+        if stage is None:
+            return TorchEngine(SPEC, weights(), training, AlgorithmConfig(), ranks=ranks)
+        from areal_core.training.deepspeed_engine import DeepSpeedEngine
+
+        training = replace(training, zero_stage=stage)
+        return DeepSpeedEngine(SPEC, weights(), training, AlgorithmConfig(), ranks=ranks)
+
+    def steps(self, engine: PolicyEngine, capacity: int = 64, *, last: int = 5, minibatches: int = 2) -> Outcome:
+        """One update by all groups, then steps of several minibatches."""
+        stats = self.train(engine, range(1, 2), capacity, minibatches=1)
+        gradient = {
+            name.removeprefix("exp_avg/"): values / (1 - np.float32(TRAINING.beta1))
+            for name, values in engine.state().arrays.items()
+            if name.startswith("exp_avg/")
+        }
+        stats += self.train(engine, range(2, last + 1), capacity, minibatches=minibatches)
+        return Outcome(stats=stats, weights=engine.weights(), gradient=gradient)
+
+    def train(self, engine: PolicyEngine, steps: range, capacity: int = 64, *, minibatches: int = 2) -> list[StepStats]:
+        stats: list[StepStats] = []
+        for step in steps:
+            share = batch(
+                step,
+                rank=engine.ranks.rank,
+                world_size=engine.ranks.size,
+                minibatches=minibatches,
+                capacity=capacity,
+            )
+            stats.append(engine.train_step(share, engine.logprobs(share)))
+        return stats
+
+    def diverged(self, engine: PolicyEngine) -> Outcome:
+        """One rank has a token that is not a number; then both go on with sound batches. The gradient is what the
+        weights changed by meanwhile."""
+        before = engine.weights()
+        share = batch(9, rank=self.ranks.rank, world_size=self.ranks.size, minibatches=1)
+        proximal = engine.logprobs(share)
+        broken = share.behaviour_logprobs.copy()
+        if self.ranks.rank == 0:
+            broken[np.flatnonzero(share.loss_mask & (share.advantages != 0))[0]] = np.nan
+        error = _message(
+            DivergenceError, lambda: engine.train_step(replace(share, behaviour_logprobs=broken), proximal)
+        )
+        change = {name: values - before[name] for name, values in engine.weights().items()}
+        stats = self.train(engine, range(1, 3))
+        return Outcome(stats=stats, weights=engine.weights(), gradient=change, error=error)
+
+    def first_leg(self) -> Outcome:
+        """Two steps of the torch engine, then two of two ranks that share out moments and gradient."""
+        torch_engine, engine = self.engine(None, alone=True), self.engine(2)
+        stats = self.train(torch_engine, range(1, 3))
+        engine.load_state(torch_engine.state())
+        stats += self.train(engine, range(3, 5))
+        state = engine.state()
+        if self.ranks.rank == 0:
+            (self.folder / "state").write_bytes(pickle.dumps(state))
+        return Outcome(stats=stats, weights=engine.weights(), gradient={})
+
+    def second_leg(self) -> Outcome:
+        """Two steps of stage 3, used before, with the state that two ranks left; then two of the torch engine."""
+        torch_engine, engine = self.engine(None), self.engine(3)
+        self.train(engine, range(1, 2))
+        engine.load_state(pickle.loads((self.folder.parent / "2" / "state").read_bytes()))
+        stats = self.train(engine, range(5, 7))
+        torch_engine.load_state(engine.state())
+        stats += self.train(torch_engine, range(7, 9))
+        return Outcome(stats=stats, weights=torch_engine.weights(), gradient={})
+
+    def refused(self) -> Outcome:
+        """A state of another model."""
+        engine = self.engine(3)
+        before = engine.weights()
+        other = TorchEngine(OTHER, weights(OTHER), TRAINING, AlgorithmConfig())
+        error = _message(ModelError, lambda: engine.load_state(other.state()))
+        change = {name: values - before[name] for name, values in engine.weights().items()}
+        return Outcome(stats=[], weights=engine.weights(), gradient=change, error=error)
+
+
+def _message(kind: type[Exception], action: Callable[[], object]) -> str:
+    """Of the error that the action must end with."""
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def _main(rank: int, size: int, folder: Path) -> None:
+    cases = Cases(rank, size, folder)
+    seen = {case: vars(outcome) for case, outcome in cases.all()}
+    (folder / f"rank-{rank}").write_bytes(pickle.dumps(seen))
+    cases.ranks.close()
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

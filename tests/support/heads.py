@@ -1,0 +1,98 @@
+"""The machine that heads a run, as others see it: a locked folder, and a controller that takes servers in and says
+which it has lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.server
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from areal_core.config import load
+from areal_core.launch import FileLock
+from areal_core.rundir import RunDir, RunInfo, write_json
+from areal_core.types import RunStatus
+
+PATIENCE_S = 30.0
+
+
+class Head:
+    def __init__(self, root: Path, **launch: Any) -> None:
+        values = {"elsewhere": "both", "restarts": 2, "stop_timeout_s": 5.0, "devices": 3} | launch
+        self.config = load({"state_dir": str(root), "launch": values, "training": {"ranks": 1}})
+        info = RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r")
+        self.run = RunDir.create(self.config, info)
+        self._lock = FileLock(self.run.head, timeout_s=0.0, busy="the run's lock is held")
+        self.lost: list[str] = []  # what the controller says
+        self.controllers: list[Controller] = []
+
+    def start_controller(self) -> Controller:
+        """Another one, in the place of the last."""
+        self.close()
+        controller = Controller(self)
+        self.controllers.append(controller)
+        write_json(self.run.ready_file("controller"), {"pid": len(self.controllers), "url": controller.url})
+        return controller
+
+    def trainer_is_ready(self) -> None:
+        write_json(self.run.ready_file("trainer"), {"pid": os.getpid(), "url": None})
+
+    def end(self, *, summary: bool) -> None:
+        if summary:
+            write_json(self.run.summary, {})
+        self._lock.release()
+
+    def close(self) -> None:
+        for controller in self.controllers[-1:]:  # those before have been
+            controller.close()
+
+
+class Controller:
+    """Its two routes for launchers, on the loopback."""
+
+    def __init__(self, head: Head) -> None:
+        self.joined: list[tuple[str, str]] = []  # name, URL
+        controller = self
+        status = dataclasses.asdict(
+            RunStatus(
+                step=0, steps=2, version=0, reward=None, accuracy=None, staleness=None, effective_tokens_per_s=None,
+                generated_tokens_per_s=None, elapsed_s=1.0, eta_s=None, finished=None, lost_servers=(),
+            )
+        )  # fmt: skip
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def answer(self, body: Any) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def do_GET(self) -> None:
+                self.answer({**status, "lost_servers": head.lost})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                controller.joined.append((body["name"], body["url"]))
+                self.answer({})
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,262 @@
+"""Machines of a network that isn't there: namespaces with an address each, joined to a bridge in one more."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from areal_core import weights
+from areal_core.config import RunConfig
+from areal_core.run import run_folder
+from areal_core.types import RunSummary
+from tests.support.runs import checked_summary
+
+T = TypeVar("T")
+
+HEAD, GENERATES, TRAINS = "head", "generates", ("trains-0", "trains-1")
+ADDRESSES = {HEAD: "10.77.0.1", GENERATES: "10.77.0.2", TRAINS[0]: "10.77.0.3", TRAINS[1]: "10.77.0.4"}
+TIMEOUT_S = 120.0  # for whatever a test waits for; what fails to come fails there
+REQUIRE_HOSTS = "AREAL_REQUIRE_HOSTS"  # set: a machine that lacks something fails these tests instead of skipping them
+_PREFIX = "areal"
+_SWITCH = "switch"
+_MOTO_PORT = 5000
+_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+def missing() -> str | None:
+    """What this machine lacks for namespaces, on one line; None if nothing."""
+    if shutil.which("ip") is None:
+        return "needs the command ip: apt install iproute2"
+    probe = f"{_PREFIX}-{os.getpid()}-probe"
+    try:
+        _ip("netns", "add", probe)
+        _ip("-n", probe, "link", "add", "name", "one", "type", "veth", "peer", "name", "other")
+        _ip("-n", probe, "link", "add", "name", "three", "type", "bridge")
+    except subprocess.CalledProcessError as error:
+        reason = " ".join(error.stderr.split())
+        return f"needs CAP_SYS_ADMIN and CAP_NET_ADMIN, for namespaces with veth and bridge: {reason}"
+    finally:
+        subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
+    return None
+
+
+class Network:
+    """One machine a name of ADDRESSES. A context: at its end nothing is left of it, or of what runs there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._own = f"{_PREFIX}-{os.getpid()}"
+
+    def __enter__(self) -> Network:
+        _sweep()
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in (*ADDRESSES, _SWITCH):
+            self.kill(host)
+            subprocess.run(["ip", "netns", "del", self._namespace(host)], capture_output=True, check=False)
+
+    def start(self, host: str, output: Path, *command: object) -> subprocess.Popen[bytes]:
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self._namespace(host), sys.executable, *map(str, command)],
+                env={**os.environ, **_CREDENTIALS},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def run(self, host: str, code: str, *arguments: object) -> str:
+        """What a few lines of Python print there."""
+        command = ["ip", "netns", "exec", self._namespace(host), sys.executable, "-c", code, *map(str, arguments)]
+        environment = {**os.environ, **_CREDENTIALS}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def pids(self, host: str) -> list[int]:
+        """Everything that runs there."""
+        return _pids(self._namespace(host))
+
+    def kill(self, host: str, *, but: Sequence[int] = ()) -> None:
+        _kill_all(self._namespace(host), but)
+
+    def cut(self, host: str) -> None:
+        """Nothing reaches this machine or comes from it any more."""
+        _ip("-n", self._namespace(_SWITCH), "link", "set", "dev", _port(host), "down")
+
+    def join(self, host: str) -> None:
+        _ip("-n", self._namespace(_SWITCH), "link", "set", "dev", _port(host), "up")
+
+    def serve_s3(self) -> str:
+        """A store on the head; returns its URL for clients on all machines."""
+        url = f"http://{ADDRESSES[HEAD]}:{_MOTO_PORT}"
+        moto = ("-m", "moto.server", "-H", ADDRESSES[HEAD], "-p", _MOTO_PORT)
+        self.start(HEAD, self._folder / "moto.txt", *moto)
+        wait = f"""
+import time, urllib.request
+deadline = time.monotonic() + {TIMEOUT_S}
+while True:
+    try:
+        urllib.request.urlopen("{url}/moto-api/", timeout=5)
+        break
+    except OSError:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+"""
+        self.run(HEAD, wait)
+        return url
+
+    def _build(self) -> None:
+        switch = self._namespace(_SWITCH)
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "name", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "dev", "bridge", "up")
+        for host, address in ADDRESSES.items():
+            namespace, port = self._namespace(host), _port(host)
+            _ip("netns", "add", namespace)
+            _ip("-n", switch, "link", "add", "name", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            _ip("-n", switch, "link", "set", "dev", port, "master", "bridge", "up")
+            _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", namespace, "link", "set", "dev", device, "up")
+
+    def _namespace(self, host: str) -> str:
+        return f"{self._own}-{host}"
+
+
+class Cluster:
+    """One run across the machines of a network. A context: whatever is left at its end is killed."""
+
+    def __init__(self, network: Network, config: RunConfig, run_id: str) -> None:
+        self.network, self.config = network, config
+        self.run = run_folder(config, run_id)
+        self._texts = Path(config.state_dir) / f"{run_id}-outputs"
+        self._texts.mkdir(parents=True)
+        self._others = {host: tuple(network.pids(host)) for host in ADDRESSES}
+        file = self._texts / "config.json"
+        file.write_text(json.dumps(config.to_dict()))
+        self.processes = {
+            HEAD: network.start(HEAD, self._text(HEAD), "-m", "areal_core", "--run-id", run_id, "--config", file)
+        }
+        self.start(GENERATES)
+        for host in TRAINS:
+            self.start(host)
+
+    def start(self, host: str) -> None:
+        """The command by which a machine takes part."""
+        role = ("generation",) if host == GENERATES else ("trainer", "--node", TRAINS.index(host))
+        options = ("--run-dir", self.run.root, "--address", ADDRESSES[host])
+        self.processes[host] = self.network.start(host, self._text(host), "-m", "areal_core.host", *role, *options)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in ADDRESSES:
+            self.network.kill(host, but=self._others[host])
+        for process in self.processes.values():
+            process.wait()
+
+    def output(self, host: str) -> str:
+        return self._text(host).read_text()
+
+    def wait_for(self, what: str, condition: Callable[[], T | None]) -> T:
+        """What `condition` gives once it gives something, while the run is headed."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            assert self.processes[HEAD].poll() is None, f"the run ended before: {what}\n{self._outputs()}"
+            time.sleep(0.02)
+        raise AssertionError(f"not within {TIMEOUT_S:g} s: {what}\n{self._outputs()}")
+
+    def step(self) -> int:
+        """The newest published version."""
+        newest = weights.newest(self.run.weights)
+        return 0 if newest is None else newest.version
+
+    def until_step(self, step: int) -> None:
+        self.wait_for(f"step {step}", lambda: self.step() >= step)
+
+    def says(self, host: str, text: str) -> None:
+        """Wait for a text in what a machine's command has printed."""
+        self.wait_for(f"{host} says {text!r}", lambda: text in self.output(host))
+
+    def pid(self, role: str, index: int = 0, *, but: int = 0) -> int:
+        """The process of a role that was ready last, another one than `but`. Machines share process numbers."""
+
+        def ready() -> int | None:
+            info = self.run.ready_info(role, index)
+            return info["pid"] if info and info["pid"] != but else None
+
+        return ready() or self.wait_for(f"{role}-{index} is ready", ready)
+
+    def pids(self, host: str) -> list[int]:
+        """What this run has there."""
+        return [pid for pid in self.network.pids(host) if pid not in self._others[host]]
+
+    def finished(self) -> RunSummary:
+        """The summary, after a look at everything that has to hold on all machines when a run has ended in order."""
+        for host, process in self.processes.items():
+            try:
+                status = process.wait(TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{host} hangs\n{self._outputs()}") from None
+            assert status == 0, f"{host} ended with {status}\n{self._outputs()}"
+        assert not {host: left for host in ADDRESSES if (left := self.pids(host))}, self._outputs()
+        return checked_summary(self.run, self.config)
+
+    def _text(self, host: str) -> Path:
+        return self._texts / f"{host}.txt"
+
+    def _outputs(self) -> str:
+        return "\n".join(f"-- {host}\n{self.output(host)[-4000:]}" for host in ADDRESSES)
+
+
+def _port(host: str) -> str:
+    """The switch's end of a machine's cable."""
+    return f"to-{host}"
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
+
+
+def _pids(namespace: str) -> list[int]:
+    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def _kill_all(namespace: str, but: Sequence[int] = ()) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while left := [pid for pid in _pids(namespace) if pid not in but]:
+        assert time.monotonic() < deadline, f"left running in {namespace}: {left}"
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _sweep() -> None:
+    """Namespaces of test processes that were killed, and what still runs there; nobody else's."""
+    for entry in Path("/run/netns").glob(f"{_PREFIX}-*-*"):
+        _, pid, _ = entry.name.split("-", 2)
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            _kill_all(entry.name)
+            subprocess.run(["ip", "netns", "del", entry.name], capture_output=True, check=False)

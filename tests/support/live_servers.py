@@ -1,0 +1,180 @@
+"""Generation servers as processes, the embedded one and vLLM's own, and what tests ask of both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+import pytest
+
+from areal_core import weights as versions
+from areal_core.generation.client import GenerationClient
+from areal_core.model import ModelSpec
+from areal_core.types import GenerationRequest, PolicyVersion
+from areal_core.wire import Answer, ServerLoad
+from tests.support.generation import LLAMA_GQA, Reference, weights, write
+
+CONTEXT = 4096
+SLOTS = 16
+# vLLM's attention on a CPU wants heads of 32 or 64 channels.
+SPEC = dataclasses.replace(
+    LLAMA_GQA, hidden_size=64, heads=2, kv_heads=1, head_dim=32, context=CONTEXT, eos_token_ids=(1,)
+)
+QWEN2 = dataclasses.replace(SPEC, architecture="Qwen2ForCausalLM", qkv_bias=True, tie_embeddings=True)
+SEEDS = {0: 1, 1: 2, 2: 3}  # version -> seed of its weights
+LONG = 4000  # tokens: an answer that outlasts whatever a test does meanwhile
+EXACT = 1e-4  # nats between a server's log-probability and that of transformers, for one text under one version
+VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+REQUIRE_VLLM = "AREAL_REQUIRE_VLLM"
+_MODULES = {"embedded": "areal_core.generation.server", "vllm": "areal_core.generation.vllm_server"}
+_START_S = {"embedded": 60, "vllm": 300}
+_END_S = 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server that is ready."""
+
+    kind: str  # embedded or vllm
+    url: str
+    process: subprocess.Popen[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    """A model in its versions, and what transformers says of all of them."""
+
+    base: Path
+    versions: dict[int, PolicyVersion]  # 0 is the base model
+    reference: Reference
+
+
+def publish(root: Path, spec: ModelSpec, seeds: dict[int, int]) -> Published:
+    base = write(root / "base", spec, seeds[0])
+    zero = PolicyVersion(version=0, path=str(base), sha256=digest(base / "model.safetensors"))
+    later = {
+        version: versions.publish(
+            root / "weights", version, {name: tensor.numpy() for name, tensor in weights(spec, seed).items()}
+        )
+        for version, seed in seeds.items()
+        if version
+    }
+    return Published(base=base, versions={0: zero} | later, reference=Reference(root / "reference", spec, seeds))
+
+
+def start(kind: str, model: Path, ready: Path, *options: object) -> subprocess.Popen[str]:
+    """A server's process, in a group of its own."""
+    if kind == "vllm":
+        _need_vllm()
+        log = ("--log-file", ready.with_suffix(".log"))
+        options = ("--python", VLLM_PYTHON, "--context", CONTEXT, "--slots", SLOTS, *log, *options)
+    command = [sys.executable, "-m", _MODULES[kind], "--model", model, "--ready-file", ready, *options]
+    return subprocess.Popen(
+        list(map(str, command)),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def url_of(process: subprocess.Popen[str], ready: Path, kind: str = "embedded") -> str:
+    deadline = time.monotonic() + _START_S[kind]
+    while not ready.exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the server never became ready"
+        time.sleep(0.05)
+    return json.loads(ready.read_text())["url"]
+
+
+@contextlib.contextmanager
+def serving(kind: str, model: Path, ready: Path, *options: object) -> Iterator[Server]:
+    """A server until the end of the block; it must end by SIGTERM, with status 0 and with all that it started."""
+    process = start(kind, model, ready, *options)
+    try:
+        yield Server(kind=kind, url=url_of(process, ready, kind), process=process)
+    finally:
+        process.terminate()
+        _, errors = process.communicate(timeout=_END_S)
+    assert (process.returncode, errors) == (0, "")
+    assert members(process.pid) == []
+
+
+def members(group: int) -> list[int]:
+    """Processes of a group that still run."""
+    found: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(pgrp) == group and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _need_vllm() -> None:
+    if VLLM_PYTHON.exists():
+        return
+    if os.environ.get(REQUIRE_VLLM):
+        pytest.fail(f"{VLLM_PYTHON} does not exist, and {REQUIRE_VLLM} is set: `make test-vllm` sets it up")
+    pytest.skip("needs vLLM in .venv-vllm: `make test-vllm` sets it up")
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def deviations(reference: Reference, asked: GenerationRequest, answer: Answer) -> np.ndarray:
+    """[L] nats between each log-probability and that of the version that the token names, over the whole text before
+    it, at the temperature asked for."""
+    text = [*asked.token_ids, *answer.token_ids.tolist()]
+    expected = np.full(len(answer.token_ids), np.nan)
+    for version in np.unique(answer.versions).tolist():
+        logits = reference.logits(version, text)[len(asked.token_ids) - 1 : -1] / asked.temperature
+        chosen = logits.log_softmax(-1)[np.arange(len(expected)), answer.token_ids].numpy()
+        of_version = answer.versions == version
+        expected[of_version] = chosen[of_version]
+    return np.abs(answer.logprobs - expected)
+
+
+def body(token_ids: Sequence[int] = (2, 3, 4), **params: object) -> dict[str, Any]:
+    sampling = {"max_tokens": 8, "seed": 7, "logprobs": 0, "ignore_eos": True} | params
+    return {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling}
+
+
+async def post(http: aiohttp.ClientSession, path: str, value: object = None) -> tuple[int, Any]:
+    headers = {"Content-Type": "application/json"}
+    data = None if value is None else orjson.dumps(value)
+    async with http.post(path, data=data, headers=headers if data else None) as response:
+        return response.status, await response.json(content_type=None)
+
+
+async def get(http: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
+    async with http.get(path) as response:
+        return response.status, await response.json(content_type=None)
+
+
+async def sample(http: aiohttp.ClientSession, value: dict[str, Any]) -> dict[str, Any]:
+    """The first choice of an answer."""
+    status, answer = await post(http, "/inference/v1/generate", value)
+    assert status == 200, answer
+    return answer["choices"][0]
+
+
+async def until(client: GenerationClient, condition: Callable[[ServerLoad], bool]) -> ServerLoad:
+    async with asyncio.timeout(60):
+        while not condition(load := await client.load()):  # noqa: ASYNC110 - another process's state
+            await asyncio.sleep(0.01 if client.in_place else 0.1)  # vLLM takes long to write its metrics
+    return load

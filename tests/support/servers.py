@@ -1,0 +1,148 @@
+"""A generation server that does as it is told, for the tests of its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import orjson
+from aiohttp import web
+
+from areal_core.types import PolicyVersion
+from areal_core.wire import ServerLoad
+from tests.support.rollout import body
+
+T = TypeVar("T")
+
+
+def version(number: int) -> PolicyVersion:
+    return PolicyVersion(version=number, path=f"/weights/{number}", sha256=f"hash-{number}")
+
+
+class FakeServer:
+    """Answers, once `release` is set, with every token that was asked for: those of the prompt's end, counted on.
+
+    A pause that aborts ends what runs with `sampled` tokens; what comes while it is paused waits. A path in `broken`
+    fails with the status there. Without a `+` in `release_name` it is vLLM's own.
+    """
+
+    def __init__(self, release_name: str = "0.32.0+areal") -> None:
+        self.release_name = release_name
+        self.calls: list[Any] = []  # (path, body), of requests for answers their id
+        self.requests: dict[str, dict[str, Any]] = {}  # by id
+        self.broken: dict[str, int] = {}
+        self.refused: set[str] = set()  # ids of requests
+        self.release_after_abort = False
+        self.hanging: set[str] = set()  # paths without an answer
+        self.release = asyncio.Event()
+        self.release.set()
+        self.sampled = 2
+        self.label = "0"
+        self.metrics = ""
+        self.cancelled = 0
+        self.sleeping = False
+        self._aborting = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
+
+    async def __aenter__(self) -> FakeServer:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = "http://{}:{}".format(*self._runner.addresses[0][:2])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    def updates(self) -> list[Any]:
+        """What was asked of it, but for answers and for what a client asks to know it."""
+        known = ("/version", "/weight_info", "/is_sleeping")
+        return [call for call in self.calls if isinstance(call, tuple) and call[0] not in known]
+
+    async def started(self, *request_ids: str) -> None:
+        """Return once these requests have come."""
+        async with asyncio.timeout(5):
+            while not set(request_ids) <= self.requests.keys():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    @contextlib.asynccontextmanager
+    async def runs(self, call: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+        """A request that has come, and is let go at the end."""
+        known = len(self.requests)
+        task = asyncio.ensure_future(call)
+        async with asyncio.timeout(5):
+            while len(self.requests) == known:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        yield task
+        self.release.set()
+        await asyncio.wait([task])
+
+    async def _handle(self, http: web.Request) -> web.StreamResponse:
+        if http.path == "/inference/v1/generate" and http.path not in self.broken:
+            return await self._generate(await http.json())
+        value = await http.json() if http.can_read_body else None
+        self.calls.append((http.path_qs, value))
+        if http.path in self.broken:
+            return web.Response(status=self.broken[http.path], text="as it was told")
+        if http.path in self.hanging:
+            await asyncio.Event().wait()
+        if http.path == "/version":
+            return web.json_response({"version": self.release_name})
+        if http.path == "/weight_info":
+            return web.json_response({"weight_version": self.label})
+        if http.path == "/is_sleeping":
+            return web.json_response({"is_sleeping": self.sleeping})
+        if http.path in ("/sleep", "/wake_up"):
+            self.sleeping = http.path == "/sleep"
+        if http.path == "/metrics":
+            return web.Response(text=self.metrics)
+        if http.path == "/load":
+            return web.json_response({field.name: 1 for field in dataclasses.fields(ServerLoad)})
+        if http.path == "/finish_weight_update" and value is not None:
+            self.label = value["weight_version"]
+        if http.path == "/pause":
+            self._open.clear()
+            if http.query["mode"] == "abort":
+                self._aborting.set()
+                self._aborting = asyncio.Event()
+        if http.path == "/resume":
+            self._open.set()
+            if self.release_after_abort:
+                self.release.set()
+        return web.json_response({})
+
+    async def _generate(self, request: dict[str, Any]) -> web.Response:
+        self.calls.append(request["request_id"])
+        self.requests[request["request_id"]] = request
+        if request["request_id"] in self.refused:
+            return web.Response(status=400, text="refused")
+        try:
+            await self._open.wait()
+            aborted = await self._released_or_aborted()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        params, start = request["sampling_params"], request["token_ids"][-1] + 1
+        count = min(self.sampled, params["max_tokens"]) if aborted else params["max_tokens"]
+        answer = (range(start, start + count), "abort" if aborted else "length")
+        return web.Response(body=body([answer] * params["n"], int(self.label)))
+
+    async def _released_or_aborted(self) -> bool:
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.release, self._aborting)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return not self.release.is_set()
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def choices(answer: bytes) -> list[tuple[list[int], str]]:
+    """Tokens and finish reason of every choice of a body."""
+    return [(choice["token_ids"], choice["finish_reason"]) for choice in orjson.loads(answer)["choices"]]

@@ -1,0 +1,246 @@
+"""What a finished run that lost generation servers has to show: every trajectory is there, once, and every token says
+truly which weights sampled it."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import urllib.request
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from areal_core.checkpoint import describe
+from areal_core.config import RunConfig
+from areal_core.data.source import open_source
+from areal_core.data.tokenizer import Tokenizer
+from areal_core.rewards.packing import unpack_group
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.types import GroupPayload, GroupState, PolicyVersion
+from tests.support.runs import Launched, tiny
+
+_LOOK_S = 0.02  # the trainer deletes a version several steps after it was published
+_TOLERANCE = 1e-4  # nats, float32 here and there
+_TEXTS = 64  # in one forward pass
+_METRIC = re.compile(r"^(?:areal_generation|vllm)[_:](\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+def audited(state: Path, *, servers: int, interruption: str, steps: int, **groups: dict[str, Any]) -> RunConfig:
+    """A run whose trajectories can be audited: payloads stay, the base model is far from uniform predictions, and every
+    step changes the weights so much that no version passes for another. Nothing is learnt. Slots are few, so that a
+    server is seldom without answers under way."""
+    fields: dict[str, dict[str, Any]] = {
+        "warmup": {"worked_steps": 150, "worked_batch": 16, "direct_steps": 0},
+        "model": {"hidden_size": 64, "layers": 3, "intermediate_size": 128},
+        "generation": {"servers": servers, "interruption": interruption, "slots": 8},
+        "task": {"max_new_tokens": 112},
+        "rollout": {"retain": "all", "batch_size": 64},
+        "training": {"steps": steps, "learning_rate": 5e-3, "weight_decay": 0.5, "checkpoint_every": steps},
+        "evaluation": {"every": steps},
+    }
+    merged = {name: fields.get(name, {}) | groups.get(name, {}) for name in fields | groups}
+    return tiny(state, mode="async", **merged)
+
+
+class ServerView:
+    """A generation server of a run, whichever engine is behind it, as anybody can look at it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def running(self) -> int:
+        """Answers that it decodes now."""
+        metrics = self._metrics()
+        return int(metrics.get("running", 0) + metrics.get("num_requests_running", 0))
+
+    def generated(self) -> int:
+        """Tokens that it has sampled."""
+        metrics = self._metrics()
+        return int(metrics.get("generated_tokens", 0) + metrics.get("generation_tokens_total", 0))
+
+    def version(self) -> int:
+        (label,) = re.findall(r'"weight_version": ?"(\d+)"', self._get("/weight_info"))
+        return int(label)
+
+    def _metrics(self) -> dict[str, float]:
+        values: dict[str, float] = defaultdict(float)
+        for name, value in _METRIC.findall(self._get("/metrics")):
+            values[name] += float(value)
+        return values
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10.0) as response:
+            return response.read().decode()
+
+
+def has_come_back(run: Launched, index: int, *, but: int) -> None:
+    """Wait until a generation server was started again, has weights that are no older than the newest ones of that
+    time, and samples. `but` is the process that was lost."""
+    run.pid("generation", index, but=but)
+    server, published = ServerView(run.url("generation", index)), run.step()
+    sampled = server.generated()
+    run.wait_for(f"generation-{index} has version {published}", lambda: server.version() >= published)
+    run.wait_for(f"generation-{index} samples", lambda: server.generated() > sampled)
+
+
+class PublishedWeights:
+    """Every version that a run publishes, kept. A context, to be entered before the first steps; a run deletes versions
+    that it needs no more."""
+
+    def __init__(self, run: Launched) -> None:
+        self._published = run.run.weights
+        self._kept = Path(run.config.state_dir) / f"{run.run.root.name}-weights"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="keep weights")
+
+    def __enter__(self) -> PublishedWeights:
+        self._kept.mkdir()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def file(self, version: PolicyVersion) -> Path:
+        """The weights of a version; the base model's are where they are."""
+        if version.version == 0:
+            return Path(version.path) / "model.safetensors"
+        return self._kept / Path(version.path).name
+
+    def _keep(self) -> None:
+        while not self._stop.wait(_LOOK_S):
+            for folder in self._published.glob("v*"):
+                if (folder / "manifest.json").exists():
+                    with suppress(FileExistsError, FileNotFoundError):  # kept before, or deleted just now
+                        os.link(folder / "model.safetensors", self._kept / folder.name)
+
+
+def check_trajectories(run: Launched, published: PublishedWeights) -> None:
+    """Nothing lost, nothing twice, every token's version and log-probability true, in a run that has finished in order
+    and dropped nothing."""
+    config = run.config
+    ledger = TrajectoryLedger(run.run.ledger, group_size=config.algorithm.group_size)
+    try:
+        _check_groups(config, ledger)
+        batches = _payloads(run, ledger)
+        for step, batch in batches.items():
+            for prompt_index, payload in batch.items():
+                _check_versions(config, step, prompt_index, payload)
+        reference = _Reference(run, ledger, published)
+        payloads = [payload for batch in batches.values() for payload in batch.values()]
+        reference.check(payloads)
+        versions = range(config.training.steps)
+        assert {version for payload in payloads for version in payload.versions.tolist()} <= set(versions)
+        interrupted = [answer for payload in payloads for answer in _split(payload) if len(set(answer[1].tolist())) > 1]
+        assert len(interrupted) > config.training.steps  # else there was little to get wrong
+    finally:
+        ledger.close()
+
+
+def _check_groups(config: RunConfig, ledger: TrajectoryLedger) -> None:
+    """What is admitted is what the steps take, so at the end the ledger holds the batches and nothing else."""
+    steps, groups = config.training.steps, config.groups_per_batch
+    assert not ledger.dropped()
+    assert {state: count for state, count in ledger.counts().items() if count} == {GroupState.CONSUMED: steps * groups}
+    batches = [ledger.batch(step) for step in range(1, steps + 1)]
+    rows = [batch.groups for batch in batches if batch is not None]
+    assert [len(row) for row in rows] == [groups] * steps
+    assert all(len(group.lengths) == config.algorithm.group_size for row in rows for group in row)
+    assert len({group.group_id for row in rows for group in row}) == steps * groups
+    consumed = [index for step in range(1, steps + 1) for index in ledger.prompt_indices(step)]
+    assert sorted(consumed) == list(range(steps * groups))
+    tokens = ledger.tokens()
+    assert tokens.balanced
+    assert tokens.generated == tokens.consumed == sum(sum(group.lengths) for row in rows for group in row)
+
+
+def _payloads(run: Launched, ledger: TrajectoryLedger) -> dict[int, dict[int, GroupPayload]]:
+    """step -> prompt index -> the group; its prompt is the one of that index."""
+    source = open_source(run.config, Tokenizer.from_folder(run.run.info().model_path))
+    found: dict[int, dict[int, GroupPayload]] = defaultdict(dict)
+    for step in range(1, run.config.training.steps + 1):
+        manifest = ledger.batch(step)
+        assert manifest is not None
+        for prompt_index, group in zip(ledger.prompt_indices(step), manifest.groups, strict=True):
+            payload = unpack_group(ledger.payload(group.group_id))
+            assert tuple(payload.prompt_tokens.tolist()) == source.prompt(prompt_index).token_ids
+            assert tuple(payload.lengths.tolist()) == group.lengths
+            assert len(payload.tokens) == len(payload.versions) == len(payload.logprobs) == sum(group.lengths)
+            found[step][prompt_index] = payload
+    return found
+
+
+def _check_versions(config: RunConfig, step: int, prompt_index: int, payload: GroupPayload) -> None:
+    """A step trains on no token that its own weights, or later ones, sampled. Where nothing was dropped prompts were
+    admitted in their order, each when the gate allowed it: so no server that took work had older weights than these."""
+    admitted = (prompt_index + 1) * config.algorithm.group_size
+    oldest = -(-admitted // config.rollout.batch_size) - 1 - config.max_staleness
+    assert max(0, oldest) <= payload.versions.min()
+    assert payload.versions.max() <= step - 1
+    for _, versions, _ in _split(payload):
+        assert (np.diff(versions) >= 0).all(), versions
+
+
+def _split(payload: GroupPayload) -> list[tuple[Any, Any, Any]]:
+    """Tokens, versions and log-probabilities of each answer, [L] each."""
+    cuts = np.cumsum(payload.lengths)[:-1]
+    arrays = (np.split(array, cuts) for array in (payload.tokens, payload.versions, payload.logprobs))
+    return list(zip(*arrays, strict=True))
+
+
+class _Reference:
+    """What transformers says of the tokens, in float32 and under the weights that each of them names."""
+
+    def __init__(self, run: Launched, ledger: TrajectoryLedger, published: PublishedWeights) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(run.run.info().model_path, dtype=torch.float32).eval()
+        self._files: dict[int, Path] = {}
+        for number in range(run.config.training.steps):
+            version = ledger.version(number)
+            assert version is not None
+            assert describe(published.file(version)).sha256 == version.sha256
+            self._files[number] = published.file(version)
+
+    def check(self, payloads: list[GroupPayload]) -> None:
+        texts = [
+            (payload.prompt_tokens, *answer) for payload in payloads for answer in _split(payload)
+        ]  # prompt, tokens, versions, log-probabilities
+        for version in self._files:
+            of_version = [text for text in texts if version in text[2]]
+            if not of_version:
+                continue
+            recorded = np.concatenate([text[3][text[2] == version] for text in of_version])
+            np.testing.assert_allclose(recorded, self._logprobs(version, version, of_version), atol=_TOLERANCE, rtol=0)
+            other = version - 1 if version else 1
+            if other in self._files:  # the tolerance tells one version from the next
+                wrong = np.abs(recorded - self._logprobs(other, version, of_version))
+                assert wrong.max() > 10 * _TOLERANCE
+
+    @torch.inference_mode()
+    def _logprobs(self, version: int, of_version: int, texts: list[tuple[Any, ...]]) -> np.ndarray:
+        """Of the tokens that `of_version` sampled, under `version`, laid end to end."""
+        self._load(version)
+        found: list[np.ndarray] = []
+        for start in range(0, len(texts), _TEXTS):
+            batch = texts[start : start + _TEXTS]
+            width = max(len(prompt) + len(tokens) for prompt, tokens, _, _ in batch)
+            ids = torch.zeros(len(batch), width, dtype=torch.long)
+            for row, (prompt, tokens, _, _) in enumerate(batch):  # what stands behind a text changes nothing in it
+                ids[row, : len(prompt) + len(tokens)] = torch.from_numpy(np.concatenate([prompt, tokens])).long()
+            logprobs = self._model(ids).logits.log_softmax(-1)
+            for row, (prompt, tokens, versions, _) in enumerate(batch):
+                rows = logprobs[row, len(prompt) - 1 : len(prompt) + len(tokens) - 1].numpy()
+                found.append(rows[np.arange(len(tokens)), tokens][versions == of_version])
+        return np.concatenate(found)
+
+    def _load(self, version: int) -> None:
+        missing, unexpected = self._model.load_state_dict(load_file(self._files[version]), strict=False)
+        assert not unexpected
+        assert set(missing) <= ({"lm_head.weight"} if self._model.config.tie_word_embeddings else set())

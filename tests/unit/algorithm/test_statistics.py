@@ -1,0 +1,100 @@
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.algorithm.losses import policy_loss
+from areal_core.algorithm.statistics import LossStats
+from areal_core.algorithm_config import AlgorithmConfig
+from tests.support.tokens import TOKENS, of
+
+REFERENCE = replace(TOKENS, reference=of(0.55, 0.3, 0.1, float("nan")).log(), entropy=of(0.5, 1.0, 0.25, float("nan")))
+
+
+def named(stats: LossStats) -> dict[str, float]:
+    return {field.name: getattr(stats, field.name) for field in fields(stats) if field.name != "histogram"}
+
+
+def test_statistics_by_hand():
+    # u = 1.1, 1.5, 1/2; r = 2, 1, 1/2; pi_ref / pi_theta = 1, 1/2, 2; token 1 is of the version that is trained on
+    config = AlgorithmConfig(behaviour_cap=1.5)
+    stats = policy_loss(REFERENCE, config, denominator=4).stats
+    assert named(stats) == pytest.approx(
+        {
+            "tokens": 3,
+            "clipped_low": 1,
+            "clipped_high": 1,
+            "capped": 1,
+            "masked": 0,
+            "entropy": 1.75,
+            "kl": (0.1 - 0.0953101798) + (0.5 - 0.4054651081) + (-0.5 + 0.6931471806),
+            "reference_kl": (-0.5 + 0.6931471806) + (1 - 0.6931471806),
+            "weight": 3.5,
+            "weight_squared": 5.25,
+            "weight_max": 2,
+            "matched": 1,
+            "mismatch": 0,
+        }
+    )
+    assert stats.ess == pytest.approx(3.5**2 / (3 * 5.25))
+    assert stats.histogram.sum() == 3
+    masked = policy_loss(REFERENCE, AlgorithmConfig(behaviour_mask_low=0.6, behaviour_mask_high=1.5), denominator=4)
+    assert (masked.stats.masked, masked.stats.capped) == (2, 0)
+
+
+@pytest.mark.parametrize("objective", ["naive", "a3po"])
+def test_without_a_proximal_policy_the_mismatch_is_that_of_the_untouched_policy(objective: str):
+    """pi_theta / pi_behav of token 1 is 1.5, and A-3PO's pi_prox would be pi_behav itself."""
+    tokens, config = replace(TOKENS, proximal=None), AlgorithmConfig(objective=objective)
+    stats = policy_loss(tokens, config, denominator=1, untouched=True).stats
+    assert (stats.matched, stats.mismatch) == (1, pytest.approx(0.5 - 0.4054651081))
+    stats = policy_loss(tokens, config, denominator=1, untouched=False).stats
+    assert (stats.matched, stats.mismatch) == (0, 0)
+
+
+def weighing(weights: np.ndarray) -> LossStats:
+    """Statistics of tokens with these importance weights."""
+    count = len(weights)
+    tokens = replace(
+        TOKENS,
+        current=torch.zeros(count).double(),
+        proximal=torch.from_numpy(np.log(weights)),
+        behaviour=torch.zeros(count).double(),
+        advantages=torch.ones(count).double(),
+        mask=torch.ones(count, dtype=torch.bool),
+        weights=torch.ones(count).double(),
+        staleness=torch.zeros(count),
+    )
+    return policy_loss(tokens, AlgorithmConfig(), denominator=1).stats
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_quantiles_are_as_exact_as_stated(spread: float, share: float):
+    logs = np.random.default_rng(0).normal(0.3 * spread, spread, 1000)
+    expected = np.sort(logs)[math.ceil(share * 1000) - 1]
+    quantile = math.log(weighing(np.exp(logs)).weight_quantile(share))
+    assert quantile == pytest.approx(expected, rel=0.0111, abs=1.11e-5)
+
+
+def test_quantiles_are_the_same_however_tokens_are_spread_over_ranks():
+    weights = np.exp(np.random.default_rng(1).normal(0, 0.1, 1000))
+    parts = [weighing(part) for part in np.split(weights, [10, 400])]
+    merged = sum((LossStats.from_values(part.values()) for part in parts), LossStats())
+    for share in (0.01, 0.5, 0.99):
+        assert merged.weight_quantile(share) == weighing(weights).weight_quantile(share)
+
+
+def test_equal_weights_have_the_quantile_one_exactly():
+    stats = weighing(np.ones(7))
+    assert [stats.weight_quantile(share) for share in (0.01, 0.5, 0.99)] == [1, 1, 1]
+    assert [LossStats().weight_quantile(share) for share in (0.01, 0.99)] == [1, 1]
+    assert LossStats().ess == 1
+
+
+def test_weights_beyond_the_histogram_count_at_its_ends():
+    stats = weighing(np.array([1e-30, 1.0, 1e30]))
+    assert math.log(stats.weight_quantile(0.01)) == pytest.approx(-40, rel=0.02)
+    assert math.log(stats.weight_quantile(0.99)) == pytest.approx(40, rel=0.02)

@@ -1,0 +1,176 @@
+"""The arithmetic of the interruption benchmark: what is run, which steps count, what is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from areal_core.config import RunConfig, load
+from areal_core.errors import ArealError
+from benchmarks._emulated_offline import simulate
+from benchmarks.interruption import (
+    SETTINGS,
+    Measured,
+    main,
+    measure,
+    parse,
+    report,
+    server_report,
+    table,
+    trials,
+    window,
+)
+from flows.comparison.plan import Trial, differences
+from flows.comparison.trials import TrialResult
+from tests.support.comparison import made_up
+
+
+def run(generated: float, *, k3: float | None = None) -> Measured:
+    return Measured(
+        steps=9,
+        generated_tokens_per_s=generated,
+        effective_tokens_per_s=generated / 2,
+        generation_idle=0.1,
+        generation_paused=0.02,
+        trainer_wait=0.5,
+        staleness=1.5,
+        swap_ms=1.0,
+        recompute_ms=20.0,
+        recomputed_tokens=4000.0,
+        k3=k3,
+        accuracy=None if k3 is None else 0.9,
+    )
+
+
+def result(config: RunConfig, **curves: Any) -> TrialResult:
+    known = made_up(Trial(arm="wait", seed=1, run_id="t.wait.s1", config=config))
+    return dataclasses.replace(known, curves={name.replace("__", "/"): points for name, points in curves.items()})
+
+
+def emulated(interruption: str, **emulation: Any) -> RunConfig:
+    """Two devices; one generates two groups of four answers a step, in eight slots."""
+    return load(
+        {
+            "mode": "async",
+            "task": {"max_operations": 1, "max_prompt_tokens": 8, "max_new_tokens": 32, "held_out": 16},
+            "algorithm": {"group_size": 4},
+            "generation": {"engine": "emulated", "slots": 8, "interruption": interruption},
+            "rollout": {"batch_size": 8},
+            "training": {"engine": "emulated", "minibatches": 1},
+            "emulation": {"length_sigma": 0.8, "length_median": 1024.0} | emulation,
+        }
+    )
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_arms_of_a_setting_differ_in_the_interruption_alone(name: str) -> None:
+    planned = trials(name, [1, 2], [])
+    for seed in (1, 2):
+        reference, *others = sorted((t for t in planned if t.seed == seed), key=lambda trial: trial.arm != "wait")
+        assert reference.config.interruption == "wait"
+        for other in others:
+            assert list(differences(other.config, reference.config)) == [("generation.interruption", other.arm, "wait")]
+    assert planned[0].arm != planned[len(planned) // 2].arm  # who goes first changes from seed to seed
+
+
+def test_four_nodes_have_the_papers_batch() -> None:
+    for name in ("emulated-1.5b-4-nodes", "emulated-7b-4-nodes"):
+        config = trials(name, [1], [])[0].config
+        replicas = 32 / config.emulation.tensor_parallel
+        assert config.rollout.batch_size * replicas / config.launch.devices == 8192
+        fitted = trials(name.removesuffix("-4-nodes"), [1], [])[0].config
+        shares = [each.generation.slots / each.rollout.batch_size for each in (config, fitted)]
+        assert shares[0] == pytest.approx(shares[1])
+
+
+@pytest.mark.parametrize("arguments", [["--pairs", "0"], ["--settings", "long-tail,short-tail"]])
+def test_what_can_not_be_run_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert f"argument {arguments[0]}: must be" in capsys.readouterr().err
+
+
+def test_what_makes_an_arm_can_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["interruption", "generation.interruption=keep"])
+    with pytest.raises(SystemExit, match=r"^areal: error: generation.interruption: this benchmark sets it"):
+        main()
+
+
+def test_a_run_counts_from_its_third_until_nothing_is_admitted() -> None:
+    config = load({"training": {"steps": 10}, "rollout": {"max_staleness": 2}})
+    ends = {step: float(step) for step in range(1, 11)}
+    assert window(config, ends) == (4, 7)  # the version after which no answer is admitted: 7 + 2 + 1 = 10
+    assert window(config, {step: ends[step] for step in range(1, 7)}) == (2, 6)
+    assert window(config, {}) == (0, 0)
+
+
+def test_a_run_is_measured_over_the_steps_that_count() -> None:
+    config = emulated("recompute", speed=50.0, tokens_per_token=128)
+    steps = range(1, 7)
+    curves: dict[str, Any] = {
+        "time__elapsed_s": [(step, 10.0 * step) for step in steps],
+        "time__step_s": [(step, 10.0) for step in steps],
+        "ledger__generated_tokens": [(step, 100.0 * step**2) for step in steps],
+        "ledger__consumed_tokens": [(step, 50.0 * step) for step in steps],
+        "bubble__generation_idle": [(step, 0.9 if step <= 2 else 0.1) for step in steps],
+        "bubble__generation_paused": [(step, 0.02) for step in steps],
+        "bubble__trainer_wait": [(step, 0.5) for step in steps],
+        "staleness__token_mean": [(2, 9.0), (3, 1.0), (6, 2.0)],
+        "weights__swap_ms": [(2, 9e9), (3, 20.0), (4, 40.0)],
+        "weights__recompute_ms": [(3, 0.0)],
+        "weights__recomputed_tokens": [(3, 10.0), (6, 30.0)],
+    }
+    found = measure(result(config, **curves))
+    assert found.steps == 4  # 3 to 6
+    assert found.generated_tokens_per_s == pytest.approx((3600 - 400) / 40 * 128 / 50)
+    assert found.effective_tokens_per_s == pytest.approx(200 / 40 * 128 / 50)
+    assert found.generation_idle == pytest.approx(0.1)
+    assert (found.swap_ms, found.recomputed_tokens) == (1500.0, 20.0 * 128)
+    assert (found.staleness, found.k3) == (1.5, None)
+    with pytest.raises(ArealError, match=r"^t.wait.s1: too short for a step that counts"):
+        measure(result(config, time__elapsed_s=[(1, 10.0)]))
+    del curves["weights__swap_ms"]
+    with pytest.raises(ArealError, match=r"^t.wait.s1: no point of weights/swap_ms"):
+        measure(result(config, **curves))
+
+
+def test_a_report_holds_ratios_seed_by_seed() -> None:
+    runs = {
+        "long-tail": {
+            "wait": {1: run(100.0, k3=1e-12), 2: run(200.0, k3=1e-12)},
+            "recompute": {1: run(110.0, k3=1e-12), 2: run(260.0, k3=3e-12)},
+            "resubmit": {1: run(90.0, k3=0.0), 2: run(180.0, k3=0.0)},
+            "keep": {1: run(120.0, k3=1e-4), 2: run(240.0, k3=3e-4)},
+        },
+        "emulated-1.5b": {"wait": {1: run(10.0)}, "recompute": {1: run(16.0)}},
+    }
+    found = report(runs)
+    assert (found["long_tail_over_waiting"], found["long_tail_range"]) == (1.2, [1.1, 1.3])
+    assert (found["resubmit_over_waiting"], found["keep_over_waiting"]) == (0.9, 1.2)
+    assert found["emulated_1.5b_over_waiting"] == 1.6
+    assert (found["k3_recompute"], found["k3_keep"]) == (2e-12, 2e-4)
+    assert found["paper"] == {"1.5b": 1.12, "7b": 1.17}
+    assert found["runs"]["emulated-1.5b"]["wait"][1]["k3"] is None
+    lines = table(runs)
+    assert len(lines) == 7
+    assert lines[2].split()[:4] == ["long-tail", "recompute", "1.200", "1.100-1.300"]
+
+
+def test_by_the_time_model_an_update_that_waits_costs_generation() -> None:
+    """Answers of several lengths end one after the other, and none starts meanwhile."""
+    rates = {arm: simulate(emulated(arm)).generated_tokens_per_s for arm in ("wait", "recompute")}
+    assert rates["wait"] < 0.9 * rates["recompute"]
+
+
+def test_by_the_time_model_nothing_waits_where_no_update_comes_in_time() -> None:
+    """Training takes so long that a step is all that counts, whatever an update does."""
+    slow = {arm: simulate(emulated(arm, training_share=0.002)) for arm in ("wait", "recompute")}
+    assert slow["wait"].step_s == pytest.approx(slow["recompute"].step_s, rel=0.01)
+
+
+def test_the_lone_server_is_compared_round_by_round():
+    found = server_report({"wait": [100.0, 200.0, 50.0], "recompute": [150.0, 220.0, 50.0]})
+    assert found["server_wait"] == {"over_waiting": 1.0, "range": [1.0, 1.0], "tokens_per_s": 100}
+    assert found["server_recompute"] == {"over_waiting": 1.1, "range": [1.0, 1.5], "tokens_per_s": 150}

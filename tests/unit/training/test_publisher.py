@@ -1,0 +1,103 @@
+"""Versions and checkpoints beside the step: in order, a checkpoint never ahead of its version, failures told."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_core import checkpoint
+from areal_core.errors import ProcessError
+from areal_core.prepare import prepare
+from areal_core.storage import Storage
+from areal_core.training import publisher as module
+from areal_core.training.engine import EngineState
+from areal_core.training.publisher import Publisher
+from areal_core.types import PolicyVersion
+from tests.support.runs import tiny
+
+PATIENCE_S = 20.0
+TENSORS = {"w": np.arange(4, dtype=np.float32)}
+STATE = EngineState(arrays={"weight/w": TENSORS["w"]}, scalars={"updates": 2})
+
+
+class Controller:
+    """What the publisher asks of it, in order. `gate` holds announcements up."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.refuses = False
+        self._storage = storage
+
+    def announce(self, version: PolicyVersion) -> list[int]:
+        assert self.gate.wait(PATIENCE_S)
+        if self.refuses:
+            raise ProcessError("controller: POST /versions answered 500: the disk is full")
+        self.calls.append(("announce", version.version))
+        return []
+
+    def snapshot(self, step: int) -> dict[str, Any]:
+        self.calls.append(("snapshot", step))
+        self._storage.child(checkpoint.folder_name(step)).put_bytes(checkpoint.LEDGER, b"ledger")
+        return {"bytes": 6, "sha256": "0" * 64}
+
+    def committed(self, step: int) -> None:
+        self.calls.append(("committed", step))
+
+    def metrics(self, rows: list[Any]) -> None:
+        self.calls += [(row.key, row.step) for row in rows]
+
+    def document(self, kind: str, step: int, data: dict[str, Any]) -> None:
+        self.calls.append((kind, step))
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Publisher, Controller]:
+    config = tiny(tmp_path)
+    run = prepare(config, run_id="r")
+    storage = Storage.open(run.info().checkpoint_url)
+    controller = Controller(storage)
+    monkeypatch.setattr(module, "ControllerClient", lambda run: controller)
+    return Publisher(run, config, storage, None), controller
+
+
+def test_versions_and_what_is_told_of_them_are_in_order(made: tuple[Publisher, Controller]) -> None:
+    publisher, controller = made
+    for step in (1, 2, 3):
+        publisher.publish(step, TENSORS)
+        publisher.report(step, {"loss/policy": 0.5}, Counter({0: 7}))
+    publisher.drain()
+    kinds = ("announce", "time/publish_s", "loss/policy", "staleness_histogram")
+    assert controller.calls == [(kind, step) for step in (1, 2, 3) for kind in kinds]
+
+
+def test_a_checkpoint_waits_until_its_version_is_known(made: tuple[Publisher, Controller]) -> None:
+    publisher, controller = made
+    controller.gate.clear()
+    publisher.publish(1, TENSORS)
+    publisher.checkpoint(1, STATE)
+    threading.Event().wait(0.5)
+    assert controller.calls == []
+    controller.gate.set()
+    publisher.drain()
+    names = [name for name, _ in controller.calls]
+    assert names.index("announce") < names.index("snapshot") < names.index("committed")
+
+
+def test_a_version_that_can_not_be_published_ends_everything_that_waits(made: tuple[Publisher, Controller]) -> None:
+    publisher, controller = made
+    controller.refuses = True
+    publisher.publish(1, TENSORS)
+    publisher.checkpoint(1, STATE)
+    with pytest.raises(ProcessError, match="the disk is full"):
+        publisher.drain()
+    for call in (publisher.check, lambda: publisher.publish(2, TENSORS), publisher.make_room):
+        with pytest.raises(ProcessError, match="the disk is full"):
+            call()
+    assert controller.calls == []

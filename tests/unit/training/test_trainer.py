@@ -1,0 +1,59 @@
+"""What the trainer does with a batch whose numbers are no longer finite."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from areal_core.errors import DivergenceError
+from areal_core.prepare import prepare
+from areal_core.training.engine import TrainingBatch
+from areal_core.training.trainer import Trainer
+from tests.support.runs import tiny
+from tests.support.training import batch
+
+
+def trainer(root: Path, on_divergence: str) -> Trainer:
+    return Trainer(prepare(tiny(root, training={"on_divergence": on_divergence}), run_id="r"), 0)
+
+
+def broken(step: int) -> TrainingBatch:
+    """No update of it is finite."""
+    share = batch(step)
+    share = replace(share, tokens=share.tokens % 10, advantages=np.where(share.loss_mask, np.float32(1), np.float32(0)))
+    return replace(share, behaviour_logprobs=np.where(share.loss_mask, np.float32(np.nan), np.float32(0)))
+
+
+def test_a_batch_that_diverges_is_saved_and_ends_the_run(tmp_path: Path) -> None:
+    share = broken(7)
+    with pytest.raises(DivergenceError, match=r"step 7, update 0: .*must be finite; its batch: ") as caught:
+        trainer(tmp_path, "stop")._learn(share)
+    path = Path(re.findall(r"its batch: (\S+)$", str(caught.value))[0])
+    assert path == tmp_path / "runs/r/diverged/step-000007-rank-0.safetensors"
+    arrays = load_file(path)
+    for name in ("tokens", "lengths", "prompt_lengths", "loss_mask", "behaviour_logprobs", "versions", "advantages"):
+        np.testing.assert_array_equal(arrays[name], getattr(share, name))
+    for index, members in enumerate(share.minibatches):
+        assert (arrays["minibatch"][list(members)] == index).all()
+    assert (arrays["proximal_logprobs"][share.loss_mask] < 0).all()
+
+
+def test_skipping_goes_on_with_the_batch_saved_but_not_for_ever(tmp_path: Path) -> None:
+    one = trainer(tmp_path, "skip")
+    for step in (1, 2):
+        stats, _, _ = one._learn(broken(step))
+        assert (stats.updates, stats.skipped) == (0, 2)
+    sound = broken(3)
+    stats, _, _ = one._learn(replace(sound, behaviour_logprobs=np.where(sound.loss_mask, -1, 0).astype(np.float32)))
+    assert (stats.updates, stats.skipped) == (2, 0)
+    for step in (4, 5):
+        one._learn(broken(step))
+    with pytest.raises(DivergenceError, match="step 6: no update was finite in 3 steps in a row"):
+        one._learn(broken(6))
+    saved = sorted(path.name for path in (tmp_path / "runs/r/diverged").iterdir())
+    assert saved == [f"step-{step:06d}-rank-0.safetensors" for step in (1, 2, 4, 5, 6)]

@@ -1,0 +1,100 @@
+"""How the trainer makes a batch of what the controller serves: what the algorithm asks for reaches it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_core.config import load
+from areal_core.rewards.packing import pack_group, unpack_group
+from areal_core.training.engine import TrainingBatch
+from areal_core.training.trainer import Trainer
+from areal_core.types import BatchGroup, BatchManifest, GroupPayload
+from tests.support.training import SPEC
+
+# Two groups of two answers of 1 and 4, 3 and 4 tokens, of at most 4; the second group is all right.
+LENGTHS, REWARDS = [[1, 4], [3, 4]], [[0.0, 1.0], [1.0, 1.0]]
+
+
+class Served:
+    """A controller that serves these groups."""
+
+    def group(self, group_id: int) -> bytes:
+        lengths = LENGTHS[group_id]
+        total = sum(lengths)
+        return pack_group(
+            GroupPayload(
+                prompt_tokens=np.array([7], np.int32),
+                lengths=np.array(lengths, np.int32),
+                tokens=np.full(total, 9, np.int32),
+                logprobs=np.full(total, -1.0, np.float32),
+                versions=np.zeros(total, np.int32),
+                rewards=np.array(REWARDS[group_id], np.float32),
+                truncated=np.array([False, True]),
+            )
+        )
+
+
+def built(**algorithm: Any) -> TrainingBatch:
+    trainer = Trainer.__new__(Trainer)
+    trainer.config = load(
+        {
+            "algorithm": {"group_size": 2, "advantage": "group_mean", **algorithm},
+            "rollout": {"batch_size": 4},
+            "task": {"max_new_tokens": 4},
+            "training": {"minibatches": 1},
+        }
+    )
+    trainer.rank = 0
+    trainer.spec = SPEC
+    groups = (
+        BatchGroup(group_id=group, lengths=tuple(LENGTHS[group]), rewards=tuple(REWARDS[group]), ready_version=0)
+        for group in (0, 1)
+    )
+    return trainer._build(BatchManifest(step=1, groups=tuple(groups)), Served())
+
+
+def answers(batch: TrainingBatch, values: np.ndarray) -> list[float]:
+    """Of the last token of each answer."""
+    return values[np.cumsum(batch.lengths) - 1].tolist()
+
+
+def test_advantages_are_those_of_the_rewards() -> None:
+    batch = built()
+    assert answers(batch, batch.advantages) == [-0.5, 0.5, 0, 0]
+    assert batch.has_gradient.tolist() == [True, True, False, False]
+    assert (batch.loss_tokens, batch.denominators) == ([12], [12.0])
+
+
+def test_length_is_charged_against_the_limit_of_answers() -> None:
+    # nothing up to 2 tokens, half at 3, all at 4: rewards 0 and 1 - 1, 1 - 0.5 and 1 - 1
+    batch = built(overlong_cache=2)
+    assert answers(batch, batch.advantages) == [0, 0, 0.25, -0.25]
+
+
+@pytest.mark.parametrize("field", ["kl_coef", "entropy_coef"])
+def test_a_term_of_its_own_takes_in_answers_without_an_advantage(field: str) -> None:
+    assert built(**{field: 0.1}).has_gradient.all()
+
+
+def test_the_mean_is_the_one_that_was_chosen() -> None:
+    sequence, constant = built(loss_mean="sequence"), built(loss_mean="constant")
+    assert answers(sequence, sequence.weights) == pytest.approx([1, 1 / 4, 1 / 3, 1 / 4])
+    assert sequence.denominators == [4]
+    assert answers(constant, constant.weights) == [1] * 4
+    assert constant.denominators == [4 * 4]
+    masked = built(loss_mean="constant", truncated="mask")
+    assert (masked.loss_tokens, masked.denominators) == ([4], [2 * 4])
+
+
+def test_no_answer_is_left_where_all_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_cut(data: bytes) -> GroupPayload:
+        return replace(unpack_group(data), truncated=np.array([True, True]))
+
+    monkeypatch.setattr("areal_core.training.trainer.unpack_group", all_cut)
+    batch = built(truncated="mask")
+    assert (batch.loss_tokens, batch.denominators) == ([0], [0.0])
+    assert batch.microbatches == ((),)
