@@ -44,8 +44,6 @@ def main() -> None:
     try:
         where = meeting_place(run, config.launch.start_timeout_s)
         os.environ |= {RENDEZVOUS: where, ADDRESS: arguments.address}
-        # Where agents share their store with the ranks, one of them keeps the port of another that is gone.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         rounds.register()
         launch = elastic_launch(settings(run, config, where, arguments.address), sys.executable)
         launch("-m", "areal_core.training.trainer", "--run-dir", run.root)

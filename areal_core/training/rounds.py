@@ -7,6 +7,8 @@ over; what ends the rendezvous is the end of the run.
 
 from __future__ import annotations
 
+import os
+
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -54,6 +56,9 @@ class OpenRendezvous(RendezvousHandler):
 
 def register() -> None:
     """Make BACKEND known to torchrun, in this process."""
+    # Where agents share their store with the ranks, one that stays gives the next round its port of the last one,
+    # which a newcomer waits for in vain.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     rendezvous_handler_registry.register(BACKEND, _open)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 PATIENCE_S = 60.0
-READ_TIMEOUT_S = 2
+KEEP_ALIVE_S, KEEP_ALIVE_MISSED = 1, 3
 # An agent of two, whose one rank says in which round it is, and then does as it is told.
 AGENT = f"""
 import sys
@@ -25,8 +25,8 @@ from areal_core.training import rounds
 rounds.register()
 settings = LaunchConfig(
     min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="r", rdzv_backend=rounds.BACKEND, rdzv_endpoint=sys.argv[1],
-    rdzv_configs={{"is_host": False, "join_timeout": {PATIENCE_S:.0f}, "read_timeout": {READ_TIMEOUT_S},
-                  "keep_alive_interval": 1}},
+    rdzv_configs={{"is_host": False, "join_timeout": {PATIENCE_S:.0f}, "read_timeout": {PATIENCE_S:.0f},
+                  "keep_alive_interval": {KEEP_ALIVE_S}, "keep_alive_max_attempt": {KEEP_ALIVE_MISSED}}},
     max_restarts=int(sys.argv[2]), local_addr="127.0.0.1",
 )
 try:
@@ -94,7 +94,7 @@ def test_a_round_forms_again_after_the_store_did_not_answer(rendezvous: Rendezvo
     outputs = [rendezvous.agent(WORKS, restarts=1) for _ in range(2)]
     rendezvous.wait_for(lambda: all(works(output) for output in outputs))
     rendezvous.process.send_signal(signal.SIGSTOP)
-    time.sleep(3 * READ_TIMEOUT_S)  # and longer than an agent lives without a heartbeat
+    time.sleep(2 * KEEP_ALIVE_S * KEEP_ALIVE_MISSED)  # longer than an agent lives without a heartbeat
     rendezvous.process.send_signal(signal.SIGCONT)
     for output in outputs:  # as ranks do when one of them is missing
         os.kill(int(WORKING.findall(output.read_text())[0]), signal.SIGKILL)
