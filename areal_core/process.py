@@ -25,6 +25,7 @@ from areal_core.rundir import write_json
 
 LIFELINE = "AREAL_LIFELINE"  # "<fd>:<inode>" of the pipe's read end; the inode tells it from a reused number
 GRACE = "AREAL_GRACE_S"  # seconds between the SIGTERM and the SIGKILL that a lost launcher means
+SPENT = 3  # exit status of a process whose own children have failed too often: another try is no use
 _PR_SET_PDEATHSIG = 1
 _DEFAULT_GRACE_S = 10.0
 

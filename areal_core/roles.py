@@ -16,11 +16,11 @@ from areal_core.config import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.launch import RoleSpec
 from areal_core.prepare import interpreter, python, visible_gpus
+from areal_core.process import SPENT
 from areal_core.rundir import RunDir
 
 LOOPBACK = "127.0.0.1"
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else a warning for every address that has no name
-NODE_SPENT = 3  # exit status of areal_core.training.node: its ranks have failed too often
 
 
 def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str, RoleSpec]:
@@ -85,7 +85,7 @@ def host_trainer(run: RunDir, config: RunConfig, *, address: str, node: int) -> 
         argv=lambda _: python("areal_core.training.node", "--run-dir", run.root, "--address", address),
         first=node,
         announces=False,
-        final=NODE_SPENT,
+        final=SPENT,
         sessions=True,
         env=lambda _: environment,
     )

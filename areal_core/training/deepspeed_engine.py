@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from areal_core.config import AlgorithmConfig, TrainingConfig
 from areal_core.model import ModelSpec
 from areal_core.training.engine import EngineState
-from areal_core.training.forward import answer_logprobs
 from areal_core.training.packing import Packed
 from areal_core.training.policy_engine import PolicyEngine, check_state
 from areal_core.training.policy_module import PolicyModule
@@ -69,14 +68,13 @@ class DeepSpeedEngine(PolicyEngine):
         ranks: RankGroup | None = None,
         device: str = "cpu",
     ) -> None:
-        super().__init__(spec, training, algorithm, temperature=temperature, ranks=ranks, device=device)
+        super().__init__(spec, weights, training, algorithm, temperature=temperature, ranks=ranks, device=device)
         self._stage = training.zero_stage
-        dtype: torch.dtype = getattr(torch, training.dtype)
-        self._mixed = dtype != torch.float32 and self._stage > 0  # DeepSpeed keeps weights in two precisions
+        self._mixed = self.dtype != torch.float32 and self._stage > 0  # DeepSpeed keeps weights in two precisions
         module = PolicyModule(
             spec,
             weights,
-            dtype=dtype,
+            dtype=self.dtype,
             temperature=temperature,
             checkpoint_activations=training.checkpoint_activations,
         )
@@ -93,9 +91,6 @@ class DeepSpeedEngine(PolicyEngine):
         if self._mixed:
             for name, parameter in self._parameters.items():
                 self._put(parameter, _WEIGHT, weights[name].float())
-        # Version 0 as passes compute with it: all of it on every rank.
-        kept = weights.items() if algorithm.kl_coef else ()
-        self._reference = {name: tensor.detach().to(self.device, dtype, copy=True) for name, tensor in kept}
         self._before: list[Tensor] = []
         self._change = 0.0  # sum of squares of the change of this rank's weights by an update
         self._optimiser.register_step_pre_hook(self._remember)
@@ -105,9 +100,6 @@ class DeepSpeedEngine(PolicyEngine):
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         return self._engine(packed)
-
-    def reference_forward(self, packed: Packed) -> Tensor:
-        return answer_logprobs(self.spec, self._reference, packed, temperature=self.temperature)[0]
 
     def start_gradient(self) -> None:
         """The last one went with its update, or when it was found not to be finite."""

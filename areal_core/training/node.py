@@ -27,7 +27,6 @@ from areal_core.rundir import RunDir
 from areal_core.training import rounds
 from areal_core.training.ranks import ADDRESS, RENDEZVOUS
 
-SPENT = 3  # exit status; `areal_core.roles` has it too
 _KEEP_ALIVE_S = 5  # between two heartbeats of an agent, stamped with its own machine's clock
 _KEEP_ALIVE_MISSED = 6  # and its machine is out of the round; clocks may differ by a few seconds
 _POLL_S = 0.2
@@ -49,7 +48,7 @@ def main() -> None:
         launch("-m", "areal_core.training.trainer", "--run-dir", run.root)
     except ChildFailedError as error:
         print(f"areal: error: {_described(error)}", file=sys.stderr)
-        raise SystemExit(SPENT) from None
+        raise SystemExit(process.SPENT) from None
     except SignalException as ending:
         raise SystemExit(128 + ending.sigval) from None
     except (ProcessError, RendezvousError) as error:

@@ -20,7 +20,7 @@ from areal_core.algorithm.objectives import Tokens
 from areal_core.algorithm.statistics import LossStats
 from areal_core.config import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
-from areal_core.model import ModelSpec, weight_shapes
+from areal_core.model import ModelSpec, check_weights, weight_shapes
 from areal_core.training.engine import EngineState, StepStats, TrainingBatch
 from areal_core.training.forward import answer_logprobs
 from areal_core.training.packing import Packed, idle
@@ -57,6 +57,7 @@ class PolicyEngine(ABC):
     def __init__(
         self,
         spec: ModelSpec,
+        weights: Mapping[str, Tensor],
         training: TrainingConfig,
         algorithm: AlgorithmConfig,
         *,
@@ -64,6 +65,7 @@ class PolicyEngine(ABC):
         ranks: RankGroup | None = None,
         device: str = "cpu",
     ) -> None:
+        check_weights(spec, weights)
         self.spec, self.training, self.algorithm = spec, training, algorithm
         self.temperature = temperature
         self.ranks = ranks or RankGroup()
@@ -71,17 +73,15 @@ class PolicyEngine(ABC):
         self.dtype: torch.dtype = getattr(torch, training.dtype)  # of passes over the model
         self.updates = 0  # optimiser updates so far
         self._compute_s = 0.0
+        # Version 0 as passes compute with it, whatever state is loaded later: all of it, on every rank.
+        kept = weight_shapes(spec) if algorithm.kl_coef else ()
+        self._reference = {name: weights[name].detach().to(self.device, self.dtype, copy=True) for name in kept}
 
     # -- what differs ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the answer tokens, each [A], under the weights as they are."""
-
-    @abstractmethod
-    def reference_forward(self, packed: Packed) -> Tensor:
-        """Log-probability of the answer tokens, [A], under version 0 of the run, whatever state was loaded since. Asked
-        for where algorithm.kl_coef is above 0, and then in lockstep as `forward` is."""
 
     @abstractmethod
     def start_gradient(self) -> None:
@@ -115,8 +115,8 @@ class PolicyEngine(ABC):
         return self._recomputed(batch, lambda packed: self.forward(packed)[0], "proximal")
 
     def reference_logprobs(self, batch: TrainingBatch) -> Float32Array:
-        """Collective. As `logprobs`, under version 0 of the run."""
-        return self._recomputed(batch, self.reference_forward, "reference")
+        """Collective. As `logprobs`, under version 0 of the run. For algorithm.kl_coef above 0."""
+        return self._recomputed(batch, lambda packed: self._evaluated(self._reference, packed), "reference")
 
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         assert proximal is None or self.algorithm.takes_proximal
@@ -151,7 +151,7 @@ class PolicyEngine(ABC):
         total, tokens = 0.0, 0
         for packed in batch.cut(range(min(_MISMATCH_SEQUENCES, len(batch.lengths)))):
             with self._computing():
-                ours, _ = answer_logprobs(self.spec, tensors, packed, temperature=self.temperature)
+                ours = self._evaluated(tensors, packed)
             matched = torch.from_numpy(((batch.versions == version) & batch.loss_mask)[packed.source])
             theirs = torch.from_numpy(batch.behaviour_logprobs[packed.source])
             total += float(k3((ours.cpu().double() - theirs)[matched]).sum())
@@ -169,6 +169,10 @@ class PolicyEngine(ABC):
         self.ranks.close()
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _evaluated(self, weights: Mapping[str, Tensor], packed: Packed) -> Tensor:
+        """Log-probability of the answer tokens, [A], under other weights than the engine's own."""
+        return answer_logprobs(self.spec, weights, packed, temperature=self.temperature)[0]
 
     def _passes(self, microbatches: Sequence[Packed]) -> Iterator[tuple[bool, Packed | None]]:
         """(whether it is the last, micro-batch), with None for an idle pass; at least as many on every rank where a

@@ -7,10 +7,17 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from areal_core.model import ModelSpec, check_weights, weight_shapes
-from areal_core.training.forward import decoder_layer, embed, layer_weights, rms_norm, rotations, target_logprobs
+from areal_core.training.forward import (
+    decoder_layer,
+    embed,
+    layer_weights,
+    recomputed,
+    rms_norm,
+    rotations,
+    target_logprobs,
+)
 from areal_core.training.packing import Packed
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -53,7 +60,7 @@ class PolicyModule(nn.Module):
         checkpoints = self.checkpoint_activations and torch.is_grad_enabled()
         for layer in self.layers:
             inputs = (x, cos, sin, packed.blocks)
-            x = checkpoint(layer, *inputs, use_reentrant=False) if checkpoints else layer(*inputs)
+            x = recomputed(layer, *inputs) if checkpoints else layer(*inputs)
         return self.head(x, packed, self.temperature)
 
 

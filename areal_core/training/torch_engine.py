@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_core.config import AlgorithmConfig, TrainingConfig
-from areal_core.model import ModelSpec, check_weights, weight_shapes
+from areal_core.model import ModelSpec, weight_shapes
 from areal_core.training.engine import EngineState
 from areal_core.training.forward import answer_logprobs
 from areal_core.training.packing import Packed
@@ -41,12 +41,9 @@ class TorchEngine(PolicyEngine):
         ranks: RankGroup | None = None,
         device: str = "cpu",
     ) -> None:
-        super().__init__(spec, training, algorithm, temperature=temperature, ranks=ranks, device=device)
-        check_weights(spec, weights)
+        super().__init__(spec, weights, training, algorithm, temperature=temperature, ranks=ranks, device=device)
         self._shapes = {name: weights[name].shape for name in weight_shapes(spec)}
         self._flat = torch.cat([weights[name].detach().float().flatten() for name in self._shapes]).to(self.device)
-        # Version 0, as passes compute with it.
-        self._reference = _views(self._flat.to(self.dtype, copy=True), self._shapes) if algorithm.kl_coef else {}
         self._gradient = self._flat.grad = torch.zeros_like(self._flat)
         # What passes compute with, and its gradient: in float32 the same tensors.
         self._working = self._flat.to(self.dtype)
@@ -64,9 +61,6 @@ class TorchEngine(PolicyEngine):
             temperature=self.temperature,
             recompute_layers=self.training.checkpoint_activations and torch.is_grad_enabled(),
         )
-
-    def reference_forward(self, packed: Packed) -> Tensor:
-        return answer_logprobs(self.spec, self._reference, packed, temperature=self.temperature)[0]
 
     def start_gradient(self) -> None:
         self._gradient.zero_()

@@ -226,10 +226,8 @@ class Trainer:
         config = self.config
         rewards, lengths = zip(*((group.rewards, group.lengths) for group in manifest.groups), strict=True)
         advantages = advantages_of(rewards, lengths, config.algorithm, config.task.max_new_tokens)
-        moves = [
-            row.any() or config.algorithm.regularised for row in advantages
-        ]  # a group that moves nothing costs no work
-        shares = shard(
+        moves = (row.any() or config.algorithm.regularised for row in advantages)
+        shares = shard(  # a group that moves nothing costs no work
             [self._cost(group) if moved else 0 for group, moved in zip(manifest.groups, moves, strict=True)],
             config.training.minibatches,
             config.trainer_processes,

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from areal_core.config import RunConfig, load
 from areal_core.errors import ProcessError
-from areal_core.roles import NODE_SPENT
+from areal_core.process import SPENT
 from areal_core.rundir import RunDir, RunInfo, write_json
 from areal_core.training import node, rounds
 
@@ -38,7 +38,6 @@ def test_settings(tmp_path: Path) -> None:
     assert (settings.max_restarts, settings.local_addr, settings.virtual_local_rank) == (1, "10.0.0.3", False)
     assert settings.shutdown_timeout is not None
     assert settings.shutdown_timeout < config.launch.stop_timeout_s
-    assert node.SPENT == NODE_SPENT
 
 
 def test_where_the_rendezvous_is(tmp_path: Path) -> None:
@@ -68,9 +67,9 @@ def test_ranks_that_fail_too_often_end_it_with_a_status_of_its_own(tmp_path: Pat
             process.kill()
             process.wait()
     codes = [agent.returncode for agent in agents]
-    assert NODE_SPENT in codes, outputs
+    assert SPENT in codes, outputs
     assert all(codes), outputs
-    spent = outputs[codes.index(NODE_SPENT)]
+    spent = outputs[codes.index(SPENT)]
     assert spent.splitlines()[-1].startswith("areal: error: rank ")
     assert "exited with code 1" in spent.splitlines()[-1]
 
