@@ -22,19 +22,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, get_args
-
-import psutil
 
 from areal_core import process
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.rundir import write_json
+from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services, end_marked, tie
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE = Path(os.environ.get("AREAL_STATE_DIR", ROOT / ".areal")).absolute()
@@ -44,14 +41,8 @@ WORKER_READY = STATE / "worker-ready.json"
 Tied = Literal["train", "compare"]  # commands that a stack ends with
 Owner = Literal["up", Tied]
 
-_MARK = "AREAL_STACK"  # in the environment of everything that a stack starts, however deep
-
 SOLE = "sole"  # told to the worker: no other worker serves this Prefect server
-_START_TIMEOUT_S = 120.0
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
-_SERVER_GRACE_S = 10.0
-_ORPHAN_GRACE_S = 20.0  # of a worker whose supervisor was killed: there is no server left to tell
-_PROBE_INTERVAL_S = 0.1  # a foreign server can only be asked whether it is ready
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +106,13 @@ class Launch:
         self._answers = open(answers, "rb", buffering=0)  # noqa: SIM115 - for as long as the supervisor lives
         lifeline, self._lifeline = os.pipe()  # never written to: our end closes when this process goes
         argv = [sys.executable, "-m", "flows.stack", "serve", owner, str(answer)]
-        tie = _tie(lifeline, _WORKER_GRACE_S + 2 * _SERVER_GRACE_S) if owner != "up" else {}
+        tied = tie(lifeline, _WORKER_GRACE_S + 2 * GRACE_S) if owner != "up" else {}
         self._mark = secrets.token_hex(8)
         with (LOGS / "stack.log").open("a") as log:
             self._process = subprocess.Popen(
                 argv,
                 cwd=ROOT,
-                env={**os.environ, **tie, _MARK: self._mark},
+                env={**os.environ, **tied, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -159,7 +150,7 @@ class Launch:
         """End everything that it started and wait until that is done."""
         self._process.terminate()
         self._process.wait()
-        _end_marked(self._mark, _ORPHAN_GRACE_S + _SERVER_GRACE_S)  # none, unless the supervisor was killed
+        end_marked(self._mark, ORPHAN_GRACE_S + GRACE_S)  # none, unless the supervisor was killed
 
 
 def stop(stack: Stack) -> None:
@@ -170,7 +161,7 @@ def stop(stack: Stack) -> None:
         return
     with contextlib.closing(os.fdopen(supervisor)):
         signal.pidfd_send_signal(supervisor, signal.SIGTERM)
-        if not select.select([supervisor], [], [], _WORKER_GRACE_S + 3 * _SERVER_GRACE_S)[0]:
+        if not select.select([supervisor], [], [], _WORKER_GRACE_S + 3 * GRACE_S)[0]:
             raise ProcessError(f"the stack (pid {stack.pid}) does not end; its log is {LOGS / 'stack.log'}")
 
 
@@ -193,14 +184,15 @@ def serve(owner: Owner, answer: int) -> int:
         return 1
 
     try:
-        with _locked(), _Services() as services:
+        with _locked(), Services(cwd=ROOT, logs=LOGS) as services:
             try:
                 if owner != "up":
                     process.adopt()
                 stack = _start(services, owner)
                 write_json(STATE / "stack.json", dataclasses.asdict(stack))
                 say(dataclasses.asdict(stack))
-                for line in services.watch():
+                for obituary in services.watch():
+                    line = f"{obituary}; runs go on without it, what they would send waits"
                     print(line, file=sys.stderr, flush=True)
                     say({"news": line})
             except ArealError as error:
@@ -210,7 +202,7 @@ def serve(owner: Owner, answer: int) -> int:
     return 0
 
 
-def _start(services: _Services, owner: Owner) -> Stack:
+def _start(services: Services, owner: Owner) -> Stack:
     """Start what the environment doesn't name, all at once, and wait until all of it answers."""
     before = _remembered()
     prefect_api, mlflow_uri = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI")
@@ -230,7 +222,7 @@ def _start(services: _Services, owner: Owner) -> Stack:
         probes["mlflow"] = lambda: _answers(f"{mlflow_uri}/health")
     stack = Stack(owner=owner, pid=os.getpid(), prefect_api=prefect_api, mlflow_uri=mlflow_uri)
     WORKER_READY.unlink(missing_ok=True)
-    services.start("worker", worker, stack.environment, _WORKER_GRACE_S)
+    services.start("worker", worker, stack.environment, _WORKER_GRACE_S, sessions=True)
     services.until_ready(probes)
     return stack
 
@@ -251,149 +243,6 @@ def _mlflow_argv(port: int) -> list[str]:
         "--default-artifact-root",
         f"file://{folder}/artifacts",
     ]
-
-
-@dataclass(frozen=True)
-class _Service:
-    name: str
-    popen: subprocess.Popen[bytes]
-    pidfd: int
-    log: Path
-    grace_s: float
-    needed: bool
-
-    def obituary(self) -> str:
-        code = self.popen.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return f"{self.name} {how}: {_last_line(self.log)}"
-
-
-class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure
-    pass
-
-
-class _Services:
-    """The processes of a stack, watched together with the request to stop (SIGTERM, SIGINT, SIGHUP)."""
-
-    def __init__(self) -> None:
-        self._services: list[_Service] = []
-        self._asked, self._ask = os.pipe()
-        self._lifeline, self._our_end = os.pipe()  # see areal_core.process; the worker watches it
-
-    def __enter__(self) -> _Services:
-        def ask(_signum: int, _frame: FrameType | None) -> None:
-            os.write(self._ask, b"x")
-
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, ask)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        """End everything, last started first: a flow run still needs the servers to say how it ended."""
-        while self._services:
-            self._end(self._services[-1])
-        return kind is _StopAsked
-
-    def _end(self, service: _Service) -> None:
-        """End what a service has started too. A flow run whose worker was killed is given the time to end in order."""
-        self._services.remove(service)
-        service.popen.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            service.popen.wait(service.grace_s)
-        if service.name == "worker":
-            _end_marked(os.environ[_MARK], service.grace_s, {os.getpid(), *(left.popen.pid for left in self._services)})
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(service.popen.pid, signal.SIGKILL)
-        service.popen.wait()
-        os.close(service.pidfd)
-
-    def start(
-        self,
-        name: str,
-        argv: list[str],
-        environment: Mapping[str, str],
-        grace_s: float = _SERVER_GRACE_S,
-        *,
-        needed: bool = True,
-    ) -> None:
-        path = LOGS / f"{name}.log"
-        with path.open("w") as log:
-            popen = subprocess.Popen(
-                argv,
-                cwd=ROOT,
-                env={**os.environ, **environment, **_tie(self._lifeline, _ORPHAN_GRACE_S)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(self._lifeline,),
-                start_new_session=True,
-                # Foreign programs don't watch the lifeline. Safe here: no thread of this process holds a lock.
-                preexec_fn=lambda: process.die_with_parent(signal.SIGTERM),
-            )
-        self._services.append(_Service(name, popen, os.pidfd_open(popen.pid), path, grace_s, needed))
-
-    def until_ready(self, probes: Mapping[str, Callable[[], bool]]) -> None:
-        """Raises ProcessError naming what was not ready in time or ended before."""
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        missing = dict(probes)
-        while missing:
-            for service in self._ended(_PROBE_INTERVAL_S):
-                raise ProcessError(service.obituary())
-            missing = {name: ready for name, ready in missing.items() if not ready()}
-            if time.monotonic() > deadline:
-                raise ProcessError(
-                    f"{', '.join(missing)}: not ready after {_START_TIMEOUT_S:.0f} s; logs are in {LOGS}"
-                )
-
-    def watch(self) -> Iterator[str]:
-        """Until asked to stop: what happens, a line each. Raises ProcessError once one ends that is needed."""
-        while True:
-            for service in self._ended(None):
-                if service.needed:
-                    raise ProcessError(service.obituary())
-                self._end(service)
-                yield f"{service.obituary()}; runs go on without it, what they would send waits"
-
-    def _ended(self, timeout_s: float | None) -> list[_Service]:
-        """The services that have ended by themselves; waits up to `timeout_s` for one, or for the request to stop."""
-        ended, _, _ = select.select([self._asked, *(service.pidfd for service in self._services)], [], [], timeout_s)
-        if self._asked in ended:
-            raise _StopAsked
-        return [service for service in self._services if service.pidfd in ended]
-
-
-def _end_marked(mark: str, grace_s: float, groups_left_alone: Collection[int] = ()) -> None:
-    """Wait for what a stack has started outside of these process groups; what is there after `grace_s` is killed.
-
-    A worker that is killed leaves its flow run, a server its helpers, in whatever session; all carry the stack's mark.
-    """
-    deadline = time.monotonic() + grace_s
-    while left := [found for found in _marked(mark) if _group(found.pid) not in groups_left_alone]:
-        _, alive = psutil.wait_procs(left, max(0.0, deadline - time.monotonic()))
-        for straggler in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                straggler.kill()
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
-    for candidate in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # gone meanwhile, or another user's
-            if candidate.environ().get(_MARK) == mark:
-                found.append(candidate)
-    return found
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def _tie(lifeline: int, grace_s: float) -> dict[str, str]:
-    return {process.LIFELINE: f"{lifeline}:{os.fstat(lifeline).st_ino}", process.GRACE: str(grace_s)}
 
 
 @contextlib.contextmanager
@@ -450,11 +299,6 @@ def _answers(url: str) -> bool:
             return response.status == 200
     except OSError:
         return False
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{lines[-1].strip() if lines else 'no word'} ({log})"
 
 
 def _up() -> None:

@@ -1,21 +1,16 @@
-"""Ports, the environment's precedence, the one stack of a checkout, and that services end with their supervisor."""
+"""Ports, the environment's precedence, the one stack of a checkout."""
 
 import fcntl
 import json
-import os
-import re
-import select
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from areal_core.errors import ConfigError, ProcessError
+from areal_core.errors import ConfigError
 from flows import stack
+from flows.services import Services
 
 _VARIABLES = ("PREFECT_PORT", "PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_HOME", "MLFLOW_TRACKING_URI")
 
@@ -86,19 +81,19 @@ def test_api_url_of_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stack.prefect_environment("http://ours/api")["PREFECT_API_URL"] == "https://theirs/api"
 
 
-def test_servers_that_the_environment_names_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_the_environment_names_are_not_started(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "https://theirs/api")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://theirs")
     started: list[str] = []
 
-    class Recorded(stack._Services):
-        def start(self, name: str, *_: object) -> None:  # type: ignore[override]
+    class Recorded(Services):
+        def start(self, name: str, *_: object, **__: object) -> None:  # type: ignore[override]
             started.append(name)
 
         def until_ready(self, probes) -> None:
             assert set(probes) == {"worker"}
 
-    made = stack._start(Recorded(), "up")
+    made = stack._start(Recorded(cwd=state, logs=state), "up")
     assert started == ["worker"]
     assert (made.prefect_api, made.mlflow_uri) == ("https://theirs/api", "https://theirs")
 
@@ -114,66 +109,3 @@ def test_a_stack_runs_only_while_its_lock_is_held(state: Path) -> None:
         assert stack.running() == stack.Stack(**told)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="already runs a stack"), stack._locked():
             pass
-
-
-def test_service_that_ends_is_named_with_its_last_words() -> None:
-    with stack._Services() as services:
-        services.start("short", [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"], {})
-        with pytest.raises(ProcessError, match=r"^short ended with code 3: no luck"):
-            next(services.watch())
-
-
-def test_service_that_is_not_needed_may_end() -> None:
-    with stack._Services() as services:
-        services.start("luxury", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}, needed=False)
-        happenings = services.watch()
-        assert re.match(r"luxury was killed by SIGKILL: .*; runs go on without it", next(happenings))
-        services.start("short", [sys.executable, "-c", "raise SystemExit(3)"], {})
-        with pytest.raises(ProcessError, match=r"^short ended with code 3"):
-            next(happenings)
-
-
-def test_what_carries_the_mark_is_ended_but_for_the_groups_left_alone() -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    marked = {**os.environ, stack._MARK: "test"}
-    lost, kept = (subprocess.Popen(command, env=marked, start_new_session=True) for _ in range(2))
-    try:
-        stack._end_marked("test", 0.0, {kept.pid})
-        assert lost.wait() == -signal.SIGKILL
-        assert kept.poll() is None
-    finally:
-        kept.kill()
-        kept.wait()
-
-
-def test_leaving_ends_every_process_of_every_service() -> None:
-    """Even of one whose child ignores SIGTERM, as a server's worker may."""
-    child = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    with stack._Services() as services:
-        services.start("family", [sys.executable, "-c", parent], {})
-        (family,) = services._services
-        services.until_ready({"family": lambda: family.log.read_text().endswith("\n")})
-        pidfd = os.pidfd_open(int(family.log.read_text()))
-    assert select.select([pidfd], [], [], 10)[0], "the child outlived the stack"
-    os.close(pidfd)
-
-
-def test_killed_supervisor_takes_its_services_along(state: Path) -> None:
-    supervisor = f"""
-import sys, time
-from pathlib import Path
-from flows import stack
-stack.LOGS = Path({str(state)!r})
-with stack._Services() as services:
-    services.start("child", [sys.executable, "-c", "import time; time.sleep(60)"], {{}})
-    print(services._services[0].popen.pid, flush=True)
-    time.sleep(60)
-"""
-    process = subprocess.Popen([sys.executable, "-c", supervisor], stdout=subprocess.PIPE, cwd=stack.ROOT)
-    assert process.stdout is not None
-    pidfd = os.pidfd_open(int(process.stdout.readline()))
-    process.kill()
-    process.wait()
-    assert select.select([pidfd], [], [], 10)[0], "the service outlived its supervisor"
-    os.close(pidfd)

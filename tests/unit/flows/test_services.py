@@ -1,0 +1,81 @@
+"""Processes that end together, whoever of them or above them goes first."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_core.errors import ProcessError
+from flows.services import MARK, Services, end_marked
+
+
+def services_of(folder: Path) -> Services:
+    return Services(cwd=folder, logs=folder)
+
+
+def test_service_that_ends_is_named_with_its_last_words(tmp_path: Path) -> None:
+    with services_of(tmp_path) as services:
+        services.start("short", [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"], {})
+        with pytest.raises(ProcessError, match=r"^short ended with code 3: no luck"):
+            next(services.watch())
+
+
+def test_service_that_is_not_needed_may_end(tmp_path: Path) -> None:
+    with services_of(tmp_path) as services:
+        services.start("luxury", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}, needed=False)
+        happenings = services.watch()
+        assert re.match(r"luxury was killed by SIGKILL: .*", next(happenings))
+        services.start("short", [sys.executable, "-c", "raise SystemExit(3)"], {})
+        with pytest.raises(ProcessError, match=r"^short ended with code 3"):
+            next(happenings)
+
+
+def test_what_carries_the_mark_is_ended_but_for_the_groups_left_alone() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    marked = {**os.environ, MARK: "test"}
+    lost, kept = (subprocess.Popen(command, env=marked, start_new_session=True) for _ in range(2))
+    try:
+        end_marked("test", 0.0, {kept.pid})
+        assert lost.wait() == -signal.SIGKILL
+        assert kept.poll() is None
+    finally:
+        kept.kill()
+        kept.wait()
+
+
+def test_leaving_ends_every_process_of_every_service(tmp_path: Path) -> None:
+    """Even of one whose child ignores SIGTERM, as a server's worker may."""
+    child = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with services_of(tmp_path) as services:
+        services.start("family", [sys.executable, "-c", parent], {})
+        (family,) = services._services
+        services.until_ready({"family": lambda: family.log.read_text().endswith("\n")})
+        pidfd = os.pidfd_open(int(family.log.read_text()))
+    assert select.select([pidfd], [], [], 10)[0], "the child outlived the stack"
+    os.close(pidfd)
+
+
+def test_killed_supervisor_takes_its_services_along(tmp_path: Path) -> None:
+    supervisor = f"""
+import sys, time
+from pathlib import Path
+from flows.services import Services
+folder = Path({str(tmp_path)!r})
+with Services(cwd=folder, logs=folder) as services:
+    services.start("child", [sys.executable, "-c", "import time; time.sleep(60)"], {{}})
+    print(services._services[0].popen.pid, flush=True)
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", supervisor], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    pidfd = os.pidfd_open(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    assert select.select([pidfd], [], [], 10)[0], "the service outlived its supervisor"
+    os.close(pidfd)
