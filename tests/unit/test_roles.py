@@ -1,7 +1,9 @@
-"""What processes of other machines are started with; those of the head are in test_run."""
+"""What processes are started with: those of the machine that heads a run, and those of others."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,149 @@ from areal_core.errors import ConfigError
 from areal_core.roles import host_generation, host_trainer, interface, role_specs
 from areal_core.rundir import RunDir, RunInfo
 
+EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated"}}
+
+
+def config(root: Path, **fields: Any) -> RunConfig:
+    return load({"state_dir": str(root), **fields})
+
+
+def folder(settings: RunConfig) -> RunDir:
+    return RunDir.create(settings, RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r"))
+
 
 def prepared(root: Path, **launch: Any) -> tuple[RunDir, RunConfig]:
     launch = {"elsewhere": "both", "address": "127.0.0.1", "devices": 8} | launch
-    config = load({"state_dir": str(root), "launch": launch, "training": {"ranks": 4, "hosts": 2, "minibatches": 1}})
-    return RunDir.create(config, RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r")), config
+    settings = config(root, launch=launch, training={"ranks": 4, "hosts": 2, "minibatches": 1})
+    return folder(settings), settings
 
 
 def option(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
+
+
+def test_command_lines(tmp_path: Path) -> None:
+    settings = config(tmp_path, mode="sync", generation={"slots": 7, "deterministic": True})
+    run = folder(settings)
+    specs = role_specs(run, settings, [0, 1])
+    assert {name: spec.count for name, spec in specs.items()} == {
+        "generation": 2,
+        "controller": 1,
+        "trainer": 2,
+        "rendezvous": 1,
+        "evaluator": 1,
+        "tracker": 1,
+    }
+    server = specs["generation"].argv(1)
+    assert server[:3] == [sys.executable, "-m", "areal_core.generation.server"]
+    assert option(server, "--model") == "/models/base"
+    assert option(server, "--ready-file") == str(run.ready_file("generation", 1))
+    assert option(server, "--slots") == "7"
+    assert option(server, "--context") == str(settings.task.max_prompt_tokens + settings.task.max_new_tokens)
+    assert "--deterministic" in server
+    assert not specs["generation"].exits
+    assert specs["trainer"].argv(1)[1:] == [
+        "-m",
+        "areal_core.training.trainer",
+        "--run-dir",
+        str(run.root),
+    ]
+    ranks = [specs["trainer"].env(rank) for rank in (0, 1)]  # as torchrun would tell them
+    assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in ranks] == [("0", "0", "2"), ("1", "1", "2")]
+    assert specs["trainer"].gang
+    for name, module in {"controller": "service", "evaluator": "evaluation", "tracker": "tracking"}.items():
+        assert specs[name].argv(0)[1:] == ["-m", f"areal_core.{module}", "--run-dir", str(run.root)]
+
+
+def test_emulated_servers_read_what_to_emulate_from_the_configuration(tmp_path: Path) -> None:
+    real, settings = config(tmp_path), config(tmp_path, **EMULATED)
+    run = folder(settings)
+    assert option(role_specs(run, settings, [0, 1])["generation"].argv(0), "--emulate") == str(run.root / "config.json")
+    assert "--emulate" not in role_specs(run, real, [0, 1])["generation"].argv(0)
+
+
+@pytest.mark.parametrize(
+    ("python", "found"), [(None, sys.executable), ("venv/bin/python", os.path.abspath("venv/bin/python"))]
+)
+def test_servers_of_vllm_get_what_its_command_line_needs(tmp_path: Path, python: str | None, found: str) -> None:
+    vllm = {"python": python, "dtype": "float16", "tensor_parallel": 2, "kv_cache_gib": 3, "arguments": "--seed 4"}
+    generation = {"engine": "vllm", "slots": 37, "vllm": vllm}
+    settings = config(tmp_path, generation=generation)
+    run = folder(settings)
+    server = role_specs(run, settings, [0, 1])["generation"].argv(0)
+    assert server[:3] == [sys.executable, "-m", "areal_core.generation.vllm_server"]
+    wanted = {
+        "--python": found,
+        "--model": "/models/base",
+        "--slots": "37",
+        "--dtype": "float16",
+        "--tensor-parallel": "2",
+        "--kv-cache-gib": "3",
+        "--log-file": str(run.log_file("vllm", 0)),
+    }
+    assert {name: option(server, name) for name in wanted} == wanted
+    assert "--arguments=--seed 4" in server
+    assert "--sleep" not in server
+    sleeping = config(tmp_path, mode="sync", generation={**generation, "sleep": True})
+    assert "--sleep" in role_specs(run, sleeping, [0, 1])["generation"].argv(0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cores", "generation", "trainer"),
+    [
+        pytest.param({}, [3, 5], [{3}], [{5}], id="async"),
+        pytest.param({"launch": {"devices": 3}}, [3, 5, 6], [{3}, {5}], [{6}], id="two servers"),
+        pytest.param(
+            {"generation": {"servers": 2}}, [3, 5, 6], [{3, 5}] * 2, [{3, 5}], id="more processes than devices"
+        ),
+        pytest.param({"launch": {"devices": 3}}, [3, 5], [{3, 5}] * 2, [{3, 5}], id="too few cores"),
+        pytest.param({"launch": {"pin": False}}, [3, 5, 6], [{3, 5}], [{3, 5}], id="pin off"),
+        pytest.param({"mode": "sync"}, [3, 5, 6, 7], [{3, 5}] * 2, [{3, 5}] * 2, id="sync"),
+        pytest.param(
+            {"launch": {"devices": 4}, "mode": "sync"} | EMULATED,
+            [3, 5, 6, 7],
+            [None] * 4,
+            [None],
+            id="emulated: devices are no cores, one trainer stands for all",
+        ),
+    ],
+)
+def test_cores(
+    tmp_path: Path,
+    fields: dict[str, Any],
+    cores: list[int],
+    generation: list[set[int] | None],
+    trainer: list[set[int] | None],
+) -> None:
+    settings = config(tmp_path, **fields)
+    specs = role_specs(folder(settings), settings, cores)
+    pinned = len(trainer[0] or ()) == 1
+    for name, wanted in {
+        "generation": generation,
+        "trainer": trainer,
+        "controller": trainer[:1] if pinned else [None],
+        "evaluator": [None],
+    }.items():
+        assert [specs[name].cpus(index) for index in range(specs[name].count)] == wanted
+    assert specs["evaluator"].nice == settings.launch.evaluator_nice
+    assert specs["controller"].nice == specs["generation"].nice == specs["trainer"].nice == 0
+
+
+def test_processes_see_the_gpus_that_the_launcher_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    settings = config(tmp_path, launch={"accelerator": "cuda", "devices": 3})
+    specs = role_specs(folder(settings), settings, [0, 1])
+    servers = [specs["generation"].env(index)["CUDA_VISIBLE_DEVICES"] for index in range(specs["generation"].count)]
+    assert servers == ["2", "5"]
+    assert specs["trainer"].env(0)["CUDA_VISIBLE_DEVICES"] == "7"
+    synchronous = config(tmp_path, mode="sync", launch={"accelerator": "cuda", "devices": 2})
+    specs = role_specs(folder(synchronous), synchronous, [0, 1])
+    assert [specs["trainer"].env(rank)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["2", "5"]
+    on_cores = config(tmp_path)
+    assert "CUDA_VISIBLE_DEVICES" not in role_specs(folder(on_cores), on_cores, [0, 1])["generation"].env(0)
+
+
+# -- other machines ----------------------------------------------------------------------------------------------------
 
 
 def test_servers_of_another_machine_listen_on_its_address_and_have_numbers_of_their_own(tmp_path: Path) -> None:
