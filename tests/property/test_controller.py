@@ -153,11 +153,11 @@ def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, polic
     assert {summary.correct for summary in served} == {1}  # of two answers
     dropped = ledger.dropped()
     assert dropped["uniform"] > 0
-    scorer = controller._scorer
+    of_uniform = controller._scorer.uniform_tokens
     if set(dropped) == {"uniform"}:
-        assert ledger.tokens().dropped == scorer.uniform_tokens
-    else:
-        assert ledger.tokens().dropped > scorer.uniform_tokens
+        assert ledger.tokens().dropped == of_uniform
+    else:  # a group that no server was there for has sampled nothing
+        assert ledger.tokens().dropped >= of_uniform
     if policy in ("wait", "drop"):
         for manifest in manifests:
             assert all(manifest.step - 1 - group.min_version <= eta for group in ledger.summaries(manifest.step))
