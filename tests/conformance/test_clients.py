@@ -97,9 +97,9 @@ async def test_the_load_counts_tokens_to_the_last(client):
     assert idle.generated_tokens - before.generated_tokens == 5 * 3 * 17
     assert idle.unfinished_tokens == 0
 
-    call = asyncio.ensure_future(client.generate(request("long", n=2, max_tokens=LONG, stop_token_ids=())))
+    call = asyncio.ensure_future(client.generate(request("long", n=8, max_tokens=LONG, stop_token_ids=())))
     busy = await until(client, lambda load: load.generated_tokens > idle.generated_tokens + 40)
-    assert busy.running == 2
+    assert busy.running == 8
     assert 0 < busy.unfinished_tokens <= busy.generated_tokens - idle.generated_tokens
     assert busy.idle_s >= idle.idle_s > 0
     await client.abort_all()

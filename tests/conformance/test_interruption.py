@@ -114,7 +114,7 @@ async def test_an_answer_that_has_stopped_does_not_go_on(client, pool_of, publis
 @pytest.mark.parametrize("interruption", EXACTLY)
 async def test_the_context_ends_an_answer_that_was_interrupted(client, pool_of, published, interruption, length):
     pool = await pool_of(interruption)
-    asked = [request("r", [2 + i % 20 for i in range(CONTEXT - length)], n=2, max_tokens=LONG, stop_token_ids=())]
+    asked = [request("r", [2 + i % 20 for i in range(CONTEXT - length)], n=8, max_tokens=LONG, stop_token_ids=())]
     transcripts, calls = await begun(client, pool, asked)
     await pool.load_version(published.versions[1])
     for item, answer in await joined(transcripts, calls):
@@ -146,9 +146,9 @@ async def test_what_follows_a_seam_is_drawn_anew(client, pool_of, length):
 
 
 async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_weights(client, http, published):
-    asked = request("r", n=4, max_tokens=LONG, stop_token_ids=())
+    asked = request("r", n=8, max_tokens=LONG, stop_token_ids=())
     running = asyncio.ensure_future(client.generate(asked))
-    await until(client, lambda load: load.running == 4)
+    await until(client, lambda load: load.running == 8)
     assert await post(http, "/pause?mode=abort&clear_cache=true") == (200, {"status": "paused"})
     answers = parse_generation(await running)
     assert {answer.finish_reason for answer in answers} == {"abort"}
@@ -175,7 +175,7 @@ async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_w
 
 
 async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_been(client, http, length):
-    asked = request("r", n=2, max_tokens=length, stop_token_ids=())
+    asked = request("r", n=8, max_tokens=length, stop_token_ids=())
     undisturbed = parse_generation(await client.generate(asked))
     start = (await client.load()).generated_tokens
     call = asyncio.ensure_future(client.generate(asked))
@@ -183,7 +183,7 @@ async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_bee
     await post(http, "/pause?mode=keep&clear_cache=true")
     held = await client.load()
     await asyncio.sleep(0.3)
-    assert (await client.load()).generated_tokens == held.generated_tokens < start + 2 * length
+    assert (await client.load()).generated_tokens == held.generated_tokens < start + asked.n * length
     assert not call.done()
     await post(http, "/resume")
     for answer, expected in zip(parse_generation(await call), undisturbed, strict=True):
@@ -194,16 +194,16 @@ async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_bee
 async def test_one_request_is_ended_by_its_id(client, http):
     """The id that its answer bears: vLLM knows no other."""
     calls = {
-        name: asyncio.ensure_future(client.generate(request(name, n=2, max_tokens=LONG, stop_token_ids=())))
+        name: asyncio.ensure_future(client.generate(request(name, n=8, max_tokens=LONG, stop_token_ids=())))
         for name in ("ended", "other")
     }
-    await until(client, lambda load: load.running == 4)
+    await until(client, lambda load: load.running == 16)
     answer = await post(http, "/abort_requests", {"request_ids": ["generate-tokens-ended"]})
     assert answer == (200, {"status": "aborted", "aborted": 1})
     for ended in parse_generation(await calls["ended"]):
         assert ended.finish_reason == "abort"
         assert len(ended.token_ids) < LONG
-    await until(client, lambda load: load.running == 2)
+    await until(client, lambda load: load.running == 8)
     assert not calls["other"].done()
     await client.abort_all()
     assert {answer.finish_reason for answer in parse_generation(await calls["other"])} == {"abort"}

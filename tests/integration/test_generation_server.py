@@ -18,10 +18,11 @@ from areal_core.transcript import Transcript
 from areal_core.types import PolicyVersion
 from areal_core.wire import join_answers, parse_generation
 from tests.support.generation import LLAMA_GQA, request
-from tests.support.live_servers import LONG, SEEDS, SLOTS, body, get, post, publish, serving, start, until, url_of
+from tests.support.live_servers import SEEDS, SLOTS, body, get, post, publish, serving, start, until, url_of
 
 # vLLM has no attention for heads this small.
-SPEC = dataclasses.replace(LLAMA_GQA, context=4096, eos_token_ids=(1,))
+SPEC = dataclasses.replace(LLAMA_GQA, context=32768, eos_token_ids=(1,))
+LONG = 30_000  # tokens: an answer that outlasts whatever a test does meanwhile
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ async def test_an_update_that_waits_for_running_answers_does_not_wait_for_others
     "value",
     [
         body([2.5]),
-        body([2] * 4096),
+        body([2] * SPEC.context),
         body(temperature=0.001),
         body(temperature=101),
         body() | {"stream": True},
@@ -173,7 +174,7 @@ async def test_the_other_routes(client, http):
 
 async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(published, tmp_path):
     changes = []
-    options = ("--slots", 4, "--deterministic", "--context", 512)
+    options = ("--slots", 4, "--deterministic")
     with contextlib.ExitStack() as stack:
         dying = start("embedded", published.base, tmp_path / "a.json", *options)
         stack.callback(dying.communicate)

@@ -69,11 +69,11 @@ class Rendezvous:
         self.process.send_signal(signal.SIGCONT)
         for agent in self.agents:
             agent.terminate()  # it ends its rank
-        for process in (*self.agents, self.process):
+        for agent in self.agents:
             try:
-                process.wait(PATIENCE_S / 4)
+                agent.wait(PATIENCE_S / 4)
             except subprocess.TimeoutExpired:
-                process.kill()
+                agent.kill()
         self.process.kill()
         self.process.wait()
 
