@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 PATIENCE_S = 60.0
-KEEP_ALIVE_S, KEEP_ALIVE_MISSED = 1, 3
 # An agent of two, whose one rank says in which round it is, and then does as it is told.
 AGENT = f"""
 import sys
@@ -26,7 +25,7 @@ rounds.register()
 settings = LaunchConfig(
     min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="r", rdzv_backend=rounds.BACKEND, rdzv_endpoint=sys.argv[1],
     rdzv_configs={{"is_host": False, "join_timeout": {PATIENCE_S:.0f}, "read_timeout": {PATIENCE_S:.0f},
-                  "keep_alive_interval": {KEEP_ALIVE_S}, "keep_alive_max_attempt": {KEEP_ALIVE_MISSED}}},
+                  "keep_alive_interval": 1, "keep_alive_max_attempt": int(sys.argv[4])}},
     max_restarts=int(sys.argv[2]), local_addr="127.0.0.1",
 )
 try:
@@ -45,6 +44,7 @@ class Rendezvous:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.agents: list[subprocess.Popen[bytes]] = []
+        self.agent_lives_s = 3  # without a heartbeat, of which there is one a second
         ready = folder / "rendezvous.json"
         options = ("--address", "127.0.0.1", "--ready-file", str(ready))
         self.process = subprocess.Popen([sys.executable, "-m", "areal_core.training.rendezvous", *options])
@@ -55,7 +55,7 @@ class Rendezvous:
         """Start one; returns where it and its rank write."""
         output = self._folder / f"agent-{len(self.agents)}.txt"
         with output.open("wb") as file:
-            command = [sys.executable, "-c", AGENT, self._where, str(restarts), rank]
+            command = [sys.executable, "-c", AGENT, self._where, str(restarts), rank, str(self.agent_lives_s)]
             self.agents.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
         return output
 
@@ -94,7 +94,7 @@ def test_a_round_forms_again_after_the_store_did_not_answer(rendezvous: Rendezvo
     outputs = [rendezvous.agent(WORKS, restarts=1) for _ in range(2)]
     rendezvous.wait_for(lambda: all(works(output) for output in outputs))
     rendezvous.process.send_signal(signal.SIGSTOP)
-    time.sleep(2 * KEEP_ALIVE_S * KEEP_ALIVE_MISSED)  # longer than an agent lives without a heartbeat
+    time.sleep(2 * rendezvous.agent_lives_s)
     rendezvous.process.send_signal(signal.SIGCONT)
     for output in outputs:  # as ranks do when one of them is missing
         os.kill(int(WORKING.findall(output.read_text())[0]), signal.SIGKILL)
@@ -104,6 +104,7 @@ def test_a_round_forms_again_after_the_store_did_not_answer(rendezvous: Rendezvo
 
 @pytest.mark.slow
 def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) -> None:
+    rendezvous.agent_lives_s = 15  # one that is thought dead comes back when its rank misses another: these never do
     stays, spent = rendezvous.agent(WORKS), rendezvous.agent(FAILS)
     assert rendezvous.agents[1].wait(PATIENCE_S) == 1
     assert spent.read_text().rstrip().endswith("spent")
