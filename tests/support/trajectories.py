@@ -197,7 +197,7 @@ def _split(payload: GroupPayload) -> list[tuple[Any, Any, Any]]:
 
 
 class _Reference:
-    """What transformers says of the tokens, in float32 and under the weights that each of them names."""
+    """What transformers says of the tokens, under the weights that each of them names."""
 
     def __init__(self, run: Launched, ledger: TrajectoryLedger, published: PublishedWeights) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(run.run.info().model_path, dtype=torch.float32).eval()
@@ -217,15 +217,21 @@ class _Reference:
             if not of_version:
                 continue
             recorded = np.concatenate([text[3][text[2] == version] for text in of_version])
-            np.testing.assert_allclose(recorded, self._logprobs(version, version, of_version), atol=_TOLERANCE, rtol=0)
+            exact = self._logprobs(version, version, of_version, torch.float64)
+            # Weights that are moved so far in a step may amplify rounding: transformers' own shows by how much.
+            rounding = np.abs(self._logprobs(version, version, of_version) - exact).max()
+            np.testing.assert_allclose(recorded, exact, atol=_TOLERANCE + 10 * rounding, rtol=0)
             other = version - 1 if version else 1
             if other in self._files:  # the tolerance tells one version from the next
                 wrong = np.abs(recorded - self._logprobs(other, version, of_version))
                 assert wrong.max() > 10 * _TOLERANCE
 
     @torch.inference_mode()
-    def _logprobs(self, version: int, of_version: int, texts: list[tuple[Any, ...]]) -> np.ndarray:
+    def _logprobs(
+        self, version: int, of_version: int, texts: list[tuple[Any, ...]], dtype: torch.dtype = torch.float32
+    ) -> np.ndarray:
         """Of the tokens that `of_version` sampled, under `version`, laid end to end."""
+        self._model.to(dtype)
         self._load(version)
         found: list[np.ndarray] = []
         for start in range(0, len(texts), _TEXTS):
