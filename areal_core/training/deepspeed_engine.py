@@ -19,13 +19,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from areal_core.config import AlgorithmConfig, TrainingConfig
-from areal_core.model import ModelSpec
 from areal_core.training.engine import EngineState
 from areal_core.training.packing import Packed
 from areal_core.training.policy_engine import PolicyEngine, check_state
 from areal_core.training.policy_module import PolicyModule
-from areal_core.training.ranks import RankGroup
 from areal_core.types import Float32Array
 
 if not torch.cuda.is_available():
@@ -57,25 +54,15 @@ class DeepSpeedEngine(PolicyEngine):
 
     lockstep = True
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Mapping[str, Tensor],
-        training: TrainingConfig,
-        algorithm: AlgorithmConfig,
-        *,
-        temperature: float = 1.0,
-        ranks: RankGroup | None = None,
-        device: str = "cpu",
-    ) -> None:
-        super().__init__(spec, weights, training, algorithm, temperature=temperature, ranks=ranks, device=device)
+    def _hold(self, weights: Mapping[str, Tensor]) -> None:
+        training = self.training
         self._stage = training.zero_stage
         self._mixed = self.dtype != torch.float32 and self._stage > 0  # DeepSpeed keeps weights in two precisions
         module = PolicyModule(
-            spec,
+            self.spec,
             weights,
             dtype=self.dtype,
-            temperature=temperature,
+            temperature=self.temperature,
             checkpoint_activations=training.checkpoint_activations,
         )
         self._parameters = module.named_weights
@@ -258,7 +245,6 @@ class DeepSpeedEngine(PolicyEngine):
         return settings
 
     def _start_moments(self) -> None:
-        """Moments that are there from the start, so that a state can be saved and loaded at any time."""
         for part in self._parts():
             moments = {moment: torch.zeros_like(part, requires_grad=False) for moment in _MOMENTS}
             self._optimiser.state[part] = {"step": torch.zeros((), device=part.device), **moments}

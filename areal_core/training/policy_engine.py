@@ -76,8 +76,14 @@ class PolicyEngine(ABC):
         # Version 0 as passes compute with it, whatever state is loaded later: all of it, on every rank.
         kept = weight_shapes(spec) if algorithm.kl_coef else ()
         self._reference = {name: weights[name].detach().to(self.device, self.dtype, copy=True) for name in kept}
+        self._hold(weights)
 
     # -- what differs ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _hold(self, weights: Mapping[str, Tensor]) -> None:
+        """The end of the constructor: keep the weights, in float32 and where passes find them, and an optimiser whose
+        moments are there from the start, so that a state can be saved and loaded at any time."""
 
     @abstractmethod
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_core.config import AlgorithmConfig, TrainingConfig
-from areal_core.model import ModelSpec, weight_shapes
+from areal_core.config import TrainingConfig
+from areal_core.model import weight_shapes
 from areal_core.training.engine import EngineState
 from areal_core.training.forward import answer_logprobs
 from areal_core.training.packing import Packed
 from areal_core.training.policy_engine import PolicyEngine, check_state
-from areal_core.training.ranks import RankGroup
 from areal_core.types import Float32Array
 
 
@@ -30,19 +29,8 @@ class TorchEngine(PolicyEngine):
     """Data-parallel, a core or a GPU for each rank. On a core the same state and batch give bitwise the same weights;
     on a GPU they do with torch.use_deterministic_algorithms, for some of its sums have no fixed order otherwise."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Mapping[str, Tensor],
-        training: TrainingConfig,
-        algorithm: AlgorithmConfig,
-        *,
-        temperature: float = 1.0,
-        ranks: RankGroup | None = None,
-        device: str = "cpu",
-    ) -> None:
-        super().__init__(spec, weights, training, algorithm, temperature=temperature, ranks=ranks, device=device)
-        self._shapes = {name: weights[name].shape for name in weight_shapes(spec)}
+    def _hold(self, weights: Mapping[str, Tensor]) -> None:
+        self._shapes = {name: weights[name].shape for name in weight_shapes(self.spec)}
         self._flat = torch.cat([weights[name].detach().float().flatten() for name in self._shapes]).to(self.device)
         self._gradient = self._flat.grad = torch.zeros_like(self._flat)
         # What passes compute with, and its gradient: in float32 the same tensors.
@@ -51,7 +39,7 @@ class TorchEngine(PolicyEngine):
         self._parameters = _views(self._working, self._shapes)
         for name, gradient in _views(self._working_gradient, self._shapes).items():
             self._parameters[name].requires_grad_().grad = gradient
-        self._optimiser = _adamw(self._flat, training)
+        self._optimiser = _adamw(self._flat, self.training)
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         return answer_logprobs(
@@ -117,7 +105,6 @@ class TorchEngine(PolicyEngine):
 
 
 def _adamw(flat: Tensor, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW whose moments are there from the start, so that a state can be saved and loaded at any time."""
     betas = (config.beta1, config.beta2)
     optimiser = torch.optim.AdamW(
         [flat], betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay, fused=True
