@@ -123,14 +123,28 @@ class RunConfig:
         return self.algorithm.takes_proximal and stale
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether the trainer computes the prompt of a group once for all of its answers. On GPUs sequences of any
+        lengths are attended to by one kernel, which knows no shared prompts."""
+        return self.launch.accelerator == "cpu" and not self.emulated
+
+    @property
     def groups_per_batch(self) -> int:
         """P = B / G."""
         return self.rollout.batch_size // self.algorithm.group_size
 
     @property
+    def shares_cores(self) -> bool:
+        """Whether servers and ranks are on the same cores at the same time: training when a batch waits, generation
+        otherwise. In sync mode they take turns by themselves."""
+        return self.mode == "async" and self.launch.accelerator == "cpu" and not self.emulated
+
+    @property
     def training_ranks(self) -> int:
         if self.training.ranks is not None:
             return self.training.ranks
+        if self.shares_cores:
+            return max(1, min(self.launch.devices, self.groups_per_batch // self.training.minibatches))
         return self.launch.devices if self.mode == "sync" else 1
 
     @property
@@ -159,7 +173,8 @@ class RunConfig:
     def generation_servers(self) -> int:
         if self.generation.servers is not None:
             return self.generation.servers
-        devices = self.launch.devices if self.mode == "sync" else self.launch.devices - self.training_ranks
+        all_devices = self.mode == "sync" or self.shares_cores
+        devices = self.launch.devices if all_devices else self.launch.devices - self.training_ranks
         return max(1, devices // self.devices_per_server)
 
     @property

@@ -42,7 +42,8 @@ CHILD_ENV = {
 }
 _TAIL_BYTES = 64 * 1024  # of new log forwarded at once; what is older stays in the file
 _LINE_CHARS = 500
-_LOCK_RETRY_S = 0.1
+_RETRY_S = 0.1  # where the kernel tells of no change
+_NICE_S = 10.0  # for the kernel to take a session's nice value
 _LAST_LINES = 6  # of a log, in an error
 
 
@@ -54,8 +55,8 @@ class RoleSpec:
     argv: Callable[[int], list[str]]
     count: int = 1
     first: int = 0  # index of the first one
-    nice: int = 0
-    cpus: Callable[[int], set[int] | None] = lambda index: None  # None: wherever the kernel likes
+    nice: int = 0  # once it is ready: the start of a process is nobody's background work
+    cpus: frozenset[int] | None = None  # cores that it may use; None: all
     env: Callable[[int], Mapping[str, str]] = lambda index: {}
     announces: bool = True  # writes a ready file
     exits: bool = True  # ends by itself with 0; otherwise every exit is a failure
@@ -109,7 +110,7 @@ class FileLock:
                 if time.monotonic() >= deadline:
                     os.close(self.fd)
                     raise ProcessError(busy) from None
-            time.sleep(_LOCK_RETRY_S)
+            time.sleep(_RETRY_S)
 
     def release(self) -> None:
         os.close(self.fd)
@@ -255,9 +256,8 @@ class Supervisor:
         child = _Child(index, attempt, started, os.pidfd_open(started.pid), write_end, log, deadline)
         self._children[index] = child
         with contextlib.suppress(ProcessLookupError):  # it may have ended already: the pidfd will tell
-            os.setpriority(os.PRIO_PROCESS, started.pid, spec.nice)
-            if cpus := spec.cpus(index):
-                os.sched_setaffinity(started.pid, cpus)
+            if spec.cpus:
+                os.sched_setaffinity(started.pid, spec.cpus)
 
     def _notice_ready(self, child: _Child) -> None:
         if child.ready or not self._spec.announces:
@@ -267,6 +267,8 @@ class Supervisor:
             info is not None and info["pid"] == child.process.pid
         ):  # not of a process that an earlier launcher left dying
             child.ready, child.deadline = True, float("inf")
+            if self._spec.nice:
+                _be_nice(child.process.pid, self._spec.nice)
             if self._on_ready is not None:
                 self._on_ready(child.index, info)
 
@@ -407,6 +409,22 @@ def _poll(fds: Iterable[int], timeout_s: float | None) -> set[int]:
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
+
+
+def _be_nice(pid: int, nice: int) -> None:
+    """Let other processes of the run go first. A kernel that groups processes by session heeds nice values within a
+    session, and each process of a run has one of its own: then that of the group is what counts (man 7 sched)."""
+    group, deadline = Path(f"/proc/{pid}/autogroup"), time.monotonic() + _NICE_S
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended, or this kernel has no groups
+        os.setpriority(os.PRIO_PROCESS, pid, nice)
+        while True:
+            try:
+                group.write_text(f"{nice}\n")
+                return
+            except BlockingIOError:  # who isn't root may set one every tenth of a second
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_S)
 
 
 def _kill_started_in(attempt: str) -> None:

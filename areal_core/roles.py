@@ -8,7 +8,7 @@ host_trainer      another machine's share of the ranks, under torchrun
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import psutil
 
@@ -20,38 +20,29 @@ from areal_core.process import SPENT
 from areal_core.rundir import RunDir
 
 LOOPBACK = "127.0.0.1"
+_GENERATION_NICE = 10  # of servers where ranks want the same cores: a tenth of a core beside a rank that trains
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else a warning for every address that has no name
 
 
 def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str, RoleSpec]:
     """The processes of the machine that heads a run. `cores` are those that this process may use."""
     servers, ranks, per_server = config.generation_servers, config.trainer_processes, config.devices_per_server
+    # Of generation and training alone: all that a run may use, in either mode, are `launch.devices` cores.
     on_cores = config.launch.accelerator == "cpu" and not config.emulated
-    enough = servers + ranks <= min(len(cores), config.launch.devices)
-    pinned = config.launch.pin and config.mode == "async" and on_cores and enough and not config.elsewhere
-
-    def core(position: int) -> set[int] | None:
-        """Of generation and training alone: all that a run may use, in either mode, are `launch.devices` cores."""
-        if not on_cores:
-            return None
-        return {cores[position]} if pinned else set(cores[: config.launch.devices])
+    allowed = frozenset(cores[: config.launch.devices]) if on_cores else None
 
     def role(module: str) -> list[str]:
         return python(module, "--run-dir", run.root)
 
     generating = servers * per_server if config.mode == "async" and "generation" not in config.elsewhere else 0
     specs = (
-        _generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=core),
-        RoleSpec(
-            name="controller",
-            argv=lambda _: role("areal_core.service"),
-            cpus=lambda _: set(cores[servers : servers + ranks]) if pinned else None,  # servers have none to spare
-        ),
+        _generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=allowed),
+        RoleSpec(name="controller", argv=lambda _: role("areal_core.service")),
         RoleSpec(
             name="trainer",
             argv=lambda _: role("areal_core.training.trainer"),
             count=ranks,
-            cpus=lambda index: core(servers + index),
+            cpus=allowed,
             gang=ranks > 1,
             env=lambda index: _rank(config, index) | _gpus(config, generating + index, 1),
         ),
@@ -72,7 +63,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
 
 def host_generation(run: RunDir, config: RunConfig, *, address: str, first: int, count: int) -> RoleSpec:
     """`count` generation servers of this machine, from number `first` on, that listen on `address`."""
-    return _generation(run, config, address=address, first=first, count=count, cpus=lambda _: None)
+    return _generation(run, config, address=address, first=first, count=count, cpus=None)
 
 
 def host_trainer(run: RunDir, config: RunConfig, *, address: str, node: int) -> RoleSpec:
@@ -111,7 +102,7 @@ def _interface(address: str) -> str | None:
 
 
 def _generation(
-    run: RunDir, config: RunConfig, *, address: str, first: int, count: int, cpus: Callable[[int], set[int] | None]
+    run: RunDir, config: RunConfig, *, address: str, first: int, count: int, cpus: frozenset[int] | None
 ) -> RoleSpec:
     generation, per_server = config.generation, config.devices_per_server
 
@@ -148,7 +139,7 @@ def _generation(
         count=count,
         first=first,
         cpus=cpus,
-        nice=config.launch.generation_nice,
+        nice=_GENERATION_NICE if config.shares_cores else 0,
         env=lambda index: _gpus(config, (index - first) * per_server, per_server),
         exits=False,
     )

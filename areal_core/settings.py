@@ -70,8 +70,8 @@ class GenerationConfig:
     """The engine behind the generation servers."""
 
     engine: str = choice("embedded", "embedded", "vllm", "emulated")
-    servers: int | None = bounded(None, low=1)  # None: every device in sync mode, else those that do not train
-    slots: int = bounded(128, low=1)  # answers decoded at once by one server
+    servers: int | None = bounded(None, low=1)  # None: one for each device, but for GPUs that train in async mode
+    slots: int = bounded(32, low=1)  # answers decoded at once by one server: as many as a core's caches hold
     interruption: str = choice("recompute", "recompute", "resubmit", "keep", "wait")  # of answers, by an update
     deterministic: bool = False  # embedded: the same tokens for the same seed whatever else is in the batch
     temperature: float = bounded(1.0, low=0.01, high=100.0)  # of sampling; the trainer's policy has it too
@@ -108,7 +108,8 @@ class TrainingConfig:
     zero_stage: int = bounded(2, low=0, high=3)  # deepspeed: what ranks share out; 1 moments, 2 gradients, 3 weights
     dtype: str = choice("float32", "float32", "bfloat16")  # of passes over the model; optimiser state is float32
     checkpoint_activations: bool = False  # keep a layer's input alone and compute the rest again in the backward pass
-    ranks: int | None = bounded(None, low=1)  # data-parallel processes; None: every device in sync mode, else 1
+    ranks: int | None = bounded(None, low=1)  # data-parallel processes; None: one for each device, on GPUs in async
+    # mode 1
     hosts: int = bounded(1, low=1)  # machines that the ranks are spread over; see launch.elsewhere
     minibatches: int = bounded(4, low=1)  # PPO minibatches a step, cut by whole groups
     learning_rate: float = bounded(5e-5, above=0.0)
@@ -130,7 +131,7 @@ class TrainingConfig:
 class EvaluationConfig:
     enabled: bool = True  # false: no version is scored, and a run has no accuracies
     every: int = bounded(5, low=1)  # steps between two evaluations; the base and the last version always count
-    slots: int = bounded(128, low=1)
+    slots: int = bounded(32, low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +167,7 @@ class LaunchConfig:
     devices: int = bounded(2, low=1)  # cores or GPUs that generate and train
     devices_per_host: int | None = bounded(None, low=1)  # GPUs of one machine; None: all of them are on this one
     device_memory_gib: float | None = bounded(None, above=0.0)  # of one GPU; None: nvidia-smi is asked
-    pin: bool = True  # give generation and training cores of their own in async mode
-    generation_nice: int = bounded(0, low=0, high=19)  # where it shares cores with training
-    evaluator_nice: int = bounded(5, low=0, high=19)
+    evaluator_nice: int = bounded(15, low=0, high=19)  # beside 0 of the ranks and 10 of servers that share their cores
     restarts: int = bounded(2, low=0)  # per process; of ranks on several machines: of their whole group
     start_timeout_s: float = bounded(120.0, above=0.0)
     stall_timeout_s: float = bounded(300.0, above=0.0)  # a run without a new step for so long has failed

@@ -39,6 +39,7 @@ PACKED_CAPACITIES = (1024, 2048, 4096)  # of a packed one, beside the whole batc
 LONGEST = 448  # tokens of a sequence of the long-tailed setting; the paper's are up to 28672
 CAPACITIES = (512, 1024, 2048, 4096, 8192)
 _PROMPT, _MEDIAN, _SIGMA = 16, 64, 0.8  # tokens of a prompt; log-normal tokens of an answer
+_LONG_PROMPT, _SHORT_ANSWERS = 200, (50,) * 8
 _TOLERANCE = 1e-4  # of two gradients, relative to the largest entry of a tensor
 _MIB = 1 << 20
 
@@ -73,6 +74,11 @@ def worked_chains(config: RunConfig, seed: int) -> Groups:
         index += 1
 
 
+def long_prompts(config: RunConfig, seed: int) -> Groups:
+    while True:
+        yield _LONG_PROMPT, np.array(_SHORT_ANSWERS, np.int32)
+
+
 SETTINGS = {
     "long_tail": Setting(
         overrides=(
@@ -82,6 +88,10 @@ SETTINGS = {
         groups=long_tailed,
     ),
     "default": Setting(overrides=(), groups=worked_chains),
+}
+SHARING = {
+    "default": SETTINGS["default"],
+    "prompt200": Setting(overrides=("model.context=256",), groups=long_prompts),
 }
 
 
@@ -113,23 +123,31 @@ class Arm(Protocol):
 
 
 class PackedArm:
-    """The system's engine as a run has it."""
+    """The system's engine as a run has it, on whole sequences or, `shared`, with prompts that are computed once."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Mapping[str, Tensor], config: RunConfig, capacity: int | None = None
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor],
+        config: RunConfig,
+        capacity: int | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         """`capacity`: C; None: that of the batch."""
         self._engine = TorchEngine(spec, weights, config.training, config.algorithm)
         self._capacity = capacity
+        self._shared = shared
 
     def logprobs(self, batch: TrainingBatch) -> Float32Array:
         return self._engine.logprobs(batch)
 
     def update(self, batch: TrainingBatch, proximal: Float32Array) -> float:
-        capacity = self._capacity or batch.capacity
-        return self._engine.train_step(
-            dataclasses.replace(batch, capacity=capacity), proximal
-        ).loss  # cut as it is made
+        if not self._shared:
+            batch = dataclasses.replace(batch, groups=None)  # cut as it is made
+        if self._capacity:
+            batch = dataclasses.replace(batch, capacity=self._capacity)
+        return self._engine.train_step(batch, proximal).loss
 
     def gradient(self) -> Mapping[str, Float32Array]:
         arrays = self._engine.state().arrays
@@ -143,16 +161,23 @@ def arms(setting: Setting) -> dict[str, Arm]:
     weights = init_weights(spec, 0)
     padded = partial(PaddedTraining, spec, weights, config.training, config.algorithm)
     return {
-        "packed": PackedArm(spec, weights, config),
-        **{f"packed_{capacity}": PackedArm(spec, weights, config, capacity) for capacity in PACKED_CAPACITIES},
+        **packed_arms(setting, shared=False),
         "padded": padded(None),
         **{f"sorted_{capacity}": padded(capacity) for capacity in SORTED_CAPACITIES},
     }
 
 
+def packed_arms(setting: Setting, *, shared: bool) -> dict[str, Arm]:
+    config = setting.config
+    spec = embedded_spec(config)
+    packed = partial(PackedArm, spec, init_weights(spec, 0), config, shared=shared)
+    name = "shared" if shared else "packed"
+    return {name: packed(), **{f"{name}_{capacity}": packed(capacity) for capacity in PACKED_CAPACITIES}}
+
+
 def make_batch(setting: Setting, seed: int) -> TrainingBatch:
-    """Groups until there are BATCH_TOKENS tokens: one minibatch. Every answer has an advantage, so that nobody can
-    leave any out; tokens are random."""
+    """Groups until there are BATCH_TOKENS tokens: one minibatch, behind an empty one, as the first minibatch of a step
+    needs no pi_prox. Every answer has an advantage, so that nobody can leave any out; tokens are random."""
     config, rng = setting.config, np.random.default_rng(seed)
     vocabulary, payloads, total = embedded_spec(config).vocab_size, {}, 0
     for index, (prompt, answers) in enumerate(setting.groups(config, seed)):
@@ -170,15 +195,16 @@ def make_batch(setting: Setting, seed: int) -> TrainingBatch:
         if total >= BATCH_TOKENS:
             break
     advantages = np.array([2.0 * group.rewards - 1.0 for group in payloads.values()])
-    return build_batch(1, [list(payloads)], payloads, advantages, capacity=config.training.microbatch_tokens)
+    capacity = config.training.microbatch_tokens
+    return build_batch(1, [[], list(payloads)], payloads, advantages, capacity=capacity, share_prompts=True)
 
 
 def recut(batch: TrainingBatch, how: str, capacity: int) -> TrainingBatch:
-    """The batch in micro-batches within `capacity`, "dynamic" or "fixed"."""
+    """The batch in micro-batches of whole sequences within `capacity`, "dynamic" or "fixed"."""
     if how == "dynamic":
-        return dataclasses.replace(batch, capacity=capacity)
+        return dataclasses.replace(batch, capacity=capacity, groups=None)
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.init}
-    return FixedBatch(**values | {"capacity": capacity, "longest": LONGEST})
+    return FixedBatch(**values | {"capacity": capacity, "groups": None, "longest": LONGEST})
 
 
 # -- what a process does ----------------------------------------------------------------------------------------
@@ -186,8 +212,10 @@ def recut(batch: TrainingBatch, how: str, capacity: int) -> TrainingBatch:
 
 def check(name: str) -> None:
     """All arms make the same loss and gradient of the same batch, or this raises AssertionError."""
-    setting = SETTINGS[name]
-    same_update(arms(setting), make_batch(setting, 0))
+    if name in SETTINGS:
+        same_update(arms(SETTINGS[name]), make_batch(SETTINGS[name], 0))
+    if name in SHARING:
+        same_update(sharing_arms(SHARING[name]), make_batch(SHARING[name], 0))
 
 
 def same_update(fresh: Mapping[str, Arm], batch: TrainingBatch) -> None:
@@ -208,8 +236,27 @@ def same_update(fresh: Mapping[str, Arm], batch: TrainingBatch) -> None:
 def speeds(name: str, rounds: int) -> list[dict[str, float]]:
     """Real tokens by CPU second of each arm, round by round; every round has another batch and begins with another
     arm. One more round goes before."""
-    setting = SETTINGS[name]
-    contenders = arms(setting)
+    return _rounds(SETTINGS[name], arms(SETTINGS[name]), rounds)
+
+
+def sharing(name: str, rounds: int) -> list[dict[str, float]]:
+    """The same for packs of whole sequences and packs that hold a group's prompt once."""
+    return _rounds(SHARING[name], sharing_arms(SHARING[name]), rounds)
+
+
+def sharing_arms(setting: Setting) -> dict[str, Arm]:
+    return packed_arms(setting, shared=False) | packed_arms(setting, shared=True)
+
+
+def saved(name: str) -> float:
+    """Tokens of the trajectories of a batch, over those that are left where a group has its prompt once."""
+    batch = make_batch(SHARING[name], 0)
+    assert batch.groups is not None
+    _, first = np.unique(batch.groups, return_index=True)
+    return len(batch.tokens) / (len(batch.tokens) - batch.prompt_lengths.sum() + batch.prompt_lengths[first].sum())
+
+
+def _rounds(setting: Setting, contenders: Mapping[str, Arm], rounds: int) -> list[dict[str, float]]:
     proximal = PackedArm(embedded_spec(setting.config), init_weights(embedded_spec(setting.config), 0), setting.config)
     measured: list[dict[str, float]] = []
     for seed in range(rounds + 1):

@@ -85,7 +85,7 @@ def long_tailed(tokens: int, vocab_size: int, capacity: int, seed: int = 0) -> T
         advantages=np.where(sampled, np.repeat(rng.choice([-1, 1], count), lengths), 0).astype(np.float32),
         weights=sampled.astype(np.float32),
         masses=np.array(answers, np.float64),
-        minibatches=(tuple(range(count)),),
+        minibatches=((), tuple(range(count))),  # not the first, whose pi_prox takes no pass of its own
         capacity=capacity,
     )
 
@@ -105,7 +105,7 @@ def measure(
     proximal_s: list[float] = []
     train_s: list[float] = []
     for _ in range(steps + 1):
-        proximal, taken_s = _timed(lambda: engine.logprobs(batch), device)
+        proximal, taken_s = _timed(lambda: engine.proximal_logprobs(batch), device)
         proximal_s.append(taken_s)
         stats, taken_s = _timed(lambda known=proximal: engine.train_step(batch, known), device)
         train_s.append(taken_s)
@@ -120,8 +120,8 @@ def measure(
         "train_tokens_per_s": round(tokens / train_time),
         "proximal_tokens_per_s": round(tokens / proximal_time),
         "tokens_per_s": round(tokens / (train_time + proximal_time)),
-        "train_mfu": share(step_flops(spec, batch, forward_passes=0), train_time),
-        "mfu": share(step_flops(spec, batch, forward_passes=1), train_time + proximal_time),
+        "train_mfu": share(step_flops(spec, batch, proximal=False, reference=False), train_time),
+        "mfu": share(step_flops(spec, batch, proximal=True, reference=False), train_time + proximal_time),
         "train_s": [round(taken, 3) for taken in train_s],
         "proximal_s": [round(taken, 3) for taken in proximal_s],
         "peak_memory_gib": round(peak_memory_bytes(device) / 2**30, 2),
@@ -141,7 +141,7 @@ def report(
     for name, spec in models.items():
         batch = long_tailed(tokens, spec.vocab_size, microbatch_tokens)
         result["sequences"], result["tokens"] = len(batch.lengths), int(batch.lengths.sum())
-        result["longest"], result["microbatches"] = int(batch.lengths.max()), len(batch.microbatches[0])
+        result["longest"], result["microbatches"] = int(batch.lengths.max()), len(batch.later)
         result[name] = {"parameters": spec.parameters}
         for arm, checkpointed in (("plain", False), ("checkpointed", True)):
             measured = measure(spec, batch, checkpointed=checkpointed, steps=steps, device=device)

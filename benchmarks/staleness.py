@@ -205,7 +205,7 @@ class LaggedTraining:
         scored = self._roll_out(step)
         batch = self._build(step, scored)
         assert (batch.versions[batch.loss_mask] == behaviour).all()
-        proximal = self._trainer.logprobs(batch) if self._config.algorithm.takes_proximal else None
+        proximal = self._trainer.proximal_logprobs(batch) if self._config.algorithm.takes_proximal else None
         stats = self._trainer.train_step(batch, proximal)
         self.versions.append(weights.publish(self._store, step, self._trainer.weights()))
         return StepRecord(

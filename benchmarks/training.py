@@ -12,6 +12,10 @@ loss; that they have the same gradient is checked before anything is measured (`
   and over length-sorted padded micro-batches; both at the micro-batch size at which they were fastest. Width 128, 4
   layers; answers log-normal (median 64, sigma 0.8) and cut off at 432 after prompts of 16: `long_tail`. The same with
   the default model and worked solutions of the default task, which have 16 lengths at most: `default`.
+- `shared_over_packed`: the same engine where a group's prompt is computed once for its answers, as in a run on a CPU,
+  over packs of whole sequences, in tokens of the trajectories; again both at their fastest size. `default` as above;
+  `prompt200`: the default model, prompts of 200 tokens with 8 answers of 50. `shared_allows` is what the tokens that
+  are saved allow.
 - `dynamic_over_fixed`: Algorithm 1 over a constant number of sequences a micro-batch, both within C tokens and packed:
   `long_tail` with C = 512, which is to the longest sequence as the paper's 32768 to its 28672: a constant number can
   then be 1 only. Other C beside it. `peak_mib` is what an update held at its highest, each in a process of its own: a
@@ -68,23 +72,39 @@ def measure(rounds: int, seeds: Sequence[int], overrides: Sequence[str]) -> dict
     os.environ.update(CHILD_ENV)  # read when a process starts and when torch is imported there
     shares = {seed: overhead_share(_run(seed, overrides)) for seed in seeds}
     _say(f"overhead share by seed: {shares}")
-    for name in offline.SETTINGS:
+    for name in offline.SETTINGS | offline.SHARING:
         apart(offline.check, name)
         _say(f"{name}: all arms make the same gradient")
     speeds = {name: apart(offline.speeds, name, rounds) for name in offline.SETTINGS}
+    sharing = {name: apart(offline.sharing, name, rounds) for name in offline.SHARING}
+    allowed = {name: apart(offline.saved, name) for name in offline.SHARING}
     cuts = apart(offline.cuts, rounds)
     peaks = {
         f"{how}_{capacity}": round(apart(offline.peak_mib, how, capacity), 1)
         for capacity in offline.CAPACITIES
         for how in ("dynamic", "fixed")
     }
-    return figures(speeds, cuts, peaks, shares)
+    return figures(speeds, cuts, peaks, shares) | sharing_figures(sharing, allowed)
+
+
+def sharing_figures(rounds: Mapping[str, Rounds], allowed: Mapping[str, float]) -> dict[str, Any]:
+    """What computing prompts once is worth, and what the saved tokens allow."""
+    over = {
+        name: ratios(measured, fastest(measured, "shared"), fastest(measured, "packed"))
+        for name, measured in rounds.items()
+    }
+    return {
+        "shared_over_packed": {name: _median(values) for name, values in over.items()},
+        "shared_allows": {name: round(value, 3) for name, value in allowed.items()},
+        "ratios_of_sharing": {name: _rounded(values) for name, values in over.items()},
+        "sharing_tokens_per_cpu_s": {name: medians(measured) for name, measured in rounds.items()},
+    }
 
 
 def figures(
     speeds: Mapping[str, Rounds], cuts: Rounds, peaks: Mapping[str, float], shares: Mapping[int, float]
 ) -> dict[str, Any]:
-    """The benchmark's answer, fit for JSON."""
+    """What packing and Algorithm 1 are worth, and what else a step costs."""
     over = {
         name: {
             "padded": ratios(rounds, fastest(rounds, "packed"), "padded"),

@@ -1,8 +1,8 @@
 """Causal attention within each sequence of a pack, without padding.
 
 Half precision on a GPU has a kernel that takes sequences of any lengths at once. Everything else runs once for each
-group of sequences of the same length, which are contiguous. Axes: T packed tokens, N sequences, H query heads, K
-key-value heads, D width of a head.
+block of sequences of the same length, which are contiguous; they may attend to a prompt that they share too. Axes: T
+packed tokens, N sequences, H query heads, K key-value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Blocks = tuple[tuple[int, int], ...]  # (sequences, tokens of each), in the order of the pack
+from areal_core.training.packing import Blocks
+
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]  # query, key, value, bounds [N + 1], longest sequence
 
 _KERNEL_WIDTHS = range(8, 257, 8)  # of a head
@@ -26,9 +27,9 @@ _KERNEL_WIDTHS = range(8, 257, 8)  # of a head
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
     """query [T, H, D], key and value [T, K, D] -> [T, H, D]; H is a multiple of K."""
     if has_kernel(query):
-        longest = max(length for _, length in blocks)
+        longest = max(block.tokens for block in blocks)
         return _kernel()(query, key, value, bounds(blocks, query.device), longest)
-    return attention_by_length(query, key, value, blocks)
+    return attention_by_block(query, key, value, blocks)
 
 
 def has_kernel(query: Tensor) -> bool:
@@ -36,25 +37,58 @@ def has_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _KERNEL_WIDTHS
 
 
-def attention_by_length(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
-    """What `causal_attention` returns, by one call for each length."""
-    shared = query.shape[1] // key.shape[1]
-    if shared > 1 and query.is_cuda:  # where but half precision's kernel none that saves memory takes shared heads
-        key, value = _spread(key, shared), _spread(value, shared)
-    sizes = [count * length for count, length in blocks]
+def attention_by_block(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
+    """What `causal_attention` returns, by one call for each block."""
+    shared_heads = query.shape[1] // key.shape[1]
+    if shared_heads > 1 and query.is_cuda:  # where but half precision's kernel none that saves memory takes them
+        key, value = _spread(key, shared_heads), _spread(value, shared_heads)
+    sizes = [block.sequences * block.tokens for block in blocks]
+    prompts = _prompts(key, value, blocks)
     outputs = []
-    for (count, length), *parts in zip(blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
-        q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    for block, *parts in zip(blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+        q, k, v = (part.unflatten(0, (block.sequences, block.tokens)) for part in parts)
+        future = None
+        if block.prompt is not None:
+            k, v = (
+                torch.cat((own.expand(block.sequences, *own.shape), part), dim=1)
+                for own, part in zip(prompts[block.prompt], (k, v), strict=True)
+            )
+            future = _future(k.shape[1], q)[-block.tokens :]
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=future, is_causal=future is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
         outputs.append(mixed.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
+
+
+def _prompts(key: Tensor, value: Tensor, blocks: Blocks) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of the prompts that are attended to by others, [tokens, K, D] each; they come first."""
+    whole = [block for block in blocks if block.prompt is None]
+    if len(whole) == len(blocks):
+        return []
+    lengths = [block.tokens for block in whole for _ in range(block.sequences)]
+    lengths.append(key.shape[0] - sum(lengths))
+    return list(zip(key.split(lengths)[:-1], value.split(lengths)[:-1], strict=True))
+
+
+def _future(tokens: int, like: Tensor) -> Tensor:
+    """What is added to the scores of the last tokens of a text, for each of its tokens: -inf for those that come
+    later. [tokens, tokens]; rows of it are those of the last tokens."""
+    size = 1 << (tokens - 1).bit_length()
+    return _causal_mask(size, like.dtype, like.device)[:tokens, :tokens]
+
+
+@functools.lru_cache(maxsize=16)
+def _causal_mask(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)
 
 
 @functools.lru_cache(maxsize=16)
 def bounds(blocks: Blocks, device: torch.device) -> Tensor:
     """[N + 1], int32: where each sequence begins, and where the last one ends. Made once for all layers of a pass."""
-    counts, lengths = zip(*blocks, strict=True)
-    ends = np.cumsum(np.repeat(lengths, counts))
+    assert all(block.prompt is None for block in blocks), "the kernel knows no shared prompts"
+    ends = np.cumsum(np.repeat([block.tokens for block in blocks], [block.sequences for block in blocks]))
     return torch.tensor([0, *ends.tolist()], dtype=torch.int32, device=device)
 
 

@@ -57,30 +57,68 @@ def shard(costs: Sequence[int], minibatches: int, ranks: int, *, seed: int, step
     return shares
 
 
-def allocate(lengths: Sequence[int], capacity: int, min_microbatches: int = 1) -> list[list[int]]:
+def allocate(
+    lengths: Sequence[int], capacity: int, min_microbatches: int = 1, sequences: Sequence[int] | None = None
+) -> list[list[int]]:
     """Dynamic micro-batching (paper, Algorithm 1): indices of `lengths` by micro-batch.
 
     Longest first, each sequence opens a new micro-batch while there are fewer than `min_microbatches` or none has room
-    within `capacity` tokens; else it joins the one, among those with room, that holds the fewest sequences.
-    Raises ConfigError for a sequence longer than `capacity`.
+    within `capacity` tokens; else it joins the one, among those with room, that holds the fewest sequences. Where items
+    are several sequences each, which stay together, `sequences` says how many.
+    Raises ConfigError for one longer than `capacity`.
     """
     microbatches: list[list[int]] = []
     loads: list[int] = []
+    held: list[int] = []
     for index in _longest_first(lengths):
         length = lengths[index]
-        if length > capacity:
-            raise ConfigError(
-                f"training.microbatch_tokens: must hold the longest sequence, {length} tokens, got {capacity}"
-            )
+        _check_fits(length, capacity)
         roomy = [i for i, load in enumerate(loads) if load + length <= capacity]
         if len(microbatches) < min_microbatches or not roomy:
-            microbatches.append([index])
-            loads.append(length)
-        else:
-            fewest = min(roomy, key=lambda i: len(microbatches[i]))
-            microbatches[fewest].append(index)
-            loads[fewest] += length
+            microbatches.append([])
+            loads.append(0)
+            held.append(0)
+            roomy = [len(microbatches) - 1]
+        fewest = min(roomy, key=held.__getitem__)
+        microbatches[fewest].append(index)
+        loads[fewest] += length
+        held[fewest] += 1 if sequences is None else sequences[index]
     return microbatches
+
+
+def allocate_groups(
+    prompts: Sequence[int], answers: Sequence[Sequence[int]], capacity: int, min_microbatches: int = 1
+) -> list[list[list[tuple[int, int]]]]:
+    """Algorithm 1 where a group's prompt is computed once for all answers that are in one micro-batch.
+
+    prompts: tokens of each group's prompt; answers: tokens of each answer to it. A group stays together, as one item of
+    its prompt and all its answers, unless that is more than `capacity`: then its answers, longest first, fill several
+    items, each with the prompt. Returns micro-batches of items of (group, answer).
+    Raises ConfigError for a sequence longer than `capacity`.
+    """
+    items: list[list[tuple[int, int]]] = []
+    loads: list[int] = []
+    for group, (prompt, lengths) in enumerate(zip(prompts, answers, strict=True)):
+        room = 0
+        for answer in _longest_first(lengths):
+            length = lengths[answer]
+            if length > room:
+                _check_fits(prompt + length, capacity)
+                items.append([])
+                loads.append(prompt)
+                room = capacity - prompt
+            items[-1].append((group, answer))
+            loads[-1] += length
+            room -= length
+    cut = allocate(loads, capacity, min_microbatches, [len(item) for item in items])
+    return [[items[index] for index in members] for members in cut]
+
+
+def _check_fits(length: int, capacity: int) -> None:
+    if length > capacity:
+        raise ConfigError(
+            f"training.microbatch_tokens: must hold the longest sequence, {length} tokens, got {capacity}"
+        )
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

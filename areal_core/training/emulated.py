@@ -6,7 +6,7 @@ zero, since there are none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,14 +44,17 @@ class EmulatedTrainingEngine:
         self._pace = pace or Pace(emulation.speed)
         self._updates = 0
 
-    def logprobs(self, batch: TrainingBatch) -> Float32Array:
+    def proximal_logprobs(self, batch: TrainingBatch) -> Float32Array:
+        later = [index for members in batch.minibatches[1:] for index in members]
         self._pace.restart()
-        self._pace.spend(self._time.forward_s(self._lengths(batch), self._accelerators))
+        self._pace.spend(self._time.forward_s(self._lengths(batch, later), self._accelerators))
         return np.where(batch.versions >= 0, np.float32(_LOGPROB), np.float32(0.0))
 
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         self._pace.restart()
-        self._pace.spend(self._time.train_s(self._lengths(batch), self._accelerators) + self._switch_s)
+        self._pace.spend(
+            self._time.train_s(self._lengths(batch, range(len(batch.lengths))), self._accelerators) + self._switch_s
+        )
         updates = sum(tokens > 0 for tokens in batch.loss_tokens)
         self._updates += updates
         return StepStats(
@@ -106,6 +109,6 @@ class EmulatedTrainingEngine:
     def close(self) -> None:
         pass
 
-    def _lengths(self, batch: TrainingBatch) -> list[int]:
-        """Of the sequences, prompt and answer, in real tokens."""
-        return (batch.lengths.astype(np.int64) * self._scale).tolist()
+    def _lengths(self, batch: TrainingBatch, members: Sequence[int]) -> list[int]:
+        """Of some of the sequences, prompt and answer, in real tokens."""
+        return (batch.lengths[list(members)].astype(np.int64) * self._scale).tolist()

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from areal_core.algorithm.means import LOSS_MEANS
 from areal_core.errors import ModelError
 from areal_core.spec import ModelSpec
-from areal_core.training.batching import allocate
-from areal_core.training.packing import Packed, pack
+from areal_core.training.batching import allocate, allocate_groups
+from areal_core.training.packing import Packed, pack, pack_shared
 from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array, PolicyVersion
 
 
@@ -36,26 +36,39 @@ class TrainingBatch:
     weights: Float32Array  # [S] of the token's term in the loss, see algorithm.means; 0 in prompts
     masses: NDArray[np.float64]  # [N] what an answer adds to the loss's denominator
     regularised: bool = False  # answers without an advantage have a gradient too
+    groups: Int32Array | None = None  # [N] group of a sequence: its prompt is computed once; None: for every sequence
     minibatches: tuple[tuple[int, ...], ...]  # this rank's sequences of each PPO minibatch; may be empty
     capacity: int  # C of Algorithm 1: tokens of a micro-batch
     min_microbatches: int = 1  # k_min of Algorithm 1
     microbatches: tuple[tuple[Packed, ...], ...] = field(init=False, repr=False, compare=False)
     # Of each minibatch: those of its sequences that have a gradient.
+    later: tuple[Packed, ...] = field(init=False, repr=False, compare=False)
+    # All of those that are not in the first minibatch, whichever theirs is: for passes that change nothing.
 
     def __post_init__(self) -> None:
         has_gradient = self.has_gradient
-        cut = (self.cut([index for index in members if has_gradient[index]]) for members in self.minibatches)
-        object.__setattr__(self, "microbatches", tuple(cut))
+        moving = [[index for index in members if has_gradient[index]] for members in self.minibatches]
+        object.__setattr__(self, "microbatches", tuple(map(self.cut, moving)))
+        object.__setattr__(self, "later", self.cut([index for members in moving[1:] for index in members]))
 
     def cut(self, members: Sequence[int]) -> tuple[Packed, ...]:
         """Some of the sequences, packed into micro-batches (Algorithm 1).
 
         Raises ConfigError for a sequence that is longer than `capacity`.
         """
-        allocated = allocate(self.lengths[list(members)].tolist(), self.capacity, self.min_microbatches)
+        laid = self.tokens, self.lengths, self.prompt_lengths
+        if self.groups is None:
+            allocated = allocate(self.lengths[list(members)].tolist(), self.capacity, self.min_microbatches)
+            return tuple(pack(*laid, [members[index] for index in indices]) for indices in allocated)
+        together: dict[int, list[int]] = {}
+        for index in members:
+            together.setdefault(int(self.groups[index]), []).append(index)
+        groups = list(together.values())
+        prompts = [int(self.prompt_lengths[group[0]]) for group in groups]
+        answers = [(self.lengths[group] - prompt).tolist() for group, prompt in zip(groups, prompts, strict=True)]
         return tuple(
-            pack(self.tokens, self.lengths, self.prompt_lengths, [members[index] for index in indices])
-            for indices in allocated
+            pack_shared(*laid, [[groups[group][answer] for group, answer in item] for item in items])
+            for items in allocate_groups(prompts, answers, self.capacity, self.min_microbatches)
         )
 
     @property
@@ -140,9 +153,10 @@ class Sender(Protocol):
 class TrainingEngine(Protocol):
     """One rank of a data-parallel group. Methods marked collective must be called by every rank, in the same order."""
 
-    def logprobs(self, batch: TrainingBatch) -> Float32Array:
-        """Collective. pi_prox: log-probability of answer tokens under the weights as they are, nats. [S]; 0 in
-        prompts, and in answers that can't move the policy.
+    def proximal_logprobs(self, batch: TrainingBatch) -> Float32Array:
+        """Collective. pi_prox of all minibatches but the first: log-probability of answer tokens under the weights as
+        they are, nats. [S]; 0 in prompts, in answers that can't move the policy, and in the first minibatch, whose own
+        pass in `train_step` is under the same weights.
 
         Raises DivergenceError, on every rank, when one is not finite.
         """
@@ -151,8 +165,9 @@ class TrainingEngine(Protocol):
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         """Collective. All PPO minibatches of the batch, an optimiser update each.
 
-        `proximal` is what `logprobs` gave for this batch. None where the objective takes none, and where pi_behav
-        stands in for it, as nothing is stale.
+        `proximal` is what `proximal_logprobs` gave for this batch; it is not looked at for the first minibatch, where
+        pi_prox is pi_theta before the update. None where the objective takes none, and where pi_behav stands in for it,
+        as nothing is stale.
         Raises DivergenceError, on every rank and before the weights change, when a gradient is not finite, unless
         training.on_divergence says that such an update is skipped.
         """
@@ -219,13 +234,14 @@ def build_batch(
     loss_mean: str = "token",
     max_new_tokens: int = 1,
     regularised: bool = False,
+    share_prompts: bool = False,
 ) -> TrainingBatch:
     """Lay out one rank's groups for training.
 
     shares: this rank's groups by minibatch, as `batching.shard` gives them. payloads: those groups.
     advantages: [P, G] of the global batch. mask_truncated: leave answers that were cut off out of the loss.
     loss_mean: of algorithm.means, and max_new_tokens, the answers' limit that it may want. regularised: answers without
-    an advantage move the policy too.
+    an advantage move the policy too. share_prompts: compute a group's prompt once for all of its answers.
     """
     members = [payloads[group] for share in shares for group in share]
     assert all(len(group.prompt_tokens) and group.lengths.all() for group in members), "empty prompt or answer"
@@ -258,6 +274,9 @@ def build_batch(
         weights=laid_out(np.repeat(mean.weights, answers), 0.0, np.float32),
         masses=mean.masses,
         regularised=regularised,
+        groups=np.repeat(np.arange(len(members)), [len(group.lengths) for group in members]).astype(np.int32)
+        if share_prompts
+        else None,
         minibatches=tuple(tuple(range(start, end)) for start, end in zip([0, *ends], ends, strict=False)),
         capacity=capacity,
         min_microbatches=min_microbatches,

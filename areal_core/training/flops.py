@@ -9,40 +9,55 @@ want of memory, does not count. Unlike there, attention is causal and logits are
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from areal_core.emulation import ACCELERATORS, ModelShape
 from areal_core.spec import ModelSpec
 from areal_core.training.engine import TrainingBatch
 
 
-def step_flops(spec: ModelSpec, batch: TrainingBatch, *, forward_passes: int) -> int:
-    """Of one step over one rank's share, but for what has no gradient. `forward_passes`: beside those that are trained
-    on, for pi_prox and for a reference policy."""
-    chosen = batch.has_gradient
-    lengths, prompts = batch.lengths[chosen].tolist(), batch.prompt_lengths[chosen].tolist()
-    targets = sum(lengths) - sum(prompts)
-    return training_cost(spec, lengths, targets) + forward_passes * forward_flops(spec, lengths, targets)
+def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, reference: bool) -> int:
+    """Of one step over one rank's share, but for what has no gradient: passes that are trained on, one for pi_prox,
+    which the first minibatch does without, and one for a reference policy."""
+    moving = batch.has_gradient
+
+    def forward(members: Iterable[int]) -> int:
+        groups: dict[int, list[int]] = {}
+        for index in members:
+            if moving[index]:
+                groups.setdefault(index if batch.groups is None else int(batch.groups[index]), []).append(index)
+        return sum(
+            forward_flops(spec, prompt, (batch.lengths[group] - prompt).tolist(), shared=batch.groups is not None)
+            for group in groups.values()
+            for prompt in [int(batch.prompt_lengths[group[0]])]
+        )
+
+    everything = sum(map(forward, batch.minibatches))
+    recomputed = sum(map(forward, batch.minibatches[1:])) if proximal else 0
+    return 3 * everything + recomputed + (everything if reference else 0)
 
 
-def forward_flops(spec: ModelSpec, lengths: Sequence[int], targets: int | None = None) -> int:
-    """Of a forward pass over sequences of so many tokens, prompt and answer: that of pi_prox, say.
+def forward_flops(spec: ModelSpec, prompt: int, answers: Sequence[int], *, shared: bool) -> int:
+    """Of a forward pass over answers of so many tokens to one prompt of `prompt` tokens; `shared`: the prompt is
+    computed once for all of them.
 
-    `targets`: answer tokens, the only ones whose logits are made; None: all but the first of each sequence. The last
-    token of a sequence is a target and never an input, and an input attends to itself and to those before it.
+    Logits are made for answer tokens alone. The last token of an answer is a target and never an input, and an input
+    attends to itself and to those before it.
     """
-    inputs = [length - 1 for length in lengths]
     shape = _shape(spec)
     head = 2.0 * spec.vocab_size * spec.hidden_size
-    attended = sum(count * (count + 1) for count in inputs) / 2
-    layers = sum(inputs) * (shape.flops_per_token - head) + attended * shape.attention_flops
-    return round(layers + (sum(inputs) if targets is None else targets) * head)
+    own = [length - 1 for length in answers]
+    prompts = 1 if shared else len(answers)
+    inputs = prompts * prompt + sum(own)
+    attended = prompts * prompt * (prompt + 1) / 2 + sum(count * prompt + count * (count + 1) / 2 for count in own)
+    layers = inputs * (shape.flops_per_token - head) + attended * shape.attention_flops
+    return round(layers + sum(answers) * head)
 
 
-def training_cost(spec: ModelSpec, lengths: Sequence[int], targets: int | None = None) -> int:
-    """FLOPs of forward and backward passes over the sequences of a batch, or of one group: what ranks share out evenly,
-    where long answers cost more than their tokens say."""
-    return 3 * forward_flops(spec, lengths, targets)
+def training_cost(spec: ModelSpec, prompt: int, answers: Sequence[int], *, shared: bool) -> int:
+    """FLOPs of forward and backward passes over a group: what ranks share out evenly, where long answers cost more
+    than their tokens say. As `forward_flops`."""
+    return 3 * forward_flops(spec, prompt, answers, shared=shared)
 
 
 def peak_flops_per_s(name: str, dtype: str) -> float | None:

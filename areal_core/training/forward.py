@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_core.model import ModelSpec, rope_tables
 from areal_core.training.attention import causal_attention
-from areal_core.training.packing import Packed
+from areal_core.training.packing import Blocks, Packed
 from areal_core.training.pointwise import rms_norm, rotate
 
 _LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at any moment: what a core's cache makes quick work of
@@ -78,7 +78,7 @@ def embed(table: Tensor, packed: Packed) -> Tensor:
 def rotations(spec: ModelSpec, packed: Packed, x: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles of every input, each [T, 1, D], of x's kind and where x is."""
     positions = torch.from_numpy(packed.positions).to(x.device)
-    tables = rope_tables(spec, max(length for _, length in packed.blocks), x.device)
+    tables = rope_tables(spec, packed.context, x.device)
     cos, sin = (table[positions, None].to(x) for table in tables)
     return cos, sin
 
@@ -89,7 +89,7 @@ def decoder_layer(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-    blocks: tuple[tuple[int, int], ...],
+    blocks: Blocks,
 ) -> Tensor:
     """One layer of Qwen2 or Llama, its weights by their names within it. [T, hidden_size] -> [T, hidden_size]."""
 

@@ -1,17 +1,32 @@
 """Sequences laid end to end in the order that the forward pass wants, without padding and without torch.
 
+Two layouts. `pack` lays whole sequences, prompt and answer. `pack_shared` lays the prompt of a group once, and the
+answers to it after that: each attends to the prompt and to itself, at the positions that it has in its own sequence, so
+that what is computed of an answer is what `pack` computes of it.
+
 Axes: T packed input tokens, A answer tokens (the targets).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class Block(NamedTuple):
+    """Sequences of the same length that lie side by side."""
+
+    sequences: int
+    tokens: int  # inputs of each
+    prompt: int | None = None  # sequence of the pack that all of them attend to besides themselves, counted from 0
+
+
+Blocks = tuple[Block, ...]  # in the order of the inputs; those that others attend to come first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,32 +35,35 @@ class Packed:
 
     inputs: NDArray[np.int64]  # [T] token ids
     positions: NDArray[np.int64]  # [T] position of each input in its sequence
-    blocks: tuple[tuple[int, int], ...]  # (sequences, input tokens of each), in the order of `inputs`
-    rows: NDArray[np.int64]  # [A] inputs that predict an answer token
+    blocks: Blocks
+    rows: NDArray[np.int64]  # [A] inputs that predict an answer token: the last one of a shared prompt does for several
     targets: NDArray[np.int64]  # [A] the answer tokens
     source: NDArray[np.int64]  # [A] where the answer tokens stand in the arrays that were packed
 
+    @property
+    def context(self) -> int:
+        """Positions that the inputs reach: tokens of the longest sequence but for its last one."""
+        return int(self.positions.max()) + 1
+
 
 def pack(
-    tokens: NDArray[np.int32], lengths: NDArray[Any], prompt_lengths: NDArray[Any], chosen: Sequence[int]
+    tokens: NDArray[np.int32], lengths: NDArray[Any], prompt_lengths: NDArray[Any], chosen: Iterable[int]
 ) -> Packed:
     """Pack the `chosen` of N sequences that lie end to end in `tokens`.
 
     lengths: [N] tokens of each sequence, prompt and answer; prompt_lengths: [N], each at least 1.
     """
     ends = np.cumsum(lengths)
-    order = sorted(chosen, key=lambda index: lengths[index])
     inputs: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
     answer: list[NDArray[np.bool_]] = []
-    blocks: list[tuple[int, int]] = []
-    for length, members in groupby(order, key=lambda index: lengths[index]):
-        block = np.fromiter(members, np.int64)
+    blocks: list[Block] = []
+    for length, block in _by_length(chosen, lengths):
         steps = np.arange(length - 1)
         inputs.append((ends[block, None] - length + steps).ravel())
         positions.append(np.broadcast_to(steps, (len(block), len(steps))).ravel())
         answer.append((steps >= prompt_lengths[block, None] - 1).ravel())
-        blocks.append((len(block), int(length) - 1))
+        blocks.append(Block(len(block), length - 1))
     source = np.concatenate(inputs)
     rows = np.flatnonzero(np.concatenate(answer))
     targets = source[rows] + 1
@@ -59,6 +77,63 @@ def pack(
     )
 
 
+def pack_shared(
+    tokens: NDArray[np.int32],
+    lengths: NDArray[Any],
+    prompt_lengths: NDArray[Any],
+    groups: Sequence[Sequence[int]],
+) -> Packed:
+    """Pack `groups` of the sequences that `pack` would be given, those of one group with the same prompt.
+
+    All inputs of a prompt come first, then those that only one answer has: all tokens but its last.
+    """
+    ends = np.cumsum(lengths)
+    first = np.array([members[0] for members in groups])
+    inputs: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
+    blocks: list[Block] = []
+    rows: list[NDArray[np.int64]] = []
+    sources: list[NDArray[np.int64]] = []
+    prompts: list[tuple[int, int]] = []  # place in `groups`, row of its last token
+    laid = 0
+    for length, block in _by_length(range(len(groups)), prompt_lengths[first]):
+        steps = np.arange(length)
+        sequences = first[block]
+        inputs.append(((ends - lengths)[sequences, None] + steps).ravel())
+        positions.append(np.broadcast_to(steps, (len(block), length)).ravel())
+        blocks.append(Block(len(block), length))
+        prompts += [(group, laid + (place + 1) * length - 1) for place, group in enumerate(block.tolist())]
+        laid += len(block) * length
+    for prompt, (group, last_row) in enumerate(prompts):
+        start = int(prompt_lengths[first[group]])
+        for length, block in _by_length(groups[group], lengths):
+            own = length - start - 1  # inputs of an answer
+            places = (ends[block, None] - length + start) + np.arange(own + 1)
+            predicting = laid + np.arange(len(block) * own).reshape(len(block), own)
+            rows.append(np.insert(predicting, 0, last_row, axis=1).ravel())
+            sources.append(places.ravel())
+            if own:
+                inputs.append(places[:, :-1].ravel())
+                positions.append(np.broadcast_to(start + np.arange(own), (len(block), own)).ravel())
+                blocks.append(Block(len(block), own, prompt))
+                laid += len(block) * own
+    source = np.concatenate(sources)
+    return Packed(
+        inputs=tokens[np.concatenate(inputs)].astype(np.int64),
+        positions=np.concatenate(positions),
+        blocks=tuple(blocks),
+        rows=np.concatenate(rows),
+        targets=tokens[source].astype(np.int64),
+        source=source,
+    )
+
+
 def idle() -> Packed:
     """The smallest micro-batch: for a rank that must take part in a pass and has nothing left to do."""
     return pack(np.zeros(2, np.int32), np.array([2]), np.array([1]), [0])
+
+
+def _by_length(chosen: Iterable[int], lengths: NDArray[Any]) -> Iterable[tuple[int, NDArray[np.int64]]]:
+    """The chosen by their length, shortest first: (length, those that have it)."""
+    for length, members in groupby(sorted(chosen, key=lambda index: lengths[index]), key=lambda index: lengths[index]):
+        yield int(length), np.fromiter(members, np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,12 +117,20 @@ class PolicyEngine(ABC):
 
     # -- a step ------------------------------------------------------------------------------------------------
 
+    def proximal_logprobs(self, batch: TrainingBatch) -> Float32Array:
+        if len(batch.minibatches) == 1:
+            return np.zeros(len(batch.tokens), np.float32)
+        return self._recomputed(batch, batch.later, self._current, "proximal")
+
     def logprobs(self, batch: TrainingBatch) -> Float32Array:
-        return self._recomputed(batch, lambda packed: self.forward(packed)[0], "proximal")
+        """Collective. As `proximal_logprobs`, of all minibatches."""
+        return self._recomputed(batch, _all(batch.microbatches), self._current, "proximal")
 
     def reference_logprobs(self, batch: TrainingBatch) -> Float32Array:
         """Collective. As `logprobs`, under version 0 of the run. For algorithm.kl_coef above 0."""
-        return self._recomputed(batch, lambda packed: self._evaluated(self._reference, packed), "reference")
+        return self._recomputed(
+            batch, _all(batch.microbatches), lambda packed: self._evaluated(self._reference, packed), "reference"
+        )
 
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         assert proximal is None or self.algorithm.takes_proximal
@@ -135,10 +143,11 @@ class PolicyEngine(ABC):
         changes: list[float] = []
         skipped = 0
         stats = LossStats()
-        for microbatches, denominator in zip(batch.microbatches, denominators, strict=True):
+        for number, (microbatches, denominator) in enumerate(zip(batch.microbatches, denominators, strict=True)):
             if not denominator:
                 continue  # all its answers are masked out, on every rank
-            loss, sums = self._accumulate(columns, microbatches, denominator, untouched=not losses)
+            own = proximal is not None and number == 0
+            loss, sums = self._accumulate(columns, microbatches, denominator, own_proximal=own, untouched=not losses)
             update = self._update(batch.step, loss)
             if update is None:
                 skipped += 1
@@ -189,11 +198,16 @@ class PolicyEngine(ABC):
         for index in range(count):
             yield index + 1 == count, microbatches[index] if index < len(microbatches) else None
 
-    def _recomputed(self, batch: TrainingBatch, forward: Callable[[Packed], Tensor], policy: str) -> Float32Array:
-        """Log-probabilities of the answers that can move the policy. [S]; 0 elsewhere."""
+    def _current(self, packed: Packed) -> Tensor:
+        return self.forward(packed)[0]
+
+    def _recomputed(
+        self, batch: TrainingBatch, microbatches: Sequence[Packed], forward: Callable[[Packed], Tensor], policy: str
+    ) -> Float32Array:
+        """Log-probabilities of the batch's answers in these micro-batches. [S]; 0 elsewhere."""
         recomputed = np.zeros(len(batch.tokens), np.float32)
         with torch.no_grad(), self._computing():
-            for _, packed in self._passes([packed for cut in batch.microbatches for packed in cut]):
+            for _, packed in self._passes(microbatches):
                 logprobs = forward(packed or idle())
                 if packed is not None:
                     recomputed[packed.source] = logprobs.float().cpu().numpy()
@@ -208,9 +222,11 @@ class PolicyEngine(ABC):
         microbatches: Sequence[Packed],
         denominator: float,
         *,
+        own_proximal: bool,
         untouched: bool,
     ) -> tuple[float, LossStats]:
-        """Loss and gradient of a minibatch's local share. `untouched`: the step has made no update yet."""
+        """Loss and gradient of a minibatch's local share. `own_proximal`: pi_prox is what its own pass gives.
+        `untouched`: the step has made no update yet."""
         total, stats = 0.0, LossStats()
         with self._computing():
             self.start_gradient()
@@ -222,6 +238,8 @@ class PolicyEngine(ABC):
                 known = {
                     name: torch.from_numpy(values[packed.source]).to(self.device) for name, values in columns.items()
                 }
+                if own_proximal:
+                    known["proximal"] = current.detach()
                 tokens = Tokens(current=current, entropy=entropy, **known)
                 loss, sums = policy_loss(tokens, self.algorithm, denominator=denominator, untouched=untouched)
                 self.backward(loss, last=last)
@@ -297,6 +315,10 @@ class PolicyEngine(ABC):
             weight_p99=stats.weight_quantile(0.99),
             weight_max=stats.weight_max,
         )
+
+
+def _all(cuts: Iterable[Iterable[Packed]]) -> list[Packed]:
+    return [packed for cut in cuts for packed in cut]
 
 
 def _columns(

@@ -18,7 +18,7 @@ from areal_core.training.forward import (
     rotations,
     target_logprobs,
 )
-from areal_core.training.packing import Packed
+from areal_core.training.packing import Blocks, Packed
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -89,7 +89,7 @@ class _Layer(_Part):
         super().__init__(parameters, dtype)
         self.spec = spec
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, blocks: tuple[tuple[int, int], ...]) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, blocks: Blocks) -> Tensor:
         return decoder_layer(self.spec, self.tensors(), x, cos, sin, blocks)
 
 

@@ -194,7 +194,7 @@ class Trainer:
         start, proximal = time.monotonic(), None
         try:
             if self.config.recomputes_proximal:
-                proximal = self.engine.logprobs(batch)
+                proximal = self.engine.proximal_logprobs(batch)
             recomputed = time.monotonic()
             stats = self.engine.train_step(batch, proximal)
         except DivergenceError as error:
@@ -250,14 +250,13 @@ class Trainer:
             loss_mean=config.algorithm.loss_mean,
             max_new_tokens=config.task.max_new_tokens,
             regularised=config.algorithm.regularised,
+            share_prompts=config.shares_prompts,
         )
         check_batch(batch, self.spec)
         return batch
 
     def _cost(self, group: BatchGroup) -> int:
-        """FLOPs of training on a group: longer answers cost more than their tokens say."""
-        lengths = [group.prompt_tokens + length for length in group.lengths]
-        return training_cost(self.spec, lengths, sum(group.lengths))
+        return training_cost(self.spec, group.prompt_tokens, group.lengths, shared=self.config.shares_prompts)
 
     def _totals(self, batch: TrainingBatch) -> tuple[Counter[int], float, float]:
         """Collective, over all ranks: sampled tokens by staleness, the version trained on - the one that sampled them;
@@ -265,8 +264,9 @@ class Trainer:
         lags = batch.step - 1 - batch.versions[batch.versions >= 0]
         counts = np.bincount(lags, minlength=batch.step).astype(np.float64)
         config = self.config
-        passes = config.recomputes_proximal + (config.algorithm.kl_coef > 0)
-        flops = step_flops(self.spec, batch, forward_passes=passes)
+        flops = step_flops(
+            self.spec, batch, proximal=config.recomputes_proximal, reference=config.algorithm.kl_coef > 0
+        )
         tokens = batch.lengths[batch.has_gradient].sum()
         *total, all_tokens, all_flops = self.engine.all_sum(np.append(counts, (tokens, flops))).tolist()
         return Counter({lag: int(count) for lag, count in enumerate(total) if count}), all_tokens, all_flops

@@ -18,10 +18,11 @@ import torch
 from areal_core.config import AlgorithmConfig, TrainingConfig
 from areal_core.model import ModelSpec, init_weights
 from areal_core.training import attention
-from areal_core.training.attention import attention_by_length, causal_attention
+from areal_core.training.attention import attention_by_block, causal_attention
 from areal_core.training.engine import TrainingBatch
 from areal_core.training.forward import answer_logprobs
 from areal_core.training.hardware import peak_memory_bytes
+from areal_core.training.packing import Block
 from areal_core.training.torch_engine import TorchEngine
 from tests.support.training import SPEC, engine, train
 
@@ -121,16 +122,16 @@ def test_a_bfloat16_step_is_near_the_float32_step():
 @pytest.mark.parametrize("width", [64, 128])
 def test_sequences_of_any_length_at_once(kv_heads: int, width: int):
     """The kernel in bfloat16 against one call a length in float32, outputs and gradients."""
-    blocks = ((3, 1), (2, 17), (1, 64), (2, 129), (1, 1000))
+    blocks = tuple(Block(*each) for each in ((3, 1), (2, 17), (1, 64), (2, 129), (1, 1000)))
     generator = torch.Generator().manual_seed(0)
-    total = sum(count * length for count, length in blocks)
+    total = sum(count * length for count, length, _ in blocks)
     single = [
         torch.randn(total, heads, width, generator=generator).bfloat16().float().to(DEVICE).requires_grad_()
         for heads in (4, kv_heads, kv_heads)
     ]
     half = [tensor.detach().bfloat16().requires_grad_() for tensor in single]
     assert attention.has_kernel(half[0])
-    expected, got = attention_by_length(*single, blocks), causal_attention(*half, blocks)
+    expected, got = attention_by_block(*single, blocks), causal_attention(*half, blocks)
     torch.testing.assert_close(got.float(), expected, atol=0.02, rtol=0.02)
     upstream = torch.randn(expected.shape, generator=generator).to(DEVICE)
     gradients = torch.autograd.grad(got, half, upstream.bfloat16())

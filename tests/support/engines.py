@@ -22,7 +22,12 @@ from areal_core.types import Float32Array
 from tests.support.training import SPEC, TRAINING, batch, weights
 
 STAGES = (0, 1, 2, 3)
-CAPACITIES = (20, 10_000)  # a sequence or two in a micro-batch; all in one
+WHOLE = "whole"
+CUTS = {  # capacity, and whether prompts are computed once a group
+    WHOLE: (10_000, False),
+    "shared": (10_000, True),
+    "small": (20, True),  # an answer or a few in a micro-batch
+}
 TIMEOUT_S = 240.0
 OTHER = replace(SPEC, vocab_size=40)
 
@@ -81,10 +86,11 @@ class Cases:
         self.ranks = RankGroup(rank, size, rendezvous=folder / "rendezvous", timeout_s=60)
 
     def all(self) -> Iterator[tuple[str, Outcome]]:
-        for capacity in CAPACITIES:
-            yield f"torch {capacity}", self.steps(self.engine(None), capacity)
-            for stage in STAGES:
-                yield f"{stage} {capacity}", self.steps(self.engine(stage), capacity)
+        for cut in CUTS:
+            yield f"torch {cut}", self.steps(self.engine(None), cut)
+        for stage in STAGES:
+            for cut in (WHOLE, "small"):
+                yield f"{stage} {cut}", self.steps(self.engine(stage), cut)
         if self.ranks.size == 1:
             yield "relay 1", self.second_leg()
             yield "refused", self.refused()
@@ -109,19 +115,20 @@ class Cases:
         training = replace(training, zero_stage=stage)
         return DeepSpeedEngine(SPEC, weights(), training, AlgorithmConfig(), ranks=ranks)
 
-    def steps(self, engine: PolicyEngine, capacity: int = 64, *, last: int = 5, minibatches: int = 2) -> Outcome:
+    def steps(self, engine: PolicyEngine, cut: str = WHOLE, *, last: int = 5, minibatches: int = 2) -> Outcome:
         """One update by all groups, then steps of several minibatches."""
-        stats = self.train(engine, range(1, 2), capacity, minibatches=1)
+        stats = self.train(engine, range(1, 2), cut, minibatches=1)
         gradient = {
             name.removeprefix("exp_avg/"): values / (1 - np.float32(TRAINING.beta1))
             for name, values in engine.state().arrays.items()
             if name.startswith("exp_avg/")
         }
-        stats += self.train(engine, range(2, last + 1), capacity, minibatches=minibatches)
+        stats += self.train(engine, range(2, last + 1), cut, minibatches=minibatches)
         return Outcome(stats=stats, weights=engine.weights(), gradient=gradient)
 
-    def train(self, engine: PolicyEngine, steps: range, capacity: int = 64, *, minibatches: int = 2) -> list[StepStats]:
+    def train(self, engine: PolicyEngine, steps: range, cut: str = WHOLE, *, minibatches: int = 2) -> list[StepStats]:
         stats: list[StepStats] = []
+        capacity, share_prompts = CUTS[cut]
         for step in steps:
             share = batch(
                 step,
@@ -129,8 +136,9 @@ class Cases:
                 world_size=engine.ranks.size,
                 minibatches=minibatches,
                 capacity=capacity,
+                share_prompts=share_prompts,
             )
-            stats.append(engine.train_step(share, engine.logprobs(share)))
+            stats.append(engine.train_step(share, engine.proximal_logprobs(share)))
         return stats
 
     def diverged(self, engine: PolicyEngine) -> Outcome:
@@ -138,7 +146,7 @@ class Cases:
         weights changed by meanwhile."""
         before = engine.weights()
         share = batch(9, rank=self.ranks.rank, world_size=self.ranks.size, minibatches=1)
-        proximal = engine.logprobs(share)
+        proximal = engine.proximal_logprobs(share)
         broken = share.behaviour_logprobs.copy()
         if self.ranks.rank == 0:
             broken[np.flatnonzero(share.loss_mask & (share.advantages != 0))[0]] = np.nan

@@ -37,8 +37,10 @@ TINY: dict[str, Any] = {
 
 
 def tiny(state: Path, *, mode: str = "async", **groups: dict[str, Any]) -> RunConfig:
-    """A run of seconds; `groups` change fields of it."""
+    """A run of seconds, in async mode with one server and one rank; `groups` change fields of it."""
     base = TINY | {"mode": mode, "state_dir": str(state), "storage": {"url": str(state / "store")}}
+    if mode == "async":
+        base |= {"generation": {"servers": 1}, "training": TINY["training"] | {"ranks": 1}}
     return load(base | {name: base.get(name, {}) | fields for name, fields in groups.items()})
 
 

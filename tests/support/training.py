@@ -62,13 +62,28 @@ def payload(seed: int, answers: int = GROUP_SIZE, version: int = 0) -> GroupPayl
 
 
 def batch(
-    step: int = 1, *, rank: int = 0, world_size: int = 1, minibatches: int = 2, capacity: int = 64, least: int = 1
+    step: int = 1,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    minibatches: int = 2,
+    capacity: int = 64,
+    least: int = 1,
+    share_prompts: bool = False,
 ) -> TrainingBatch:
     payloads = {group: payload(100 * step + group, version=step - 1) for group in range(GROUPS)}
     tokens = [int(group.lengths.sum()) for group in payloads.values()]
     shares = shard(tokens, minibatches, world_size, seed=0, step=step)[rank]
     advantages = group_advantages([group.rewards for group in payloads.values()])
-    return build_batch(step, shares, payloads, advantages, capacity=capacity, min_microbatches=least)
+    return build_batch(
+        step,
+        shares,
+        payloads,
+        advantages,
+        capacity=capacity,
+        min_microbatches=least,
+        share_prompts=share_prompts,
+    )
 
 
 def engine(
@@ -83,7 +98,7 @@ def train(
     stats: list[StepStats] = []
     for step in steps:
         share = batch(step, rank=rank, world_size=world_size, minibatches=minibatches)
-        stats.append(engine.train_step(share, engine.logprobs(share)))
+        stats.append(engine.train_step(share, engine.proximal_logprobs(share)))
     return stats
 
 

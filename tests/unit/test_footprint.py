@@ -38,7 +38,7 @@ def config(mode: str = "async", **groups: dict[str, Any]) -> RunConfig:
     values: dict[str, dict[str, Any]] = {
         "model": {"path": "m", "context": 8192},
         "task": {"max_prompt_tokens": 1024, "max_new_tokens": 7168},
-        "generation": {"engine": "vllm"},
+        "generation": {"engine": "vllm", "slots": 128},
         "training": {
             "engine": "deepspeed", "zero_stage": 3, "dtype": "bfloat16", "checkpoint_activations": True,
             "microbatch_tokens": 8192, "ranks": 2,

@@ -71,7 +71,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
         (
             ["generation", "--address", "127.0.0.1", "--first", "1"],
             {},
-            "--first: servers 1 to 2 are more than the run has, 2 (generation.servers)",
+            "--first: servers 1 to 3 are more than the run has, 3 (generation.servers)",
         ),
         (
             ["generation", "--address", "127.0.0.1", "--servers", "0"],

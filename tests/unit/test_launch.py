@@ -106,18 +106,29 @@ def gone(pid: int) -> bool:
 
 def test_returns_when_every_process_has_exited_with_0(rig: Rig) -> None:
     rig.on_ready = (rig.scratch / "go").touch
-    code = SETTLED + "print(ready.stem, os.getpriority(os.PRIO_PROCESS, 0), sys.stdin.read() == '', flush=True)"
-    nice = os.getpriority(os.PRIO_PROCESS, 0) + 3
-    rig.supervisor(code, launch(), count=2, nice=nice).run()
-    assert sorted(rig.lines) == [f"role-{i}: role-{i} {nice} True" for i in range(2)]
-    assert rig.run.log_file("role", 1).read_text() == f"role-1 {nice} True\n"
+    rig.supervisor(SETTLED + "print(ready.stem, sys.stdin.read() == '', flush=True)", launch(), count=2).run()
+    assert sorted(rig.lines) == [f"role-{i}: role-{i} True" for i in range(2)]
+    assert rig.run.log_file("role", 1).read_text() == "role-1 True\n"
+
+
+def test_a_process_is_nice_once_it_is_ready(rig: Rig) -> None:
+    """By its own value and by that of its session, where the kernel weighs sessions against each other."""
+    rig.on_ready = (rig.scratch / "go").touch
+    look = """
+group = Path("/proc/self/autogroup")
+print(os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split()[-1] if group.exists() else "-", flush=True)
+"""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    rig.supervisor(ADOPT + look + SETTLED.removeprefix(ADOPT) + look, launch(), nice=own + 3).run()
+    groups = Path("/proc/self/autogroup").exists()
+    assert rig.lines == [f"role-0: {own} {0 if groups else '-'}", f"role-0: {own + 3} {own + 3 if groups else '-'}"]
 
 
 def test_pins_and_sets_the_environment(rig: Rig) -> None:
     rig.on_ready = (rig.scratch / "go").touch
     core = min(os.sched_getaffinity(0))
     code = SETTLED + "print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'], os.environ['EXTRA'])"
-    rig.supervisor(code, launch(), cpus=lambda index: {core}, env=lambda index: {"EXTRA": "yes"}).run()
+    rig.supervisor(code, launch(), cpus=frozenset({core}), env=lambda index: {"EXTRA": "yes"}).run()
     assert rig.lines == [f"role-0: {{{core}}} 1 yes"]
 
 

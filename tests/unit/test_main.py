@@ -88,7 +88,7 @@ def test_a_plan_starts_nothing(
     assert command.main(["--plan", *fields, "launch.device_memory_gib=80"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert (
-        lines[0] == "1 machine: 1 x 1 GPUs generate, and 1 train; the cache of a server holds 128 answers of 152 tokens"
+        lines[0] == "1 machine: 1 x 1 GPUs generate, and 1 train; the cache of a server holds 32 answers of 152 tokens"
     )
     assert [line.partition(":")[0] for line in lines[1:]] == ["rank", "server"]
     assert command.main(["--plan", *fields, "launch.device_memory_gib=0.001"]) == 2

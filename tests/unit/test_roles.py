@@ -103,44 +103,28 @@ def test_servers_of_vllm_get_what_its_command_line_needs(tmp_path: Path, python:
 
 
 @pytest.mark.parametrize(
-    ("fields", "cores", "generation", "trainer"),
+    ("fields", "servers", "ranks", "cores", "nice"),
     [
-        pytest.param({}, [3, 5], [{3}], [{5}], id="async"),
-        pytest.param({"launch": {"devices": 3}}, [3, 5, 6], [{3}, {5}], [{6}], id="two servers"),
-        pytest.param(
-            {"generation": {"servers": 2}}, [3, 5, 6], [{3, 5}] * 2, [{3, 5}], id="more processes than devices"
-        ),
-        pytest.param({"launch": {"devices": 3}}, [3, 5], [{3, 5}] * 2, [{3, 5}], id="too few cores"),
-        pytest.param({"launch": {"pin": False}}, [3, 5, 6], [{3, 5}], [{3, 5}], id="pin off"),
-        pytest.param({"mode": "sync"}, [3, 5, 6, 7], [{3, 5}] * 2, [{3, 5}] * 2, id="sync"),
-        pytest.param(
-            {"launch": {"devices": 4}, "mode": "sync"} | EMULATED,
-            [3, 5, 6, 7],
-            [None] * 4,
-            [None],
-            id="emulated: devices are no cores, one trainer stands for all",
-        ),
+        pytest.param({}, 2, 2, {3, 5}, 10, id="async: both on all cores, generation behind training"),
+        pytest.param({"launch": {"devices": 3}}, 3, 3, {3, 5, 6}, 10, id="async, three cores"),
+        pytest.param({"launch": {"devices": 6}}, 6, 6, {3, 5, 6, 7}, 10, id="more devices than cores"),
+        pytest.param({"training": {"ranks": 1}}, 2, 1, {3, 5}, 10, id="one rank"),
+        pytest.param({"rollout": {"batch_size": 64}}, 2, 1, {3, 5}, 10, id="no more ranks than groups in a minibatch"),
+        pytest.param({"mode": "sync"}, 2, 2, {3, 5}, 0, id="sync: in turns"),
+        pytest.param({"launch": {"devices": 4}} | EMULATED, 3, 1, None, 0, id="emulated devices are no cores"),
+        pytest.param({"launch": {"devices": 4, "accelerator": "cuda"}}, 3, 1, None, 0, id="GPUs are not shared"),
     ],
 )
-def test_cores(
-    tmp_path: Path,
-    fields: dict[str, Any],
-    cores: list[int],
-    generation: list[set[int] | None],
-    trainer: list[set[int] | None],
+def test_who_runs_where(
+    tmp_path: Path, fields: dict[str, Any], servers: int, ranks: int, cores: set[int] | None, nice: int
 ) -> None:
     settings = config(tmp_path, **fields)
-    specs = role_specs(folder(settings), settings, cores)
-    pinned = len(trainer[0] or ()) == 1
-    for name, wanted in {
-        "generation": generation,
-        "trainer": trainer,
-        "controller": trainer[:1] if pinned else [None],
-        "evaluator": [None],
-    }.items():
-        assert [specs[name].cpus(index) for index in range(specs[name].count)] == wanted
-    assert specs["evaluator"].nice == settings.launch.evaluator_nice
-    assert specs["controller"].nice == specs["generation"].nice == specs["trainer"].nice == 0
+    specs = role_specs(folder(settings), settings, [3, 5, 6, 7])
+    assert (specs["generation"].count, specs["trainer"].count) == (servers, ranks)
+    assert specs["generation"].cpus == specs["trainer"].cpus == cores
+    assert specs["controller"].cpus is specs["evaluator"].cpus is None
+    assert (specs["trainer"].nice, specs["controller"].nice, specs["generation"].nice) == (0, 0, nice)
+    assert specs["evaluator"].nice == settings.launch.evaluator_nice > nice
 
 
 def test_processes_see_the_gpus_that_the_launcher_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +150,7 @@ def test_servers_of_another_machine_listen_on_its_address_and_have_numbers_of_th
     assert list(spec.indices) == [2, 3]
     assert option(spec.argv(3), "--host") == "10.0.0.2"
     assert option(spec.argv(3), "--ready-file") == str(run.ready_file("generation", 3))
-    assert spec.cpus(3) is None
+    assert spec.cpus is None
     head = role_specs(run, config, [0, 1])["generation"]
     assert option(head.argv(0), "--host") == "127.0.0.1"
 

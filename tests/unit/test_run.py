@@ -32,7 +32,12 @@ PATIENCE_S = 30.0
 
 
 def config(root: Path, **fields: Any) -> RunConfig:
-    values: dict[str, Any] = {"state_dir": str(root / "state"), "launch": {"restarts": 0, "stop_timeout_s": 5.0}}
+    values: dict[str, Any] = {
+        "state_dir": str(root / "state"),
+        "generation": {"servers": 1},
+        "training": {"ranks": 1},
+        "launch": {"restarts": 0, "stop_timeout_s": 5.0},
+    }
     for name, value in fields.items():
         values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
     return load(values)

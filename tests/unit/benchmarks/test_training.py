@@ -13,7 +13,7 @@ from areal_core.training.engine import TrainingBatch
 from benchmarks import _training_offline as offline
 from benchmarks._padded_training import pad, sorted_cut
 from benchmarks._training_offline import LONGEST, SETTINGS, FixedBatch, make_batch, recut, same_update
-from benchmarks.training import apart, fastest, figures, overhead_share
+from benchmarks.training import apart, fastest, figures, overhead_share, sharing_figures
 
 torch.set_num_threads(1)
 
@@ -27,6 +27,28 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_padded_training_has_the_loss_and_the_gradient_of_the_engine(name: str) -> None:
     same_update(offline.arms(SETTINGS[name]), make_batch(SETTINGS[name], 0))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", offline.SHARING)
+def test_sharing_prompts_has_the_loss_and_the_gradient_of_packs_of_whole_sequences(name: str) -> None:
+    same_update(offline.sharing_arms(offline.SHARING[name]), make_batch(offline.SHARING[name], 0))
+
+
+def test_what_sharing_allows_is_what_it_leaves_to_compute() -> None:
+    """8 trajectories of 250 tokens, of which 200 + 8 x 50 are left."""
+    assert offline.saved("prompt200") == pytest.approx(2000 / 600)
+    assert 1.2 < offline.saved("default") < 1.5
+
+
+def test_the_worth_of_sharing_is_that_of_the_fastest_sizes() -> None:
+    rounds = [
+        {"packed": 10.0, "packed_2048": 12.0, "shared": 30.0, "shared_2048": 20.0},
+        {"packed": 10.0, "packed_2048": 15.0, "shared": 30.0, "shared_2048": 50.0},
+    ]
+    made = sharing_figures({"default": rounds}, {"default": 3.25})
+    assert made["shared_over_packed"] == {"default": round((20 / 12 + 50 / 15) / 2, 3)}
+    assert made["shared_allows"] == {"default": 3.25}
 
 
 @pytest.mark.usefixtures("small")
@@ -67,7 +89,7 @@ def test_a_batch_has_the_tokens_asked_for_and_every_answer_moves_the_policy() ->
         one, other = make_batch(setting, 0), make_batch(setting, 1)
         assert offline.BATCH_TOKENS <= len(one.tokens) < 2 * offline.BATCH_TOKENS
         assert one.has_gradient.all()
-        assert len(one.minibatches) == 1
+        assert [len(members) for members in one.minibatches] == [0, len(one.lengths)]
         assert one.lengths.tolist() != other.lengths.tolist()
         assert max(one.lengths) <= setting.config.model.context
         assert (len(set(one.lengths)) > 16) == (name == "long_tail")
@@ -78,20 +100,20 @@ def test_fixed_micro_batches_hold_as_many_sequences_as_always_fit_in_their_order
     batch = make_batch(SETTINGS["long_tail"], 0)
     fixed = recut(batch, "fixed", capacity)
     assert isinstance(fixed, FixedBatch)
-    counts = [sum(count for count, _ in packed.blocks) for packed in fixed.microbatches[0]]
+    counts = [sum(block.sequences for block in packed.blocks) for packed in fixed.later]
     size = capacity // LONGEST
     assert size * LONGEST <= capacity < (size + 1) * LONGEST
     assert counts == [size] * (len(batch.lengths) // size) + [len(batch.lengths) % size] * (
         len(batch.lengths) % size > 0
     )
     owner = _owner(batch)
-    for number, packed in enumerate(fixed.microbatches[0]):
+    for number, packed in enumerate(fixed.later):
         assert set(owner[packed.source] // size) == {number}
     dynamic = recut(batch, "dynamic", capacity)
     assert not isinstance(dynamic, FixedBatch)
-    assert len(dynamic.microbatches[0]) <= len(fixed.microbatches[0])
+    assert len(dynamic.later) <= len(fixed.later)
     for cut in (fixed, dynamic):
-        sources = np.concatenate([packed.source for packed in cut.microbatches[0]])
+        sources = np.concatenate([packed.source for packed in cut.later])
         assert np.array_equal(np.sort(sources), np.flatnonzero(batch.loss_mask))
 
 

@@ -70,7 +70,7 @@ def test_tables_hold_medians_intervals_ratios_and_verdicts() -> None:
     assert "Seeds 1, 2, 3, the same in every arm; 6 trials, taken in turns." in page
     assert "5,120 trajectories a trial" in page
     assert "| sync | mode=sync | 2 | 2 | 3 seeds |" in page
-    assert "| async-1 | mode=async rollout.max_staleness=1 | 1 | 1 | 3 seeds |" in page
+    assert "| async-1 | mode=async rollout.max_staleness=1 | 2 | 2 | 3 seeds |" in page
     assert "Failed trials" not in page
     assert EMULATED not in page
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from areal_core.training import attention
-from areal_core.training.attention import attention_by_length, bounds, causal_attention, causal_kernel
+from areal_core.training.attention import attention_by_block, bounds, causal_attention, causal_kernel
 from areal_core.training.forward import answer_logprobs
-from areal_core.training.packing import pack
+from areal_core.training.packing import Block, pack
 from tests.support.training import SPEC, weights
 
-BLOCKS = ((3, 2), (1, 5), (2, 7))  # 25 tokens
+BLOCKS = (Block(3, 2), Block(1, 5), Block(2, 7))  # 25 tokens
 
 
 def packed_heads(heads: int, kv_heads: int) -> list[Tensor]:
@@ -80,7 +80,7 @@ def test_the_kernel_computes_what_one_call_a_length_does(
     varlen_attn: Any, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ):
     inputs = packed_heads(4, kv_heads)
-    expected = attention_by_length(*inputs, BLOCKS)
+    expected = attention_by_block(*inputs, BLOCKS)
     use(monkeypatch, varlen_attn)
     got = causal_attention(*inputs, BLOCKS)
     torch.testing.assert_close(got, expected)

@@ -23,8 +23,9 @@ def test_a_step_takes_the_time_of_its_passes(switches: bool) -> None:
     clock, share = Clock(), batch(3)
     trainer = engine(clock, switches=switches)
     lengths = [SCALE * length for length in share.lengths.tolist()]
-    proximal = trainer.logprobs(share)
-    assert clock.now_s * CONFIG.speed == pytest.approx(MODEL.forward_s(lengths, 2))
+    proximal = trainer.proximal_logprobs(share)
+    later = [lengths[index] for index in share.minibatches[1]]
+    assert clock.now_s * CONFIG.speed == pytest.approx(MODEL.forward_s(later, 2))
     assert (proximal[share.versions >= 0] < 0).all()
     assert not proximal[share.versions < 0].any()
     clock.now_s = 100.0  # what lies between is the trainer's own time

@@ -12,19 +12,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from areal_core.spec import ModelSpec
 from areal_core.training.flops import forward_flops, peak_flops_per_s, step_flops, training_cost
 from areal_core.training.forward import answer_logprobs
-from areal_core.training.packing import pack
+from areal_core.training.packing import Packed, pack, pack_shared
 from tests.support.training import SPEC, batch, weights
 
 LENGTHS, PROMPTS = [4, 7, 4, 12], [1, 3, 2, 5]
 TARGETS = sum(LENGTHS) - sum(PROMPTS)
+# Every input attends to itself and to those before it: as whole sequences, and as two groups of two whose prompts of 3
+# and 5 tokens are shared.
 ATTENDED = 3 * 4 / 2 + 6 * 7 / 2 + 3 * 4 / 2 + 11 * 12 / 2
+PAIRED = [(3, [4, 2]), (5, [7, 1])]
+PAIRED_ATTENDED = (1 + 2 + 3) + (4 + 5 + 6) + 4 + (1 + 2 + 3 + 4 + 5) + (6 + 7 + 8 + 9 + 10 + 11)
 UNTIED = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False, kv_heads=4, head_dim=8)
 
 
-def counted(spec: ModelSpec) -> tuple[float, float]:
+def counted(spec: ModelSpec, packed: Packed) -> tuple[float, float]:
     """What torch counts of the products with weights, forward and backward; attention is not among them."""
-    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, sum(LENGTHS)).astype(np.int32)
-    packed = pack(tokens, np.array(LENGTHS), np.array(PROMPTS), range(4))
     leaves = {name: tensor.requires_grad_() for name, tensor in weights(spec).items()}
 
     def products(counter: FlopCounterMode) -> float:
@@ -39,39 +41,72 @@ def counted(spec: ModelSpec) -> tuple[float, float]:
     return products(forward), products(backward)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=lambda spec: spec.architecture)
-def test_products_are_those_that_torch_counts(spec: ModelSpec) -> None:
-    attention = 4 * spec.layers * spec.heads * spec.head_dim * ATTENDED
-    forward, backward = counted(spec)
-    assert forward_flops(spec, LENGTHS, TARGETS) - attention == forward
+def test_products_are_those_that_torch_counts(spec: ModelSpec, shared: bool) -> None:
+    groups = PAIRED if shared else [(p, [length - p]) for p, length in zip(PROMPTS, LENGTHS, strict=True)]
+    prompts = np.array([prompt for prompt, answers in groups for _ in answers])
+    lengths = prompts + np.array([answer for _, answers in groups for answer in answers])
+    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, lengths.sum()).astype(np.int32)
+    laid = tokens, lengths, prompts
+    forward, backward = counted(spec, pack_shared(*laid, [[0, 1], [2, 3]]) if shared else pack(*laid, range(4)))
+    attention = 4 * spec.layers * spec.heads * spec.head_dim * (PAIRED_ATTENDED if shared else ATTENDED)
+    passes = [forward_flops(spec, *group, shared=shared) for group in groups]
+    costs = [training_cost(spec, *group, shared=shared) for group in groups]
+    assert sum(passes) - attention == forward
     # The backward pass makes the logits again, which torch counts and model FLOPs don't, and adds a product of the same
     # size to the head's gradient in place, which model FLOPs count and torch doesn't.
-    assert training_cost(spec, LENGTHS, TARGETS) - 3 * attention == forward + backward
+    assert sum(costs) - 3 * attention == forward + backward
 
 
 def test_attention_is_causal() -> None:
     """Scores and their product with values, two operations each, over every pair that the mask leaves."""
     one, no = SPEC, replace(SPEC, layers=0)
     pairs = [(query, key) for query in range(9) for key in range(9) if key <= query]
-    layers = forward_flops(one, [10]) - forward_flops(no, [10])
+    layers = forward_flops(one, 1, [9], shared=False) - forward_flops(no, 1, [9], shared=False)
     matrices = 2 * 9 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24) * SPEC.layers  # q, o; k, v; gate, up, down
     assert layers - matrices == 2 * 2 * SPEC.layers * SPEC.heads * SPEC.head_dim * len(pairs)
 
 
-def test_a_step_is_its_passes() -> None:
-    share = batch(capacity=40)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_is_its_passes(shared: bool) -> None:
+    """Three of four parts of the first minibatch and of the second; pi_prox is recomputed of the second alone."""
+    share = batch(capacity=40, share_prompts=shared)
     share = replace(share, advantages=np.where(np.repeat(np.arange(20) % 3 == 0, share.lengths), 0, share.advantages))
-    packs = [packed for cut in share.microbatches for packed in cut]
-    lengths = [length + 1 for packed in packs for count, length in packed.blocks for _ in range(count)]
-    assert 0 < len(lengths) < len(share.lengths)
-    forward = forward_flops(SPEC, lengths, sum(len(packed.rows) for packed in packs))
-    assert step_flops(SPEC, share, forward_passes=0) == 3 * forward
-    assert step_flops(SPEC, share, forward_passes=1) == 4 * forward
+    whole = replace(share, capacity=10_000)  # no group is cut
+    first, second = (sum(map(passed, cut)) for cut in whole.microbatches)
+    assert first > 0 < second
+    assert step_flops(SPEC, share, proximal=False, reference=False) == 3 * (first + second)
+    assert step_flops(SPEC, share, proximal=True, reference=False) == 3 * (first + second) + second
+    assert step_flops(SPEC, share, proximal=True, reference=True) == 4 * (first + second) + second
+
+
+def passed(packed: Packed) -> float:
+    """FLOPs of a forward pass over a pack: its inputs through the layers, its targets through the head."""
+    bare = replace(SPEC, layers=0)
+    prompts = [block.tokens for block in packed.blocks if block.prompt is None for _ in range(block.sequences)]
+    attended = sum(
+        block.sequences * block.tokens * ((prompts[block.prompt] if block.prompt is not None else 0)
+                                          + (block.tokens + 1) / 2)
+        for block in packed.blocks
+    )  # fmt: skip
+    matrices = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24) * SPEC.layers
+    head = forward_flops(bare, 1, [1], shared=False) * len(packed.rows)
+    return len(packed.inputs) * matrices + 4 * SPEC.layers * SPEC.heads * SPEC.head_dim * attended + head
 
 
 def test_a_long_answer_costs_more_than_its_tokens() -> None:
-    assert training_cost(SPEC, [1001]) > training_cost(SPEC, [501, 501])
-    assert training_cost(SPEC, [1001, 7]) == training_cost(SPEC, [1001]) + training_cost(SPEC, [7])
+    def cost(*answers: int, shared: bool = False) -> int:
+        return training_cost(SPEC, 1, answers, shared=shared)
+
+    assert cost(1000) > cost(500, 501)
+    assert cost(1000, 6) == cost(1000) + cost(6)
+
+
+def test_what_is_shared_costs_once() -> None:
+    alone, twice = (training_cost(SPEC, 300, answers, shared=True) for answers in ([9], [9, 9]))
+    assert alone == training_cost(SPEC, 300, [9], shared=False)
+    assert twice < 1.1 * alone
 
 
 @pytest.mark.parametrize(

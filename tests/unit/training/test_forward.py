@@ -7,7 +7,7 @@ import torch
 from areal_core.model import ModelSpec, weight_shapes
 from areal_core.training import attention, forward
 from areal_core.training.forward import answer_logprobs
-from areal_core.training.packing import pack
+from areal_core.training.packing import Block, Packed, pack, pack_shared
 from tests.support.training import SPEC, weights
 
 LLAMA = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False, kv_heads=4, head_dim=8)
@@ -60,12 +60,81 @@ def test_forward_agrees_with_transformers(spec: ModelSpec, temperature: float):
 
 def test_pack_layout():
     packed = pack(TOKENS, LENGTHS, PROMPTS, [1, 0, 2])
-    assert packed.blocks == ((2, 3), (1, 6))  # sequences 0 and 2, then 1; their last tokens are targets only
+    assert packed.blocks == (Block(2, 3), Block(1, 6))  # sequences 0 and 2, then 1; their last tokens are targets only
     assert packed.inputs.tolist() == [*TOKENS[0:3], *TOKENS[11:14], *TOKENS[4:10]]
     assert packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5]
     assert packed.rows.tolist() == [0, 1, 2, 4, 5, 8, 9, 10, 11]
     assert packed.source.tolist() == [1, 2, 3, 13, 14, 7, 8, 9, 10]
     assert packed.targets.tolist() == TOKENS[packed.source].tolist()
+
+
+# Answers of 3, 1 and 3 tokens to a prompt of 1, of 5, 2, 5 and 9 to one of 4, of 1 and 1 to one of 7.
+GROUPS = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
+SHARED_PROMPTS = np.array([1, 1, 1, 4, 4, 4, 4, 7, 7])
+SHARED_LENGTHS = SHARED_PROMPTS + np.array([3, 1, 3, 5, 2, 5, 9, 1, 1])
+
+
+def same_prompts() -> np.ndarray:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, SPEC.vocab_size, SHARED_PROMPTS[members[0]]) for members in GROUPS]
+    answers = [rng.integers(0, SPEC.vocab_size, length) for length in SHARED_LENGTHS - SHARED_PROMPTS]
+    parts = [(prompt, answers[index]) for prompt, members in zip(prompts, GROUPS, strict=True) for index in members]
+    return np.concatenate([part for pair in parts for part in pair]).astype(np.int32)
+
+
+def test_shared_layout():
+    """Prompts once and first, then the answers' inputs, by group and length."""
+    tokens = same_prompts()
+    starts = np.cumsum(SHARED_LENGTHS) - SHARED_LENGTHS
+    packed = pack_shared(tokens, SHARED_LENGTHS, SHARED_PROMPTS, GROUPS)
+    prompts = (Block(1, 1), Block(1, 4), Block(1, 7))
+    assert packed.blocks == (*prompts, Block(2, 2, 0), Block(1, 1, 1), Block(2, 4, 1), Block(1, 8, 1))
+    first, second, third = (tokens[starts[at] : starts[at] + SHARED_PROMPTS[at]] for at in (0, 3, 7))
+    short = [*tokens[starts[0] + 1 :][:2], *tokens[starts[2] + 1 :][:2]]
+    own = [tokens[starts[at] + 4 : starts[at] + SHARED_LENGTHS[at] - 1] for at in (4, 3, 5, 6)]
+    assert packed.inputs.tolist() == [*first, *second, *third, *short, *np.concatenate(own)]
+    assert packed.positions.tolist() == [0, *range(4), *range(7), 1, 2, 1, 2, 4, *[4, 5, 6, 7] * 2, *range(4, 12)]
+    # The answers' first tokens are predicted by the prompts' last inputs: rows 0, 4 and 11.
+    own_rows = [
+        [0],
+        [12, 13],
+        [0],
+        [14, 15],
+        [4],
+        [16],
+        [4],
+        [17, 18, 19, 20],
+        [4],
+        [21, 22, 23, 24],
+        [4],
+        range(25, 33),
+    ]
+    assert packed.rows.tolist() == [0, *[row for rows in own_rows for row in rows], 11, 11]
+    assert packed.targets.tolist() == tokens[packed.source].tolist()
+    plain = pack(tokens, SHARED_LENGTHS, SHARED_PROMPTS, range(9))
+    assert sorted(packed.source) == sorted(plain.source)
+
+
+@pytest.mark.parametrize("spec", [SPEC, LLAMA], ids=lambda spec: spec.architecture)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_prompts_that_are_computed_once_change_nothing(spec: ModelSpec, dtype: torch.dtype, tolerance: float):
+    """Log-probabilities, entropies, and the gradient of each weight relative to its norm."""
+    tokens = same_prompts()
+    laid = tokens, SHARED_LENGTHS, SHARED_PROMPTS
+
+    def outcome(packed: Packed) -> tuple[np.ndarray, tuple[torch.Tensor, ...]]:
+        leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in weights(spec).items()}
+        made = answer_logprobs(spec, leaves, packed)
+        upstream = torch.from_numpy(np.sin(np.stack((packed.source, 2 * packed.source)))).to(dtype)
+        values = np.zeros((2, len(tokens)))
+        values[:, packed.source] = torch.stack(made).detach().numpy()
+        return values, torch.autograd.grad((torch.stack(made) * upstream).sum(), list(leaves.values()))
+
+    values, gradient = outcome(pack(*laid, range(9)))
+    shared, shared_gradient = outcome(pack_shared(*laid, GROUPS))
+    np.testing.assert_allclose(shared, values, rtol=0, atol=tolerance)
+    for one, other in zip(gradient, shared_gradient, strict=True):
+        assert (one - other).norm() <= tolerance * one.norm()
 
 
 @pytest.mark.parametrize("outputs", [(True, False), (False, True), (True, True)], ids=["logprobs", "entropy", "both"])

@@ -35,7 +35,7 @@ EVERYTHING = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.05, clip_eps_high=0.3, 
 
 
 def share(
-    algorithm: AlgorithmConfig, *, step: int = 3, rank: int = 0, ranks: int = 1, minibatches: int = 1, **cut: int
+    algorithm: AlgorithmConfig, *, step: int = 3, rank: int = 0, ranks: int = 1, minibatches: int = 1, **cut: Any
 ) -> TrainingBatch:
     """Groups of which one is masked out in part, one has no advantage, and whose tokens are 0 to 2 versions old."""
     payloads = {group: payload(100 * step + group) for group in range(GROUPS)}
@@ -57,6 +57,7 @@ def share(
         loss_mean=algorithm.loss_mean,
         max_new_tokens=LIMIT,
         regularised=algorithm.regularised,
+        share_prompts=cut.get("share_prompts", False),
     )
 
 
@@ -67,7 +68,7 @@ def engine(
 
 
 def step(one: TorchEngine, batch: TrainingBatch) -> StepStats:
-    return one.train_step(batch, one.logprobs(batch) if one.algorithm.takes_proximal else None)
+    return one.train_step(batch, one.proximal_logprobs(batch) if one.algorithm.takes_proximal else None)
 
 
 def gradient(one: TorchEngine) -> dict[str, np.ndarray]:
@@ -128,11 +129,13 @@ def on_ranks(size: int, work: Callable[[RankGroup], Any]) -> list[Any]:
     least=st.integers(1, 4),
     minibatches=st.integers(1, 5),
     lockstep=st.booleans(),
+    share_prompts=st.booleans(),
 )
 def test_any_cut_gives_the_same_step(
-    objective, mean, estimator, regularised, ranks, capacity, least, minibatches, lockstep
+    objective, mean, estimator, regularised, ranks, capacity, least, minibatches, lockstep, share_prompts
 ):
-    """Whatever the objective, the mean and the terms: micro-batches, ranks and ranks without work don't matter."""
+    """Whatever the objective, the mean and the terms: micro-batches, prompts that are shared, ranks and ranks without
+    work don't matter."""
     algorithm = AlgorithmConfig(objective=objective, loss_mean=mean, kl_estimator=estimator)
     if regularised:
         algorithm = replace(algorithm, kl_coef=0.1, entropy_coef=0.05)
@@ -143,7 +146,13 @@ def test_any_cut_gives_the_same_step(
         one = engine(algorithm, group)
         one.lockstep = lockstep
         part = share(
-            algorithm, rank=group.rank, ranks=group.size, minibatches=minibatches, capacity=capacity, least=least
+            algorithm,
+            rank=group.rank,
+            ranks=group.size,
+            minibatches=minibatches,
+            capacity=capacity,
+            least=least,
+            share_prompts=share_prompts,
         )
         return step(one, part), gradient(one)
 

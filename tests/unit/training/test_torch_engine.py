@@ -63,8 +63,10 @@ def test_gradient_is_that_of_eq5_over_the_whole_minibatch():
     idle = np.repeat(np.arange(len(share.lengths)) % 3 == 0, share.lengths)
     share = replace(share, advantages=np.where(idle, np.float32(0), share.advantages))
     assert 0 < share.has_gradient.sum() < len(share.lengths)
+    share = replace(share, minibatches=((), *share.minibatches))  # not the first: pi_prox is what it is given
     one = engine(replace(TRAINING, grad_clip=1e9))
-    proximal = one.logprobs(share) + np.float32(0.01)
+    shift = np.float32(0.25) * np.sin(np.arange(len(share.tokens), dtype=np.float32))  # so that some ratios are clipped
+    proximal = one.proximal_logprobs(share) + shift
 
     leaves = {name: tensor.requires_grad_() for name, tensor in weights().items()}
     everything = pack(share.tokens, share.lengths, share.prompt_lengths, range(len(share.lengths)))
@@ -89,10 +91,35 @@ def test_gradient_is_that_of_eq5_over_the_whole_minibatch():
     assert stats.loss_tokens == len(source)
     ratios = np.exp((proximal - share.behaviour_logprobs)[share.loss_mask & (share.advantages != 0)].astype(np.float64))
     assert stats.ess == pytest.approx(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()))
-    assert (proximal[idle] == np.float32(0.01)).all()  # answers that move nothing are not recomputed
+    assert (proximal[idle] == shift[idle]).all()  # answers that move nothing are not recomputed
+    assert 0 < stats.clip_fraction < 1
     assert stats.grad_norm == pytest.approx(sum((values**2).sum() for values in gradient.values()) ** 0.5, rel=1e-5)
     moments = {name: one.state().arrays[f"exp_avg/{name}"] / (1 - TRAINING.beta1) for name in gradient}
     assert_close(gradient, moments)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_the_first_minibatch_is_its_own_proximal_policy(share_prompts: bool):
+    """As if it were not the first: after an empty one, all of pi_prox is recomputed."""
+    share = batch(capacity=40, share_prompts=share_prompts)
+    behind = replace(share, minibatches=((), *share.minibatches))
+    one, other = engine(), engine()
+    recomputed, later = other.proximal_logprobs(behind), one.proximal_logprobs(share)
+    first = np.isin(np.repeat(np.arange(len(share.lengths)), share.lengths), share.minibatches[0])
+    assert (recomputed[share.loss_mask & share.advantages.astype(bool)] < 0).all()
+    np.testing.assert_allclose(later, np.where(first, 0, recomputed), atol=1e-5)
+    stats, expected = one.train_step(share, later), other.train_step(behind, recomputed)
+    assert astuple(stats) == pytest.approx(astuple(expected), rel=1e-5, abs=1e-9)
+    assert_close(other.weights(), one.weights(), 1e-5)
+    unlike = engine()
+    unlike.train_step(share, np.where(first, np.float32(np.nan), later))  # whatever is given for it
+    assert_close(one.weights(), unlike.weights(), 0)
+
+
+def test_nothing_is_recomputed_for_a_single_minibatch():
+    one = engine()
+    assert not one.proximal_logprobs(batch(minibatches=1)).any()
+    assert not one.compute_s()
 
 
 def test_first_update_by_hand():

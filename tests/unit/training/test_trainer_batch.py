@@ -45,7 +45,7 @@ def built(**algorithm: Any) -> TrainingBatch:
             "algorithm": {"group_size": 2, "advantage": "group_mean", **algorithm},
             "rollout": {"batch_size": 4},
             "task": {"max_new_tokens": 4},
-            "training": {"minibatches": 1},
+            "training": {"minibatches": 1, "ranks": 1},
         }
     )
     trainer.rank = 0
