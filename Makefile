@@ -11,16 +11,17 @@ VLLM_SETUP := .venv-vllm/.complete
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare test test-vllm test-hosts test-gpu chaos lint up down doctor plan bench clean
+.PHONY: help train compare test test-vllm test-hosts test-gpu chaos lint up down doctor plan advise bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
 
-train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= ARGS="field=value ..."
+train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
 	@$(BIN)/python -m flows.train \
 	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(MODE),--mode '$(MODE)') \
 	  $(if $(SEED),--seed '$(SEED)') $(if $(STEPS),--steps '$(STEPS)') \
-	  $(if $(SCORE),--stop-at-score '$(SCORE)') $(if $(MINUTES),--stop-after-minutes '$(MINUTES)') $(ARGS)
+	  $(if $(SCORE),--stop-at-score '$(SCORE)') $(if $(MINUTES),--stop-after-minutes '$(MINUTES)') \
+	  $(if $(SPLIT),--split '$(SPLIT)') $(ARGS)
 
 compare: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## synchronous against asynchronous, and a report: EXPERIMENT= SEEDS="1 2 3" NAME= ARGS="--arm ..."
 	@$(BIN)/python -m flows.compare_command \
@@ -59,6 +60,9 @@ doctor: $(SETUP) ## what this machine has and lacks
 
 plan: $(SETUP) ## what an experiment would need of GPUs, without any: EXPERIMENT= ARGS="launch.device_memory_gib=80"
 	@$(BIN)/python -m flows.plan $(or $(EXPERIMENT),gpu-shared) $(ARGS)
+
+advise: $(SETUP) ## how a run's devices would better be shared out, by its own rates: RUN=
+	@$(BIN)/python -m flows.advise '$(RUN)'
 
 bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) ## every benchmark that needs no GPU, or one: NAME=
 	@for name in $(or $(NAME),$(filter-out gpu_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))); do \

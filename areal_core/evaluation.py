@@ -87,7 +87,7 @@ def evaluate(run: RunDir) -> None:
     """Score what the controller hands out until nothing more will come."""
     controller = ControllerClient(run)
     evaluator = Evaluator(run.config(), run.info().model_path)
-    timeline = TimelineWriter(run.timeline_file("evaluator"))
+    timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)
     process.announce_ready(run.ready_file("evaluator"))
     more = True
     while more:

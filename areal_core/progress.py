@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from areal_core.types import RunStatus, RunSummary
+
+_WIDTH = 100  # of a paragraph, in characters
 
 
 class RunProgress:
@@ -70,6 +74,8 @@ def conclude(summary: RunSummary) -> str:
         lines.insert(2, f"  score reached after {_duration(summary.time_to_score_s)}")
     if summary.emulated is not None:
         lines.insert(1, f"  emulated: {summary.emulated}")
+    if summary.bound is not None:
+        lines += textwrap.wrap(summary.bound, _WIDTH, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)
 
 

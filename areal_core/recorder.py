@@ -14,9 +14,11 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from areal_core.account import explain
 from areal_core.config import RunConfig
 from areal_core.errors import TrackingError
 from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.timeline import Span
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import BatchManifest, Evaluation, MetricRow, Prompt, RunStatus, RunSummary
 from areal_core.wire import ServerLoad
@@ -41,6 +43,7 @@ class Recorder:
         self._outbox = outbox
         self._clock = clock
         self._started: float | None = None
+        self._started_at, self._cpu_s = 0.0, 0.0  # the same since the epoch, and CPU seconds of this process by then
         self._elapsed_before: float = ledger.note("elapsed_s", 0.0)
         self.evaluations = [Evaluation(**values) for values in ledger.note("evaluations", [])]
         self._last_load: tuple[float, list[ServerLoad]] | None = None
@@ -52,6 +55,7 @@ class Recorder:
         """RL wall time runs from the first server that takes work on; starting it again changes nothing."""
         if self._started is None:
             self._started = self._clock()
+            self._started_at, self._cpu_s = time.time(), time.process_time()
             self._ledger.set_note("starts", self._ledger.note("starts", 0) + 1)
 
     @property
@@ -198,7 +202,19 @@ class Recorder:
             lost_servers=lost_servers,
         )
 
-    def summary(self, *, run_id: str, reason: str, version: int, model_url: str) -> RunSummary:
+    def explained(self, spans: Sequence[Span]) -> str | None:
+        """What bounded the run since this process got to work; None where there is nothing to tell it from."""
+        return explain(
+            self._config,
+            spans,
+            self._outbox.history(),
+            start_s=self._started_at,
+            controller_cpu_s=time.process_time() - self._cpu_s,
+        )
+
+    def summary(
+        self, *, run_id: str, reason: str, version: int, model_url: str, bound: str | None = None
+    ) -> RunSummary:
         """How the run ended; the base and the last version must have been scored, if versions are."""
         scores = {known.version: known.accuracy for known in self.evaluations}
         timeline: dict[str, float] = self._ledger.note("published_s", {})
@@ -230,6 +246,7 @@ class Recorder:
             epochs=self._ledger.epoch,
             emulated=self._config.emulated_cluster,
             starts=self._ledger.note("starts", 1),
+            bound=bound,
         )
 
     def staleness(self, step: int, counts: dict[str, int]) -> None:
@@ -260,6 +277,7 @@ class Recorder:
         return {
             "throughput/generated_tokens_per_s": generated,
             "throughput/generated_tokens_per_s_per_device": generated / self._config.launch.devices,
+            "rollout/running_answers": sum(b.answer_s - a.answer_s for a, b in pairs) / span_s / len(loads),
             "bubble/generation_idle": min(1.0, sum(b.idle_s - a.idle_s for a, b in pairs) / span_s / len(loads)),
             "bubble/generation_paused": min(1.0, sum(b.paused_s - a.paused_s for a, b in pairs) / span_s / len(loads)),
             "weights/swap_ms": max(load.swap_ms for load in loads),

@@ -37,6 +37,7 @@ from areal_core.rollout.controller import RolloutController, Signal
 from areal_core.rollout.ledger import TrajectoryLedger, snapshot
 from areal_core.rundir import RunDir, write_json
 from areal_core.storage import Storage
+from areal_core.timeline import TimelineWriter, read_timeline
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import Evaluation, GroupSummary, MetricRow, PolicyVersion, Prompt
 from areal_core.wire import SampledAnswer
@@ -83,7 +84,9 @@ class Service:
             self.recorder.forget(restored + 1)
         self.source: PromptSource = open_source(self.config, Tokenizer.from_folder(self.info.model_path))
         self.rewards = RewardPool(
-            workers=self.config.rollout.reward_workers, timeout_s=self.config.rollout.reward_timeout_s
+            workers=self.config.rollout.reward_workers,
+            timeout_s=self.config.rollout.reward_timeout_s,
+            timeline=lambda place: run.timeline_file("rewards", place),
         )
         self.servers = GenerationPool(
             answers_per_server=2 * self.config.generation.slots,
@@ -91,6 +94,7 @@ class Service:
             transfer=self.config.generation.transfer,
             patience_s=self.config.rollout.request_timeout_s,
             on_change=lambda: self.controller.servers_changed(),  # made below, it needs the pool first
+            timeline=lambda name: TimelineWriter(run.timeline / f"{name}.jsonl"),
         )
         self.controller = RolloutController(
             config=self.config,
@@ -141,11 +145,13 @@ class Service:
 
     async def _write_summary(self) -> None:
         assert self._final is not None
+        spans = await asyncio.to_thread(read_timeline, self.run_dir.timeline)
         summary = self.recorder.summary(
             run_id=self.info.run_id,
             reason=self._final["reason"],
             version=self._final["version"],
             model_url=self._final["model_url"],
+            bound=self.recorder.explained(spans),
         )
         tokens = summary.tokens
         assert tokens.balanced, f"the token ledger does not balance: {tokens}"

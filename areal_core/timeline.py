@@ -1,4 +1,4 @@
-"""Who did what and when: spans that the processes of a run write down, for pictures and traces of it.
+"""Who did what and when: spans that the processes of a run write down, for pictures and accounts of it.
 
 One file a process, `<run folder>/timeline/<process>.jsonl`, one span a line. What is not in a span is start-up or work
 too short to be seen.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-KINDS = ("generate", "wait", "update", "recompute", "train", "publish", "checkpoint", "evaluate")
+KINDS = ("generate", "wait", "update", "recompute", "train", "score", "publish", "checkpoint", "evaluate")
 _SHORTEST_S = 5e-4  # what is shorter can't be seen, and there may be a lot of it
 
 
@@ -19,24 +20,67 @@ _SHORTEST_S = 5e-4  # what is shorter can't be seen, and there may be a lot of i
 class Span:
     """One thing that one process did."""
 
-    process: str  # generation-0, trainer-1, evaluator-0
+    process: str  # generation-0, trainer-1, rewards-0, evaluator-0
     kind: str  # one of KINDS
     start_s: float  # since the epoch
     end_s: float
     step: int | None = None  # the training step that it was for, or the version that was scored
+    cpu_s: float | None = None  # that the process used since its span before; None: not measured
 
 
 class TimelineWriter:
-    """Appends the spans of the process that `path` is named after. Times are `time.monotonic()` of this machine."""
+    """Appends the spans of the process that `path` is named after. Times are `time.monotonic()` of this machine.
 
-    def __init__(self, path: Path) -> None:
+    `cpu` tells the CPU seconds that the process has used so far; what it has used by now counts in no span.
+    """
+
+    def __init__(self, path: Path, *, cpu: Callable[[], float] | None = None) -> None:
         self._file = path.open("a", buffering=1)
         self._epoch_s = time.time() - time.monotonic()
+        self._cpu = cpu
+        self._counted_s = 0.0 if cpu is None else cpu()
 
     def span(self, kind: str, start_s: float, end_s: float, step: int | None = None) -> None:
         assert kind in KINDS, kind
-        if end_s - start_s >= _SHORTEST_S:
-            self._file.write(json.dumps([kind, start_s + self._epoch_s, end_s + self._epoch_s, step]) + "\n")
+        if end_s - start_s < _SHORTEST_S:
+            return
+        cpu_s = None
+        if self._cpu is not None:
+            now = self._cpu()
+            cpu_s, self._counted_s = round(now - self._counted_s, 6), now
+        self._file.write(json.dumps([kind, start_s + self._epoch_s, end_s + self._epoch_s, step, cpu_s]) + "\n")
+
+
+class Activity:
+    """What a process does at the moment, and how long it did what: one of KINDS at a time, from the start on."""
+
+    def __init__(
+        self, kind: str, timeline: TimelineWriter | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._timeline = timeline
+        self._since = self._marked = clock()
+        self.kind = kind
+        self._seconds: dict[str, float] = {}
+
+    def note(self, kind: str) -> None:
+        """From now on it does `kind`."""
+        now = self._clock()
+        self._seconds[self.kind] = self._seconds.get(self.kind, 0.0) + now - self._marked
+        self._marked = now
+        if kind != self.kind:
+            if self._timeline is not None:
+                self._timeline.span(self.kind, self._since, now)
+            self.kind, self._since = kind, now
+
+    def seconds(self, kind: str) -> float:
+        """That went into `kind`, up to the last `note`."""
+        return self._seconds.get(kind, 0.0)
+
+    def end(self) -> None:
+        """Write down what it does at the moment, which nothing follows."""
+        if self._timeline is not None:
+            self._timeline.span(self.kind, self._since, self._clock())
 
 
 def read_timeline(folder: Path) -> list[Span]:
@@ -45,6 +89,6 @@ def read_timeline(folder: Path) -> list[Span]:
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text().splitlines(keepends=True):
             if line.startswith("[") and line.endswith("]\n"):
-                kind, start_s, end_s, step = json.loads(line)
-                spans.append(Span(process=file.stem, kind=kind, start_s=start_s, end_s=end_s, step=step))
+                kind, start_s, end_s, step, cpu_s = json.loads(line)
+                spans.append(Span(process=file.stem, kind=kind, start_s=start_s, end_s=end_s, step=step, cpu_s=cpu_s))
     return sorted(spans, key=lambda span: span.start_s)

@@ -189,3 +189,4 @@ class RunSummary:
     emulated: str | None = None  # the cluster whose tokens a second these are; None: this machine
     staleness_tokens: dict[str, int] = field(default_factory=dict[str, int])  # tokens trained on, by their staleness
     starts: int = 1  # times that its controller was started and got to work; above 1, work was done twice
+    bound: str | None = None  # what bounded the run, and what would have made it faster, for people

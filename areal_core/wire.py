@@ -47,7 +47,8 @@ class ServerLoad:
     waiting: int  # answers without a slot
     generated_tokens: int  # sampled since the start, whatever became of them
     unfinished_tokens: int  # of these, the ones of requests that are not finished
-    idle_s: float  # time without a running answer
+    answer_s: float  # answers being decoded, summed over time
+    idle_s: float  # time without a running answer, unless it was paused
     paused_s: float
     swap_ms: float  # the last change of weights
     recompute_ms: float  # the last recomputation of the KV cache

@@ -22,6 +22,7 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
         "staleness": f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
         "tokens": f"{ledger.generated:,} generated = {ledger.consumed:,} consumed + {ledger.dropped:,} dropped"
         f" + {ledger.buffered:,} buffered + {ledger.in_flight:,} in flight",
+        "what bounded it": summary.bound or "-",
         "model": summary.model_url,
         "checkpoints": info.checkpoint_url,
         "tracking": tracking_page(info) or info.tracking_uri or "off",

@@ -6,14 +6,19 @@ import argparse
 import sys
 from typing import Any
 
-from flows import watch
+from flows import advise, watch
 from flows.compose import configure
 
 
 def main() -> int:
     parameters = _parameters()
+    measured = parameters.pop("split", None)
 
     def checked() -> dict[str, Any]:
+        if measured is not None:
+            split = advise.best(measured)
+            print(f"as {measured} advises: {split.servers} servers and {split.ranks} ranks")
+            parameters["overrides"] = [*parameters["overrides"], *split.overrides]
         configure(**parameters)
         return parameters
 
@@ -29,6 +34,7 @@ def _parameters() -> dict[str, Any]:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--stop-at-score", type=float)
     parser.add_argument("--stop-after-minutes", type=float)
+    parser.add_argument("--split", metavar="RUN", help="share devices out as this run's rates advise")
     parser.add_argument("overrides", nargs="*", default=[], metavar="field=value")
     return vars(parser.parse_args())
 

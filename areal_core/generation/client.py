@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import aiohttp
 import orjson
 
 from areal_core.errors import GenerationError, ServerLostError
+from areal_core.timeline import Activity, TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
 from areal_core.wire import ROUTES_VERSION, ServerLoad, encode_request
 
@@ -38,19 +39,23 @@ class GenerationClient:
     """One server. Every method raises ServerLostError when the server can't be reached, does not answer in time or
     answers with a 5xx status."""
 
-    def __init__(self, url: str, *, update_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, url: str, *, update_timeout_s: float = 120.0, timeline: Callable[[], TimelineWriter] | None = None
+    ) -> None:
+        """`timeline`: where to write down what a server does that does not do so itself."""
         self.url = url
         self.in_place = True  # it computes the KV cache of running answers again by itself; `identify` finds out
         self.resubmitted_tokens = 0  # prompts and answers that others had begun, read here since the last update
         self._update_timeout_s = update_timeout_s
         self._calls = 0  # requests in flight
-        self._idle_s = 0.0
-        self._paused_s = 0.0
+        self._timeline = timeline
+        self._doing = Activity("wait")
+        self._standing = False  # still, for an update
+        self._stood_s = 0.0  # before this update
+        self._answer_s, self._looked = 0.0, time.monotonic()
         self._swap_ms = 0.0
-        self._paused_since = 0.0
         self._prefill = (0.0, 0.0)  # vLLM's: seconds, requests
         self._vanished_tokens = 0  # vLLM's, of requests whose client has gone: it never counts those as finished
-        self._since = time.monotonic()  # of having no request in flight
         # Without a bound on connections: requests wait at the server, which knows best when to run them.
         self._session = aiohttp.ClientSession(
             base_url=url,
@@ -66,18 +71,20 @@ class GenerationClient:
             raise GenerationError(f"{self.url} runs vLLM {found}; needed is vLLM {ROUTES_VERSION}, for its RL routes")
         self.in_place = local == "areal"
         if not self.in_place:
+            if self._timeline is not None:
+                self._doing = Activity(self._doing.kind, self._timeline())
             await self.load()  # what is unfinished by now is not this client's
 
     async def generate(self, request: GenerationRequest) -> bytes:
         """The raw body of the answers (wire.parse_generation reads it). Raises GenerationError when the server refuses
         the request. Waits as long as the server takes; when cancelled, the server aborts the request."""
-        self._count_idle()
         self._calls += 1
+        self._note()
         try:
             return await self._call("POST", "/inference/v1/generate", encode_request(request), timeout_s=None)
         finally:
-            self._count_idle()
             self._calls -= 1
+            self._note()
 
     async def load_version(self, version: PolicyVersion, interruption: str) -> None:
         """Have the server go on with the weights of a file. Raises ServerLostError if any phase fails."""
@@ -89,11 +96,11 @@ class GenerationClient:
         """Have vLLM read a version's folder itself, where weights usually come another way. Raises ServerLostError."""
         async with self._update(version):
             await asyncio.to_thread(_check_weights, version)
-            since = await self._pause("resubmit")
+            await self._pause("resubmit")
             call = {"method": "reload_weights", "kwargs": {"weights_path": version.path}}
             await self._control("POST", "/collective_rpc", call, timeout_s=None)
             await self.label(version.version)
-            await self._go_on("resubmit", since)
+            await self._go_on("resubmit")
 
     async def open_transfer(self, init_info: dict[str, Any]) -> None:
         """Meet the trainer, who sends weights himself from now on. Raises ServerLostError."""
@@ -106,7 +113,7 @@ class GenerationClient:
     async def begin_transfer(self, version: PolicyVersion, interruption: str) -> None:
         """Have generation stand still and the server get ready for weights. Raises ServerLostError."""
         async with self._update(version):
-            self._paused_since = await self._pause(interruption)
+            await self._pause(interruption)
             await self._control("POST", "/start_weight_update")
 
     async def receive(self, update_info: Any) -> None:
@@ -116,7 +123,7 @@ class GenerationClient:
     async def end_transfer(self, version: PolicyVersion, interruption: str) -> None:
         """Go on generating with what has come. Raises ServerLostError."""
         async with self._update(version):
-            await self._finish(version, interruption, self._paused_since)
+            await self._finish(version, interruption)
 
     async def world_size(self) -> int:
         """Processes that hold the model, all of which take part in a transfer."""
@@ -164,6 +171,7 @@ class GenerationClient:
         await self._control("GET", "/health")
 
     async def close(self) -> None:
+        self._doing.end()
         await self._session.close()
 
     @asynccontextmanager
@@ -198,36 +206,41 @@ class GenerationClient:
             await asyncio.to_thread(_check_weights, version)
 
     async def _swap(self, version: PolicyVersion, interruption: str) -> None:
-        since = await self._pause(interruption)
-        await self._finish(version, interruption, since)
+        await self._pause(interruption)
+        await self._finish(version, interruption)
 
-    async def _pause(self, interruption: str) -> float:
-        """Have generation stand still; since when it does."""
+    async def _pause(self, interruption: str) -> None:
+        """Have generation stand still."""
         mode = {"resubmit": "abort", "keep": "keep", "wait": "wait", "recompute": "keep" if self.in_place else "abort"}
         clear_cache = "false" if interruption == "keep" else "true"
-        asked, self.resubmitted_tokens = time.monotonic(), 0
+        self.resubmitted_tokens = 0
+        self._stood_s, self._standing = self._doing.seconds("update"), interruption != "wait"
+        self._note()
         await self._control("POST", f"/pause?mode={mode[interruption]}&clear_cache={clear_cache}", timeout_s=None)
-        return time.monotonic() if interruption == "wait" else asked
+        self._standing = True
+        self._note()
 
-    async def _finish(self, version: PolicyVersion, interruption: str, since: float) -> None:
-        """Exchange the weights and go on with generation, which has stood still `since` then."""
+    async def _finish(self, version: PolicyVersion, interruption: str) -> None:
+        """Exchange the weights and go on with generation, which stands still."""
         await self._control("POST", "/finish_weight_update", {"weight_version": str(version.version)}, timeout_s=None)
-        await self._go_on(interruption, since)
+        await self._go_on(interruption)
 
-    async def _go_on(self, interruption: str, since: float) -> None:
+    async def _go_on(self, interruption: str) -> None:
         if not self.in_place and interruption != "keep":
             await self._control("POST", "/reset_prefix_cache")
         await self._control("POST", "/resume")
-        stood_s = time.monotonic() - since
-        self._paused_s += stood_s
-        self._swap_ms = 1e3 * stood_s
+        self._standing = False
+        self._note()
+        self._swap_ms = 1e3 * (self._doing.seconds("update") - self._stood_s)
 
     def _vllm_load(self, metrics: str) -> ServerLoad:
         """What vLLM's own counters and this client's clock say."""
         values: dict[str, float] = {}
         for name, value in _METRIC.findall(metrics):
             values[name] = values.get(name, 0.0) + float(value)
-        self._count_idle()
+        self._note()
+        running, now = int(values.get("num_requests_running", 0)), time.monotonic()
+        self._answer_s, self._looked = self._answer_s + running * (now - self._looked), now
         generated = int(values.get("generation_tokens_total", 0))
         unfinished = generated - int(values.get("request_generation_tokens_sum", 0))
         if not self._calls:
@@ -238,22 +251,21 @@ class GenerationClient:
         )
         (spent_s, prefills), self._prefill = (prefill[0] - self._prefill[0], prefill[1] - self._prefill[1]), prefill
         return ServerLoad(
-            running=int(values.get("num_requests_running", 0)),
+            running=running,
             waiting=int(values.get("num_requests_waiting", 0)),
             generated_tokens=generated,
             unfinished_tokens=max(0, unfinished - self._vanished_tokens),
-            idle_s=self._idle_s,
-            paused_s=self._paused_s,
+            answer_s=self._answer_s,  # as if what runs at a look had run since the one before
+            idle_s=self._doing.seconds("wait"),
+            paused_s=self._doing.seconds("update"),
             swap_ms=self._swap_ms,
             recompute_ms=1e3 * spent_s / prefills if prefills else 0.0,  # a request's mean, since the last look
             recomputed_tokens=0,
         )
 
-    def _count_idle(self) -> None:
-        now = time.monotonic()
-        if not self._calls:
-            self._idle_s += now - self._since
-        self._since = now
+    def _note(self) -> None:
+        """What the server does, from now on, as far as its client knows."""
+        self._doing.note("update" if self._standing else "generate" if self._calls else "wait")
 
     async def _control(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None = _CONTROL_TIMEOUT_S

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from areal_core.generation.served import Generation, ServedEngine
-from areal_core.timeline import TimelineWriter
+from areal_core.timeline import Activity, TimelineWriter
 from areal_core.wire import ServerLoad
 
 T = TypeVar("T")
@@ -48,11 +48,9 @@ class EngineThread:
         self._drained: list[Future[None]] = []
         self._clear_cache = False  # once paused
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._timeline = timeline
-        self._span = ("wait", time.monotonic())  # what the engine does, since when
+        self._doing = Activity("wait", timeline)
         self._marked = time.monotonic()
-        self._idle_s = 0.0
-        self._paused_s = 0.0
+        self._answer_s = 0.0
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     @property
@@ -137,8 +135,9 @@ class EngineThread:
                 waiting=engine.waiting,
                 generated_tokens=stats.generated_tokens,
                 unfinished_tokens=engine.unfinished_tokens,
-                idle_s=self._idle_s,
-                paused_s=self._paused_s,
+                answer_s=self._answer_s,
+                idle_s=self._doing.seconds("wait"),
+                paused_s=self._doing.seconds("update"),
                 swap_ms=stats.swap_ms,
                 recompute_ms=stats.recompute_ms,
                 recomputed_tokens=stats.recomputed_tokens,
@@ -150,7 +149,7 @@ class EngineThread:
         try:
             while self._obey():
                 self._hand_over(self._engine.step())
-            self._note(None)
+            self._doing.end()
         except BaseException as error:  # noqa: BLE001 - whoever started the thread decides
             self._loop.call_soon_threadsafe(self._failed, error)
 
@@ -190,17 +189,7 @@ class EngineThread:
     def _account(self) -> None:
         """Put the time since the last call where it belongs."""
         now = time.monotonic()
-        if not self._engine.running:
-            self._idle_s += now - self._marked
-        if self.is_paused:
-            self._paused_s += now - self._marked
+        if not self.is_paused:
+            self._answer_s += (now - self._marked) * self._engine.running
         self._marked = now
-        self._note("update" if self.is_paused else "generate" if self._engine.running else "wait")
-
-    def _note(self, kind: str | None) -> None:
-        """From now on the engine does `kind`; the span of what it did before is over."""
-        before, since = self._span
-        if kind != before:
-            self._span = (kind or before, self._marked)
-            if self._timeline is not None:
-                self._timeline.span(before, since, self._marked)
+        self._doing.note("update" if self.is_paused else "generate" if self._engine.running else "wait")

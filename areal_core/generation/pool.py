@@ -7,6 +7,7 @@ requests fail, so that the controller repeats them elsewhere, and it has to join
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
@@ -15,6 +16,7 @@ from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.servers import Server, ask_each
 from areal_core.generation.transfer import Transfer
+from areal_core.timeline import TimelineWriter
 from areal_core.transcript import Transcript
 from areal_core.types import GenerationRequest, PolicyVersion
 from areal_core.wire import ServerLoad
@@ -40,15 +42,17 @@ class GenerationPool:
         transfer: str = "files",
         patience_s: float = 120.0,
         on_change: Callable[[], None] = lambda: None,
+        timeline: Callable[[str], TimelineWriter] | None = None,
     ) -> None:
         """`interruption` is what an update does to running answers (generation.client); `transfer` how weights come:
         "files", or by the trainer itself (generation.transfer); `patience_s` bounds an update and the wait for a server
-        to join."""
+        to join; `timeline` is where to write down what the server of a name does, if it does not do so itself."""
         self._answers_per_server = answers_per_server
         self._interruption = interruption
         self._by_files = transfer == "files"
         self._patience_s = patience_s
         self._on_change = on_change
+        self._timeline = timeline
         self._servers: dict[str, Server] = {}
         self._lost: dict[str, str] = {}  # name -> URL of those that failed and have not come back
         self._target: PolicyVersion | None = None  # what every server has or is being given
@@ -84,7 +88,8 @@ class GenerationPool:
         """Give a server the newest version, asked for when its turn has come, then work. It takes the place of another
         one of the same name; one that is at work already stays. Raises ServerLostError when it can't be given that
         version. Version 0 is not sent to a server that says it has it."""
-        server = Server(name, GenerationClient(url, update_timeout_s=self._patience_s))
+        timeline = None if self._timeline is None else functools.partial(self._timeline, name)
+        server = Server(name, GenerationClient(url, update_timeout_s=self._patience_s, timeline=timeline))
         try:
             async with self._updating:
                 if await self._is_at_work(name, url):  # asked for again, since it took its time

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -233,7 +234,7 @@ class GenerationServer:
         values = dataclasses.asdict(await self._thread.load()) | {"weight_version": self._label}
         lines: list[str] = []
         for name, value in values.items():
-            kind = "counter" if name in ("generated_tokens", "idle_s", "paused_s") else "gauge"
+            kind = "counter" if name in ("generated_tokens", "answer_s", "idle_s", "paused_s") else "gauge"
             lines += [f"# TYPE areal_generation_{name} {kind}", f"areal_generation_{name} {value}"]
         return web.Response(text="\n".join(lines) + "\n")
 
@@ -307,7 +308,8 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine) -> None:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    server = GenerationServer(engine, loop, timeline=TimelineWriter(arguments.timeline) if arguments.timeline else None)
+    timeline = TimelineWriter(arguments.timeline, cpu=time.process_time) if arguments.timeline else None
+    server = GenerationServer(engine, loop, timeline=timeline)
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     try:

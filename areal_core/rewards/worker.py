@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import multiprocessing
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from areal_core.data.tokenizer import Tokenizer
 from areal_core.errors import ArealError, RewardError
 from areal_core.rewards.packing import pack_group
 from areal_core.rewards.verifiers import verifier
+from areal_core.timeline import TimelineWriter
 from areal_core.types import GroupPayload, GroupSummary, Int32Array
 from areal_core.wire import SampledAnswer, join_answers, version_spans
 
@@ -95,11 +98,18 @@ class RewardPool:
     workers die with the thread that spawned them."""
 
     def __init__(
-        self, workers: int, timeout_s: float, *, function: Callable[[ScoreJob], ScoredGroup] = score_group
+        self,
+        workers: int,
+        timeout_s: float,
+        *,
+        function: Callable[[ScoreJob], ScoredGroup] = score_group,
+        timeline: Callable[[int], Path] | None = None,
     ) -> None:
+        """`timeline`: the file for what a worker does, by its place."""
         self._timeout_s = timeout_s
         self._function = function
-        self._workers = {_Worker(function) for _ in range(workers)}
+        self._timeline = timeline
+        self._workers = {self._started(place) for place in range(workers)}
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
@@ -137,16 +147,23 @@ class RewardPool:
         if self._closed:
             return worker
         self._workers.remove(worker)
-        self._workers.add(fresh := _Worker(self._function))
+        self._workers.add(fresh := self._started(worker.place))
         return fresh
+
+    def _started(self, place: int) -> _Worker:
+        return _Worker(self._function, place, None if self._timeline is None else self._timeline(place))
 
 
 class _Worker:
     """A process and the parent's end of the pipe to it."""
 
-    def __init__(self, function: Callable[[ScoreJob], ScoredGroup]) -> None:
+    def __init__(self, function: Callable[[ScoreJob], ScoredGroup], place: int, timeline: Path | None) -> None:
+        self.place = place
         self._pipe, theirs = _spawn.Pipe()
         self._started = False
+        self._cpu_s = 0.0  # that the process has used, as it says
+        self._file = timeline
+        self._timeline: TimelineWriter | None = None
         self.process = _spawn.Process(target=_serve, args=(theirs, function), name="reward", daemon=True)
         self.process.start()
         theirs.close()  # so that the process' death reads as end-of-file
@@ -157,8 +174,13 @@ class _Worker:
             if not self._started:
                 self._receive(_START_TIMEOUT_S, "did not start")
                 self._started = True
+                self._timeline = None if self._file is None else TimelineWriter(self._file, cpu=lambda: self._cpu_s)
+            start = time.monotonic()
             self._pipe.send(job)
-            return self._receive(timeout_s, "did not answer; rollout.reward_timeout_s is its limit")
+            result = self._receive(timeout_s, "did not answer; rollout.reward_timeout_s is its limit")
+            if self._timeline is not None:
+                self._timeline.span("score", start, time.monotonic())
+            return result
         except (EOFError, OSError) as error:
             raise RewardError("the reward worker died while it scored this group") from error
 
@@ -169,21 +191,24 @@ class _Worker:
     def _receive(self, timeout_s: float, what: str) -> Any:
         if not self._pipe.poll(timeout_s):
             raise RewardError(f"the reward worker {what} (waited {timeout_s:g} s)")
-        return self._pipe.recv()
+        result, self._cpu_s = self._pipe.recv()
+        return result
 
 
 def _serve(pipe: Connection, function: Callable[[ScoreJob], ScoredGroup]) -> None:
-    """The worker process: one job after the other until the pool is gone."""
+    """The worker process: one job after the other until the pool is gone. With every answer go the CPU seconds that it
+    has used so far; the first one says that it is ready."""
     from areal_core.process import die_with_parent
 
     die_with_parent()
-    pipe.send(None)  # ready
+    pipe.send((None, time.process_time()))
     while True:
         try:
             job: ScoreJob = pipe.recv()
         except EOFError:
             return
-        pipe.send(_attempt(function, job))
+        result = _attempt(function, job)
+        pipe.send((result, time.process_time()))
 
 
 def _attempt(function: Callable[[ScoreJob], ScoredGroup], job: ScoreJob) -> ScoredGroup | ArealError:

@@ -189,6 +189,8 @@ class Forwarder:
             self._client.log_dict(self._run_id, document.data, f"{document.kind}.json")
         if document.kind == "summary":
             self._outbox.log(_final_rows(document))
+            if bound := document.data.get("bound"):
+                self._client.set_tag(self._run_id, "mlflow.note.content", bound)  # the page shows it on top
         self._outbox.sent_document(document)
 
     def _send_table(self, document: Document) -> None:

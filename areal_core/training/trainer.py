@@ -67,7 +67,6 @@ class Trainer:
         self.rank = rank
         self.controller = ControllerClient(run)
         self.storage = Storage.open(run.info().checkpoint_url, self.config.storage.endpoint_url)
-        self.timeline = TimelineWriter(run.timeline_file("trainer", rank))
         self.spec = read_spec(run.info().model_path)
         self.ranks = RankGroup(
             rank,
@@ -87,6 +86,7 @@ class Trainer:
         if rank == 0 and not self.config.emulated:
             self._peak_flops_per_s = peak_flops_per_s(self._device, getattr(torch, self.config.training.dtype))
         self._fruitless = 0  # steps in a row without a sound update
+        self.timeline = TimelineWriter(run.timeline_file("trainer", rank), cpu=time.process_time)
 
     def train(self) -> None:
         """Train until the last step or until the controller says that the run has ended."""

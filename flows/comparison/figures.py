@@ -39,6 +39,7 @@ _DASHES: tuple[Dash, ...] = ("-", "--", ":")  # of arms whose colours come again
 _KINDS = {  # colour and name in the key, in the order of the ring
     "generate": ("#56b4e9", "generate"),
     "update": ("#cc79a7", "paused for an update"),
+    "score": ("#0072b2", "score"),
     "recompute": ("#f0e442", "recompute log-probabilities"),
     "train": ("#d55e00", "train"),
     "publish": ("#222222", "publish"),

@@ -9,9 +9,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
+from areal_core.account import occupied
 from areal_core.config import RunConfig
 from areal_core.timeline import Span
 from areal_core.types import RunSummary
@@ -21,8 +21,7 @@ from flows.comparison.trials import TrialResult
 Effect = Literal["ratio", "difference"]
 
 SCORES = (0.5, 0.75, 0.9, 0.95)  # held-out accuracies, one of which is timed where stop.score sets none
-_BUSY = ("generate", "recompute", "train", "publish", "checkpoint")  # not: wait, update
-_ROLES = ("generation", "trainer", "publisher", "evaluator")
+_ROLES = ("generation", "rewards", "trainer", "publisher", "evaluator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,28 +173,14 @@ def weighted_by_time(result: TrialResult, key: str) -> float | None:
 
 
 def devices_idle(result: TrialResult) -> float | None:
-    """Share of devices x wall time in which no generation server and no trainer rank was busy.
+    """Share of devices x wall time in which no generation server and no trainer rank was busy, see `account.occupied`.
 
-    At each moment as many devices are busy as there are processes that generate, train, recompute, publish or save,
-    and no more than there are; waiting and being paused for an update are not busy. An emulated trainer stands for all
-    of its ranks. None without spans, and for a run that was resumed: its spans hold work that was done twice.
+    None without spans, and for a run that was resumed: its spans hold work that was done twice.
     """
     window = rl_window(result)
     if window is None or resumed(result):
         return None
-    start, end = window
-    config = result.trial.config
-    devices = {"generation": 1.0, "trainer": config.training_ranks / config.trainer_processes}  # of one process
-    edges: list[tuple[float, float]] = [(start, 0.0), (end, 0.0)]  # when, and how many devices more are busy from then
-    for span in result.spans:
-        if span.kind in _BUSY and role(span.process) in devices and span.start_s < end and span.end_s > start:
-            more = devices[role(span.process)]
-            edges += [(max(span.start_s, start), more), (min(span.end_s, end), -more)]
-    busy = busy_s = 0.0
-    for (at, more), (then, _) in pairwise(sorted(edges)):
-        busy += more
-        busy_s += min(busy, config.launch.devices) * (then - at)
-    return 1.0 - busy_s / (config.launch.devices * (end - start))
+    return 1.0 - occupied(result.spans, result.trial.config, start_s=window[0], end_s=window[1])
 
 
 def resumed(result: TrialResult) -> bool:

@@ -68,6 +68,7 @@ def train(ledger: TrajectoryLedger, step: int, *, version: int = 0) -> None:
 
 def server(generated: int, idle_s: float) -> ServerLoad:
     return ServerLoad(
+        answer_s=8 * idle_s,
         running=0,
         waiting=0,
         generated_tokens=generated,

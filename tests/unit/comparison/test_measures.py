@@ -84,7 +84,7 @@ _WINDOW = ("trainer-0", "publish", 109.0, 110.0)  # wall time 10 s: from 100 to 
 
 
 def test_devices_are_idle_where_nobody_is_busy() -> None:
-    """2 devices x 10 s = 20; busy: 4 + 3 + 2 + 1 = 10."""
+    """2 devices x 10 s = 20; busy: 4 + 3 + 2 = 9."""
     result = _result(
         spans=[
             ("generation-0", "generate", 98.0, 104.0),  # 4 s of it in the window
@@ -98,7 +98,7 @@ def test_devices_are_idle_where_nobody_is_busy() -> None:
         ]
     )
     assert rl_window(result) == (100.0, 110.0)
-    assert devices_idle(result) == pytest.approx(0.5)
+    assert devices_idle(result) == pytest.approx(0.55)
 
 
 def test_more_work_than_devices_is_not_less_than_no_idleness() -> None:
@@ -161,10 +161,10 @@ def test_emulated_runs_have_no_scores_and_the_time_of_their_cluster() -> None:
 
 
 def test_an_emulated_trainer_stands_for_all_of_its_ranks() -> None:
-    """4 devices x 10 s; the trainer's 5 s are those of 2 ranks, and a server has 10: 20 of 40 device-seconds."""
+    """4 devices x 10 s; the trainer's 4 s are those of 2 ranks, and a server has 10: 18 of 40 device-seconds."""
     spans = [("generation-0", "generate", 100.0, 110.0), ("trainer-0", "train", 105.0, 109.0), _WINDOW]
     trial = Trial(arm="a", seed=1, run_id="r", config=_EMULATED)
-    assert devices_idle(_result(trial=trial, spans=spans)) == pytest.approx(0.5)
+    assert devices_idle(_result(trial=trial, spans=spans)) == pytest.approx(0.55)
 
 
 def test_processes_are_read_in_the_order_of_the_ring() -> None:

@@ -1,0 +1,48 @@
+"""`make advise`: how many devices should generate and how many should train, by what an earlier run measured.
+
+python -m flows.advise RUN [--state-dir .areal]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from areal_core.errors import ArealError
+from areal_core.rundir import RunDir
+from areal_core.split import Split, splits_of_run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make advise", description="How a run's devices would better be shared out.")
+    parser.add_argument("run", help="its id")
+    parser.add_argument("--state-dir", type=Path, default=Path(".areal"))
+    options = parser.parse_args(arguments)
+    try:
+        found = splits_of_run(run_folder(options.run, options.state_dir))
+    except ArealError as error:
+        print(f"areal: error: {error}", file=sys.stderr)
+        return 2
+    table = Table("servers", "ranks", "times as fast", "overrides", title=f"By the rates of {options.run}")
+    for split in found:
+        table.add_row(str(split.servers), str(split.ranks), f"{split.ratio:.2f}", " ".join(split.overrides))
+    Console().print(table)
+    return 0
+
+
+def run_folder(run_id: str, state_dir: Path = Path(".areal")) -> RunDir:
+    return RunDir(state_dir.absolute() / "runs" / run_id)
+
+
+def best(run_id: str) -> Split:
+    """The best split by the rates of a run in the default place. Raises ConfigError."""
+    return splits_of_run(run_folder(run_id))[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

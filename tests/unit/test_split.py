@@ -1,0 +1,162 @@
+"""Advice on how to share devices out, from made-up measurements whose best split is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_core.config import RunConfig, load
+from areal_core.split import DecodePace, Rates, advice, decode_pace, generation_used, rates, splits
+
+FIXED_S, ANSWER_S = 0.01, 0.0001  # of a decode step
+PACE = DecodePace(fixed_s=FIXED_S, answer_s=ANSWER_S)
+SLOTS = 100
+TRAINED = 4000.0  # tokens a second of one rank
+GENERATED = SLOTS / (FIXED_S + SLOTS * ANSWER_S)  # of one server with all its slots in use: 5000
+
+
+def config(servers: int, ranks: int, devices: int = 8, **rollout: Any) -> RunConfig:
+    return load(
+        {
+            "launch": {"accelerator": "cuda", "devices": devices},
+            "generation": {"servers": servers, "slots": SLOTS},
+            "training": {"ranks": ranks, "minibatches": 1},
+            "algorithm": {"group_size": 16},
+            "rollout": {"batch_size": 1024, "max_staleness": 4, **rollout},
+        }
+    )
+
+
+def measured(servers: int, ranks: int) -> Rates:
+    """A pipeline without loss: the slower stage works all the time, the other one as much as it has to."""
+    throughput = min(servers * GENERATED, ranks * TRAINED)
+    return Rates(
+        effective_tokens_per_s=throughput,
+        generated_tokens_per_s=throughput,
+        trained_share=throughput / (ranks * TRAINED),
+        pace=PACE,
+    )
+
+
+@pytest.mark.parametrize(("servers", "ranks"), [(2, 6), (4, 4), (5, 3), (7, 1)])
+def test_the_best_split_is_found_from_any_other(servers: int, ranks: int) -> None:
+    """Of eight devices: 3 x 5000 against 5 x 4000, 4 x 5000 against 4 x 4000, and so on: four each is the best."""
+    found = splits(config(servers, ranks), measured(servers, ranks))
+    assert (found[0].servers, found[0].ranks) == (4, 4)
+    assert found[0].ratio == pytest.approx(4 * TRAINED / min(servers * GENERATED, ranks * TRAINED))
+    assert [split.servers + split.ranks for split in found] == [8] * 7
+    assert found[0].overrides == ["generation.servers=4", "training.ranks=4"]
+
+
+def test_what_the_staleness_bound_admits_is_shared_out() -> None:
+    """4.5 batches of 64 answers: eight servers would have 36 each, which is less than half of what they can do."""
+    tight = config(6, 2, batch_size=64, max_staleness=4)
+    found = splits(tight, measured(6, 2))
+    per_server = {servers: min(SLOTS, 288 / servers) for servers in range(1, 8)}
+    able = {s: s * n / (FIXED_S + n * ANSWER_S) for s, n in per_server.items()}
+    best = max(able, key=lambda s: min(able[s], (8 - s) * TRAINED))
+    assert found[0].servers == best
+
+
+def test_splits_that_the_run_does_not_allow_are_left_out() -> None:
+    """Two groups in a minibatch keep two ranks busy at most."""
+    small = config(6, 2, batch_size=32)
+    assert {split.ranks for split in splits(small, measured(6, 2))} == {1, 2}
+
+
+def test_servers_of_several_devices() -> None:
+    wide = load(
+        {
+            "launch": {"accelerator": "cuda", "devices": 8},
+            "generation": {"engine": "vllm", "slots": SLOTS, "vllm": {"tensor_parallel": 2}},
+            "training": {"ranks": 2, "minibatches": 1},
+            "rollout": {"batch_size": 1024},
+        }
+    )
+    assert {(split.servers, split.ranks) for split in splits(wide, measured(3, 2))} == {
+        (3, 1), (3, 2), (2, 3), (2, 4), (1, 5), (1, 6),
+    }  # fmt: skip
+
+
+def test_the_pace_of_decoding_is_the_line_through_what_was_seen() -> None:
+    answers = np.array([10.0, 40.0, 80.0, 95.0])
+    found = decode_pace(answers, FIXED_S + ANSWER_S * answers, [1.0, 2.0, 1.0, 5.0])
+    assert (found.fixed_s, found.answer_s) == (pytest.approx(FIXED_S), pytest.approx(ANSWER_S))
+    assert found.tokens_per_s(SLOTS) == pytest.approx(GENERATED)
+
+
+def test_neither_part_of_the_pace_is_negative() -> None:
+    faster_with_more = decode_pace([10.0, 100.0], [0.02, 0.01], [1.0, 1.0])
+    assert (faster_with_more.fixed_s, faster_with_more.answer_s) == (pytest.approx(0.015), 0.0)
+    all_of_it_grows = decode_pace([10.0, 100.0], [0.001, 0.02], [1.0, 1.0])
+    assert all_of_it_grows.fixed_s == pytest.approx(0.0)
+    assert all_of_it_grows.answer_s > 0
+
+
+def test_loads_that_are_alike_say_nothing_of_other_loads() -> None:
+    found = decode_pace([50.0, 51.0], [0.015, 0.016], [1.0, 1.0])
+    assert (found.fixed_s, found.answer_s) == (pytest.approx(0.0155), 0.0)
+
+
+def curves(servers: int, ranks: int, steps: int) -> dict[str, list[tuple[int, float]]]:
+    """What a run without loss would log: with more servers than training needs, these run fewer answers at once."""
+    throughput = min(servers * GENERATED, ranks * TRAINED)
+    per_server = throughput / servers  # = n / (a + b n)
+    n = FIXED_S * per_server / (1 - ANSWER_S * per_server)
+
+    def constant(value: float) -> list[tuple[int, float]]:
+        return [(step, value) for step in range(2, steps + 1)]
+
+    return {
+        "time/step_s": constant(2.0),
+        "throughput/generated_tokens_per_s": constant(throughput),
+        "throughput/effective_tokens_per_s": [(1, 99.0), *constant(throughput)],
+        # Half of the time with n answers or a little more or less, so that the line can be seen.
+        "rollout/running_answers": [(step, n) for step in range(2, steps + 1)],
+        "bubble/generation_idle": constant(0.0),
+        "bubble/generation_paused": constant(0.0),
+        "bubble/trainer_wait": constant(1 - throughput / (ranks * TRAINED)),
+    }
+
+
+def test_rates_are_those_of_the_metrics() -> None:
+    found = rates(config(7, 1), curves(7, 1, 25))
+    assert found is not None
+    assert found.effective_tokens_per_s == pytest.approx(TRAINED)
+    assert found.trained_share == pytest.approx(1.0)
+    assert generation_used(config(7, 1), found) < 0.5  # 7 servers make what one would nearly make
+
+
+def test_the_end_of_a_run_is_left_out() -> None:
+    """For the last eta + 1 steps nothing more is admitted: servers run empty."""
+    chosen = config(4, 4)
+    logged = curves(4, 4, chosen.training.steps)
+    last = dict.fromkeys(range(chosen.training.steps - chosen.max_staleness, chosen.training.steps + 1), 0.1)
+    for key in ("throughput/generated_tokens_per_s", "rollout/running_answers"):
+        logged[key] = [(step, value * last.get(step, 1.0)) for step, value in logged[key]]
+    found = rates(chosen, logged)
+    assert found is not None
+    assert found.generated_tokens_per_s == pytest.approx(4 * TRAINED)
+
+
+@pytest.mark.parametrize("fields", [{"mode": "sync"}, {"rollout": {"max_staleness": 0}}, {}])
+def test_where_stages_share_devices_there_is_no_split(fields: dict[str, Any]) -> None:
+    assert rates(load(fields), curves(2, 2, 9)) is None
+
+
+def test_too_little_was_measured() -> None:
+    assert rates(config(4, 4), {}) is None
+    empty = curves(4, 4, 9) | {"throughput/generated_tokens_per_s": [(step, 0.0) for step in range(2, 10)]}
+    assert rates(config(4, 4), empty) is None
+
+
+def test_the_advice_is_one_sentence() -> None:
+    assert advice(config(6, 2), measured(6, 2)) == (
+        "By these rates 4 servers and 4 ranks would be 2.00 times as fast as 6 and 2 (generation.servers=4 "
+        "training.ranks=4)."
+    )
+    assert advice(config(4, 4), measured(4, 4)) == (
+        "Of all splits of its 8 devices this one is the best by these rates."
+    )
