@@ -72,12 +72,14 @@ class Bound:
 def explain(
     config: RunConfig, spans: Sequence[Span], curves: split.Curves, *, start_s: float, controller_cpu_s: float
 ) -> str | None:
-    """What bounded a run since `start_s`, in seconds since the epoch, up to its last version: one paragraph. None
-    where no version was published."""
+    """What bounded a run that got to work at `start_s`, in seconds since the epoch, from its first version to its last
+    one: until the first, some had nothing to do yet. One paragraph; None where there are not two versions."""
     published = [span.end_s for span in spans if span.kind == "publish" and span.end_s > start_s]
-    if not published:
+    if len(published) < 2:
         return None
-    counted = account(spans, config, start_s=start_s, end_s=max(published), controller_cpu_s=controller_cpu_s)
+    first, last = min(published), max(published)
+    cpu_s = controller_cpu_s * (last - first) / (last - start_s)
+    counted = account(spans, config, start_s=first, end_s=last, controller_cpu_s=cpu_s)
     rates = split.rates(config, curves)
     if rates is None:
         return bound(counted, config).text
@@ -132,8 +134,8 @@ def occupied(spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s:
 
 
 def bound(account: Account, config: RunConfig, *, used: float | None = None) -> Bound:
-    """Judge an account of a run of `config`. `used`: of what servers could have generated while they did, the share
-    that they did generate (areal_core.split); None: not known."""
+    """Judge an account of a run of `config`. `used`: of what servers could have generated, the share that they did
+    (areal_core.split); None: not known."""
     if config.launch.accelerator == "cpu" and not config.emulated:
         return _of_cores(account, config)
     return _of_stages(account, config, used) if config.max_staleness else _of_turns(account, config)
@@ -161,7 +163,7 @@ def _of_cores(account: Account, config: RunConfig) -> Bound:
 def _of_stages(account: Account, config: RunConfig, used: float | None) -> Bound:
     """Generation and training on devices of their own, at the same time."""
     shares = {
-        "generation": account.share("generation", "generate") * (1.0 if used is None else used),
+        "generation": account.share("generation", "generate") if used is None else used,
         "trainer": 1.0 - account.share("trainer", "wait"),
         "rewards": account.share("rewards", "score"),
     }
@@ -175,7 +177,7 @@ def _of_stages(account: Account, config: RunConfig, used: float | None) -> Bound
         f"{_percent(account.share('generation', 'generate'))}"
     )
     if used is not None:
-        generating += f", at {_percent(used)} of what they can"
+        generating += f", and made {_percent(used)} of what they could have"
     sentences = [
         f"{_CAUSES[bottleneck]} bounded this run of {_duration(account, config)}.",
         f"{_count(config.training_ranks, 'rank')} worked for {_percent(shares['trainer'])} of it, "

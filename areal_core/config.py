@@ -178,6 +178,12 @@ class RunConfig:
         return max(1, devices // self.devices_per_server)
 
     @property
+    def answers_per_server(self) -> int:
+        """Worth having in flight at one server: more than it decodes at once, as those of a group that have ended
+        count until all of them have."""
+        return 2 * self.generation.slots
+
+    @property
     def devices_per_server(self) -> int:
         """GPUs of one generation server; a core is never shared out further."""
         vllm = self.generation.vllm

@@ -77,6 +77,7 @@ class Recorder:
                 "reward/mean": sum(sum(group.rewards) for group in groups) / answers,
                 "reward/correct": sum(group.correct for group in groups) / answers,
                 "answer/tokens_mean": sum(group.tokens for group in groups) / answers,
+                "answer/tokens_longest": sum(max(group.lengths) for group in groups) / len(groups),
                 "answer/truncated": sum(group.truncated for group in groups) / answers,
                 "staleness/oldest_token_mean": sum(lag) / len(lag),
                 "staleness/oldest_token_max": max(lag),

@@ -89,7 +89,7 @@ class Service:
             timeline=lambda place: run.timeline_file("rewards", place),
         )
         self.servers = GenerationPool(
-            answers_per_server=2 * self.config.generation.slots,
+            answers_per_server=self.config.answers_per_server,
             interruption=self.config.interruption,
             transfer=self.config.generation.transfer,
             patience_s=self.config.rollout.request_timeout_s,

@@ -6,8 +6,9 @@ Where stages have devices of their own, throughput is that of the slower one:
 
 t, what a rank trains, is what was consumed by the time that ranks worked. A server of n running answers makes a token
 of each in a + b n seconds: a straight line through what steps of the run measured, as reading the weights takes the
-same whatever n is, and reading keys and values n times as much. n is `generation.slots`, or a server's part of what the
-staleness bound admits, if that is less. The efficiency is what the run made of its own split.
+same whatever n is, and reading keys and values n times as much. n is `generation.slots`, or what runs of the answers
+that a server may have in flight, or of its part of what the staleness bound admits: those of a group that have ended
+count until its longest one has. The efficiency is what the run made of its own split.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Rates:
     effective_tokens_per_s: float
     generated_tokens_per_s: float
     trained_share: float  # of the time that ranks worked
+    running_share: float  # of a group's answers, over its time: their mean length by that of its longest one
     pace: DecodePace
 
 
@@ -64,15 +66,17 @@ class Split:
 
 def rates(config: RunConfig, curves: Curves) -> Rates | None:
     """Of a run of `config`, from its metrics; None where stages share devices, or where too little was measured. The
-    last steps, for which nothing more is admitted, say little of the others."""
+    first steps, with answers all of an age, and the last, for which nothing more is admitted, say little of the others.
+    """
     if config.mode == "sync" or not config.max_staleness or config.shares_cores:
         return None
     points = {key: dict(curves.get(key, ())) for key in _NEEDED}
     steps = sorted(set.intersection(*(set(values) for values in points.values())))
-    steps = [step for step in steps if step < config.training.steps - config.max_staleness] or steps
+    ends = range(config.max_staleness + 2, config.training.steps - config.max_staleness)
+    steps = [step for step in steps if step in ends] or steps
     if not steps:
         return None
-    taken, generated, consumed, running, idle, paused, waited = (
+    taken, generated, consumed, running, idle, paused, waited, mean, longest = (
         np.array([points[key][step] for step in steps]) for key in _NEEDED
     )
     busy = 1.0 - idle - paused
@@ -86,6 +90,7 @@ def rates(config: RunConfig, curves: Curves) -> Rates | None:
         effective_tokens_per_s=float((consumed * taken).sum() / total),
         generated_tokens_per_s=float((generated * taken).sum() / total),
         trained_share=float(((1.0 - waited) * taken).sum() / total),
+        running_share=float(mean.sum() / longest.sum()),
         pace=decode_pace(answers, seconds, weights),
     )
 
@@ -98,6 +103,8 @@ _NEEDED = (
     "bubble/generation_idle",
     "bubble/generation_paused",
     "bubble/trainer_wait",
+    "answer/tokens_mean",
+    "answer/tokens_longest",
 )
 
 
@@ -117,17 +124,17 @@ def decode_pace(answers: ArrayLike, seconds: ArrayLike, weights: ArrayLike) -> D
 
 def generation_used(config: RunConfig, measured: Rates) -> float:
     """Of what the servers could have generated, the share that they did."""
-    able = config.generation_servers * measured.pace.tokens_per_s(_running(config, config.generation_servers))
+    able = _able(config, measured, config.generation_servers)
     return min(1.0, measured.generated_tokens_per_s / able)
 
 
 def splits(config: RunConfig, measured: Rates) -> list[Split]:
     """All splits of the run's devices that `config` allows, the best first; of equal ones, the nearest to the run's
     own."""
-    useful = measured.effective_tokens_per_s / measured.generated_tokens_per_s  # tokens that were not dropped
+    useful = min(1.0, measured.effective_tokens_per_s / measured.generated_tokens_per_s)  # tokens, not dropped
 
     def limit(servers: int, ranks: int) -> float:
-        generated = servers * measured.pace.tokens_per_s(_running(config, servers)) * useful
+        generated = _able(config, measured, servers) * useful
         trained = ranks * measured.effective_tokens_per_s / (config.training_ranks * measured.trained_share)
         return min(generated, trained)
 
@@ -140,11 +147,12 @@ def splits(config: RunConfig, measured: Rates) -> list[Split]:
     return sorted(found, key=lambda split: (-split.ratio, abs(split.ranks - config.training_ranks)))
 
 
-def _running(config: RunConfig, servers: int) -> float:
-    """Answers that a server decodes at once when generation is what is short: its slots, or its part of what the
-    staleness bound admits beside the batch that trains, of which half a batch waits to be complete."""
+def _able(config: RunConfig, measured: Rates, servers: int) -> float:
+    """Tokens a second of so many servers where generation is what is short. Of what the staleness bound admits beside
+    the batch that trains, half a batch waits to be complete."""
     admitted = (config.max_staleness + 0.5) * config.rollout.batch_size
-    return min(float(config.generation.slots), admitted / servers)
+    running = measured.running_share * min(config.answers_per_server, admitted / servers)
+    return servers * measured.pace.tokens_per_s(min(config.generation.slots, running))
 
 
 def _fits(config: RunConfig, servers: int, ranks: int) -> bool:

@@ -125,7 +125,7 @@ def test_servers_that_generate_all_the_time_may_still_have_room() -> None:
     result = judged(config(), found, used=0.5)
     assert result.bottleneck == "training"
     assert result.relieved == pytest.approx(2.0)
-    assert "2 servers generated for 100 %, at 50 % of what they can;" in result.text
+    assert "2 servers generated for 100 %, and made 50 % of what they could have;" in result.text
 
 
 def test_a_bound_that_is_too_tight_keeps_both_waiting() -> None:
@@ -209,17 +209,31 @@ def test_cores_without_work(mode: str, bottleneck: str) -> None:
 # -- a whole run -------------------------------------------------------------------------------------------------------
 
 
-def test_the_window_ends_with_the_last_version() -> None:
+def test_the_window_is_from_the_first_version_to_the_last() -> None:
+    """Before it ranks had nothing to train on; after it servers had nothing to do."""
     found = spans(
-        publisher_0=[("publish", 3, 4), ("publish", 7, 8)],
-        **servers(("generate", 0, 8), ("wait", 8, 100)),
-        **ranks(("wait", 0, 6), ("train", 6, 8), ("wait", 8, 100)),
+        publisher_0=[("publish", 9, 10), ("publish", 15, 16), ("publish", 19, 20)],
+        **servers(("generate", 0, 20), ("wait", 20, 100)),
+        **ranks(("wait", 0, 8), ("train", 8, 9), ("wait", 9, 14), ("train", 14, 19), ("wait", 19, 100)),
     )
     text = explain(config(), found, {}, start_s=START, controller_cpu_s=0.0)
     assert text is not None
-    assert text.startswith("Generation bounded this run of 8.0 s. 2 ranks worked for 25 % of it")
+    assert text.startswith("Generation bounded this run of 10.0 s. 2 ranks worked for 50 % of it")
 
 
-def test_without_a_version_there_is_nothing_to_explain() -> None:
-    found = spans(**servers(("generate", 0, 8)), publisher_0=[("publish", -3, -2)])
+def test_the_controllers_share_is_that_of_the_window() -> None:
+    found = spans(
+        5.0,
+        publisher_0=[("publish", 9, 10), ("publish", 19, 20)],
+        generation_0=[("generate", 0, 10), ("generate", 10, 20)],
+        trainer_0=[("train", 0, 10), ("train", 10, 20)],
+    )
+    text = explain(cores(), found, {}, start_s=START, controller_cpu_s=4.0)
+    assert text is not None
+    assert "60 % of their time went to generation (25 %), training (25 %) and the controller (10 %)." in text
+
+
+@pytest.mark.parametrize("published", [[], [("publish", -3, -2), ("publish", 3, 4)]])
+def test_without_two_versions_there_is_nothing_to_explain(published: list[Doing]) -> None:
+    found = spans(**servers(("generate", 0, 8)), publisher_0=published)
     assert explain(config(), found, {}, start_s=START, controller_cpu_s=0.0) is None

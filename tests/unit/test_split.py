@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from areal_core.split import DecodePace, Rates, advice, decode_pace, generation_
 FIXED_S, ANSWER_S = 0.01, 0.0001  # of a decode step
 PACE = DecodePace(fixed_s=FIXED_S, answer_s=ANSWER_S)
 SLOTS = 100
+RUNNING = 0.8  # of a group's answers, over its time
 TRAINED = 4000.0  # tokens a second of one rank
 GENERATED = SLOTS / (FIXED_S + SLOTS * ANSWER_S)  # of one server with all its slots in use: 5000
 
@@ -36,6 +38,7 @@ def measured(servers: int, ranks: int) -> Rates:
         effective_tokens_per_s=throughput,
         generated_tokens_per_s=throughput,
         trained_share=throughput / (ranks * TRAINED),
+        running_share=RUNNING,
         pace=PACE,
     )
 
@@ -51,13 +54,23 @@ def test_the_best_split_is_found_from_any_other(servers: int, ranks: int) -> Non
 
 
 def test_what_the_staleness_bound_admits_is_shared_out() -> None:
-    """4.5 batches of 64 answers: eight servers would have 36 each, which is less than half of what they can do."""
+    """4.5 batches of 64 answers, of which four fifths run: six servers would have 38 each, half of what they can."""
     tight = config(6, 2, batch_size=64, max_staleness=4)
     found = splits(tight, measured(6, 2))
-    per_server = {servers: min(SLOTS, 288 / servers) for servers in range(1, 8)}
+    per_server = {servers: min(SLOTS, RUNNING * 288 / servers) for servers in range(1, 8)}
     able = {s: s * n / (FIXED_S + n * ANSWER_S) for s, n in per_server.items()}
     best = max(able, key=lambda s: min(able[s], (8 - s) * TRAINED))
     assert found[0].servers == best
+
+
+def test_answers_that_have_ended_hold_places_until_their_group_has() -> None:
+    """With a quarter of each group's answers running, half of a server's slots are in use."""
+    few = dataclasses.replace(measured(4, 4), running_share=0.25)
+    half = 50 / (FIXED_S + 50 * ANSWER_S)
+    found = {split.servers: split.ratio for split in splits(config(4, 4), few)}
+    for servers in (1, 2, 3):
+        assert found[servers] == pytest.approx(servers * half / min(4 * half, 4 * TRAINED))
+    assert generation_used(config(4, 4), few) == pytest.approx(min(1.0, 4 * TRAINED / (4 * half)))
 
 
 def test_splits_that_the_run_does_not_allow_are_left_out() -> None:
@@ -113,11 +126,12 @@ def curves(servers: int, ranks: int, steps: int) -> dict[str, list[tuple[int, fl
         "time/step_s": constant(2.0),
         "throughput/generated_tokens_per_s": constant(throughput),
         "throughput/effective_tokens_per_s": [(1, 99.0), *constant(throughput)],
-        # Half of the time with n answers or a little more or less, so that the line can be seen.
-        "rollout/running_answers": [(step, n) for step in range(2, steps + 1)],
+        "rollout/running_answers": constant(n),
         "bubble/generation_idle": constant(0.0),
         "bubble/generation_paused": constant(0.0),
         "bubble/trainer_wait": constant(1 - throughput / (ranks * TRAINED)),
+        "answer/tokens_mean": constant(40.0),
+        "answer/tokens_longest": constant(40.0 / RUNNING),
     }
 
 
@@ -129,11 +143,13 @@ def test_rates_are_those_of_the_metrics() -> None:
     assert generation_used(config(7, 1), found) < 0.5  # 7 servers make what one would nearly make
 
 
-def test_the_end_of_a_run_is_left_out() -> None:
-    """For the last eta + 1 steps nothing more is admitted: servers run empty."""
+def test_the_ends_of_a_run_are_left_out() -> None:
+    """For the last eta + 1 steps nothing more is admitted: servers run empty. The first ones wait for the first
+    answers."""
     chosen = config(4, 4)
     logged = curves(4, 4, chosen.training.steps)
-    last = dict.fromkeys(range(chosen.training.steps - chosen.max_staleness, chosen.training.steps + 1), 0.1)
+    steps, eta = chosen.training.steps, chosen.max_staleness
+    last = dict.fromkeys((*range(2, eta + 2), *range(steps - eta, steps + 1)), 0.1)
     for key in ("throughput/generated_tokens_per_s", "rollout/running_answers"):
         logged[key] = [(step, value * last.get(step, 1.0)) for step, value in logged[key]]
     found = rates(chosen, logged)

@@ -1,0 +1,111 @@
+"""Is the split of devices that a run advises the best one? An emulated cluster, with every split tried.
+
+    python -m benchmarks.split [--devices 8] [--minutes 0.6] [--speed 100] [field=value ...]
+
+The 1.5B model of `benchmarks.emulated` on so many replicas, with their share of the paper's batch and eta 8, once with
+each number of devices that train. Two of these runs are asked for advice (areal_core.split): the one with the fewest
+generation servers, where generation is what is short, and the one with a single rank, where training is. What they
+advise is held against what the runs measured, the first third of each left out as in `benchmarks.emulated`:
+
+- `advised_over_best`: throughput of the advised split over that of the best one that was tried;
+- `promised_over_measured`: what the advice says that its split would give, over what it gave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+from areal_core.config import RunConfig
+from areal_core.errors import ArealError
+from areal_core.run import execute, run_folder
+from areal_core.split import Split, splits_of_run
+from areal_core.tracking.outbox import Outbox
+from benchmarks.emulated import measure
+from flows.compose import compose
+
+_ANSWERS = 64  # of a batch, for each replica: 8192 of the paper's 128
+_ENDLESS = 10_000  # steps, more than any run makes
+
+Speeds = Mapping[int, float]  # ranks -> tokens/s of the emulated cluster
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=0.6, help="of each run, real")
+    parser.add_argument("--speed", type=float, default=100.0, help="emulated seconds in a real one")
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    arguments = parser.parse_intermixed_args()
+    try:
+        print(json.dumps(_measure(arguments)))
+    except ArealError as error:
+        raise SystemExit(f"areal: error: {error}") from None
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    devices, speeds, advised = arguments.devices, {}, {}
+    with tempfile.TemporaryDirectory(prefix="areal-split-") as state:
+        for ranks in range(1, devices):
+            config = _config(arguments, ranks, state)
+            speeds[ranks] = _run(config, f"ranks-{ranks}")
+            _tell(f"{devices - ranks} servers, {ranks} ranks: {speeds[ranks]:.0f} tokens/s")
+            if ranks in (1, devices - 1):
+                advised[ranks] = splits_of_run(run_folder(config, f"ranks-{ranks}"))[0]
+                _tell(f"it advises {advised[ranks]}")
+    return report(speeds, advised)
+
+
+def _config(arguments: argparse.Namespace, ranks: int, state: str) -> RunConfig:
+    return compose(
+        "emulated-1.5b",
+        [
+            *(f"state_dir={state}", f"storage.url={state}/storage", "tracking=off"),
+            *("rollout.max_staleness=8", f"rollout.batch_size={_ANSWERS * arguments.devices}"),
+            *(f"training.steps={_ENDLESS}", f"stop.minutes={arguments.minutes}"),
+            *(f"launch.devices={arguments.devices}", f"emulation.speed={arguments.speed}", *arguments.overrides),
+            *(f"generation.servers={arguments.devices - ranks}", f"training.ranks={ranks}"),
+        ],
+    )
+
+
+def _run(config: RunConfig, run_id: str) -> float:
+    execute(config, run_id=run_id, log=_tell)
+    run = run_folder(config, run_id)
+    with closing(Outbox(run.outbox, run_id)) as outbox:
+        history = {key: dict(points) for key, points in outbox.history().items()}
+    return measure(config, history, 0.0, 0.0).tokens_per_s
+
+
+def report(speeds: Speeds, advised: Mapping[int, Split]) -> dict[str, Any]:
+    """What was advised by the run with so many ranks, beside what was measured. Fit for JSON."""
+    best = max(speeds, key=speeds.__getitem__)
+    devices = max(speeds) + 1
+    found = {
+        "generation" if ranks > 1 else "training": {
+            "split": f"{devices - ranks}+{ranks}",
+            "advised": f"{split.servers}+{split.ranks}",
+            "advised_over_best": round(speeds[split.ranks] / speeds[best], 3),
+            "promised_over_measured": round(split.ratio * speeds[ranks] / speeds[split.ranks], 3),
+        }
+        for ranks, split in advised.items()
+    }
+    return {
+        "advised_over_best": min(each["advised_over_best"] for each in found.values()),
+        "best": f"{devices - best}+{best}",
+        "where_this_was_short": found,
+        "tokens_per_s": {f"{devices - ranks}+{ranks}": round(speed) for ranks, speed in speeds.items()},
+    }
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
