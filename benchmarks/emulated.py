@@ -38,6 +38,7 @@ from areal_core.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus
 from benchmarks._emulated_offline import Simulated, fit, overhead_share, simulate, with_overhead
+from benchmarks._machine import last_line
 from flows.compose import compose
 
 MODES = ("sync", "async")
@@ -120,7 +121,7 @@ def main() -> None:
             result = _compare(arguments)
     except ArealError as error:
         raise SystemExit(f"areal: error: {error}") from None
-    print(json.dumps(result))
+    print(last_line(result))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -56,6 +56,7 @@ from areal_core.generation.client import GenerationClient
 from areal_core.launch import CHILD_ENV
 from areal_core.spec import ModelSpec, read_spec
 from areal_core.types import GenerationRequest, PolicyVersion
+from benchmarks._machine import last_line
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -371,7 +372,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="field=value")
     arguments = parser.parse_args()
     try:
-        print(json.dumps(measure(arguments.rounds, arguments.window, arguments.overrides)))
+        print(last_line(measure(arguments.rounds, arguments.window, arguments.overrides)))
     except ArealError as error:
         raise SystemExit(f"areal: error: {error}") from None
 

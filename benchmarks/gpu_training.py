@@ -35,6 +35,7 @@ from areal_core.training.engine import TrainingBatch
 from areal_core.training.flops import step_flops
 from areal_core.training.hardware import peak_flops_per_s, peak_memory_bytes
 from areal_core.training.torch_engine import TorchEngine
+from benchmarks._machine import last_line
 
 _MEDIAN, _SIGMA, _LONGEST = 1500, 0.8, 7680  # tokens of an answer
 _SHORTEST_PROMPT, _LONGEST_PROMPT = 64, 512
@@ -177,7 +178,7 @@ def main() -> None:
         raise SystemExit("areal: error: this benchmark needs a CUDA device, and torch sees none")
     chosen = {name: MODELS[name] for name in names}
     device = torch.device("cuda")
-    print(json.dumps(report(chosen, arguments.tokens, arguments.microbatch_tokens, arguments.steps, device)))
+    print(last_line(report(chosen, arguments.tokens, arguments.microbatch_tokens, arguments.steps, device)))
 
 
 if __name__ == "__main__":

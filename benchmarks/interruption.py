@@ -23,7 +23,6 @@ for which nothing is admitted any more. Emulated runs have no last step: they en
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import secrets
 import statistics
@@ -40,6 +39,7 @@ from areal_core.config import RunConfig
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from benchmarks._emulated_offline import simulate
 from benchmarks._interrupted_server import measure as measure_server
+from benchmarks._machine import last_line
 from benchmarks.emulated import PAPER as TABLE_1
 from benchmarks.emulated import first_end
 from flows.comparison.measures import time_scale, weighted_by_time
@@ -160,7 +160,7 @@ def main() -> None:
             result = server_report(alone) | report(runs)
     except ArealError as error:
         raise SystemExit(f"areal: error: {error}") from None
-    print(json.dumps(result))
+    print(last_line(result))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -14,7 +14,6 @@ advise is held against what the runs measured, the first third of each left out 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from areal_core.errors import ArealError
 from areal_core.run import execute, run_folder
 from areal_core.split import Split, splits_of_run
 from areal_core.tracking.outbox import Outbox
+from benchmarks._machine import last_line
 from benchmarks.emulated import measure
 from flows.compose import compose
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="field=value")
     arguments = parser.parse_intermixed_args()
     try:
-        print(json.dumps(_measure(arguments)))
+        print(last_line(_measure(arguments)))
     except ArealError as error:
         raise SystemExit(f"areal: error: {error}") from None
 

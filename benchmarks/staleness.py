@@ -56,6 +56,7 @@ from areal_core.training.engine import TrainingBatch, build_batch
 from areal_core.training.torch_engine import TorchEngine
 from areal_core.types import GenerationRequest, PolicyVersion
 from areal_core.wire import encode_generation, whole_answers
+from benchmarks._machine import last_line
 
 OBJECTIVES = ("decoupled", "naive")
 _SETTING = ("training.steps=32", "training.learning_rate=5e-6", "evaluation.every=8", "tracking.enabled=false")
@@ -121,7 +122,7 @@ def main() -> None:
         options.out.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes]))
     if options.picture:
         draw(outcomes, options.picture)
-    print(json.dumps(summary(outcomes, jobs[0].config) | {"wall_s": round(time.monotonic() - start, 1)}))
+    print(last_line(summary(outcomes, jobs[0].config) | {"wall_s": round(time.monotonic() - start, 1)}))
 
 
 def plan(seeds: Sequence[int], lags: Sequence[int], overrides: Sequence[str]) -> list[Job]:

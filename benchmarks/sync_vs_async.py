@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.types import RunSummary
+from benchmarks._machine import last_line
 from flows.comparison.plan import plan
 from flows.comparison.statistics import Interval, paired_difference, paired_ratio, verdict
 from flows.comparison.trials import run_all
@@ -42,29 +42,29 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="field=value", help="for all arms")
     arguments = parser.parse_args()
     try:
-        print(json.dumps(measure(arguments.seeds, arguments.overrides)))
+        print(last_line(measure(arguments.seeds, arguments.overrides)))
     except ArealError as error:
         raise SystemExit(f"areal: error: {error}") from None
 
 
 def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
-    standard = _arms("cpu-async", {"strong": STRONG, "async": ASYNC, "naive": NAIVE}, seeds, overrides)
-    long_tail = _arms("long-tail", {"strong": STRONG, "async": ASYNC}, seeds, overrides)
+    standard = run_arms("cpu-async", {"strong": STRONG, "async": ASYNC, "naive": NAIVE}, seeds, overrides)
+    long_tail = run_arms("long-tail", {"strong": STRONG, "async": ASYNC}, seeds, overrides)
     pairs = {
         "standard_over_strong": (standard["async"], standard["strong"]),
         "long_tail_over_strong": (long_tail["async"], long_tail["strong"]),
         "standard_over_naive": (standard["async"], standard["naive"]),
     }
-    ratios = {name: paired_ratio(_speeds(arm), _speeds(other)) for name, (arm, other) in pairs.items()}
+    ratios = {name: paired_ratio(speeds(arm), speeds(other)) for name, (arm, other) in pairs.items()}
     accuracies = {name: paired_difference(_scores(arm), _scores(other)) for name, (arm, other) in pairs.items()}
     return {
         **{name: round(ratio.median, 3) for name, ratio in ratios.items()},
-        "intervals": {name: _shown(ratio) for name, ratio in ratios.items()},
+        "intervals": {name: shown(ratio) for name, ratio in ratios.items()},
         "accuracy_difference": {
-            name: _shown(interval) | {"verdict": verdict(interval, 0.0)} for name, interval in accuracies.items()
+            name: shown(interval) | {"verdict": verdict(interval, 0.0)} for name, interval in accuracies.items()
         },
         "effective_tokens_per_s": {
-            f"{task}_{arm}": {seed: round(speed) for seed, speed in _speeds(summaries).items()}
+            f"{task}_{arm}": {seed: round(speed) for seed, speed in speeds(summaries).items()}
             for task, arms in (("standard", standard), ("long_tail", long_tail))
             for arm, summaries in arms.items()
         },
@@ -72,7 +72,7 @@ def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _arms(
+def run_arms(
     experiment: str, arms: Mapping[str, Sequence[str]], seeds: Sequence[int], overrides: Sequence[str]
 ) -> dict[str, dict[int, RunSummary]]:
     """Summaries by arm and seed. Raises ProcessError for a run that failed: a ratio without it would mislead."""
@@ -92,7 +92,7 @@ def _arms(
     return summaries
 
 
-def _speeds(summaries: Mapping[int, RunSummary]) -> dict[int, float]:
+def speeds(summaries: Mapping[int, RunSummary]) -> dict[int, float]:
     return {seed: summary.effective_tokens_per_s for seed, summary in summaries.items()}
 
 
@@ -100,7 +100,7 @@ def _scores(summaries: Mapping[int, RunSummary]) -> dict[int, float]:
     return {seed: summary.accuracy_after for seed, summary in summaries.items() if summary.accuracy_after is not None}
 
 
-def _shown(interval: Interval) -> dict[str, float]:
+def shown(interval: Interval) -> dict[str, float]:
     return {name: round(value, 4) for name, value in dataclasses.asdict(interval).items()}
 
 

@@ -9,13 +9,13 @@ and the cached warm-up are outside. Both accuracies are greedy, over all held-ou
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from areal_core.__main__ import configuration
 from areal_core.errors import ArealError
 from areal_core.run import execute
 from areal_core.types import RunSummary
+from benchmarks._machine import last_line
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     except ArealError as error:
         raise SystemExit(f"areal: error: {error}") from None
     print(
-        json.dumps(
+        last_line(
             {
                 "accuracy_before": [round(summary.accuracy_before, 4) for summary in summaries],
                 "accuracy_after": [round(summary.accuracy_after, 4) for summary in summaries],

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import secrets
@@ -47,6 +46,7 @@ from areal_core.launch import CHILD_ENV
 from areal_core.run import execute, run_folder
 from areal_core.tracking.outbox import Outbox
 from benchmarks import _training_offline as offline
+from benchmarks._machine import last_line
 
 PAPER_CAPACITY = 512  # of offline.CAPACITIES: to the longest sequence as in the paper
 _NEVER = 100_000  # steps between two evaluations, which would take the trainer's core
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="field=value", help="of the real runs")
     arguments = parser.parse_args()
     try:
-        print(json.dumps(measure(arguments.rounds, arguments.seeds, arguments.overrides)))
+        print(last_line(measure(arguments.rounds, arguments.seeds, arguments.overrides)))
     except ArealError as error:
         raise SystemExit(f"areal: error: {error}") from None
 

@@ -48,6 +48,7 @@ from areal_core.run import execute, prepare
 from areal_core.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import PolicyVersion
+from benchmarks._machine import last_line
 from flows.comparison.statistics import paired_ratio
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -352,7 +353,7 @@ def main() -> None:
     parser.add_argument("--score", type=float, default=0.75, help="held-out accuracy, 0 to 1")
     options = parser.parse_args()
     try:
-        print(json.dumps(measure(options.seeds, options.steps, options.score)))
+        print(last_line(measure(options.seeds, options.steps, options.score)))
     except ArealError as error:
         raise SystemExit(f"areal: error: {error}") from None
 

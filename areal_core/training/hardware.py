@@ -14,9 +14,14 @@ _SIDE, _TRIES = 1024, 5  # of the matrices of a core's product, and how often it
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
     """Of matrix products: a GPU's by its data sheet, None for one that is unknown; a core's as one large product in
-    this process reaches it, which takes a fraction of a second."""
+    this process reaches it, which takes a fraction of a second. A core without instructions for `dtype` multiplies in
+    float32 what it can, so float32 counts as well."""
     if device.type == "cuda":
         return flops.peak_flops_per_s(torch.cuda.get_device_name(device), str(dtype).removeprefix("torch."))
+    return max(_product_flops_per_s(each) for each in {dtype, torch.float32})
+
+
+def _product_flops_per_s(dtype: torch.dtype) -> float:
     left, right = torch.rand(2, _SIDE, _SIDE).to(dtype)
     taken_s = []
     for _ in range(_TRIES):

@@ -102,8 +102,8 @@ async def test_log_probabilities_are_those_of_the_tempered_distribution(client, 
     asked = request(max_tokens=60, temperature=temperature, stop_token_ids=())
     [answer] = parse_generation(await client.generate(asked))
     assert len(answer.token_ids) == 60
-    assert deviations(published.reference, asked, answer).max() < EXACT / min(temperature, 1.0)
-    assert deviations(published.reference, request(max_tokens=60), answer).max() > 0.1
+    assert deviations(published.reference, asked, answer).max() < EXACT
+    assert deviations(published.reference, request(max_tokens=60), answer).max() > 100
 
 
 async def test_first_tokens_are_distributed_as_the_model_says(client, published):
@@ -112,7 +112,7 @@ async def test_first_tokens_are_distributed_as_the_model_says(client, published)
     asked = [request(f"r{seed}", max_tokens=1, seed=101 * seed, stop_token_ids=()) for seed in range(DRAWS)]
     bodies = await asyncio.gather(*map(client.generate, asked))
     drawn = np.bincount([parse_generation(raw)[0].token_ids[0] for raw in bodies], minlength=23)
-    expected = DRAWS * published.reference.logits(0, (2, 3, 4))[-1].double().softmax(-1).numpy()
+    expected = DRAWS * published.reference.logits(0, (2, 3, 4))[-1].softmax(-1).numpy()
     common = expected >= 5
     observed = np.append(drawn[common], drawn[~common].sum())
     wanted = np.append(expected[common], expected[~common].sum())

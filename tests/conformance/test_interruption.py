@@ -75,7 +75,7 @@ async def test_keys_and_values_that_are_kept_are_those_of_the_old_weights(client
         assert set(answer.versions.tolist()) == {0, 1}
         found = deviations(published.reference, item, answer)
         assert found[answer.versions == 0].max() < EXACT
-        assert found[answer.versions == 1].max() > 1e-3
+        assert found[answer.versions == 1].max() > 10
 
 
 async def test_an_update_that_waits_mixes_no_versions(client, pool_of, published, length):
@@ -174,7 +174,7 @@ async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_w
     assert await get(http, "/is_paused") == (200, {"is_paused": False})
 
 
-async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_been(client, http, length):
+async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_been(client, http, published, length):
     asked = request("r", n=8, max_tokens=length, stop_token_ids=())
     undisturbed = parse_generation(await client.generate(asked))
     start = (await client.load()).generated_tokens
@@ -188,7 +188,7 @@ async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_bee
     await post(http, "/resume")
     for answer, expected in zip(parse_generation(await call), undisturbed, strict=True):
         assert answer.token_ids.tolist() == expected.token_ids.tolist()
-        np.testing.assert_allclose(answer.logprobs, expected.logprobs, atol=EXACT)
+        assert deviations(published.reference, asked, answer).max() < EXACT
 
 
 async def test_one_request_is_ended_by_its_id(client, http):

@@ -50,7 +50,7 @@ def test_every_engine_takes_the_same_steps(
 ) -> None:
     outcome = groups[size][case]
     assert outcome.stats[0].grad_norm > 1  # so that it is clipped
-    assert astuple(outcome.stats[0]) == pytest.approx(astuple(expected.stats[0]), rel=1e-5, abs=1e-9)
+    assert astuple(outcome.stats[0]) == pytest.approx(astuple(expected.stats[0]), rel=1e-5, abs=1e-7)
     assert_close(expected.gradient, outcome.gradient, 1e-5)
     for stats, alike in zip(outcome.stats, expected.stats, strict=True):
         assert astuple(stats) == pytest.approx(astuple(alike), rel=1e-3, abs=1e-5)

@@ -91,12 +91,13 @@ def _check_final_model(config: RunConfig, folder: Path) -> None:
     assert published.version == 2
     for name, array in weights.load(published).items():
         assert torch.equal(saved[name], torch.from_numpy(array))
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).double()
     ids = AutoTokenizer.from_pretrained(folder)("1+2*3=1+2=3;3*3=9#9", return_tensors="pt").input_ids
     with torch.no_grad():
         expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
         tokens = ids[0].numpy().astype(np.int32)
-        ours, _ = answer_logprobs(spec, saved, pack(tokens, np.array([len(tokens)]), np.array([1]), [0]))
+        exact = {name: tensor.double() for name, tensor in saved.items()}
+        ours, _ = answer_logprobs(spec, exact, pack(tokens, np.array([len(tokens)]), np.array([1]), [0]))
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 

@@ -76,7 +76,7 @@ def test_passes_agree_with_the_decoder_in_torch(spec):
         drawn.append([decoder.run(cache, each) for each in passes])
     for (tokens, logprobs), (expected_tokens, expected) in zip(*drawn, strict=True):
         assert tokens.tolist() == expected_tokens.tolist()
-        np.testing.assert_allclose(logprobs, expected, atol=2e-5, rtol=1e-5)
+        np.testing.assert_allclose(logprobs, expected, atol=5e-5)  # float32 on both sides, at a temperature of 0.5
 
 
 def draw(logits, temperatures, uniforms):
@@ -105,7 +105,8 @@ def test_a_draw_inverts_the_distribution(vocab, temperature):
     chosen = np.arange(500), tokens
     assert (uniforms < cumulative[chosen] + 1e-6).all()
     assert (uniforms > cumulative[chosen] - np.exp(exact[chosen]) - 1e-6).all()
-    np.testing.assert_allclose(logprobs, exact[chosen], atol=2e-6 / min(temperature, 1), rtol=1e-6)
+    rounding = float(np.finfo(np.float32).eps)  # of a logit, a few times
+    np.testing.assert_allclose(logprobs, exact[chosen], atol=4 * rounding * np.abs(logits).max() / temperature)
 
 
 def test_a_draw_takes_the_first_and_the_last_token_that_can_be_drawn():

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from areal_core.training import hardware
 from areal_core.training.hardware import peak_flops_per_s, peak_memory_bytes
 
 CORE = torch.device("cpu")
@@ -18,6 +19,12 @@ def test_a_core_is_measured(dtype: torch.dtype) -> None:
     assert 1e8 < peak < 1e14
 
 
+def test_a_core_without_bfloat16_is_measured_by_what_it_multiplies_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {torch.float32: 2e9, torch.bfloat16: 1e9, torch.float16: 3e9}
+    monkeypatch.setattr(hardware, "_product_flops_per_s", speeds.__getitem__)
+    assert {dtype: peak_flops_per_s(CORE, dtype) for dtype in speeds} == speeds | {torch.bfloat16: 2e9}
+
+
 def test_a_gpu_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert peak_flops_per_s(torch.device("cuda"), torch.bfloat16) == 989e12
@@ -28,6 +35,7 @@ def test_peak_memory_is_the_processes_own() -> None:
     """In a process of its own: what it once held counts after it is gone, and what its parent held does not."""
     program = """
 import torch
+from areal_core.training import hardware
 from areal_core.training.hardware import peak_memory_bytes
 core = torch.device("cpu")
 before = peak_memory_bytes(core)

@@ -30,7 +30,8 @@ def test_the_module_is_the_forward_pass(spec: ModelSpec, recompute: bool):
     logprobs.sum().backward()
     torch.testing.assert_close((logprobs, entropy), expected, rtol=0, atol=0)
     for name, parameter in module.named_weights.items():
-        torch.testing.assert_close(parameter.grad, tensors[name].grad, rtol=0, atol=1e-5)
+        assert parameter.grad is not None
+        assert (parameter.grad - tensors[name].grad).norm() <= 1e-5 * tensors[name].grad.norm()
 
 
 @pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=["tied", "untied"])

@@ -1,0 +1,66 @@
+"""What does a staleness bound for every token cost over one of the aggregate? The three values of `rollout.policy`.
+
+    python -m benchmarks.policies [--seeds 1,2,3] [field=value ...]
+
+`admit` takes the groups that are ready, in order of admission; `wait` waits for older ones, `drop` drops what has
+become too old. Asynchronous runs of the default task and of `experiment=long-tail`, which differ in nothing else,
+interleaved. For each task and policy:
+
+- `over_admit`: effective tokens/s over those of `admit`, the median over seeds of the ratio within a seed;
+- `staleness_max`, `staleness_mean`: of the oldest token of a group, in versions; the worst seed's, and the median;
+- `dropped_share`: of the tokens that were generated, the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_core.errors import ArealError
+from areal_core.types import RunSummary
+from benchmarks._machine import last_line
+from benchmarks.sync_vs_async import run_arms, shown, speeds
+from flows.comparison.statistics import paired_ratio
+
+TASKS = {"default": "cpu-async", "long_tail": "long-tail"}
+REFERENCE = "admit"
+POLICIES = (REFERENCE, "wait", "drop")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help="for all arms")
+    arguments = parser.parse_args()
+    try:
+        print(last_line(measure(arguments.seeds, arguments.overrides)))
+    except ArealError as error:
+        raise SystemExit(f"areal: error: {error}") from None
+
+
+def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
+    arms = {policy: ["mode=async", f"rollout.policy={policy}"] for policy in POLICIES}
+    tasks = {task: run_arms(experiment, arms, seeds, overrides) for task, experiment in TASKS.items()}
+    return {task: report(runs) for task, runs in tasks.items()} | {"seeds": list(seeds)}
+
+
+def report(runs: Mapping[str, Mapping[int, RunSummary]]) -> dict[str, Any]:
+    """Of one task: policy -> seed -> run."""
+    return {
+        policy: {
+            "over_admit": shown(paired_ratio(speeds(of_seed), speeds(runs[REFERENCE]))),
+            "effective_tokens_per_s": {seed: round(speed) for seed, speed in speeds(of_seed).items()},
+            "staleness_max": max(run.staleness_max for run in of_seed.values()),
+            "staleness_mean": round(statistics.median(run.staleness_mean for run in of_seed.values()), 2),
+            "dropped_share": round(
+                statistics.median(run.tokens.dropped / run.tokens.generated for run in of_seed.values()), 4
+            ),
+        }
+        for policy, of_seed in runs.items()
+    }
+
+
+if __name__ == "__main__":
+    main()
