@@ -88,7 +88,7 @@ class RolloutConfig:
 
     batch_size: int = bounded(512, low=1)  # B, trajectories a step
     max_staleness: int | None = bounded(None, low=0)  # eta; None: 0 in sync mode, else 2
-    policy: str = choice("admit", "admit", "wait", "drop")
+    policy: str = choice("wait", "wait", "admit", "drop")  # which groups a batch takes, and so what eta bounds
     dynamic_sampling: bool = False  # a group that is all right or all wrong gives its place to another prompt
     max_uniform_groups: int = bounded(1024, low=1)  # of these, one after the other, before the run fails
     max_tries: int = bounded(3, low=1)  # requests and scorings of one group before it is dropped

@@ -116,6 +116,8 @@ class _Trainer:
         self._config = config
         self._time = TimeModel(config.emulation)
         self._accelerators = config.training_ranks * config.emulation.tensor_parallel
+        # The first minibatch has no forward pass for the proximal policy alone.
+        self._later = 1.0 - 1.0 / config.training.minibatches if config.recomputes_proximal else 0.0
         self.transfer_s = self._time.transfer_s()
 
     def tokens(self, batch: list[Generation]) -> int:
@@ -130,8 +132,9 @@ class _Trainer:
             for group in batch
             for answer in group.answers
         ]
-        proximal_s = self._time.forward_s(lengths, self._accelerators) if self._config.recomputes_proximal else 0.0
-        return proximal_s + self._time.train_s(lengths, self._accelerators)
+        return self._later * self._time.forward_s(lengths, self._accelerators) + self._time.train_s(
+            lengths, self._accelerators
+        )
 
 
 def _sync(config: RunConfig) -> Simulated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def test_a_run_from_nothing_to_its_summary(tmp_path: Path, mode: str) -> None:
     assert summary.tokens.consumed > 0
     assert mode == "async" or summary.staleness_max == 0
     assert seen
+    assert summary.bound is not None
+    assert re.search(r"bounded this run: there was work for 2 cores \d+ % of \d+\.\d s", summary.bound)
     ready = run_folder(config, "r").ready.glob("[!.]*.json")
     assert not any(Path(f"/proc/{json.loads(file.read_text())['pid']}").exists() for file in ready)
     assert execute(config, run_id="r", log=lines.append) == summary  # a finished run is not run again

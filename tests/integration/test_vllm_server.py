@@ -1,6 +1,7 @@
 """vLLM as a process of a run: how it becomes ready, how it ends, and what is said when it can't start."""
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.pool import GenerationPool
+from areal_core.timeline import TimelineWriter, read_timeline
 from areal_core.transcript import Transcript
 from areal_core.wire import join_answers
 from tests.support.generation import request
@@ -70,7 +72,8 @@ def parent(pid):
 async def test_a_qwen2_model_is_updated_and_a_wrapper_that_is_killed_takes_vllm_along(qwen2, tmp_path):
     """The wrapper is killed, so it can end nothing: the kernel tells vLLM, which ends what it has started."""
     with vllm(qwen2.base, tmp_path / "ready.json") as server:
-        pool = GenerationPool(answers_per_server=8)
+        spans = TimelineWriter(tmp_path / "generation-0.jsonl")
+        pool = GenerationPool(answers_per_server=8, timeline=lambda name: spans)
         await pool.join("server", server.url, lambda: qwen2.versions[0])
         before, after = (Transcript(request(name, n=2, stop_token_ids=())) for name in ("before", "after"))
         await pool.generate(before)
@@ -82,6 +85,8 @@ async def test_a_qwen2_model_is_updated_and_a_wrapper_that_is_killed_takes_vllm_
                 assert set(answer.versions.tolist()) == {version}
                 assert deviations(qwen2.reference, transcript.request, answer).max() < EXACT
         await pool.close()
+        done = [kind for kind, _ in itertools.groupby(span.kind for span in read_timeline(tmp_path))]
+        assert [kind for kind in done if kind != "wait"] == ["generate", "update", "generate"]
 
         assert len(members(server.process.pid)) > 2
         server.process.kill()

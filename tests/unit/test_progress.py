@@ -58,6 +58,10 @@ def test_conclude() -> None:
         "  score reached after 0:50",
     ]
     assert lines[-1] == "  model /store/r/final"
+    told = conclude(dataclasses.replace(summary, bound="Generation bounded this run. " * 9)).splitlines()
+    assert told[: len(lines)] == lines
+    assert " ".join(line.strip() for line in told[len(lines) :]) == ("Generation bounded this run. " * 9).strip()
+    assert max(map(len, told)) <= 120
     assert "score reached" not in conclude(dataclasses.replace(summary, time_to_score_s=None))
     unscored = {"accuracy_before": None, "accuracy_after": None, "best_accuracy": None}
     emulated = dataclasses.replace(summary, emulated="qwen-7b on 8 h800", **unscored)

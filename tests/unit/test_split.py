@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from areal_core.config import RunConfig, load
-from areal_core.split import DecodePace, Rates, advice, decode_pace, generation_used, rates, splits
-
-FIXED_S, ANSWER_S = 0.01, 0.0001  # of a decode step
-PACE = DecodePace(fixed_s=FIXED_S, answer_s=ANSWER_S)
-SLOTS = 100
-RUNNING = 0.8  # of a group's answers, over its time
-TRAINED = 4000.0  # tokens a second of one rank
-GENERATED = SLOTS / (FIXED_S + SLOTS * ANSWER_S)  # of one server with all its slots in use: 5000
-
-
-def config(servers: int, ranks: int, devices: int = 8, **rollout: Any) -> RunConfig:
-    return load(
-        {
-            "launch": {"accelerator": "cuda", "devices": devices},
-            "generation": {"servers": servers, "slots": SLOTS},
-            "training": {"ranks": ranks, "minibatches": 1},
-            "algorithm": {"group_size": 16},
-            "rollout": {"batch_size": 1024, "max_staleness": 4, **rollout},
-        }
-    )
-
-
-def measured(servers: int, ranks: int) -> Rates:
-    """A pipeline without loss: the slower stage works all the time, the other one as much as it has to."""
-    throughput = min(servers * GENERATED, ranks * TRAINED)
-    return Rates(
-        effective_tokens_per_s=throughput,
-        generated_tokens_per_s=throughput,
-        trained_share=throughput / (ranks * TRAINED),
-        running_share=RUNNING,
-        pace=PACE,
-    )
+from areal_core.config import load
+from areal_core.errors import ConfigError
+from areal_core.rundir import RunDir
+from areal_core.split import advice, decode_pace, generation_used, rates, splits, splits_of_run
+from tests.support.splits import (
+    ANSWER_S,
+    FIXED_S,
+    GENERATED,
+    RUNNING,
+    SLOTS,
+    TRAINED,
+    config,
+    curves,
+    measured,
+    recorded_run,
+)
 
 
 @pytest.mark.parametrize(("servers", "ranks"), [(2, 6), (4, 4), (5, 3), (7, 1)])
@@ -113,28 +97,6 @@ def test_loads_that_are_alike_say_nothing_of_other_loads() -> None:
     assert (found.fixed_s, found.answer_s) == (pytest.approx(0.0155), 0.0)
 
 
-def curves(servers: int, ranks: int, steps: int) -> dict[str, list[tuple[int, float]]]:
-    """What a run without loss would log: with more servers than training needs, these run fewer answers at once."""
-    throughput = min(servers * GENERATED, ranks * TRAINED)
-    per_server = throughput / servers  # = n / (a + b n)
-    n = FIXED_S * per_server / (1 - ANSWER_S * per_server)
-
-    def constant(value: float) -> list[tuple[int, float]]:
-        return [(step, value) for step in range(2, steps + 1)]
-
-    return {
-        "time/step_s": constant(2.0),
-        "throughput/generated_tokens_per_s": constant(throughput),
-        "throughput/effective_tokens_per_s": [(1, 99.0), *constant(throughput)],
-        "rollout/running_answers": constant(n),
-        "bubble/generation_idle": constant(0.0),
-        "bubble/generation_paused": constant(0.0),
-        "bubble/trainer_wait": constant(1 - throughput / (ranks * TRAINED)),
-        "answer/tokens_mean": constant(40.0),
-        "answer/tokens_longest": constant(40.0 / RUNNING),
-    }
-
-
 def test_rates_are_those_of_the_metrics() -> None:
     found = rates(config(7, 1), curves(7, 1, 25))
     assert found is not None
@@ -155,6 +117,17 @@ def test_the_ends_of_a_run_are_left_out() -> None:
     found = rates(chosen, logged)
     assert found is not None
     assert found.generated_tokens_per_s == pytest.approx(4 * TRAINED)
+
+
+def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 2, 6)
+    best = splits_of_run(run)[0]
+    assert (best.servers, best.ranks) == (4, 4)
+    with pytest.raises(ConfigError, match="there is none in "):
+        splits_of_run(RunDir(tmp_path / "runs" / "other"))
+    run.outbox.unlink()
+    with pytest.raises(ConfigError, match="says nothing of a split; it takes a run whose servers and ranks"):
+        splits_of_run(run)
 
 
 @pytest.mark.parametrize("fields", [{"mode": "sync"}, {"rollout": {"max_staleness": 0}}, {}])

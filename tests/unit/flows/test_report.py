@@ -39,6 +39,11 @@ def _values(summary: RunSummary = _SUMMARY, info: RunInfo = _INFO) -> dict[str, 
     return {row["what"]: row["value"] for row in result_rows(summary, info)}
 
 
+def test_rows_tell_what_bounded_the_run() -> None:
+    assert _values()["what bounded it"] == "-"
+    assert _values(dataclasses.replace(_SUMMARY, bound="Cores did."))["what bounded it"] == "Cores did."
+
+
 def test_rows_hold_score_cost_and_places() -> None:
     values = _values()
     assert values["held-out accuracy"] == "0.170 -> 0.770 (best 0.780)"

@@ -16,10 +16,12 @@ from areal_core.data.tokenizer import EOS, char_tokenizer
 from areal_core.errors import GenerationError, RewardError
 from areal_core.rewards.packing import unpack_group
 from areal_core.rewards.worker import RewardPool, ScoredGroup, ScoreJob, score_group
+from areal_core.timeline import read_timeline
 from areal_core.types import GenerationRequest, GroupSummary
 from areal_core.wire import Answer, SampledAnswer, encode_generation, whole_answers
 
 END = char_tokenizer().token_id(EOS)
+BUSY_S = 0.05  # CPU seconds of a job that does nothing else
 SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, correct=0, truncated=0)
 
 
@@ -69,6 +71,10 @@ def obey(job):
         time.sleep(600)
     if job.gold == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if job.gold == "busy":
+        end_s = time.process_time() + BUSY_S
+        while time.process_time() < end_s:
+            pass
     if job.gold == "raise":
         raise ZeroDivisionError("by zero")
     return ScoredGroup(payload=str(os.getpid()).encode(), summary=SUMMARY)
@@ -150,6 +156,20 @@ async def test_the_pool_scores_in_processes_of_its_own(model):
         await pool.score(job(whole_answers(b"{}", 1), model_path=model))
     await pool.close()
     assert scored.summary.correct == 1
+
+
+async def test_what_workers_do_is_written_down_with_what_it_cost(tmp_path):
+    pool = RewardPool(
+        workers=2, timeout_s=30.0, function=obey, timeline=lambda place: tmp_path / f"rewards-{place}.jsonl"
+    )
+    await asyncio.gather(*(pool.score(job(gold="busy")) for _ in range(6)))
+    await pool.close()
+    spans = read_timeline(tmp_path)
+    assert {span.process for span in spans} <= {"rewards-0", "rewards-1"}
+    assert [span.kind for span in spans] == ["score"] * 6
+    for span in spans:
+        assert span.cpu_s is not None
+        assert span.cpu_s > 0.8 * BUSY_S
 
 
 async def test_more_jobs_than_workers_all_come_back(pool):

@@ -214,7 +214,9 @@ def test_documents_become_artifacts(server: Server, outbox: Outbox) -> None:
     outbox.document("trajectories", 10, {"rows": [{"reward": 1.0, "answer": "#3"}, {"answer": "#4", "tokens": 2}]})
     outbox.document("trajectories", 5, {"rows": []})
     outbox.document("staleness_histogram", 10, {"counts": {"0": 3, "2": 1}})
-    outbox.document("summary", 35, {"accuracy_after": 0.8, "time_to_score_s": None, "reason": "steps"})
+    outbox.document(
+        "summary", 35, {"accuracy_after": 0.8, "time_to_score_s": None, "reason": "steps", "bound": "Cores."}
+    )
     outbox.end("FINISHED")
 
     assert forward(outbox)
@@ -230,6 +232,7 @@ def test_documents_become_artifacts(server: Server, outbox: Outbox) -> None:
     ]
     assert "staleness/step-000010.png" in server.artifacts
     assert server.artifacts["summary.json"]["reason"] == "steps"
+    assert server.tags["mlflow.note.content"] == "Cores."  # on top of the run's page
     assert [point[:3] for point in server.points] == [("final/accuracy_after", 35, 0.8)]
 
 
