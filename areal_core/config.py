@@ -56,6 +56,7 @@ __all__ = [
     "load_file",
 ]
 
+_GROUPS_PER_RANK = 4  # of a minibatch; with fewer, another core costs more in every update than it computes
 _VLLM_TEMPERATURE = 2.0
 
 
@@ -141,10 +142,13 @@ class RunConfig:
 
     @property
     def training_ranks(self) -> int:
+        """As set; else all devices in sync mode. In async mode 1 on GPUs, and on cores as many as have work enough in a
+        minibatch."""
         if self.training.ranks is not None:
             return self.training.ranks
         if self.shares_cores:
-            return max(1, min(self.launch.devices, self.groups_per_batch // self.training.minibatches))
+            groups = self.groups_per_batch // self.training.minibatches
+            return max(1, min(self.launch.devices, groups // _GROUPS_PER_RANK))
         return self.launch.devices if self.mode == "sync" else 1
 
     @property

@@ -267,10 +267,16 @@ class Supervisor:
             info is not None and info["pid"] == child.process.pid
         ):  # not of a process that an earlier launcher left dying
             child.ready, child.deadline = True, float("inf")
-            if self._spec.nice:
-                _be_nice(child.process.pid, self._spec.nice)
+            self._lower(child)
             if self._on_ready is not None:
                 self._on_ready(child.index, info)
+
+    def _lower(self, child: _Child) -> None:
+        if self._spec.nice:
+            try:
+                _be_nice(child.process.pid, self._spec.nice)
+            except OSError as error:  # slower, but right all the same
+                self._say(f"{self._name(child)} goes on without nice {self._spec.nice}: {error}")
 
     def _next_deadline(self) -> float | None:
         """Seconds until the first process that isn't ready is late; None when all are."""

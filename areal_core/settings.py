@@ -108,8 +108,7 @@ class TrainingConfig:
     zero_stage: int = bounded(2, low=0, high=3)  # deepspeed: what ranks share out; 1 moments, 2 gradients, 3 weights
     dtype: str = choice("float32", "float32", "bfloat16")  # of passes over the model; optimiser state is float32
     checkpoint_activations: bool = False  # keep a layer's input alone and compute the rest again in the backward pass
-    ranks: int | None = bounded(None, low=1)  # data-parallel processes; None: one for each device, on GPUs in async
-    # mode 1
+    ranks: int | None = bounded(None, low=1)  # data-parallel processes; None: see RunConfig.training_ranks
     hosts: int = bounded(1, low=1)  # machines that the ranks are spread over; see launch.elsewhere
     minibatches: int = bounded(4, low=1)  # PPO minibatches a step, cut by whole groups
     learning_rate: float = bounded(5e-5, above=0.0)

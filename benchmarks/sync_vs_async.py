@@ -2,12 +2,13 @@
 
     python -m benchmarks.sync_vs_async [--seeds 1,2,3,4,5]
 
-Three questions, each a ratio of effective tokens/s, median over seeds of the ratio within a seed:
+Four questions, each a ratio of effective tokens/s, median over seeds of the ratio within a seed:
 
 - `standard_over_strong`: the default task, asynchronous against the strong synchronous baseline: every core generates,
   then every core trains, with no forward pass for a proximal policy that would be the behaviour policy;
 - `long_tail_over_strong`: the same where batches are small and answers vary widely in length (`experiment=long-tail`);
-- `standard_over_naive`: against a synchronous run that trains on one core only.
+- `standard_over_naive`, `long_tail_over_naive`: against a synchronous run that trains on one core only, which where
+  batches are small is no weaker.
 
 All arms of a seed draw the same prompts, train on the same number of trajectories and have the same two cores. Only the
 base and the last version are scored: the cores are for generating and training.
@@ -49,11 +50,12 @@ def main() -> None:
 
 def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
     standard = run_arms("cpu-async", {"strong": STRONG, "async": ASYNC, "naive": NAIVE}, seeds, overrides)
-    long_tail = run_arms("long-tail", {"strong": STRONG, "async": ASYNC}, seeds, overrides)
+    long_tail = run_arms("long-tail", {"strong": STRONG, "async": ASYNC, "naive": NAIVE}, seeds, overrides)
     pairs = {
         "standard_over_strong": (standard["async"], standard["strong"]),
         "long_tail_over_strong": (long_tail["async"], long_tail["strong"]),
         "standard_over_naive": (standard["async"], standard["naive"]),
+        "long_tail_over_naive": (long_tail["async"], long_tail["naive"]),
     }
     ratios = {name: paired_ratio(speeds(arm), speeds(other)) for name, (arm, other) in pairs.items()}
     accuracies = {name: paired_difference(_scores(arm), _scores(other)) for name, (arm, other) in pairs.items()}

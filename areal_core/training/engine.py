@@ -175,7 +175,7 @@ class TrainingEngine(Protocol):
 
     def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
         """How far generator and trainer disagree on the same weights: (sum of k3 in nats, tokens), over loss tokens
-        that `version` sampled in the first of this rank's sequences, given that version's `weights`."""
+        that `version` sampled in the first of this rank's sequences that hold any, given that version's `weights`."""
         ...
 
     def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -27,7 +27,7 @@ from areal_core.training.packing import Packed, idle
 from areal_core.training.ranks import RankGroup
 from areal_core.types import Float32Array
 
-_MISMATCH_SEQUENCES = 64  # a sample is enough to see that two engines disagree
+_MISMATCH_SEQUENCES = 16  # a sample is enough to see that two engines disagree
 
 
 def learning_rate(config: TrainingConfig, update: int) -> float:
@@ -163,11 +163,13 @@ class PolicyEngine(ABC):
     @torch.no_grad()
     def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
         tensors = {name: torch.from_numpy(array).to(self.device, self.dtype) for name, array in weights.items()}
+        of_version = (batch.versions == version) & batch.loss_mask
+        holding = np.unique(np.repeat(np.arange(len(batch.lengths)), batch.lengths)[of_version])
         total, tokens = 0.0, 0
-        for packed in batch.cut(range(min(_MISMATCH_SEQUENCES, len(batch.lengths)))):
+        for packed in batch.cut(holding[:_MISMATCH_SEQUENCES].tolist()):
             with self._computing():
                 ours = self._evaluated(tensors, packed)
-            matched = torch.from_numpy(((batch.versions == version) & batch.loss_mask)[packed.source])
+            matched = torch.from_numpy(of_version[packed.source])
             theirs = torch.from_numpy(batch.behaviour_logprobs[packed.source])
             total += float(k3((ours.cpu().double() - theirs)[matched]).sum())
             tokens += int(matched.sum())

@@ -124,6 +124,16 @@ print(os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split()[-1] if group
     assert rig.lines == [f"role-0: {own} {0 if groups else '-'}", f"role-0: {own + 3} {own + 3 if groups else '-'}"]
 
 
+def test_a_kernel_that_refuses_a_nice_value_is_told_and_ends_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    rig.on_ready = (rig.scratch / "go").touch
+    rig.supervisor(SETTLED + "print('done')", launch(), nice=3).run()
+    assert rig.lines == ["role-0 goes on without nice 3: [Errno 1] Operation not permitted", "role-0: done"]
+
+
 def test_pins_and_sets_the_environment(rig: Rig) -> None:
     rig.on_ready = (rig.scratch / "go").touch
     core = min(os.sched_getaffinity(0))

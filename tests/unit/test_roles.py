@@ -106,10 +106,12 @@ def test_servers_of_vllm_get_what_its_command_line_needs(tmp_path: Path, python:
     ("fields", "servers", "ranks", "cores", "nice"),
     [
         pytest.param({}, 2, 2, {3, 5}, 10, id="async: both on all cores, generation behind training"),
-        pytest.param({"launch": {"devices": 3}}, 3, 3, {3, 5, 6}, 10, id="async, three cores"),
-        pytest.param({"launch": {"devices": 6}}, 6, 6, {3, 5, 6, 7}, 10, id="more devices than cores"),
+        pytest.param({"launch": {"devices": 3}}, 3, 2, {3, 5, 6}, 10, id="a rank for four groups of a minibatch"),
+        pytest.param(
+            {"launch": {"devices": 6}, "training": {"minibatches": 1}}, 6, 6, {3, 5, 6, 7}, 10, id="more than cores"
+        ),
         pytest.param({"training": {"ranks": 1}}, 2, 1, {3, 5}, 10, id="one rank"),
-        pytest.param({"rollout": {"batch_size": 64}}, 2, 1, {3, 5}, 10, id="no more ranks than groups in a minibatch"),
+        pytest.param({"rollout": {"batch_size": 64}}, 2, 1, {3, 5}, 10, id="a rank at least"),
         pytest.param({"mode": "sync"}, 2, 2, {3, 5}, 0, id="sync: in turns"),
         pytest.param({"launch": {"devices": 4}} | EMULATED, 3, 1, None, 0, id="emulated devices are no cores"),
         pytest.param({"launch": {"devices": 4, "accelerator": "cuda"}}, 3, 1, None, 0, id="GPUs are not shared"),

@@ -325,8 +325,18 @@ def test_mismatch_is_measured_in_the_precision_of_training():
     logprobs = half.logprobs(share)
     share = replace(share, behaviour_logprobs=logprobs)
     total, tokens = half.mismatch(share, half.weights(), 0)
-    assert (total, tokens) == (pytest.approx(0, abs=1e-12), int(share.loss_mask.sum()))
+    sampled = int(share.lengths[:16].sum())
+    assert (total, tokens) == (pytest.approx(0, abs=1e-12), int(share.loss_mask[:sampled].sum()))
     assert one.mismatch(share, one.weights(), 0)[0] > 1e-6
+
+
+def test_mismatch_is_measured_where_the_version_has_sampled():
+    share, one = batch(), engine()
+    share = replace(share, behaviour_logprobs=one.logprobs(share), versions=np.where(share.loss_mask, 3, -1))
+    start = int(share.lengths[:-1].sum())
+    share.versions[start:][share.loss_mask[start:]] = 5  # the last sequence alone
+    assert one.mismatch(share, one.weights(), 5) == (pytest.approx(0, abs=1e-9), int(share.loss_mask[start:].sum()))
+    assert one.mismatch(share, one.weights(), 4) == (0.0, 0)
 
 
 def test_naive_measures_the_mismatch_before_its_first_update_only():
