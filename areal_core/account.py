@@ -143,9 +143,10 @@ def bound(account: Account, config: RunConfig, *, used: float | None = None) -> 
 
 def _of_cores(account: Account, config: RunConfig) -> Bound:
     """Generation and training on the same cores: what counts is whether there was work for them, and whose."""
-    cores, busy = config.launch.devices, account.occupied
+    cores = config.launch.devices
     used = {role: account.cpu_share(role, cores) for role in _NAMES}
     total = sum(used.values())
+    busy = max(account.occupied, min(1.0, total))  # other roles work where these two do not
     largest = max(used, key=used.__getitem__)
     bottleneck: Bottleneck = "cores" if busy >= _BUSY else "staleness" if config.max_staleness else "turns"
     relieved = 1 / max(busy * (1 - used[largest] / total), 1e-9) if total else 1.0

@@ -157,7 +157,7 @@ class PolicyEngine(ABC):
             losses.append(loss)
             norms.append(norm)
             changes.append(change)
-        totals = self.ranks.all_sum(np.array(losses, np.float64)).tolist()
+        totals = self.all_sum(np.array(losses, np.float64)).tolist()
         return self._step_stats(totals, norms, changes, skipped, int(sum(loss_tokens)), self._merged(stats))
 
     @torch.no_grad()
@@ -176,7 +176,11 @@ class PolicyEngine(ABC):
         return total, tokens
 
     def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return self.ranks.all_sum(values)
+        start = time.perf_counter()
+        try:
+            return self.ranks.all_sum(values)
+        finally:
+            self._compute_s += time.perf_counter() - start  # next to all of it is waiting for ranks that still compute
 
     def compute_s(self) -> float:
         taken, self._compute_s = self._compute_s, 0.0
@@ -213,7 +217,7 @@ class PolicyEngine(ABC):
                 logprobs = forward(packed or idle())
                 if packed is not None:
                     recomputed[packed.source] = logprobs.float().cpu().numpy()
-        finite = self.ranks.all_sum(np.array([np.isfinite(recomputed).all()], np.float64))[0] == self.ranks.size
+        finite = self.all_sum(np.array([np.isfinite(recomputed).all()], np.float64))[0] == self.ranks.size
         if not finite:
             raise DivergenceError(f"{policy} log-probabilities of step {batch.step} are not finite")
         return recomputed

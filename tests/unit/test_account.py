@@ -206,6 +206,13 @@ def test_cores_without_work(mode: str, bottleneck: str) -> None:
     assert result.busy == pytest.approx((5 + 3 + 4 + 4) / 20)
 
 
+def test_what_a_controller_does_is_work_for_cores_too() -> None:
+    found = spans(2.5, generation_0=[("generate", 0, 5), ("wait", 5, 10)], trainer_0=[("train", 0, 5), ("wait", 5, 10)])
+    result = judged(cores(), found, controller_cpu_s=9.0)
+    assert result.busy == pytest.approx((5 + 5 + 9) / 20)  # and not half, as servers and ranks are
+    assert result.text.startswith("The cores bounded this run: there was work for 2 cores 95 % of 10.0 s, and 95 % of")
+
+
 # -- a whole run -------------------------------------------------------------------------------------------------------
 
 
