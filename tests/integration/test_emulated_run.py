@@ -71,7 +71,7 @@ def check_what_it_left(config: RunConfig, mode: str) -> None:
     run = run_folder(config, "r")
     spans = read_timeline(run.timeline)
     servers = {"generation-0", "generation-1"} | ({"generation-2"} if mode == "sync" else set())
-    assert {span.process for span in spans} == servers | {"trainer-0", "publisher-0"}
+    assert {span.process for span in spans} == servers | {"trainer-0", "publisher-0", "rewards-0"}
     trained = [span for span in spans if span.kind == "train"]
     assert [span.step for span in trained] == list(range(1, STEPS + 1))
     with closing(Outbox(run.outbox, "r")) as outbox:
