@@ -223,7 +223,7 @@ _CAUSES: dict[Bottleneck, str] = {
     "turns": "Taking turns",
 }
 _REMEDIES: dict[Bottleneck, str] = {
-    "cores": "; more of them would help (launch.devices)",
+    "cores": "; more cores would help (launch.devices)",
     "generation": "; more devices that generate would help",
     "training": "; more devices that train would help (training.ranks)",
     "rewards": "; more workers would help (rollout.reward_workers)",

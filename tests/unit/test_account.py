@@ -188,7 +188,7 @@ def test_cores_that_always_have_work_bound_a_run() -> None:
         "The cores bounded this run: there was work for 2 cores 100 % of 10.0 s, and 90 % of their time went to "
         "training (50 %), generation (30 %) and the controller (10 %). Ranks waited for a batch 50 % of the time, "
         "servers 0 % for something to start and 0 % for new weights. With work all the time it would have been 1.00 "
-        "times as fast at most, with training for nothing 2.25 times; more of them would help (launch.devices)."
+        "times as fast at most, with training for nothing 2.25 times; more cores would help (launch.devices)."
     )
 
 
