@@ -20,6 +20,7 @@ from areal_core.timeline import Span
 Bottleneck = Literal["cores", "generation", "training", "rewards", "staleness", "turns"]
 
 _BUSY = 0.9  # of the time: what works for less has room
+_TAKEN = 0.25  # of the cores' time, in which work for them did not run: more than waiting for files explains
 _WORK = ("generate", "recompute", "train")
 _NAMES = {
     "generation": "generation",
@@ -151,9 +152,10 @@ def _of_cores(account: Account, config: RunConfig) -> Bound:
     bottleneck: Bottleneck = "cores" if busy >= _BUSY else "staleness" if config.max_staleness else "turns"
     relieved = 1 / max(busy * (1 - used[largest] / total), 1e-9) if total else 1.0
     by_role = _listed([f"{_NAMES[role]} ({_percent(share)})" for role, share in _largest_first(used) if share > 0])
+    taken = " Others used this machine too: there was work that waited for a core." if busy - total > _TAKEN else ""
     sentences = [
         f"{_CAUSES[bottleneck]} bounded this run: there was work for {_cores(cores)} {_percent(busy)} of "
-        f"{account.wall_s:.1f} s, and {_percent(total)} of their time went to {by_role}.",
+        f"{account.wall_s:.1f} s, and {_percent(total)} of their time went to {by_role}.{taken}",
         f"{_waits(account)}.",
         f"With work all the time it would have been {_times(1 / busy)} as fast at most, with {_NAMES[largest]} for "
         f"nothing {_times(relieved)}{_REMEDIES[bottleneck]}.",

@@ -213,6 +213,13 @@ def test_what_a_controller_does_is_work_for_cores_too() -> None:
     assert result.text.startswith("The cores bounded this run: there was work for 2 cores 95 % of 10.0 s, and 95 % of")
 
 
+def test_cores_that_others_use_are_not_taken_for_our_own() -> None:
+    text = judged(cores(), spans(3.0, generation_0=[("generate", 0, 10)], trainer_0=[("train", 0, 10)])).text
+    assert "100 % of 10.0 s, and 30 % of their time went to generation (15 %) and training (15 %). Others used" in text
+    text = judged(cores(), spans(9.0, generation_0=[("generate", 0, 10)], trainer_0=[("train", 0, 10)])).text
+    assert "Others" not in text
+
+
 # -- a whole run -------------------------------------------------------------------------------------------------------
 
 
