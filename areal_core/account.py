@@ -42,7 +42,7 @@ class RoleTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A window of a run, from the first server that took work to the last version."""
+    """What happened between two moments of a run."""
 
     wall_s: float
     roles: Mapping[str, RoleTime]  # by the role in processes' names; the publisher's CPU seconds are the trainer's
@@ -100,7 +100,7 @@ def account(
         inside_s = min(span.end_s, end_s) - max(span.start_s, start_s)
         if inside_s <= 0:
             continue
-        role = span.process.rpartition("-")[0]
+        role = span.role
         processes.setdefault(role, set()).add(span.process)
         kinds = seconds.setdefault(role, {})
         kinds[span.kind] = kinds.get(span.kind, 0.0) + inside_s
@@ -124,7 +124,7 @@ def occupied(spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s:
     devices = {"generation": 1.0, "trainer": config.training_ranks / config.trainer_processes}  # of one process
     edges: list[tuple[float, float]] = [(start_s, 0.0), (end_s, 0.0)]  # when, and how many more are busy from then
     for span in spans:
-        more = devices.get(span.process.rpartition("-")[0])
+        more = devices.get(span.role)
         if more and span.kind in _WORK and span.start_s < end_s and span.end_s > start_s:
             edges += [(max(span.start_s, start_s), more), (min(span.end_s, end_s), -more)]
     busy = busy_s = 0.0
@@ -152,10 +152,11 @@ def _of_cores(account: Account, config: RunConfig) -> Bound:
     bottleneck: Bottleneck = "cores" if busy >= _BUSY else "staleness" if config.max_staleness else "turns"
     relieved = 1 / max(busy * (1 - used[largest] / total), 1e-9) if total else 1.0
     by_role = _listed([f"{_NAMES[role]} ({_percent(share)})" for role, share in _largest_first(used) if share > 0])
+    known = used["generation"] > 0  # vLLM's servers don't say what they use
     taken = " Others used this machine too: there was work that waited for a core." if busy - total > _TAKEN else ""
     sentences = [
         f"{_CAUSES[bottleneck]} bounded this run: there was work for {_cores(cores)} {_percent(busy)} of "
-        f"{account.wall_s:.1f} s, and {_percent(total)} of their time went to {by_role}.{taken}",
+        f"{account.wall_s:.1f} s, and {_percent(total)} of their time went to {by_role}.{taken if known else ''}",
         f"{_waits(account)}.",
         f"With work all the time it would have been {_times(1 / busy)} as fast at most, with {_NAMES[largest]} for "
         f"nothing {_times(relieved)}{_REMEDIES[bottleneck]}.",

@@ -267,16 +267,12 @@ class Supervisor:
             info is not None and info["pid"] == child.process.pid
         ):  # not of a process that an earlier launcher left dying
             child.ready, child.deadline = True, float("inf")
-            self._lower(child)
-            if self._on_ready is not None:
-                self._on_ready(child.index, info)
-
-    def _lower(self, child: _Child) -> None:
-        if self._spec.nice:
             try:
                 _be_nice(child.process.pid, self._spec.nice)
             except OSError as error:  # slower, but right all the same
                 self._say(f"{self._name(child)} goes on without nice {self._spec.nice}: {error}")
+            if self._on_ready is not None:
+                self._on_ready(child.index, info)
 
     def _next_deadline(self) -> float | None:
         """Seconds until the first process that isn't ready is late; None when all are."""
@@ -419,7 +415,10 @@ def _poll(fds: Iterable[int], timeout_s: float | None) -> set[int]:
 
 def _be_nice(pid: int, nice: int) -> None:
     """Let other processes of the run go first. A kernel that groups processes by session heeds nice values within a
-    session, and each process of a run has one of its own: then that of the group is what counts (man 7 sched)."""
+    session, and each process of a run has one of its own: then that of the group is what counts (man 7 sched). Raises
+    OSError where the kernel refuses; with `nice` 0 nothing is asked of it."""
+    if not nice:
+        return
     group, deadline = Path(f"/proc/{pid}/autogroup"), time.monotonic() + _NICE_S
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended, or this kernel has no groups
         os.setpriority(os.PRIO_PROCESS, pid, nice)

@@ -27,6 +27,10 @@ class Span:
     step: int | None = None  # the training step that it was for, or the version that was scored
     cpu_s: float | None = None  # that the process used since its span before; None: not measured
 
+    @property
+    def role(self) -> str:
+        return self.process.rpartition("-")[0]
+
 
 class TimelineWriter:
     """Appends the spans of the process that `path` is named after. Times are `time.monotonic()` of this machine.

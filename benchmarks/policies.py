@@ -13,15 +13,12 @@ interleaved. For each task and policy:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_core.errors import ArealError
 from areal_core.types import RunSummary
-from benchmarks._machine import last_line
-from benchmarks.sync_vs_async import run_arms, shown, speeds
+from benchmarks.sync_vs_async import command, run_arms, shown, speeds
 from flows.comparison.statistics import paired_ratio
 
 TASKS = {"default": "cpu-async", "long_tail": "long-tail"}
@@ -30,14 +27,7 @@ POLICIES = (REFERENCE, "wait", "drop")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help="for all arms")
-    arguments = parser.parse_args()
-    try:
-        print(last_line(measure(arguments.seeds, arguments.overrides)))
-    except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
+    command(__doc__ or "", measure, seeds=[1, 2, 3])
 
 
 def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:

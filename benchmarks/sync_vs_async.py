@@ -20,7 +20,7 @@ import argparse
 import dataclasses
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_core.errors import ArealError, ConfigError, ProcessError
@@ -37,9 +37,17 @@ STRONG = ["mode=sync"]
 NAIVE = ["mode=sync", "training.ranks=1"]
 
 
+Measure = Callable[[Sequence[int], Sequence[str]], dict[str, Any]]  # of seeds and overrides for all arms
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3, 4, 5])
+    command(__doc__ or "", measure, seeds=[1, 2, 3, 4, 5])
+
+
+def command(text: str, measure: Measure, *, seeds: Sequence[int]) -> None:
+    """A benchmark of runs over seeds as a command; `text` describes it."""
+    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+    parser.add_argument("--seeds", type=lambda given: [int(seed) for seed in given.split(",")], default=seeds)
     parser.add_argument("overrides", nargs="*", metavar="field=value", help="for all arms")
     arguments = parser.parse_args()
     try:

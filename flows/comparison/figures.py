@@ -23,7 +23,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from areal_core.timeline import Span
-from flows.comparison.measures import in_ring_order, publications, rl_window, role, succeeded, time_scale
+from flows.comparison.measures import in_ring_order, publications, rl_window, succeeded, time_scale
 from flows.comparison.statistics import Interval
 from flows.comparison.trials import TrialResult
 
@@ -274,7 +274,7 @@ def _draw_span(axes: Axes, span: Span, row: int, length_s: float) -> None:
     height = 0.45 if span.kind == "wait" else 0.82
     axes.barh(row, right - left, left=left, height=height, color=_KINDS[span.kind][0], linewidth=0)
     if span.kind in ("train", "evaluate") and span.step is not None and right - left > 0.05 * length_s:
-        what = f"step {span.step}" if role(span.process) == "trainer" else f"v{span.step}"
+        what = f"step {span.step}" if span.role == "trainer" else f"v{span.step}"
         middle = (left + right) / 2
         axes.text(middle, row, what, ha="center", va="center", fontsize=_SMALL - 1.5, color="white", zorder=6)
 

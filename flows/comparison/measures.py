@@ -210,10 +210,6 @@ def publications(spans: Sequence[Span]) -> list[Span]:
     return sorted((span for span in spans if span.kind == "publish"), key=lambda span: span.end_s)
 
 
-def role(process: str) -> str:
-    return process.rpartition("-")[0]
-
-
 def in_ring_order(process: str) -> tuple[int, int]:
     """Key that sorts processes as they are read: servers, ranks, the evaluator, each by its index."""
     name, _, index = process.rpartition("-")
