@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # first imported beside a group, its defaults would keep that group for ever
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -98,7 +99,8 @@ class RankGroup:
         return largest.numpy()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. Nothing may hold it then: its threads end with it, and one that still frees a tensor while the
+        interpreter goes takes the process down."""
         if self.size > 1:
             dist.destroy_process_group()
 

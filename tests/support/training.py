@@ -115,6 +115,8 @@ def _main(rank: int, world_size: int, minibatches: int, steps: int, folder: Path
     stats = train(one, range(1, steps + 1), rank, world_size, minibatches)
     np.savez(folder / f"rank-{rank}.npz", stats=repr(stats), **one.weights())  # type: ignore[arg-type]
     one.close()
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in threads if "gloo" in name], "the group's threads outlive it"
 
 
 if __name__ == "__main__":
