@@ -19,9 +19,10 @@ from torch import Tensor
 
 from areal_core.errors import ModelError
 from areal_core.generation import kernels
-from areal_core.generation.kernels import COLUMNS, LANES, Shape, round_up, zeros
+from areal_core.generation.kernels import COLUMNS, Shape
 from areal_core.model import ModelSpec, rope_tables
 from areal_core.types import Float32Array, Int32Array
+from areal_core.vectors import LANES, round_up, zeros
 
 _MAP_NORESERVE = 0x4000  # Linux's; Python 3.11 has no name for it
 _HUGE_PAGES_BYTES = 256 * 2**20  # a cache of this size may have all of its memory

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_core.generation.decoder import Pass
-from areal_core.generation.kernels import compiled
 from areal_core.generation.sampling import stream_seed, uniforms
 from areal_core.types import GenerationRequest, Int32Array
+from areal_core.vectors import compiled
 from areal_core.wire import Answer
 
 STOPPED, CUT_OFF = 1, 2  # how `record` says that an answer is finished

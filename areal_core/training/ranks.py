@@ -99,7 +99,7 @@ class RankGroup:
         return largest.numpy()
 
     def close(self) -> None:
-        """Leave the group. Nothing may hold it then: its threads end with it, and one that still frees a tensor while the
+        """Leave the group. Nothing may hold it then: its threads end with it, and one that still frees a tensor as the
         interpreter goes takes the process down."""
         if self.size > 1:
             dist.destroy_process_group()

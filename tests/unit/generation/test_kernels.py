@@ -7,6 +7,7 @@ import pytest
 import torch
 from numba import njit
 
+from areal_core import vectors
 from areal_core.generation import kernels
 from areal_core.generation.decoder import CpuDecoder, Pass
 from areal_core.generation.torch_decoder import TorchDecoder
@@ -24,15 +25,15 @@ SHAPES = {
 
 
 def exp(x):
-    out = kernels.zeros(len(x))
+    out = vectors.zeros(len(x))
     _exp_all(np.ascontiguousarray(x, dtype=np.float32), out)
     return out
 
 
 @njit
 def _exp_all(x, out):
-    for i in range(0, len(x), kernels.LANES):
-        kernels._stored(kernels._exp(kernels._loaded(x, i)), out, i)
+    for i in range(0, len(x), vectors.LANES):
+        vectors.stored(vectors.exp(vectors.loaded(x, i)), out, i)
 
 
 def test_the_exponential_is_exact_to_two_units_in_the_last_place():
@@ -46,8 +47,8 @@ def test_the_exponential_is_exact_to_two_units_in_the_last_place():
 @pytest.mark.parametrize(("outputs", "depth", "first"), [(64, 64, 0), (96, 48, 32), (5, 7, 3), (130, 33, 16)])
 def test_a_packed_matrix_holds_every_number_in_its_panel(outputs, depth, first):
     matrix = np.random.default_rng(0).normal(size=(outputs, depth)).astype(np.float32)
-    width = kernels.round_up(first + outputs, kernels.COLUMNS)
-    packed = kernels.zeros(width * depth + 16)
+    width = vectors.round_up(first + outputs, kernels.COLUMNS)
+    packed = vectors.zeros(width * depth + 16)
     kernels.pack(matrix.reshape(-1), outputs, depth, packed, 16, first)
     panels = packed[16:].reshape(-1, depth, kernels.COLUMNS).transpose(1, 0, 2).reshape(depth, width)
     assert (panels[:, first : first + outputs] == matrix.T).all()
@@ -81,7 +82,7 @@ def test_passes_agree_with_the_decoder_in_torch(spec):
 
 def draw(logits, temperatures, uniforms):
     vocab = logits.shape[1]
-    width = kernels.round_up(vocab, kernels.COLUMNS)
+    width = vectors.round_up(vocab, kernels.COLUMNS)
     padded = np.full((len(logits), width), 99, dtype=np.float32)  # what must not be looked at
     padded[:, :vocab] = logits
     count = len(uniforms)
