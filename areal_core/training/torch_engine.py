@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim.adamw import adamw
 
-from areal_core.config import TrainingConfig
 from areal_core.model import weight_shapes
 from areal_core.training.engine import EngineState
 from areal_core.training.forward import answer_logprobs
@@ -32,14 +32,15 @@ class TorchEngine(PolicyEngine):
     def _hold(self, weights: Mapping[str, Tensor]) -> None:
         self._shapes = {name: weights[name].shape for name in weight_shapes(self.spec)}
         self._flat = torch.cat([weights[name].detach().float().flatten() for name in self._shapes]).to(self.device)
-        self._gradient = self._flat.grad = torch.zeros_like(self._flat)
+        self._gradient = torch.zeros_like(self._flat)
         # What passes compute with, and its gradient: in float32 the same tensors.
         self._working = self._flat.to(self.dtype)
         self._working_gradient = self._gradient.to(self.dtype)
         self._parameters = _views(self._working, self._shapes)
         for name, gradient in _views(self._working_gradient, self._shapes).items():
             self._parameters[name].requires_grad_().grad = gradient
-        self._optimiser = _adamw(self._flat, self.training)
+        self._moments = {moment: torch.zeros_like(self._flat) for moment in ("exp_avg", "exp_avg_sq")}
+        self._steps = torch.zeros((), device=self.device)
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         return answer_logprobs(
@@ -65,11 +66,10 @@ class TorchEngine(PolicyEngine):
 
     def apply_gradient(self, rate: float, norm: float) -> float:
         self._gradient.mul_(min(1.0, self.training.grad_clip / (norm + 1e-6)))
-        self._optimiser.param_groups[0]["lr"] = rate
-        before = self._flat.detach().clone()
-        self._optimiser.step()
+        before = self._flat.clone()
+        self._step(rate)
         self._refresh()
-        return float(before.sub_(self._flat.detach()).norm())
+        return float(before.sub_(self._flat).norm())
 
     def weights(self) -> dict[str, Float32Array]:
         return self._named(self._flat)
@@ -87,8 +87,27 @@ class TorchEngine(PolicyEngine):
                 view.copy_(torch.from_numpy(state.arrays[f"{kind}/{name}"]))
         self._refresh()
         self.updates = state.scalars["updates"]
-        self._optimiser.state[self._flat]["step"].fill_(self.updates)
+        self._steps.fill_(self.updates)
         torch.set_rng_state(torch.from_numpy(state.arrays["rng"]))
+
+    def _step(self, rate: float) -> None:
+        """AdamW, as a function: the class brings torch's compiler along, seconds of every start."""
+        config = self.training
+        adamw(
+            [self._flat],
+            [self._gradient],
+            *([moment] for moment in self._moments.values()),
+            [],
+            [self._steps],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=rate,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
 
     def _refresh(self) -> None:
         """Have passes see the weights as they are."""
@@ -96,25 +115,11 @@ class TorchEngine(PolicyEngine):
             self._working.copy_(self._flat)
 
     def _saved(self) -> dict[str, Tensor]:
-        moments = self._optimiser.state[self._flat]
-        return {"weight": self._flat, "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
+        return {"weight": self._flat, **self._moments}
 
     def _named(self, flat: Tensor) -> dict[str, Float32Array]:
         copy = flat.detach().to("cpu", copy=True)
         return {name: view.numpy() for name, view in _views(copy, self._shapes).items()}
-
-
-def _adamw(flat: Tensor, config: TrainingConfig) -> torch.optim.AdamW:
-    betas = (config.beta1, config.beta2)
-    optimiser = torch.optim.AdamW(
-        [flat], betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay, fused=True
-    )
-    optimiser.state[flat] = {
-        "step": torch.zeros((), device=flat.device),
-        "exp_avg": torch.zeros_like(flat),
-        "exp_avg_sq": torch.zeros_like(flat),
-    }
-    return optimiser
 
 
 def _views(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
