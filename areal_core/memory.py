@@ -79,7 +79,7 @@ def layer_activations(spec: ModelSpec, tokens: int, number: int) -> float:
     keys, values, the attention's result as it comes and laid end to end, and 4 bytes a token and head; the gate, its
     silu, the other input of the product, and the product. T (2 h (8 + b) + b (3 q + 2 k + 4 i) + 4 (2 + heads)).
 
-    (A fused norm keeps less, and so do those that `training.pointwise` writes out for a core.)
+    (A fused norm keeps less, and so do the kernels of a core, `training.kernels`.)
     """
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     norms = 2 * spec.hidden_size * (2 * _FLOAT + number)

@@ -118,6 +118,15 @@ def _call(builder: Any, name: str, result: Any, *arguments: Any, fastmath: tuple
     return builder.call(function, arguments, fastmath=fastmath)
 
 
+def _emit_larger(builder: Any, a: Any, b: Any) -> Any:
+    """One instruction, where LLVM's maxnum, which looks for numbers, takes several."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _emit_smaller(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
+
+
 def _vector_function(parameters: int, build: Callable[..., Any]) -> Any:
     """A function of vectors that returns one, from what emits its code."""
 
@@ -135,7 +144,7 @@ add = _vector_function(2, lambda builder, a, b: builder.fadd(a, b))
 subtract = _vector_function(2, lambda builder, a, b: builder.fsub(a, b))
 multiply = _vector_function(2, lambda builder, a, b: builder.fmul(a, b))
 divide = _vector_function(2, lambda builder, a, b: builder.fdiv(a, b))
-maximum = _vector_function(2, lambda builder, a, b: _call(builder, "maxnum", _REGISTER, a, b))
+maximum = _vector_function(2, _emit_larger)  # the second where one is not a number
 multiply_add = _vector_function(3, lambda builder, a, b, c: _call(builder, "fma", _REGISTER, a, b, c))
 
 
@@ -175,7 +184,14 @@ def lanes_sum(typing, vector):
 @intrinsic
 def lanes_max(typing, vector):
     def generate(context, builder, signature, arguments):
-        return _call(builder, "vector.reduce.fmax", _FLOAT, arguments[0])
+        (vector,) = arguments
+        half = LANES // 2
+        while half:
+            other = [*range(half, LANES), *range(half)]
+            turned = builder.shuffle_vector(vector, vector, ir.Constant(_INTS_OF_LANES, other))
+            vector = _emit_larger(builder, vector, turned)
+            half //= 2
+        return builder.extract_element(vector, ir.Constant(_INT, 0))
 
     return types.float32(vector), generate
 
@@ -193,6 +209,11 @@ def first_lanes(typing, vector, count):
     return _VECTOR(vector, types.int64), generate
 
 
+def _emit_swap(builder: Any, x: Any) -> Any:
+    lanes = [*range(LANES // 2, LANES), *range(LANES // 2)]
+    return builder.shuffle_vector(x, x, ir.Constant(_INTS_OF_LANES, lanes))
+
+
 def _emit_exp(builder: Any, x: Any) -> Any:
     """exp(x), 1 to 2 units in the last place off: 2^n exp(r) with |r| <= log(2) / 2, by the polynomial of Cephes' expf.
     Below -80 it is 0: no product of it is subnormal."""
@@ -205,8 +226,7 @@ def _emit_exp(builder: Any, x: Any) -> Any:
 
     given, nan = x, builder.fcmp_unordered("uno", x, x)
     vanishing = builder.fcmp_ordered("<", x, constant(-80.0))
-    x = _call(builder, "maxnum", _REGISTER, x, constant(-80.0))
-    x = _call(builder, "minnum", _REGISTER, x, constant(88.0))
+    x = _emit_smaller(builder, _emit_larger(builder, x, constant(-80.0)), constant(88.0))
     n = _call(builder, "nearbyint", _REGISTER, builder.fmul(x, constant(1.44269504088896341)))
     r = fma(n, constant(-0.693359375), x)
     r = fma(n, constant(2.12194440e-4), r)
@@ -221,6 +241,7 @@ def _emit_exp(builder: Any, x: Any) -> Any:
 
 
 exp = _vector_function(1, _emit_exp)
+swapped = _vector_function(1, _emit_swap)  # its halves in each other's place
 
 
 def tile(rows: int, vectors: int) -> Any:

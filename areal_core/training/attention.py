@@ -1,8 +1,8 @@
 """Causal attention within each sequence of a pack, without padding.
 
-Half precision on a GPU has a kernel that takes sequences of any lengths at once. Everything else runs once for each
-block of sequences of the same length, which are contiguous; they may attend to a prompt that they share too. Axes: T
-packed tokens, N sequences, H query heads, K key-value heads, D width of a head.
+Half precision on a GPU has a kernel that takes sequences of any lengths at once, and so has float32 on a core, where
+sequences may attend to a prompt that they share too. Everything else runs once for each block of sequences of the same
+length, which are contiguous. Axes: T packed tokens, N sequences, H query heads, K key-value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_core.training.packing import Blocks
+from areal_core.training.pointwise import flat, is_compiled, kernels
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]  # query, key, value, bounds [N + 1], longest sequence
 
@@ -29,12 +31,53 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) 
     if has_kernel(query):
         longest = max(block.tokens for block in blocks)
         return _kernel()(query, key, value, bounds(blocks, query.device), longest)
+    if is_compiled(query.device, query.dtype):
+        return _Attention.apply(query, key, value, blocks)  # type: ignore[no-any-return]
     return attention_by_block(query, key, value, blocks)
 
 
 def has_kernel(query: Tensor) -> bool:
     """Whether sequences of different lengths can be attended to in one call."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _KERNEL_WIDTHS
+
+
+class _Attention(torch.autograd.Function):
+    """By the kernels of a core; the weights are made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
+        out, norms = torch.zeros_like(query), query.new_empty(*query.shape[:2], 2)
+        kernels().attend(*_of_kernel(query, key, value, blocks), flat(out), flat(norms))
+        ctx.save_for_backward(query, key, value, out, norms)
+        ctx.blocks = blocks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, out, norms = ctx.saved_tensors
+        made = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        read = _of_kernel(query, key, value, ctx.blocks)
+        kernels().attend_backward(*read, *map(flat, (out, norms, gradients[0], *made)))
+        return *made, None
+
+
+def _of_kernel(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> tuple[Any, ...]:
+    """What both directions read."""
+    sizes = query.shape[1], key.shape[1], query.shape[2]
+    return flat(query), flat(key), flat(value), _texts(blocks), sizes, sizes[-1] ** -0.5
+
+
+@functools.lru_cache(maxsize=16)
+def _texts(blocks: Blocks) -> NDArray[np.int64]:
+    """[4 N]: of each sequence the first of its tokens and how many, and the same of the prompt that it shares."""
+    texts: list[tuple[int, int, int, int]] = []
+    start = 0
+    for block in blocks:
+        prompt = (0, 0) if block.prompt is None else texts[block.prompt][:2]
+        for _ in range(block.sequences):
+            texts.append((start, block.tokens, *prompt))
+            start += block.tokens
+    return np.array(texts, np.int64).reshape(-1)
 
 
 def attention_by_block(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:

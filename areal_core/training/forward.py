@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from areal_core.model import ModelSpec, rope_tables
 from areal_core.training.attention import causal_attention
 from areal_core.training.packing import Blocks, Packed
-from areal_core.training.pointwise import rms_norm, rotate
+from areal_core.training.pointwise import rms_norm, rotate, swiglu
 
 _LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at any moment: what a core's cache makes quick work of
 _LOGITS_AT_ONCE_GPU = 1 << 27  # enough rows for a full-sized product, half a gigabyte
@@ -103,7 +103,7 @@ def decoder_layer(
     mixed = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, blocks)
     x = x + linear("self_attn.o_proj", mixed.flatten(-2))
     normed = rms_norm(x, weights["post_attention_layernorm.weight"], spec.rms_eps)
-    return x + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", normed)) * linear("mlp.up_proj", normed))
+    return x + linear("mlp.down_proj", swiglu(linear("mlp.gate_proj", normed), linear("mlp.up_proj", normed)))
 
 
 def target_logprobs(head: Tensor, hidden: Tensor, packed: Packed, *, temperature: float) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from areal_core.model import ModelSpec, check_weights, weight_shapes
 from areal_core.training.engine import EngineState, StepStats, TrainingBatch
 from areal_core.training.forward import answer_logprobs
 from areal_core.training.packing import Packed, idle
+from areal_core.training.pointwise import is_compiled, kernels
 from areal_core.training.ranks import RankGroup
 from areal_core.types import Float32Array
 
@@ -77,6 +78,8 @@ class PolicyEngine(ABC):
         kept = weight_shapes(spec) if algorithm.kl_coef else ()
         self._reference = {name: weights[name].detach().to(self.device, self.dtype, copy=True) for name in kept}
         self._hold(weights)
+        if is_compiled(self.device, self.dtype):
+            kernels()  # compiled or loaded here, not in the first step
 
     # -- what differs ------------------------------------------------------------------------------------------
 
