@@ -48,7 +48,7 @@ def compiled(signature: Any = None) -> Callable[[Any], Any]:
     flags: dict[str, Any] = {"nogil": True, "fastmath": {"contract", "nsz", "reassoc"}, "error_model": "numpy"}
 
     def compile_it(function: Any) -> Any:
-        dispatcher = njit(**flags)(function)
+        dispatcher: Any = njit(**flags)(function)
         try:
             dispatcher._cache = _Cache(function)
         except RuntimeError as error:

@@ -69,15 +69,15 @@ def _of_kernel(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> tup
 
 @functools.lru_cache(maxsize=16)
 def _texts(blocks: Blocks) -> NDArray[np.int64]:
-    """[4 N]: of each sequence the first of its tokens and how many, and the same of the prompt that it shares."""
+    """[N, 4]: of each sequence the first of its tokens and how many, and the same of the prompt that it shares."""
     texts: list[tuple[int, int, int, int]] = []
     start = 0
     for block in blocks:
-        prompt = (0, 0) if block.prompt is None else texts[block.prompt][:2]
+        prompt, shared, *_ = (0, 0) if block.prompt is None else texts[block.prompt]
         for _ in range(block.sequences):
-            texts.append((start, block.tokens, *prompt))
+            texts.append((start, block.tokens, prompt, shared))
             start += block.tokens
-    return np.array(texts, np.int64).reshape(-1)
+    return np.array(texts, np.int64)
 
 
 def attention_by_block(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:

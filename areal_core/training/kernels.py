@@ -1,8 +1,8 @@
 """What a training pass computes on a core besides products of matrices, in float32, compiled by numba once per machine.
 
 Arrays are flat, so that a place is one number. Axes: T packed tokens, H query heads, K key-value heads, D width of a
-head. A text is four numbers: the row where its own tokens begin and how many there are, and the same of the prompt
-that they attend to besides themselves (of no tokens, where there is none).
+head. `texts` are rows of four numbers: the first of a text's own tokens and how many there are, and the same of the
+prompt that they attend to besides themselves (of no tokens, where there is none).
 """
 
 from __future__ import annotations
@@ -83,10 +83,9 @@ def _dot(a, b, at, size, width):
 
 
 @compiled()
-def _text(source, segments, segment, stride, head, size, rows, width):
+def _read(source, text, stride, head, size, rows, width):
     """The rows of one head that a text attends to: those of its prompt, then its own."""
-    start, tokens = segments[4 * segment], segments[4 * segment + 1]
-    prompt, shared = segments[4 * segment + 2], segments[4 * segment + 3]
+    start, tokens, prompt, shared = text
     _gather(source, prompt * stride + head * size, stride, shared, size, rows, 0, width)
     _gather(source, start * stride + head * size, stride, tokens, size, rows, shared, width)
 
@@ -107,10 +106,15 @@ def _products(rows, at, width, panels, count, out, out_at, out_width):
 
 
 @compiled()
-def _longest(segments):
+def _four(texts, number):
+    return texts[number, 0], texts[number, 1], texts[number, 2], texts[number, 3]
+
+
+@compiled()
+def _longest(texts):
     longest = 0
-    for segment in range(len(segments) // 4):
-        longest = max(longest, segments[4 * segment + 1] + segments[4 * segment + 3])
+    for number in range(len(texts)):
+        longest = max(longest, texts[number, 1] + texts[number, 3])
     return longest
 
 
@@ -155,24 +159,24 @@ _FLOATS = types.float32[::1]
 _SIZES = types.UniTuple(types.int64, 3)  # H, K, D
 
 
-@compiled(types.void(_FLOATS, _FLOATS, _FLOATS, types.int64[::1], _SIZES, types.float32, _FLOATS, _FLOATS))
-def attend(query, key, value, segments, sizes, scale, out, norms):
+@compiled(types.void(_FLOATS, _FLOATS, _FLOATS, types.int64[:, ::1], _SIZES, types.float32, _FLOATS, _FLOATS))
+def attend(query, key, value, texts, sizes, scale, out, norms):
     """Causal attention within each text. query and out [T, H, D], key and value [T, K, D]; norms [T, H, 2] are each
     query's highest score and the share of that: what the backward pass makes the weights of again. `out` is zero
     before."""
     heads, kv_heads, size = sizes
     width = _padded(size, LANES)
-    most = _padded(_longest(segments), LANES) + LANES
+    most = _padded(_longest(texts), LANES) + LANES
     keys, values, panels = _zeros(most * width), _zeros(most * width), _zeros(most * width)
     queries, mixed, scores = _zeros(_QUERIES * width), _zeros(_QUERIES * width), _zeros(_QUERIES * most)
-    for segment in range(len(segments) // 4):
-        start, tokens, shared = segments[4 * segment], segments[4 * segment + 1], segments[4 * segment + 3]
+    for number in range(len(texts)):
+        text = start, tokens, _, shared = _four(texts, number)
         context = _padded(shared + tokens, LANES)
         for head in range(heads):
             if head % (heads // kv_heads) == 0:
                 kv_head = head // (heads // kv_heads)
-                _text(key, segments, segment, kv_heads * size, kv_head, size, keys, width)
-                _text(value, segments, segment, kv_heads * size, kv_head, size, values, width)
+                _read(key, text, kv_heads * size, kv_head, size, keys, width)
+                _read(value, text, kv_heads * size, kv_head, size, values, width)
                 _panels(keys, context, width, panels)
             for first in range(0, tokens, _QUERIES):
                 count = min(_QUERIES, tokens - first)
@@ -196,32 +200,31 @@ def attend(query, key, value, segments, sizes, scale, out, norms):
 
 @compiled(
     types.void(
-        _FLOATS, _FLOATS, _FLOATS, types.int64[::1], _SIZES, types.float32, _FLOATS, _FLOATS,
+        _FLOATS, _FLOATS, _FLOATS, types.int64[:, ::1], _SIZES, types.float32, _FLOATS, _FLOATS,
         _FLOATS, _FLOATS, _FLOATS, _FLOATS,
     )
 )  # fmt: skip
 def attend_backward(
-    query, key, value, segments, sizes, scale, out, norms,
+    query, key, value, texts, sizes, scale, out, norms,
     of_out, of_query, of_key, of_value,
 ):  # fmt: skip
     """The gradients of what `attend` read, from that of what it wrote. They are zero before."""
     heads, kv_heads, size = sizes
     width = _padded(size, LANES)
-    most = _padded(_longest(segments), LANES) + LANES
+    most = _padded(_longest(texts), LANES) + LANES
     keys, key_panels, of_keys = _zeros(most * width), _zeros(most * width), _zeros(most * width)
     values, value_panels, of_values = _zeros(most * width), _zeros(most * width), _zeros(most * width)
     queries, of_queries, of_mixed = _zeros(_QUERIES * width), _zeros(_QUERIES * width), _zeros(_QUERIES * width)
     weights, of_scores = _zeros(_QUERIES * most), _zeros(_QUERIES * most)
-    for segment in range(len(segments) // 4):
-        start, tokens = segments[4 * segment], segments[4 * segment + 1]
-        prompt, shared = segments[4 * segment + 2], segments[4 * segment + 3]
+    for number in range(len(texts)):
+        text = start, tokens, prompt, shared = _four(texts, number)
         context = _padded(shared + tokens, LANES)
         group = heads // kv_heads
         for head in range(heads):
             kv_head = head // group
             if head % group == 0:
-                _text(key, segments, segment, kv_heads * size, kv_head, size, keys, width)
-                _text(value, segments, segment, kv_heads * size, kv_head, size, values, width)
+                _read(key, text, kv_heads * size, kv_head, size, keys, width)
+                _read(value, text, kv_heads * size, kv_head, size, values, width)
                 _panels(keys, context, width, key_panels)
                 _panels(values, context, width, value_panels)
                 of_keys[: context * width] = np.float32(0.0)

@@ -96,7 +96,8 @@ class TorchEngine(PolicyEngine):
         adamw(
             [self._flat],
             [self._gradient],
-            *([moment] for moment in self._moments.values()),
+            [self._moments["exp_avg"]],
+            [self._moments["exp_avg_sq"]],
             [],
             [self._steps],
             fused=True,

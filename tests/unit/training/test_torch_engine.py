@@ -368,3 +368,12 @@ def test_two_ranks_give_what_one_rank_gives(minibatches: int, tmp_path: Path):
     assert_close(alone.weights(), saved[0], 1e-4)
     for name, values in saved[0].items():
         assert values.tobytes() == saved[1][name].tobytes(), name
+
+
+def test_a_rank_starts_without_torchs_compiler():
+    """Whose import takes seconds."""
+    code = (
+        "import sys; from tests.support.training import engine, train; train(engine(), range(1, 2)); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
