@@ -1,6 +1,7 @@
 """Updates in the middle of answers: what becomes of tokens, log-probabilities, versions and ends of answers."""
 
 import asyncio
+import functools
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.support.generation import request
 from tests.support.live_servers import CONTEXT, EXACT, LONG, SLOTS, deviations, get, post, until
 
 STOP = 3  # a token that the model seldom says
+TRIES = 3
 EXACTLY = ["recompute", "resubmit"]  # interruptions after which answers go on as if the new weights had read them
 
 
@@ -21,6 +23,27 @@ async def begun(client, pool, asked):
     calls = [asyncio.ensure_future(pool.generate(transcript)) for transcript in transcripts]
     await until(client, lambda load: load.generated_tokens > before + 20 * min(SLOTS, sum(item.n for item in asked)))
     return transcripts, calls
+
+
+async def interrupted(client, pool, published, asked, *events):
+    """The load before, transcripts and their calls, none of which was over when the last of these events had come. On a
+    CPU vLLM's core now and then hears of an event seconds late (docs/generation.md): then all are asked again."""
+    for _ in range(TRIES):
+        start = await client.load()
+        transcripts, calls = await begun(client, pool, asked)
+        for event in events:
+            before = (await client.load()).generated_tokens
+            await event()
+            await until(client, lambda load: any_over(calls) or load.generated_tokens > before + 20 * SLOTS)  # noqa: B023 - awaited here
+        if not any_over(calls):
+            return start, transcripts, calls
+        await asyncio.gather(*calls)
+        await pool.load_version(published.versions[0])
+    return pytest.fail(f"{TRIES} times answers were over before they were interrupted")
+
+
+def any_over(calls):
+    return any(call.done() for call in calls)
 
 
 async def joined(transcripts, calls):
@@ -36,13 +59,9 @@ def crosses(answer):
 @pytest.mark.parametrize("interruption", EXACTLY)
 async def test_answers_are_exact_before_across_and_after_updates(client, pool_of, published, interruption, length):
     pool = await pool_of(interruption)
-    start = await client.load()
     asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=length, seed=i, stop_token_ids=()) for i in range(5)]
-    transcripts, calls = await begun(client, pool, asked)
-    for version in (1, 2):
-        before = (await client.load()).generated_tokens
-        await pool.load_version(published.versions[version])
-        await until(client, lambda load: load.generated_tokens > before + 20 * SLOTS)  # noqa: B023 - awaited here
+    first, second = (functools.partial(pool.load_version, published.versions[number]) for number in (1, 2))
+    start, transcripts, calls = await interrupted(client, pool, published, asked, first, second)
     [load] = await pool.loads()
     assert load.recomputed_tokens > SLOTS * 20
     assert load.paused_s > start.paused_s
@@ -67,10 +86,9 @@ async def test_keys_and_values_that_are_kept_are_those_of_the_old_weights(client
     """What `recompute` is for: the log-probabilities after an update with `keep` belong to no policy."""
     pool = await pool_of("keep")
     asked = [request(f"r{i}", n=4, max_tokens=length, seed=i, stop_token_ids=()) for i in range(3)]
-    transcripts, calls = await begun(client, pool, asked)
-    await pool.load_version(published.versions[1])
-    answers = await joined(transcripts, calls)
-    for item, answer in answers:
+    update = functools.partial(pool.load_version, published.versions[1])
+    _, transcripts, calls = await interrupted(client, pool, published, asked, update)
+    for item, answer in await joined(transcripts, calls):
         assert len(answer.token_ids) == length
         assert set(answer.versions.tolist()) == {0, 1}
         found = deviations(published.reference, item, answer)
@@ -115,21 +133,20 @@ async def test_an_answer_that_has_stopped_does_not_go_on(client, pool_of, publis
 async def test_the_context_ends_an_answer_that_was_interrupted(client, pool_of, published, interruption, length):
     pool = await pool_of(interruption)
     asked = [request("r", [2 + i % 20 for i in range(CONTEXT - length)], n=8, max_tokens=LONG, stop_token_ids=())]
-    transcripts, calls = await begun(client, pool, asked)
-    await pool.load_version(published.versions[1])
+    update = functools.partial(pool.load_version, published.versions[1])
+    _, transcripts, calls = await interrupted(client, pool, published, asked, update)
     for item, answer in await joined(transcripts, calls):
         assert (len(answer.token_ids), answer.finish_reason) == (length, "length")
         assert crosses(answer)
         assert deviations(published.reference, item, answer).max() < EXACT
 
 
-async def test_what_follows_a_seam_is_drawn_anew(client, pool_of, length):
+async def test_what_follows_a_seam_is_drawn_anew(client, pool_of, published, length):
     """A server that is asked for the rest with the seed of the whole draws the first random numbers again. At a high
     temperature they decide more than the text does: many of the first tokens come again."""
     pool = await pool_of("resubmit")
     asked = [request(f"r{i}", max_tokens=length, seed=i, stop_token_ids=(), temperature=2.0) for i in range(12)]
-    transcripts, calls = await begun(client, pool, asked)
-    await client.abort_all()
+    _, transcripts, calls = await interrupted(client, pool, published, asked, client.abort_all)
     answers = await joined(transcripts, calls)
     seams = [
         len(parse_generation(body)[place].token_ids)
