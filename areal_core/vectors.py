@@ -323,3 +323,10 @@ def transpose(typing, a, a_at, a_width, b, b_at, b_width):
         return context.get_dummy_value()
 
     return types.void(a, types.int64, types.int64, b, types.int64, types.int64), generate
+
+
+@compiled()
+def gated(gate, up):
+    """silu(gate) * up."""
+    negative = subtract(splatted(np.float32(0.0)), gate)
+    return divide(multiply(gate, up), add(splatted(np.float32(1.0)), exp(negative)))

@@ -24,9 +24,9 @@ from areal_core.vectors import (
     LANES,
     add,
     compiled,
-    divide,
     exp,
     first_lanes,
+    gated,
     lanes_max,
     lanes_sum,
     loaded,
@@ -181,13 +181,10 @@ def _attend(cache, at, width, query, query_at, count, scores, out, out_at):
 @compiled()
 def _gate(gate_up, inner, width, rows):
     """silu(gate) * up of rows [gate, up], written over the gate."""
-    one, zero = splatted(np.float32(1.0)), splatted(np.float32(0.0))
     for row in range(rows):
         start = row * width
         for column in range(start, start + inner, LANES):
-            gate = loaded(gate_up, column)
-            product = multiply(gate, loaded(gate_up, column + inner))
-            stored(divide(product, add(one, exp(subtract(zero, gate)))), gate_up, column)
+            stored(gated(loaded(gate_up, column), loaded(gate_up, column + inner)), gate_up, column)
 
 
 _FLOATS = types.float32[::1]

@@ -17,6 +17,7 @@ from areal_core.vectors import (
     divide,
     exp,
     first_lanes,
+    gated,
     lanes_max,
     lanes_sum,
     loaded,
@@ -106,6 +107,26 @@ def _products(rows, at, width, panels, count, out, out_at, out_width):
 
 
 @compiled()
+def _mixed(weights, at, most, rows, width, count, out, out_at):
+    """Of _ROWS queries whose weights begin at `at`: those with the first `count` rows, summed."""
+    for i in range(0, width, LANES):
+        _tile(weights, at, most, 1, rows, i, width, count, out, out_at + i, width, False)
+
+
+@compiled()
+def _add_by_key(weights, most, queries, count, width, first, keys, of_keys):
+    """of_keys [keys, width] += weights.T @ queries, of `count` queries. Query i sees the first `first` + i + 1 keys;
+    those that see none of a tile's are left out, by whole tiles."""
+    for key in range(0, keys, _ROWS):
+        unseeing = max(0, key - first) // _ROWS * _ROWS
+        for i in range(0, width, LANES):
+            _tile(
+                weights, unseeing * most + key, 1, most, queries, unseeing * width + i, width, count - unseeing,
+                of_keys, key * width + i, width, True,
+            )  # fmt: skip
+
+
+@compiled()
 def _four(texts, number):
     return texts[number, 0], texts[number, 1], texts[number, 2], texts[number, 3]
 
@@ -124,7 +145,7 @@ def _zeros(size):
 
 
 @compiled()
-def _weigh(scores, at, count, reach, scale):
+def _softmax(scores, at, count, reach, scale):
     """Scores of one query -> exp(score - the highest), 0 from `count` on. Returns the highest and the sum."""
     factor, top, sums = splatted(scale), splatted(np.float32(-np.inf)), splatted(np.float32(0.0))
     for i in range(0, reach, LANES):
@@ -141,10 +162,10 @@ def _weigh(scores, at, count, reach, scale):
 
 
 @compiled()
-def _weigh_backward(weights, of_scores, at, count, reach, scale, highest, share, mean):
+def _softmax_backward(weights, of_scores, at, count, reach, scale, highest, share, delta):
     """For one query, scores -> weights, and the weights' gradient -> the scores', both 0 from `count` on and for one
     vector more than `reach`: a tile of keys may begin before the end of what a query sees, and end behind it."""
-    factor, top, part, centre = splatted(scale), splatted(highest), splatted(share), splatted(mean)
+    factor, top, part, centre = splatted(scale), splatted(highest), splatted(share), splatted(delta)
     for i in range(0, reach, LANES):
         distance = first_lanes(subtract(multiply(loaded(weights, at + i), factor), top), count - i)
         weight = multiply(exp(distance), part)
@@ -160,10 +181,10 @@ _SIZES = types.UniTuple(types.int64, 3)  # H, K, D
 
 
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS, types.int64[:, ::1], _SIZES, types.float32, _FLOATS, _FLOATS))
-def attend(query, key, value, texts, sizes, scale, out, norms):
-    """Causal attention within each text. query and out [T, H, D], key and value [T, K, D]; norms [T, H, 2] are each
-    query's highest score and the share of that: what the backward pass makes the weights of again. `out` is zero
-    before."""
+def attend(query, key, value, texts, sizes, scale, out, statistics):
+    """Causal attention within each text, a tile of queries at a time (FlashAttention, arXiv 2205.14135). query and out
+    [T, H, D], key and value [T, K, D]; statistics [T, H, 2] are the softmax's, each query's highest score and 1 / the
+    sum of exp(score - highest), from which the backward pass makes the weights again. `out` is zero before."""
     heads, kv_heads, size = sizes
     width = _padded(size, LANES)
     most = _padded(_longest(texts), LANES) + LANES
@@ -186,15 +207,12 @@ def attend(query, key, value, texts, sizes, scale, out, norms):
                     reach = min(_padded(shared + first + row + _ROWS, LANES), context)
                     _products(queries, row * width, width, panels, reach, scores, row * most, most)
                     for each in range(row, min(row + _ROWS, count)):
-                        highest, total = _weigh(scores, each * most, shared + first + each + 1, reach, scale)
+                        highest, total = _softmax(scores, each * most, shared + first + each + 1, reach, scale)
                         place = 2 * ((start + first + each) * heads + head)
-                        norms[place], norms[place + 1] = highest, np.float32(1.0) / total
-                    for i in range(0, width, LANES):
-                        _tile(
-                            scores, row * most, most, 1, values, i, width, reach, mixed, row * width + i, width, False
-                        )  # fmt: skip
+                        statistics[place], statistics[place + 1] = highest, np.float32(1.0) / total
+                    _mixed(scores, row * most, most, values, width, reach, mixed, row * width)
                 for each in range(count):
-                    share = norms[2 * ((start + first + each) * heads + head) + 1]
+                    share = statistics[2 * ((start + first + each) * heads + head) + 1]
                     _scatter(mixed, each, width, share, out, at + each * heads * size, 0, 1, size)
 
 
@@ -205,10 +223,11 @@ def attend(query, key, value, texts, sizes, scale, out, norms):
     )
 )  # fmt: skip
 def attend_backward(
-    query, key, value, texts, sizes, scale, out, norms,
+    query, key, value, texts, sizes, scale, out, statistics,
     of_out, of_query, of_key, of_value,
 ):  # fmt: skip
-    """The gradients of what `attend` read, from that of what it wrote. They are zero before."""
+    """The gradients of what `attend` read, each of the shape of it, from that of what it wrote (FlashAttention,
+    Algorithm 4; delta is its D, the sum of out and its gradient's product). They are zero before."""
     heads, kv_heads, size = sizes
     width = _padded(size, LANES)
     most = _padded(_longest(texts), LANES) + LANES
@@ -239,30 +258,17 @@ def attend_backward(
                     _products(queries, row * width, width, key_panels, reach, weights, row * most, most)
                     _products(of_mixed, row * width, width, value_panels, reach, of_scores, row * most, most)
                     for each in range(row, min(row + _ROWS, count)):
-                        mean = _dot(of_out, out, at + each * heads * size, size, width)
+                        delta = _dot(of_out, out, at + each * heads * size, size, width)
                         place = 2 * ((start + first + each) * heads + head)
-                        _weigh_backward(
+                        _softmax_backward(
                             weights, of_scores, each * most, shared + first + each + 1, reach, scale,
-                            norms[place], norms[place + 1], mean,
+                            statistics[place], statistics[place + 1], delta,
                         )  # fmt: skip
-                    for i in range(0, width, LANES):
-                        _tile(
-                            of_scores, row * most, most, 1, keys, i, width, reach,
-                            of_queries, row * width + i, width, False,
-                        )  # fmt: skip
+                    _mixed(of_scores, row * most, most, keys, width, reach, of_queries, row * width)
                 _scatter(of_queries, 0, width, np.float32(1.0), of_query, at, heads * size, count, size)
-                for row in range(0, shared + first + count, _ROWS):
-                    # Queries that see none of these keys are left out, by whole tiles.
-                    unseeing = max(0, row - shared - first) // _ROWS * _ROWS
-                    for i in range(0, width, LANES):
-                        _tile(
-                            weights, unseeing * most + row, 1, most, of_mixed, unseeing * width + i, width,
-                            count - unseeing, of_values, row * width + i, width, True,
-                        )  # fmt: skip
-                        _tile(
-                            of_scores, unseeing * most + row, 1, most, queries, unseeing * width + i, width,
-                            count - unseeing, of_keys, row * width + i, width, True,
-                        )  # fmt: skip
+                seen = shared + first + count
+                _add_by_key(weights, most, of_mixed, count, width, shared + first, seen, of_values)
+                _add_by_key(of_scores, most, queries, count, width, shared + first, seen, of_keys)
             if head % group == group - 1:
                 for source, target in ((of_keys, of_key), (of_values, of_value)):
                     stride, one = kv_heads * size, np.float32(1.0)
@@ -272,7 +278,8 @@ def attend_backward(
 
 @compiled(types.void(_FLOATS, _FLOATS, types.float32, _FLOATS, _FLOATS))
 def rms_norm(x, weight, eps, out, scales):
-    """out = x scale weight, with scale = 1 / sqrt(mean(x^2) + eps) of each row; x and out [T, W], scales [T]."""
+    """RMS norm (arXiv 1910.07467): out = x scale weight, with scale = 1 / sqrt(mean(x^2) + eps) of each row; x and
+    out [T, W], scales [T]."""
     width = len(weight)
     for row in range(len(scales)):
         at = row * width
@@ -309,7 +316,8 @@ def rms_norm_backward(x, weight, scales, of_out, of_x, of_weight):
 
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS, types.int64, types.int64, types.float32, _FLOATS))
 def rotate(x, cosines, sines, heads, size, direction, out):
-    """Rotary embedding: x and out [T, H, D], cosines and sines [T, D]; a `direction` of -1 turns back."""
+    """Rotary embedding (arXiv 2104.09864): x and out [T, H, D], cosines and sines [T, D]; a `direction` of -1 turns
+    back."""
     half = size // 2
     signs = np.empty(LANES, dtype=np.float32)
     signs[: LANES // 2], signs[LANES // 2 :] = -direction, direction
@@ -337,12 +345,10 @@ def rotate(x, cosines, sines, heads, size, direction, out):
 
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS))
 def swiglu(gate, up, out):
-    """out = silu(gate) up, elementwise."""
-    one, zero = splatted(np.float32(1.0)), splatted(np.float32(0.0))
+    """SwiGLU (arXiv 2002.05202): out = silu(gate) up, elementwise."""
     whole = len(out) // LANES * LANES
     for i in range(0, whole, LANES):
-        x = loaded(gate, i)
-        stored(divide(multiply(x, loaded(up, i)), add(one, exp(subtract(zero, x)))), out, i)
+        stored(gated(loaded(gate, i), loaded(up, i)), out, i)
     for i in range(whole, len(out)):
         out[i] = gate[i] * up[i] / (np.float32(1.0) + np.exp(-gate[i]))
 
