@@ -327,6 +327,6 @@ def transpose(typing, a, a_at, a_width, b, b_at, b_width):
 
 @compiled()
 def gated(gate, up):
-    """silu(gate) * up."""
+    """silu(gate) * up, of two vectors [LANES] (SwiGLU, arXiv 2002.05202)."""
     negative = subtract(splatted(np.float32(0.0)), gate)
     return divide(multiply(gate, up), add(splatted(np.float32(1.0)), exp(negative)))
