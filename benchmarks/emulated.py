@@ -31,10 +31,10 @@ from typing import Any
 
 import psutil
 
-from areal_core.config import RunConfig
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
-from areal_core.run import execute, run_folder
-from areal_core.rundir import RunDir
+from areal_core.run.launcher import execute, run_folder
+from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus
 from benchmarks._emulated_offline import Simulated, fit, overhead_share, simulate, with_overhead

@@ -46,15 +46,16 @@ from typing import Any
 import orjson
 import psutil
 
-from areal_core import prepare, weights
 from areal_core.__main__ import configuration
-from areal_core.config import RunConfig
-from areal_core.data.source import open_source
-from areal_core.data.tokenizer import Tokenizer
+from areal_core.config.schema import RunConfig
+from areal_core.environments.source import open_source
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.generation.client import GenerationClient
-from areal_core.launch import CHILD_ENV
-from areal_core.spec import ModelSpec, read_spec
+from areal_core.launch.supervisor import CHILD_ENV
+from areal_core.models.spec import ModelSpec, read_spec
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.run import prepare
+from areal_core.storage import weights
 from areal_core.types import GenerationRequest, PolicyVersion
 from benchmarks._machine import last_line
 

@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_core.config import AlgorithmConfig, TrainingConfig
-from areal_core.model import ModelSpec, init_weights
-from areal_core.training.engine import TrainingBatch
+from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.models.folders import ModelSpec, init_weights
+from areal_core.training.engines.engine import TrainingBatch
+from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.flops import step_flops
 from areal_core.training.hardware import peak_flops_per_s, peak_memory_bytes
-from areal_core.training.torch_engine import TorchEngine
 from benchmarks._machine import last_line
 
 _MEDIAN, _SIGMA, _LONGEST = 1500, 0.8, 7680  # tokens of an answer

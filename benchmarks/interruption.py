@@ -34,9 +34,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from areal_core import process
-from areal_core.config import RunConfig
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, ProcessError
+from areal_core.launch import process
 from benchmarks._emulated_offline import simulate
 from benchmarks._interrupted_server import measure as measure_server
 from benchmarks._machine import last_line

@@ -3,9 +3,9 @@
     python -m benchmarks.split [--devices 8] [--minutes 0.6] [--speed 100] [field=value ...]
 
 The 1.5B model of `benchmarks.emulated` on so many replicas, with their share of the paper's batch and eta 8, once with
-each number of devices that train. Two of these runs are asked for advice (areal_core.split): the one with the fewest
-generation servers, where generation is what is short, and the one with a single rank, where training is. What they
-advise is held against what the runs measured, the first third of each left out as in `benchmarks.emulated`:
+each number of devices that train. Two of these runs are asked for advice (areal_core.planning.split): the one with the
+fewest generation servers, where generation is what is short, and the one with a single rank, where training is. What
+they advise is held against what the runs measured, the first third of each left out as in `benchmarks.emulated`:
 
 - `advised_over_best`: throughput of the advised split over that of the best one that was tried;
 - `promised_over_measured`: what the advice says that its split would give, over what it gave.
@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
-from areal_core.config import RunConfig
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
-from areal_core.run import execute, run_folder
-from areal_core.split import Split, splits_of_run
+from areal_core.planning.split import Split, splits_of_run
+from areal_core.run.launcher import execute, run_folder
 from areal_core.tracking.outbox import Outbox
 from benchmarks._machine import last_line
 from benchmarks.emulated import measure

@@ -36,26 +36,27 @@ from typing import Any
 
 import torch
 
-from areal_core import process, weights
 from areal_core.__main__ import configuration
 from areal_core.algorithm.advantages import advantages_of
-from areal_core.config import RunConfig
-from areal_core.data.source import open_source
-from areal_core.data.tokenizer import Tokenizer
+from areal_core.api.scored_groups import unpack_group
+from areal_core.api.wire import encode_generation, whole_answers
+from areal_core.config.schema import RunConfig
+from areal_core.environments.source import open_source
 from areal_core.errors import ArealError, ConfigError
-from areal_core.evaluation import Evaluator
-from areal_core.generation.engine import Engine
-from areal_core.launch import CHILD_ENV
-from areal_core.model import read_spec, read_weights
-from areal_core.prepare import base_model, preflight
-from areal_core.rewards.packing import unpack_group
+from areal_core.evaluation.evaluator import Evaluator
+from areal_core.generation.engines.embedded import Engine
+from areal_core.launch import process
+from areal_core.launch.supervisor import CHILD_ENV
+from areal_core.models.folders import read_spec, read_weights
+from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.worker import ScoredGroup, ScoreJob, score_group
 from areal_core.rollout.controller import trajectory_seed
-from areal_core.training.batching import shard
-from areal_core.training.engine import TrainingBatch, build_batch
-from areal_core.training.torch_engine import TorchEngine
+from areal_core.run.prepare import base_model, preflight
+from areal_core.storage import weights
+from areal_core.training.batching.partition import shard
+from areal_core.training.engines.engine import TrainingBatch, build_batch
+from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import GenerationRequest, PolicyVersion
-from areal_core.wire import encode_generation, whole_answers
 from benchmarks._machine import last_line
 
 OBJECTIVES = ("decoupled", "naive")

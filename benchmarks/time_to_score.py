@@ -13,7 +13,7 @@ import sys
 
 from areal_core.__main__ import configuration
 from areal_core.errors import ArealError
-from areal_core.run import execute
+from areal_core.run.launcher import execute
 from areal_core.types import RunSummary
 from benchmarks._machine import last_line
 

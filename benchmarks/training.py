@@ -42,8 +42,8 @@ from typing import Any, TypeVar
 
 from areal_core.__main__ import configuration
 from areal_core.errors import ArealError
-from areal_core.launch import CHILD_ENV
-from areal_core.run import execute, run_folder
+from areal_core.launch.supervisor import CHILD_ENV
+from areal_core.run.launcher import execute, run_folder
 from areal_core.tracking.outbox import Outbox
 from benchmarks import _training_offline as offline
 from benchmarks._machine import last_line

@@ -36,16 +36,17 @@ from typing import Any
 import torch
 from safetensors.numpy import load_file
 
-from areal_core import process, weights
 from areal_core.__main__ import configuration
-from areal_core.config import RunConfig
-from areal_core.data.source import open_source
-from areal_core.data.tokenizer import Tokenizer
+from areal_core.config.schema import RunConfig
+from areal_core.environments.source import open_source
 from areal_core.errors import ArealError, ConfigError, ProcessError, StorageError
-from areal_core.evaluation import Evaluator
-from areal_core.launch import CHILD_ENV
-from areal_core.run import execute, prepare
-from areal_core.rundir import RunDir
+from areal_core.evaluation.evaluator import Evaluator
+from areal_core.launch import process
+from areal_core.launch.supervisor import CHILD_ENV
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.run.launcher import execute, prepare
+from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import PolicyVersion
 from benchmarks._machine import last_line

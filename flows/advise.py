@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_core.errors import ArealError
-from areal_core.rundir import RunDir
-from areal_core.split import Split, splits_of_run
+from areal_core.planning.split import Split, splits_of_run
+from areal_core.storage.rundir import RunDir
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,8 @@ stops nothing that trains.
 Cancelling sends this process SIGTERM, which Prefect raises in the main thread; the run is told to stop and its
 processes end in order. There are no on_cancellation or on_crashed hooks: the worker runs them after this process has
 gone, and not at all when the machine dies, so nothing may depend on them. What ends the processes of a run however this
-one goes is their own tie to it (`areal_core.process`); what frees a run to go on is that `prepare` adopts its folder.
+one goes is their own tie to it (`areal_core.launch.process`); what frees a run to go on is that `prepare` adopts its
+folder.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from areal_core import run as core
-from areal_core.config import RunConfig
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
-from areal_core.process import die_with_parent
-from areal_core.progress import describe
-from areal_core.rundir import RunDir
+from areal_core.launch.process import die_with_parent
+from areal_core.run import launcher as core
+from areal_core.run.progress import describe
+from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus, RunSummary
 from flows.compose import configure

@@ -38,10 +38,10 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from areal_core import run as core
 from areal_core.errors import ArealError, TrackingError
-from areal_core.process import die_with_parent
-from areal_core.progress import describe
+from areal_core.launch.process import die_with_parent
+from areal_core.run import launcher as core
+from areal_core.run.progress import describe
 from areal_core.types import RunStatus, RunSummary
 from flows.comparison.headline import metrics, result_table, result_title
 from flows.comparison.plan import DEFAULT_ARMS, Trial, generated_name
@@ -256,7 +256,7 @@ class _Progress:
 
 
 class _Execute:
-    """`areal_core.run.execute`, remembering what it raised: its kind decides about another try."""
+    """`areal_core.run.launcher.execute`, remembering what it raised: its kind decides about another try."""
 
     error: ArealError | None = None
 

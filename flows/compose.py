@@ -1,7 +1,7 @@
 """From an experiment's name and overrides to a checked `RunConfig`. The only user of Hydra.
 
-The schema in `areal_core.config` holds every default. It enters Hydra's ConfigStore as plain values rather than as
-dataclasses, so that one place, `areal_core.config.load`, judges types, bounds and names, each in one line.
+The schema in `areal_core.config.schema` holds every default. It enters Hydra's ConfigStore as plain values rather than
+as dataclasses, so that one place, `areal_core.config.schema.load`, judges types, bounds and names, each in one line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_core.config import RunConfig, load
+from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"

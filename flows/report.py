@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_core.rundir import RunInfo
+from areal_core.storage.rundir import RunInfo
 from areal_core.types import RunSummary
 
 

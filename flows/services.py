@@ -1,7 +1,7 @@
 """Processes that are started together, watched together and ended in order.
 
 Everything that they start in turn carries a mark in its environment, however deep and in whatever session, and holds
-the lifeline of `areal_core.process`: nothing outlives them, whoever is killed.
+the lifeline of `areal_core.launch.process`: nothing outlives them, whoever is killed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from types import FrameType
 
 import psutil
 
-from areal_core import process
 from areal_core.errors import ProcessError
+from areal_core.launch import process
 
 MARK = "AREAL_STACK"  # in the environment of everything that is started, however deep
 GRACE_S = 10.0

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from areal_core import process
 from areal_core.errors import ArealError, ConfigError, ProcessError
-from areal_core.rundir import write_json
+from areal_core.launch import process
+from areal_core.storage.rundir import write_json
 from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services, end_marked, tie
 
 ROOT = Path(__file__).resolve().parent.parent

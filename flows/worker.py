@@ -23,8 +23,8 @@ from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker
 
-from areal_core import process
 from areal_core.errors import ProcessError
+from areal_core.launch import process
 from flows.stack import ROOT, SOLE, WORKER_READY
 
 POOL = "areal-local"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from areal_core.algorithm_config import AlgorithmConfig
+from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.errors import ConfigError, RewardError
 
 Float64Array = NDArray[np.float64]

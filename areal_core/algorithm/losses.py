@@ -11,7 +11,7 @@ from torch import Tensor
 from areal_core.algorithm.divergences import KL_TERMS, log_quotient
 from areal_core.algorithm.objectives import OBJECTIVES, Tokens
 from areal_core.algorithm.statistics import LossStats, loss_stats
-from areal_core.algorithm_config import AlgorithmConfig
+from areal_core.config.algorithm import AlgorithmConfig
 
 
 class PolicyLoss(NamedTuple):

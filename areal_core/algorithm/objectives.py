@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_core.algorithm.divergences import log_quotient
-from areal_core.algorithm_config import AlgorithmConfig
+from areal_core.config.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

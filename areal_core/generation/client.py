@@ -25,10 +25,10 @@ from typing import Any
 import aiohttp
 import orjson
 
+from areal_core.api.wire import ROUTES_VERSION, ServerLoad, encode_request
 from areal_core.errors import GenerationError, ServerLostError
-from areal_core.timeline import Activity, TimelineWriter
+from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
-from areal_core.wire import ROUTES_VERSION, ServerLoad, encode_request
 
 _KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request that meets that would cost it its place
 _CONTROL_TIMEOUT_S = 10.0  # for what a server answers between two decode steps

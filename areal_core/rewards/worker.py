@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from areal_core.config import AlgorithmConfig, TaskConfig
-from areal_core.data.tokenizer import Tokenizer
+from areal_core.api.scored_groups import pack_group
+from areal_core.api.wire import SampledAnswer, join_answers, version_spans
+from areal_core.config.schema import AlgorithmConfig, TaskConfig
+from areal_core.environments.verifiers import verifier
 from areal_core.errors import ArealError, RewardError
-from areal_core.rewards.packing import pack_group
-from areal_core.rewards.verifiers import verifier
-from areal_core.timeline import TimelineWriter
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import GroupPayload, GroupSummary, Int32Array
-from areal_core.wire import SampledAnswer, join_answers, version_spans
 
 _SAMPLES = 2  # answers of a group that are kept as text
 _START_TIMEOUT_S = 120.0  # a worker imports numpy and tokenizers, on a machine that may be busy
@@ -198,7 +198,7 @@ class _Worker:
 def _serve(pipe: Connection, function: Callable[[ScoreJob], ScoredGroup]) -> None:
     """The worker process: one job after the other until the pool is gone. With every answer go the CPU seconds that it
     has used so far; the first one says that it is ready."""
-    from areal_core.process import die_with_parent
+    from areal_core.launch.process import die_with_parent
 
     die_with_parent()
     pipe.send((None, time.process_time()))

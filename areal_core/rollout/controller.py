@@ -25,13 +25,13 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from areal_core.config import RunConfig
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import SampledAnswer
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, GenerationError, RewardError, RunFinished
 from areal_core.rollout.gate import StalenessGate
 from areal_core.rollout.ledger import AdmittedGroup, Selection, TrajectoryLedger
-from areal_core.transcript import Transcript
 from areal_core.types import BatchManifest, GenerationRequest, GroupSummary, PolicyVersion, Prompt
-from areal_core.wire import SampledAnswer
 
 logger = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 1.0

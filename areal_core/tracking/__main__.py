@@ -19,8 +19,8 @@ def main() -> int:
     # Blocked, and taken only while the forwarder waits: a signal breaks into nothing, and none is lost in the seconds
     # of imports. They come after, since they start threads, and a signal goes to any thread that does not block it.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    from areal_core.process import adopt, announce_ready
-    from areal_core.rundir import RunDir
+    from areal_core.launch.process import adopt, announce_ready
+    from areal_core.storage.rundir import RunDir
     from areal_core.tracking.forwarder import Forwarder
     from areal_core.tracking.outbox import Outbox
 

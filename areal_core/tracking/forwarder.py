@@ -18,7 +18,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from areal_core.tracking.client import (
+from areal_core.tracking.mlflow_client import (
     FAILURES,
     MAX_LABELS,
     MAX_METRICS,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from areal_core.emulation import ACCELERATORS, ModelShape
-from areal_core.spec import ModelSpec
-from areal_core.training.engine import TrainingBatch
+from areal_core.models.spec import ModelSpec
+from areal_core.planning.time_model import ACCELERATORS, ModelShape
+from areal_core.training.engines.engine import TrainingBatch
 
 
 def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, reference: bool) -> int:

@@ -14,16 +14,16 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from areal_core import checkpoint, weights
-from areal_core.config import RunConfig
-from areal_core.controller_client import ControllerClient
+from areal_core.api.controller_client import ControllerClient
+from areal_core.config.schema import RunConfig
 from areal_core.errors import StorageError
-from areal_core.rundir import RunDir
-from areal_core.storage import Storage
-from areal_core.tensorfile import write_tensors
-from areal_core.timeline import TimelineWriter
+from areal_core.storage import checkpoint, weights
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir
+from areal_core.storage.tensorfile import write_tensors
+from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.aside import Aside
-from areal_core.training.engine import EngineState, Sender
+from areal_core.training.engines.engine import EngineState, Sender
 from areal_core.types import Float32Array, MetricRow
 
 _LOOK_S = 0.2  # between two looks at a version that a checkpoint waits for

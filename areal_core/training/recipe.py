@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_core.config import RunConfig
-from areal_core.data import arithmetic
-from areal_core.data.tokenizer import EOS, char_tokenizer
+from areal_core.config.schema import RunConfig
+from areal_core.environments import arithmetic
+from areal_core.models.tokenizer import EOS, char_tokenizer
 
 RECIPE = 2  # counts changes of the recipe or of its code that change what comes out
 _RAMP = 0.05  # share of a stage in which the learning rate rises

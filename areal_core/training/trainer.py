@@ -23,20 +23,23 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from areal_core import checkpoint, process, weights
 from areal_core.algorithm.advantages import advantages_of
-from areal_core.config import RunConfig
-from areal_core.controller_client import ControllerClient
+from areal_core.api.controller_client import ControllerClient
+from areal_core.api.scored_groups import unpack_group
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, DivergenceError, ProcessError, RunFinished, StorageError
-from areal_core.model import read_spec, read_weights, write_model
-from areal_core.rewards.packing import unpack_group
-from areal_core.rundir import RunDir
-from areal_core.storage import Storage
-from areal_core.tensorfile import write_tensors
-from areal_core.timeline import TimelineWriter
-from areal_core.training.batching import shard
-from areal_core.training.emulated import EmulatedTrainingEngine
-from areal_core.training.engine import (
+from areal_core.launch import process
+from areal_core.models.folders import read_spec, read_weights, write_model
+from areal_core.storage import checkpoint, weights
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir
+from areal_core.storage.tensorfile import write_tensors
+from areal_core.tracking.timeline import TimelineWriter
+from areal_core.training.batching.feed import BatchFeed
+from areal_core.training.batching.partition import shard
+from areal_core.training.distributed.ranks import RankGroup, meeting_point
+from areal_core.training.engines.emulated import EmulatedTrainingEngine
+from areal_core.training.engines.engine import (
     EngineState,
     Sender,
     StepStats,
@@ -45,13 +48,11 @@ from areal_core.training.engine import (
     build_batch,
     check_batch,
 )
-from areal_core.training.feed import BatchFeed
+from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.flops import step_flops, training_cost
 from areal_core.training.hardware import peak_flops_per_s, peak_memory_bytes
+from areal_core.training.metrics import step_metrics
 from areal_core.training.publisher import Publisher
-from areal_core.training.ranks import RankGroup, meeting_point
-from areal_core.training.report import step_metrics
-from areal_core.training.torch_engine import TorchEngine
 from areal_core.types import BatchGroup, BatchManifest, Float32Array
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class Trainer:
         }
         if config.training.engine == "deepspeed":
             os.environ["DS_ACCELERATOR"] = config.launch.accelerator  # read as deepspeed is imported
-            from areal_core.training.deepspeed_engine import DeepSpeedEngine  # takes a second or two
+            from areal_core.training.engines.deepspeed_engine import DeepSpeedEngine  # takes a second or two
 
             return DeepSpeedEngine(self.spec, weights, config.training, config.algorithm, **options)
         return TorchEngine(self.spec, weights, config.training, config.algorithm, **options)
@@ -147,7 +148,7 @@ class Trainer:
         generation = self.config.generation
         if generation.transfer == "files" or self.rank > 0:
             return None
-        from areal_core.training.transfer import VllmSender  # vLLM, in an environment that has it
+        from areal_core.training.distributed.weight_sender import VllmSender  # vLLM, in an environment that has it
 
         return VllmSender(self.controller, generation.transfer, self.config.generation.vllm.dtype)
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from areal_core import process
-from areal_core.config import RunConfig, load_file
-from areal_core.data.tokenizer import EOS, char_tokenizer
-from areal_core.model import ModelSpec, init_weights, write_model
+from areal_core.config.schema import RunConfig, load_file
+from areal_core.launch import process
+from areal_core.models.folders import ModelSpec, init_weights, write_model
+from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.training import recipe
-from areal_core.training.forward import answer_logprobs
-from areal_core.training.packing import pack
+from areal_core.training.batching.packing import pack
+from areal_core.training.model.forward import answer_logprobs
 from areal_core.training.recipe import cache_key
 
 __all__ = ["cache_key", "embedded_spec", "make_model", "warm_up"]

@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from areal_core.timeline import Span
+from areal_core.tracking.timeline import Span
 from flows.comparison.measures import in_ring_order, publications, rl_window, succeeded, time_scale
 from flows.comparison.statistics import Interval
 from flows.comparison.trials import TrialResult

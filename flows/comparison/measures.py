@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_core.account import occupied
-from areal_core.config import RunConfig
-from areal_core.timeline import Span
+from areal_core.config.schema import RunConfig
+from areal_core.planning.account import occupied
+from areal_core.tracking.timeline import Span
 from areal_core.types import RunSummary
 from flows.comparison.statistics import Interval, paired_difference, paired_ratio
 from flows.comparison.trials import TrialResult

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from areal_core.prepare import run_folder, tracking_uri
-from areal_core.rundir import write_json
-from areal_core.tracking import client
+from areal_core.run.prepare import run_folder, tracking_uri
+from areal_core.storage.rundir import write_json
+from areal_core.tracking import mlflow_client
 from areal_core.tracking.outbox import EndStatus
 from flows.comparison.plan import Trial
 from flows.comparison.record import Comparison
@@ -44,17 +44,17 @@ class Parent:
         if self.page is None or not children:
             return None
         runs, experiments = (
-            quote(json.dumps(ids)) for ids in (children, [client.experiment_of(self.uri, self.run_id)])
+            quote(json.dumps(ids)) for ids in (children, [mlflow_client.experiment_of(self.uri, self.run_id)])
         )
         return f"{self.uri.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}"
 
     def add(self, metrics: Mapping[str, float], step: int, files: Iterable[Path]) -> None:
         """Metrics of the comparison, and files of its report. Raises TrackingError."""
-        client.add_to_run(self.uri, self.run_id, metrics=metrics, step=step, files=files, folder="report")
+        mlflow_client.add_to_run(self.uri, self.run_id, metrics=metrics, step=step, files=files, folder="report")
 
     def end(self, status: EndStatus) -> None:
         """Raises TrackingError."""
-        client.end_run(self.uri, self.run_id, status)
+        mlflow_client.end_run(self.uri, self.run_id, status)
 
 
 def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[str, str]) -> Parent | None:
@@ -84,13 +84,13 @@ def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[s
     known = comparison.folder() / "tracking.json"
     if known.exists():
         parent = Parent(uri=uri, run_id=json.loads(known.read_text())["run_id"])
-        if client.resume_run(uri, parent.run_id):
-            client.label_run(uri, parent.run_id, labels, settings)
+        if mlflow_client.resume_run(uri, parent.run_id):
+            mlflow_client.label_run(uri, parent.run_id, labels, settings)
             return parent
-    run_id = client.start_run(uri, config.tracking.experiment, comparison.name, labels, settings)
+    run_id = mlflow_client.start_run(uri, config.tracking.experiment, comparison.name, labels, settings)
     parent = Parent(uri=uri, run_id=run_id)
     for child in _children(trials):  # of an earlier parent
-        client.label_run(uri, child, parent.tags)
+        mlflow_client.label_run(uri, child, parent.tags)
     write_json(known, dataclasses.asdict(parent))
     return parent
 

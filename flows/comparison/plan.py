@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from areal_core.config import RunConfig, load
+from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from flows.compose import compose
 
@@ -164,7 +164,7 @@ def _check_devices(arm: str, config: RunConfig) -> None:
     """No phase of a run may use more devices than it is charged for.
 
     Asynchronous servers and ranks that outnumber the cores share them, since a run is confined to launch.devices cores;
-    emulated devices, which nothing confines, have a rule of their own in `areal_core.config`.
+    emulated devices, which nothing confines, have a rule of their own in `areal_core.config.schema`.
     """
     servers, ranks, devices = config.generation_servers, config.training_ranks, config.launch.devices
     uses = {"generation.servers": servers, "training.ranks": ranks}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.errors import ConfigError
-from areal_core.rundir import write_json
+from areal_core.storage.rundir import write_json
 from flows.comparison.plan import Arm, Trial, plan
 from flows.compose import compose
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_core.config import RunConfig
+from areal_core.config.schema import RunConfig
 from flows.comparison import cells, figures
 from flows.comparison.measures import (
     SCORES,

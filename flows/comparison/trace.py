@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_core.timeline import Span
+from areal_core.tracking.timeline import Span
 from flows.comparison.measures import in_ring_order
 
 

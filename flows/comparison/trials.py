@@ -7,16 +7,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from areal_core import run as core
 from areal_core.errors import ArealError
-from areal_core.prepare import Log
-from areal_core.rundir import RunDir
-from areal_core.timeline import Span, read_timeline
+from areal_core.run import launcher as core
+from areal_core.run.prepare import Log
+from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
+from areal_core.tracking.timeline import Span, read_timeline
 from areal_core.types import RunStatus, RunSummary
 from flows.comparison.plan import Trial, differences
 
-Execute = Callable[..., RunSummary]  # `areal_core.run.execute`
+Execute = Callable[..., RunSummary]  # `areal_core.run.launcher.execute`
 Curves = dict[str, list[tuple[int, float]]]  # metric key -> (step, value), by step
 
 _MAY_DIFFER = r"state_dir|(storage|tracking)\..*"  # from what was planned: where things lie

@@ -21,8 +21,8 @@ from mlflow import MlflowClient
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.states import Cancelling
 
-from areal_core import weights
-from areal_core.rundir import RunDir
+from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from flows.stack import ROOT
 from tests.support.control import environment, processes_of, tiny

@@ -4,8 +4,8 @@ import aiohttp
 import pytest
 import torch
 
+from areal_core.controller.pool import GenerationPool
 from areal_core.generation.client import GenerationClient
-from areal_core.generation.pool import GenerationPool
 from tests.support.live_servers import SEEDS, SLOTS, SPEC, publish, serving
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from areal_core.api.wire import parse_generation
 from areal_core.errors import ServerLostError
 from areal_core.types import PolicyVersion
-from areal_core.wire import parse_generation
 from tests.support.generation import request
 from tests.support.live_servers import EXACT, deviations, digest, get, post
 

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
+from areal_core.api.wire import encode_request, parse_generation
 from areal_core.errors import ServerLostError
 from areal_core.generation.client import GenerationClient
-from areal_core.wire import encode_request, parse_generation
 from tests.support.generation import request
 from tests.support.live_servers import EXACT, LONG, SLOTS, deviations, until
 

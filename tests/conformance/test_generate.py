@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_core.wire import parse_generation
+from areal_core.api.wire import parse_generation
 from tests.support.generation import request
 from tests.support.live_servers import CONTEXT, EXACT, body, deviations, post, sample
 

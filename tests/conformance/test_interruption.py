@@ -6,8 +6,8 @@ import functools
 import numpy as np
 import pytest
 
-from areal_core.transcript import Transcript
-from areal_core.wire import join_answers, parse_generation, version_spans
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import join_answers, parse_generation, version_spans
 from tests.support.generation import request
 from tests.support.live_servers import CONTEXT, EXACT, LONG, SLOTS, deviations, get, post, until
 

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def vllm_python():
     """The interpreter of an environment with vLLM for GPUs; AREAL_VLLM_PYTHON names one other than this."""
-    from areal_core.generation.vllm_server import check_installed  # tests of training run without what it needs
+    from areal_core.generation.vllm.server import check_installed  # tests of training run without what it needs
 
     try:
         distribution = check_installed(VLLM_PYTHON)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from areal_core.generation.engine import Engine
+from areal_core.generation.engines.embedded import Engine
 from tests.support.generation import SPECS, Reference, request, weights
 
 

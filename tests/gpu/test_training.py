@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.config import AlgorithmConfig, TrainingConfig
-from areal_core.model import ModelSpec, init_weights
-from areal_core.training import attention
-from areal_core.training.attention import attention_by_block, causal_attention
-from areal_core.training.engine import TrainingBatch
-from areal_core.training.forward import answer_logprobs
+from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.models.folders import ModelSpec, init_weights
+from areal_core.training.batching.packing import Block
+from areal_core.training.engines.engine import TrainingBatch
+from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.hardware import peak_memory_bytes
-from areal_core.training.packing import Block
-from areal_core.training.torch_engine import TorchEngine
+from areal_core.training.model import attention
+from areal_core.training.model.attention import attention_by_block, causal_attention
+from areal_core.training.model.forward import answer_logprobs
 from tests.support.training import SPEC, engine, train
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for sums in a fixed order

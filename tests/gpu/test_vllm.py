@@ -14,11 +14,11 @@ import pytest
 import torch
 from aiohttp import web
 
-from areal_core import weights as published
-from areal_core.generation.pool import GenerationPool
-from areal_core.generation.transfer import transfer_routes
-from areal_core.transcript import Transcript
-from areal_core.wire import join_answers
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import join_answers
+from areal_core.controller.pool import GenerationPool
+from areal_core.controller.weight_transfer import transfer_routes
+from areal_core.storage import weights as published
 from tests.support.generation import LLAMA_GQA, Reference, request, weights, write
 
 SPEC = dataclasses.replace(
@@ -30,7 +30,7 @@ NOISE = 2e-3  # nats: vLLM's kernels and transformers', both in float32
 @contextlib.contextmanager
 def serving(python, model, scratch, *options, device="0"):
     ready = scratch / "ready.json"
-    command = [sys.executable, "-m", "areal_core.generation.vllm_server", "--python", python, "--model", str(model)]
+    command = [sys.executable, "-m", "areal_core.generation.vllm.server", "--python", python, "--model", str(model)]
     command += ["--ready-file", str(ready), "--slots", "32", "--context", "2048", "--dtype", "float32"]
     command += ["--memory-share", "0.3", "--log-file", str(scratch / "vllm.log"), *options]
     process = subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": device})
@@ -89,7 +89,7 @@ async def test_weights_come_from_the_trainers_gpu(vllm_python, versions, tmp_pat
     pytest.importorskip("vllm", reason="the trainer sends with vLLM's engine: run this in vLLM's environment")
     if transfer == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a GPU for each rank: two, and there is one")
-    from areal_core.training.transfer import VllmSender
+    from areal_core.training.distributed.weight_sender import VllmSender
 
     base, made, tensors, reference = versions
     device = "1" if transfer == "nccl" else "0"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_core.config import load
+from areal_core.config.schema import load
 from tests.support.hosts import ADDRESSES, HEAD, REQUIRE_HOSTS, Cluster, Network, missing
 from tests.support.runs import TINY
 

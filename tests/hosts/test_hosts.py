@@ -17,7 +17,7 @@ FIRST, SECOND = TRAINS  # rank 0 and rank 1: torchrun orders machines by address
 LIST_STORE = """
 import sys
 from areal_core import checkpoint
-from areal_core.storage import Storage
+from areal_core.storage.objects import Storage
 storage = Storage.open(*sys.argv[1:])
 newest = checkpoint.newest(storage)
 print(newest and newest.step, *sorted(storage.sizes("final")))

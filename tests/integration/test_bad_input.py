@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import save_file
 
 from areal_core.__main__ import main
-from areal_core.model import init_weights
+from areal_core.models.folders import init_weights
 from tests.support.models import SPEC, write_tiny
 
 
@@ -262,7 +262,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
 
 def test_resuming_with_another_configuration(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from areal_core.__main__ import configuration
-    from areal_core.prepare import prepare
+    from areal_core.run.prepare import prepare
 
     base = [f"state_dir={tmp_path}/state", f"storage.url={tmp_path}/store", f"model.path={model}"]
     base += ["tracking.enabled=false", "task.held_out=8"]

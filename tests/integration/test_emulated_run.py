@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from areal_core.config import RunConfig, load
+from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from areal_core.progress import conclude
-from areal_core.run import execute, run_folder
-from areal_core.timeline import read_timeline
+from areal_core.run.launcher import execute, run_folder
+from areal_core.run.progress import conclude
 from areal_core.tracking.outbox import Outbox
+from areal_core.tracking.timeline import read_timeline
 from areal_core.types import RunStatus
 
 STEPS = 3

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_core.config import load
-from areal_core.rewards.packing import unpack_group
+from areal_core.api.scored_groups import unpack_group
+from areal_core.config.schema import load
 from areal_core.rollout.ledger import TrajectoryLedger
-from areal_core.run import execute, run_folder
+from areal_core.run.launcher import execute, run_folder
 from areal_core.types import GroupPayload
 
 pytestmark = pytest.mark.slow

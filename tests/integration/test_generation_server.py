@@ -11,12 +11,12 @@ import aiohttp
 import numpy as np
 import pytest
 
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import join_answers, parse_generation
+from areal_core.controller.pool import GenerationPool
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
-from areal_core.generation.pool import GenerationPool
-from areal_core.transcript import Transcript
 from areal_core.types import PolicyVersion
-from areal_core.wire import join_answers, parse_generation
 from tests.support.generation import LLAMA_GQA, request
 from tests.support.live_servers import SEEDS, SLOTS, body, get, post, publish, serving, start, until, url_of
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_core.config import RunConfig
+from areal_core.config.schema import RunConfig
 from tests.support.runs import TIMEOUT_S, Launched, tiny
 
 pytestmark = pytest.mark.slow
@@ -22,14 +22,14 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """`python -m areal_core.host` for a run, at its start."""
+    """`python -m areal_core.run.remote_worker` for a run, at its start."""
     started: list[subprocess.Popen[str]] = []
 
     def command(head: Launched, role: str, *options: object) -> subprocess.Popen[str]:
         where = ("--run-dir", head.run.root, "--address", "127.0.0.1")
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "areal_core.host", role, *map(str, (*where, *options))],
+                [sys.executable, "-m", "areal_core.run.remote_worker", role, *map(str, (*where, *options))],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core import weights
-from areal_core.config import load
+from areal_core.config.schema import load
 from areal_core.rewards.worker import ScoredGroup
-from areal_core.training.engine import TrainingBatch
-from areal_core.training.torch_engine import TorchEngine
+from areal_core.storage import weights
+from areal_core.training.engines.engine import TrainingBatch
+from areal_core.training.engines.torch_engine import TorchEngine
 from benchmarks import staleness
 from benchmarks.staleness import Job, LaggedTraining
 from flows.compose import CONF, compose

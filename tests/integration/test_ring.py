@@ -14,14 +14,14 @@ import torch
 from moto.server import ThreadedMotoServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_core import checkpoint, weights
-from areal_core.config import RunConfig, load
-from areal_core.model import read_weights
-from areal_core.run import execute, run_folder
-from areal_core.spec import read_spec
-from areal_core.storage import Storage
-from areal_core.training.forward import answer_logprobs
-from areal_core.training.packing import pack
+from areal_core.config.schema import RunConfig, load
+from areal_core.models.folders import read_weights
+from areal_core.models.spec import read_spec
+from areal_core.run.launcher import execute, run_folder
+from areal_core.storage import checkpoint, weights
+from areal_core.storage.objects import Storage
+from areal_core.training.batching.packing import pack
+from areal_core.training.model.forward import answer_logprobs
 from areal_core.types import RunStatus
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from moto.server import ThreadedMotoServer
 
-from areal_core import checkpoint
 from areal_core.errors import StorageError
-from areal_core.storage import Storage
+from areal_core.storage import checkpoint
+from areal_core.storage.objects import Storage
 
 
 @pytest.fixture(scope="module")

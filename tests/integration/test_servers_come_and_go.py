@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from areal_core.controller_client import ControllerClient
+from areal_core.api.controller_client import ControllerClient
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import join_answers
+from areal_core.controller import pool as module
+from areal_core.controller.pool import GenerationPool
+from areal_core.controller.service import base_version
 from areal_core.generation import client as client_module
-from areal_core.generation import pool as module
 from areal_core.generation.client import GenerationClient
-from areal_core.generation.engine import Engine
-from areal_core.generation.pool import GenerationPool
-from areal_core.generation.server import GenerationServer
-from areal_core.model import read_weights
+from areal_core.generation.engines.embedded import Engine
+from areal_core.generation.server.routes import GenerationServer
+from areal_core.models.folders import read_weights
 from areal_core.rollout.ledger import TrajectoryLedger
-from areal_core.service import base_version
-from areal_core.transcript import Transcript
 from areal_core.types import PolicyVersion
-from areal_core.wire import join_answers
 from tests.support.generation import QWEN2, request, write
 from tests.support.runs import Launched
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories
@@ -193,7 +193,15 @@ def test_a_server_that_was_started_by_hand_joins_a_run_and_leaves_it(tmp_path: P
         ready = tmp_path / "by-hand-ready.json"
         run.wait_for("the base model is made", (run.run.root / "run.json").exists)
         model = run.run.info().model_path
-        command = [sys.executable, "-m", "areal_core.generation.server", "--model", model, "--ready-file", str(ready)]
+        command = [
+            sys.executable,
+            "-m",
+            "areal_core.generation.server.routes",
+            "--model",
+            model,
+            "--ready-file",
+            str(ready),
+        ]
         by_hand = subprocess.Popen(command)
         client = ControllerClient(run.run)
         try:

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from areal_core.config import load
+from areal_core.config.schema import load
 from areal_core.errors import TrackingError
-from areal_core.rundir import RunDir, RunInfo
-from areal_core.tracking.client import check_reachable, start_run
+from areal_core.storage.rundir import RunDir, RunInfo
+from areal_core.tracking.mlflow_client import check_reachable, start_run
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
 

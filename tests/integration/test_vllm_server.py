@@ -12,11 +12,11 @@ import time
 import pytest
 from safetensors.torch import load_file, save_file
 
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import join_answers
+from areal_core.controller.pool import GenerationPool
 from areal_core.generation.client import GenerationClient
-from areal_core.generation.pool import GenerationPool
-from areal_core.timeline import TimelineWriter, read_timeline
-from areal_core.transcript import Transcript
-from areal_core.wire import join_answers
+from areal_core.tracking.timeline import TimelineWriter, read_timeline
 from tests.support.generation import request
 from tests.support.live_servers import EXACT, QWEN2, Server, deviations, members, publish, start, url_of
 
@@ -114,7 +114,7 @@ def test_a_port_in_use_is_one_line_that_names_it(tmp_path):
     python = tmp_path / "python"
     python.write_text(FAKE)
     python.chmod(0o755)
-    command = ["-m", "areal_core.generation.vllm_server", "--python", python, "--model", tmp_path, "--context", 64]
+    command = ["-m", "areal_core.generation.vllm.server", "--python", python, "--model", tmp_path, "--context", 64]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = subprocess.run(

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core.training.batching import allocate, allocate_groups, partition, shard
+from areal_core.training.batching.partition import allocate, allocate_groups, partition, shard
 
 CAPACITY = 64
 lengths = st.lists(st.integers(1, CAPACITY), max_size=80)

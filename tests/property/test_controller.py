@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_core.config import load
+from areal_core.api.wire import SampledAnswer
+from areal_core.config.schema import load
 from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished
 from areal_core.rollout.controller import RolloutController, trajectory_seed
 from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
 from areal_core.types import BatchManifest, GenerationRequest, GroupState, GroupSummary, PolicyVersion, Prompt
-from areal_core.wire import SampledAnswer
 from tests.support.rollout import FIRST_TOKEN, FakeEngine, FakeScorer, Prompts
 from tests.support.virtual import run_virtual
 

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from areal_core.timeline import Span
+from areal_core.tracking.timeline import Span
 from areal_core.types import RunSummary, TokenLedger
 from flows.comparison.plan import Trial
 from flows.comparison.trials import TrialResult

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from areal_core.config import EmulationConfig
-from areal_core.emulation import Pace, TimeModel
-from areal_core.generation.emulated import EmulatedEngine
+from areal_core.config.schema import EmulationConfig
+from areal_core.generation.engines.emulated import EmulatedEngine
+from areal_core.planning.time_model import Pace, TimeModel
 from areal_core.types import GenerationRequest
 from tests.support.models import SPEC
 

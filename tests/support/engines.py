@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_core.config import AlgorithmConfig, TrainingConfig
+from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
-from areal_core.training.engine import StepStats
-from areal_core.training.policy_engine import PolicyEngine
-from areal_core.training.ranks import RankGroup
-from areal_core.training.torch_engine import TorchEngine
+from areal_core.training.distributed.ranks import RankGroup
+from areal_core.training.engines.engine import StepStats
+from areal_core.training.engines.policy_engine import PolicyEngine
+from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import Float32Array
 from tests.support.training import SPEC, TRAINING, batch, weights
 
@@ -110,7 +110,7 @@ class Cases:
         ranks = RankGroup() if alone else self.ranks
         if stage is None:
             return TorchEngine(SPEC, weights(), training, AlgorithmConfig(), ranks=ranks)
-        from areal_core.training.deepspeed_engine import DeepSpeedEngine
+        from areal_core.training.engines.deepspeed_engine import DeepSpeedEngine
 
         training = replace(training, zero_stage=stage)
         return DeepSpeedEngine(SPEC, weights(), training, AlgorithmConfig(), ranks=ranks)

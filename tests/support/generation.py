@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_core import model
-from areal_core.model import ModelSpec
+from areal_core.api.wire import Answer
+from areal_core.models import folders
+from areal_core.models.folders import ModelSpec
 from areal_core.types import GenerationRequest
-from areal_core.wire import Answer
 
 QWEN2 = ModelSpec(
     architecture="Qwen2ForCausalLM",
@@ -48,12 +48,12 @@ SPECS = {"qwen2": QWEN2, "qwen2-gqa": QWEN2_GQA, "llama-gqa": LLAMA_GQA}
 def weights(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:
     """Weights far from uniform predictions, so that a mistake shows."""
     generator = torch.Generator().manual_seed(seed)
-    fresh = model.init_weights(spec, seed)
+    fresh = folders.init_weights(spec, seed)
     return {name: tensor + 0.25 * torch.randn(tensor.shape, generator=generator) for name, tensor in fresh.items()}
 
 
 def write(folder: Path, spec: ModelSpec, seed: int) -> Path:
-    model.write_model(folder, spec, weights(spec, seed), None)
+    folders.write_model(folder, spec, weights(spec, seed), None)
     return folder
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal_core.config import load
-from areal_core.launch import FileLock
-from areal_core.rundir import RunDir, RunInfo, write_json
+from areal_core.config.schema import load
+from areal_core.launch.supervisor import FileLock
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.types import RunStatus
 
 PATIENCE_S = 30.0

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from areal_core import weights
-from areal_core.config import RunConfig
-from areal_core.run import run_folder
+from areal_core.config.schema import RunConfig
+from areal_core.run.launcher import run_folder
+from areal_core.storage import weights
 from areal_core.types import RunSummary
 from tests.support.runs import checked_summary
 
@@ -162,7 +162,9 @@ class Cluster:
         """The command by which a machine takes part."""
         role = ("generation",) if host == GENERATES else ("trainer", "--node", TRAINS.index(host))
         options = ("--run-dir", self.run.root, "--address", ADDRESSES[host])
-        self.processes[host] = self.network.start(host, self._text(host), "-m", "areal_core.host", *role, *options)
+        self.processes[host] = self.network.start(
+            host, self._text(host), "-m", "areal_core.run.remote_worker", *role, *options
+        )
 
     def __enter__(self) -> Cluster:
         return self

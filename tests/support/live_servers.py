@@ -20,11 +20,11 @@ import numpy as np
 import orjson
 import pytest
 
-from areal_core import weights as versions
+from areal_core.api.wire import Answer, ServerLoad
 from areal_core.generation.client import GenerationClient
-from areal_core.model import ModelSpec
+from areal_core.models.folders import ModelSpec
+from areal_core.storage import weights as versions
 from areal_core.types import GenerationRequest, PolicyVersion
-from areal_core.wire import Answer, ServerLoad
 from tests.support.generation import LLAMA_GQA, Reference, weights, write
 
 CONTEXT = 4096
@@ -39,7 +39,7 @@ LONG = 4000  # tokens: an answer that outlasts whatever a test does meanwhile
 EXACT = 1.0  # deviation that rounding allows
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 REQUIRE_VLLM = "AREAL_REQUIRE_VLLM"
-_MODULES = {"embedded": "areal_core.generation.server", "vllm": "areal_core.generation.vllm_server"}
+_MODULES = {"embedded": "areal_core.generation.server.routes", "vllm": "areal_core.generation.vllm.server"}
 _START_S = {"embedded": 60, "vllm": 300}
 _END_S = 30
 

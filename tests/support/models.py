@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_core.data.tokenizer import EOS, char_tokenizer
-from areal_core.model import ModelSpec, init_weights, write_model
+from areal_core.models.folders import ModelSpec, init_weights, write_model
+from areal_core.models.tokenizer import EOS, char_tokenizer
 
 SPEC = ModelSpec(
     architecture="Qwen2ForCausalLM",

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import orjson
 
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import SampledAnswer, join_answers
 from areal_core.errors import GenerationError, RewardError
-from areal_core.transcript import Transcript
 from areal_core.types import GenerationRequest, GroupSummary, PolicyVersion, Prompt
-from areal_core.wire import SampledAnswer, join_answers
 
 FIRST_TOKEN = 100  # above the prompts' and the stop token
 

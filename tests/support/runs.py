@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal_core import weights
-from areal_core.config import RunConfig, load
+from areal_core.config.schema import RunConfig, load
 from areal_core.rollout.ledger import TrajectoryLedger
-from areal_core.run import read_summary, run_folder
-from areal_core.rundir import RunDir
+from areal_core.run.launcher import read_summary, run_folder
+from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir
 from areal_core.types import RunSummary
 
 T = TypeVar("T")

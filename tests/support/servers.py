@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
+from areal_core.api.wire import ServerLoad
 from areal_core.types import PolicyVersion
-from areal_core.wire import ServerLoad
 from tests.support.rollout import body
 
 T = TypeVar("T")

@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from areal_core.config import RunConfig, load
-from areal_core.rundir import RunDir, RunInfo
-from areal_core.split import DecodePace, Rates
+from areal_core.config.schema import RunConfig, load
+from areal_core.planning.split import DecodePace, Rates
+from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
 

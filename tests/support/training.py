@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from areal_core.algorithm.advantages import group_advantages
-from areal_core.config import AlgorithmConfig, TrainingConfig
-from areal_core.model import ModelSpec, init_weights
-from areal_core.training.batching import shard
-from areal_core.training.engine import StepStats, TrainingBatch, build_batch
-from areal_core.training.ranks import RankGroup
-from areal_core.training.torch_engine import TorchEngine
+from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.models.folders import ModelSpec, init_weights
+from areal_core.training.batching.partition import shard
+from areal_core.training.distributed.ranks import RankGroup
+from areal_core.training.engines.engine import StepStats, TrainingBatch, build_batch
+from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import GroupPayload
 
 torch.set_num_threads(1)  # as the processes of a run do; two would only wait for each other at this size

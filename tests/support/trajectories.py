@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_core.checkpoint import describe
-from areal_core.config import RunConfig
-from areal_core.data.source import open_source
-from areal_core.data.tokenizer import Tokenizer
-from areal_core.rewards.packing import unpack_group
+from areal_core.api.scored_groups import unpack_group
+from areal_core.config.schema import RunConfig
+from areal_core.environments.source import open_source
+from areal_core.models.tokenizer import Tokenizer
 from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.storage.checkpoint import describe
 from areal_core.types import GroupPayload, GroupState, PolicyVersion
 from tests.support.runs import Launched, tiny
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import areal_core.__main__ as command
-from areal_core.command import Stopped
-from areal_core.config import RunConfig
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, ModelError, ProcessError, StorageError, TrackingError
+from areal_core.run.command import Stopped
 from tests.support.models import write_tiny
 
 

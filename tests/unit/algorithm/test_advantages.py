@@ -10,8 +10,8 @@ from areal_core.algorithm.advantages import (
     leave_one_out_advantages,
     overlong_penalties,
 )
-from areal_core.algorithm_config import AlgorithmConfig
-from areal_core.config import load
+from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.config.schema import load
 from areal_core.errors import ConfigError, RewardError
 
 # Group 0: mean 1/4, population std sqrt(3)/4. Group 1 has no variance. The batch: mean 5/8, std sqrt(15)/8.

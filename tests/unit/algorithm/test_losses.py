@@ -12,8 +12,8 @@ from areal_core.algorithm.divergences import KL_TERMS, k2, k3
 from areal_core.algorithm.losses import policy_loss
 from areal_core.algorithm.objectives import OBJECTIVES, Tokens
 from areal_core.algorithm.statistics import LossStats
-from areal_core.algorithm_config import AlgorithmConfig
-from areal_core.config import load
+from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.config.schema import load
 from areal_core.errors import ConfigError
 from tests.support.tokens import of
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from areal_core.algorithm.means import LOSS_MEANS
-from areal_core.config import load
+from areal_core.config.schema import load
 from areal_core.errors import ConfigError
 
 # Three answers of 2, 3 and 1 loss tokens whose terms are these, and one that is masked out; the limit is 5 tokens.

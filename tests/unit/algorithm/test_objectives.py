@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from areal_core.algorithm.objectives import OBJECTIVES, Surrogate, Tokens, a3po, decoupled, naive, reinforce
-from areal_core.algorithm_config import AlgorithmConfig
-from areal_core.config import load
+from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.config.schema import load
 from areal_core.errors import ConfigError
 from tests.support.tokens import TOKENS, logs, of
 

@@ -7,7 +7,7 @@ import torch
 
 from areal_core.algorithm.losses import policy_loss
 from areal_core.algorithm.statistics import LossStats
-from areal_core.algorithm_config import AlgorithmConfig
+from areal_core.config.algorithm import AlgorithmConfig
 from tests.support.tokens import TOKENS, of
 
 REFERENCE = replace(TOKENS, reference=of(0.55, 0.3, 0.1, float("nan")).log(), entropy=of(0.5, 1.0, 0.25, float("nan")))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from areal_core.config import RunConfig, load
-from areal_core.data.source import open_source
-from areal_core.data.tokenizer import char_tokenizer
-from areal_core.emulation import TimeModel
+from areal_core.config.schema import RunConfig, load
+from areal_core.environments.source import open_source
 from areal_core.errors import ArealError
+from areal_core.models.tokenizer import char_tokenizer
+from areal_core.planning.time_model import TimeModel
 from benchmarks._emulated_offline import Simulated, fit, overhead_share, simulate, with_overhead
 from benchmarks.emulated import PAPER, Measured, first_end, measure, parse, report
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_core.config import RunConfig, load
+from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError
 from benchmarks._emulated_offline import simulate
 from benchmarks.interruption import (

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_core import weights
-from areal_core.config import load
+from areal_core.config.schema import load
 from areal_core.errors import ConfigError
-from areal_core.model import init_weights, read_spec, read_weights, write_model
-from areal_core.training.engine import TrainingBatch
-from areal_core.training.torch_engine import TorchEngine
+from areal_core.models.folders import init_weights, read_spec, read_weights, write_model
+from areal_core.storage import weights
+from areal_core.training.engines.engine import TrainingBatch
+from areal_core.training.engines.torch_engine import TorchEngine
 from benchmarks import staleness
 from benchmarks.staleness import Job, LaggedTraining, Outcome, behaviour_version, by_seed, draw, summary
 from tests.support.models import SPEC, write_tiny

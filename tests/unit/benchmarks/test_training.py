@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.training.engine import TrainingBatch
+from areal_core.training.engines.engine import TrainingBatch
 from benchmarks import _training_offline as offline
 from benchmarks._padded_training import pad, sorted_cut
 from benchmarks._training_offline import LONGEST, SETTINGS, FixedBatch, make_batch, recut, same_update

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from areal_core.config import RunConfig, load
-from areal_core.timeline import Span
+from areal_core.config.schema import RunConfig, load
+from areal_core.tracking.timeline import Span
 from flows.comparison.measures import (
     common_target,
     devices_idle,

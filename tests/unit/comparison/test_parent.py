@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from areal_core.config import RunConfig
-from areal_core.rundir import RunDir, RunInfo
+from areal_core.config.schema import RunConfig
+from areal_core.storage.rundir import RunDir, RunInfo
 from flows.comparison.parent import Parent, open_parent
 from flows.comparison.record import Comparison
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from areal_core.config import RunConfig, load
-from areal_core.data.source import open_source
-from areal_core.data.tokenizer import char_tokenizer
+from areal_core.config.fields import merge
+from areal_core.config.schema import RunConfig, load
+from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
-from areal_core.fields import merge
+from areal_core.models.tokenizer import char_tokenizer
 from flows.comparison.plan import DEFAULT_ARMS, check_matched, generated_name, plan
 from flows.compose import experiments
 

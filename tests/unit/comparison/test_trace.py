@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from areal_core.timeline import Span
+from areal_core.tracking.timeline import Span
 from flows.comparison.trace import write_trace
 
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_core.config import RunConfig
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ProcessError
-from areal_core.run import read_summary, run_folder
-from areal_core.rundir import RunDir, RunInfo, write_json
-from areal_core.timeline import TimelineWriter
+from areal_core.run.launcher import read_summary, run_folder
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
+from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import MetricRow, RunSummary
 from flows.comparison.plan import Trial, plan
 from flows.comparison.trials import load_result, run_all, run_trial
@@ -25,7 +25,7 @@ _ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness
 
 
 class Runs:
-    """In place of `areal_core.run.execute`: leaves what a run leaves, or fails."""
+    """In place of `areal_core.run.launcher.execute`: leaves what a run leaves, or fails."""
 
     def __init__(self, trials: list[Trial], failing: Mapping[str, str] | None = None) -> None:
         self._made_up = {trial.run_id: made_up(trial).summary for trial in trials}

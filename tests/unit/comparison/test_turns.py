@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from areal_core.config import RunConfig
-from areal_core.timeline import Span
+from areal_core.config.schema import RunConfig
+from areal_core.tracking.timeline import Span
 from flows.comparison.plan import Trial
 from flows.comparison.trials import TrialResult
 from flows.comparison.turns import apart

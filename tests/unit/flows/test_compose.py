@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from areal_core.config import RunConfig
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from flows.compose import CONF, compose, experiments
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from areal_core.errors import ConfigError
-from areal_core.footprint import GIB, check_footprint
-from areal_core.spec import ModelSpec
+from areal_core.models.spec import ModelSpec
+from areal_core.planning.footprint import GIB, check_footprint
 from flows import plan
 from flows.compose import compose, experiments
 

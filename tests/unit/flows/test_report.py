@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from areal_core.rundir import RunInfo
+from areal_core.storage.rundir import RunInfo
 from areal_core.types import RunSummary, TokenLedger
 from flows.report import result_markdown, result_rows, tracking_page
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_core.config import AlgorithmConfig, TaskConfig
-from areal_core.data.tokenizer import EOS, char_tokenizer
+from areal_core.api.scored_groups import unpack_group
+from areal_core.api.wire import Answer, SampledAnswer, encode_generation, whole_answers
+from areal_core.config.schema import AlgorithmConfig, TaskConfig
 from areal_core.errors import GenerationError, RewardError
-from areal_core.rewards.packing import unpack_group
+from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards.worker import RewardPool, ScoredGroup, ScoreJob, score_group
-from areal_core.timeline import read_timeline
+from areal_core.tracking.timeline import read_timeline
 from areal_core.types import GenerationRequest, GroupSummary
-from areal_core.wire import Answer, SampledAnswer, encode_generation, whole_answers
 
 END = char_tokenizer().token_id(EOS)
 BUSY_S = 0.05  # CPU seconds of a job that does nothing else

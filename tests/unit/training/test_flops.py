@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from areal_core.spec import ModelSpec
+from areal_core.models.spec import ModelSpec
+from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.flops import forward_flops, peak_flops_per_s, step_flops, training_cost
-from areal_core.training.forward import answer_logprobs
-from areal_core.training.packing import Packed, pack, pack_shared
+from areal_core.training.model.forward import answer_logprobs
 from tests.support.training import SPEC, batch, weights
 
 LENGTHS, PROMPTS = [4, 7, 4, 12], [1, 3, 2, 5]

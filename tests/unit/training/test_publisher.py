@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_core import checkpoint
 from areal_core.errors import ProcessError
-from areal_core.prepare import prepare
-from areal_core.storage import Storage
+from areal_core.run.prepare import prepare
+from areal_core.storage import checkpoint
+from areal_core.storage.objects import Storage
 from areal_core.training import publisher as module
-from areal_core.training.engine import EngineState
+from areal_core.training.engines.engine import EngineState
 from areal_core.training.publisher import Publisher
 from areal_core.types import PolicyVersion
 from tests.support.runs import tiny

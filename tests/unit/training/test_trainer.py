@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from areal_core.errors import DivergenceError
-from areal_core.prepare import prepare
-from areal_core.training.engine import TrainingBatch
+from areal_core.run.prepare import prepare
+from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.trainer import Trainer
 from tests.support.runs import tiny
 from tests.support.training import batch

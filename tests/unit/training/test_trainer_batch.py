@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_core.config import load
-from areal_core.rewards.packing import pack_group, unpack_group
-from areal_core.training.engine import TrainingBatch
+from areal_core.api.scored_groups import pack_group, unpack_group
+from areal_core.config.schema import load
+from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.trainer import Trainer
 from areal_core.types import BatchGroup, BatchManifest, GroupPayload
 from tests.support.training import SPEC

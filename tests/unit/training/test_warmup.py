@@ -6,11 +6,11 @@ from itertools import islice
 import pytest
 import torch
 
-from areal_core.config import load
-from areal_core.data.arithmetic import is_held_out
-from areal_core.data.tokenizer import Tokenizer, char_tokenizer
-from areal_core.fields import merge
-from areal_core.model import read_spec, read_weights
+from areal_core.config.fields import merge
+from areal_core.config.schema import load
+from areal_core.environments.arithmetic import is_held_out
+from areal_core.models.folders import read_spec, read_weights
+from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from areal_core.training import recipe
 from areal_core.training.warmup import cache_key, embedded_spec, make_model, warm_up
 
@@ -142,7 +142,7 @@ def test_the_cache_key_ignores_everything_else(dotted, value):
 
 
 def test_data_rewards_and_the_cache_key_need_no_torch():
-    modules = "areal_core.training.recipe, areal_core.data.source, areal_core.rewards.worker"
+    modules = "areal_core.training.recipe, areal_core.environments.source, areal_core.rewards.worker"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

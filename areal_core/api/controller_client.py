@@ -1,0 +1,164 @@
+"""What the trainer, the evaluator and the launcher ask of the controller, over HTTP.
+
+Synchronous and stdlib only. The controller may be restarted on another port: after a failed connection the address is
+read again from its ready file, for a bounded time. Every call is safe to repeat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import time
+import urllib.parse
+from collections.abc import Iterable
+from typing import Any
+
+from areal_core.errors import ProcessError, RunFinished
+from areal_core.storage.rundir import RunDir
+from areal_core.types import BatchGroup, BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
+
+_POLL_S = 20.0  # one long poll
+_RETRY_S = 0.2  # between two attempts to connect
+
+
+class ControllerClient:
+    """One connection, one caller at a time. Raises ProcessError when the controller stays away for `patience_s`; a
+    controller that says nothing for `timeout_s` is away."""
+
+    def __init__(self, run: RunDir, *, patience_s: float = 60.0, timeout_s: float = 3 * _POLL_S) -> None:
+        self._run = run
+        self._patience_s = patience_s
+        self._timeout_s = timeout_s
+        self._connection: http.client.HTTPConnection | None = None
+
+    # -- trainer -----------------------------------------------------------------------------------------------
+
+    def batch(self, step: int) -> BatchManifest:
+        """Wait for the batch of `step`. Raises RunFinished. If none ever comes, the launcher ends the run."""
+        while True:
+            answer = self._call("GET", f"/batch/{step}?timeout_s={_POLL_S}")
+            if answer is not None:
+                manifest = json.loads(answer)
+                groups = (
+                    BatchGroup(
+                        group_id=group["group_id"],
+                        lengths=tuple(group["lengths"]),
+                        rewards=tuple(group["rewards"]),
+                        ready_version=group["ready_version"],
+                        prompt_tokens=group["prompt_tokens"],
+                    )
+                    for group in manifest["groups"]
+                )
+                return BatchManifest(step=manifest["step"], groups=tuple(groups))
+
+    def group(self, group_id: int) -> bytes:
+        """The packed trajectories of a group."""
+        answer = self._call("GET", f"/groups/{group_id}")
+        assert answer is not None
+        return answer
+
+    def announce(self, version: PolicyVersion) -> list[int]:
+        """Publish a version; returns the versions whose folders nobody needs any more."""
+        return self._json("POST", "/versions", dataclasses.asdict(version))["release"]
+
+    def transfer_group(self, version: int) -> dict[str, Any]:
+        """Whom `version` has to be sent to, where the trainer sends weights itself: see generation.transfer."""
+        return self._json("GET", f"/transfer?version={version}")
+
+    def transfer_url(self) -> str:
+        """Where vLLM's trainer-side engine finds what looks to it like one server. Raises ConnectionError."""
+        url = self._run.controller_url()
+        if url is None:
+            raise ConnectionError("the controller is not ready")
+        return f"{url}/transfer"
+
+    def metrics(self, rows: Iterable[MetricRow]) -> None:
+        self._json("POST", "/metrics", {"rows": [[row.key, row.step, row.value, row.time_s] for row in rows]})
+
+    def document(self, kind: str, step: int, data: dict[str, Any]) -> None:
+        self._json("POST", "/documents", {"kind": kind, "step": step, "data": data})
+
+    def snapshot(self, step: int) -> dict[str, Any]:
+        """Have the controller put its ledger beside the checkpoint of `step`; returns the file's manifest entry."""
+        return self._json("POST", f"/checkpoints/{step}", {})
+
+    def committed(self, step: int) -> None:
+        """No run will resume from before `step`: what it and earlier steps consumed may be freed."""
+        self._json("POST", f"/checkpoints/{step}/committed", {})
+
+    def finish(self, reason: str, version: int, model_url: str) -> None:
+        self._json("POST", "/finish", {"reason": reason, "version": version, "model_url": model_url})
+
+    # -- evaluator ---------------------------------------------------------------------------------------------
+
+    def next_evaluation(self) -> PolicyVersion:
+        """Wait for the next version to score. Raises RunFinished."""
+        while True:
+            answer = self._call("GET", f"/evaluation?timeout_s={_POLL_S}")
+            if answer is not None:
+                return PolicyVersion(**json.loads(answer))
+
+    def evaluated(self, evaluation: Evaluation) -> bool:
+        """Hand a score in; returns whether more versions will come."""
+        return self._json("POST", "/evaluations", dataclasses.asdict(evaluation))["more"]
+
+    # -- launcher ----------------------------------------------------------------------------------------------
+
+    def status(self) -> RunStatus:
+        values = self._json("GET", "/status")
+        return RunStatus(**{**values, "lost_servers": tuple(values["lost_servers"])})
+
+    def join(self, name: str, url: str) -> None:
+        """A generation server is ready to take work."""
+        self._json("POST", "/servers", {"name": name, "url": url})
+
+    def leave(self, name: str) -> None:
+        """A generation server gets no more work; returns once it has handed over what it had."""
+        self._json("DELETE", f"/servers/{urllib.parse.quote(name, safe='')}")
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _json(self, method: str, path: str, body: Any = None) -> Any:
+        return json.loads(self._call(method, path, body) or b"null")
+
+    def _call(self, method: str, path: str, body: Any = None) -> bytes | None:
+        """The body of a 200, None for a 204. Raises RunFinished for a 410, ProcessError for anything else."""
+        payload = None if body is None else json.dumps(body).encode()
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                connection = self._connect()
+                connection.request(method, path, payload, {"Content-Type": "application/json"} if payload else {})
+                response = connection.getresponse()
+                content = response.read()
+                break
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                if time.monotonic() > deadline:
+                    raise ProcessError(
+                        f"controller: no answer to {method} {path} within {self._patience_s:.0f} s ({error})"
+                    ) from error
+                time.sleep(_RETRY_S)
+        if response.status == 200:
+            return content
+        if response.status == 204:
+            return None
+        reason = content.decode(errors="replace").strip()
+        if response.status == 410:
+            raise RunFinished(reason)
+        raise ProcessError(f"controller: {method} {path} answered {response.status}: {reason}")
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._connection is None:
+            url = self._run.controller_url()
+            if url is None:
+                raise ConnectionError("the controller is not ready")
+            parts = urllib.parse.urlsplit(url)
+            self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._timeout_s)
+        return self._connection
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

@@ -1,0 +1,87 @@
+"""What is optimised: the fields of `algorithm`, what follows from them, and which of them can't go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_core.config.fields import bounded, choice
+from areal_core.errors import ConfigError
+
+_OBJECTIVES = {"decoupled": True, "naive": False, "a3po": False, "reinforce": True}  # whether it recomputes pi_prox
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """The objective of a token, how tokens are averaged, and the advantages that it weighs; see docs/algorithm.md."""
+
+    objective: str = choice("decoupled", *_OBJECTIVES)
+    loss_mean: str = choice("token", "token", "sequence", "constant")
+    advantage: str = choice("group", "group", "group_mean", "batch", "leave_one_out")
+    group_size: int = bounded(16, low=1)  # G, answers to one prompt
+    clip_eps: float = bounded(0.2, above=0.0)
+    clip_eps_high: float | None = bounded(None, above=0.0)  # of the upper bound, 1 + eps; None: clip_eps
+    behaviour_cap: float | None = bounded(None, above=0.0)  # upper bound on pi_prox / pi_behav; None: none
+    behaviour_mask_low: float | None = bounded(None, low=0.0)  # tokens below have no part in the objective; None: all
+    behaviour_mask_high: float | None = bounded(None, above=0.0)  # the same above
+    kl_coef: float = bounded(0.0, low=0.0)  # of the divergence from version 0; 0: no pass over version 0 is made
+    kl_estimator: str = choice("k3", "k1", "k2", "k3")
+    entropy_coef: float = bounded(0.0, low=0.0)  # of a bonus for the policy's entropy
+    truncated: str = choice("wrong", "wrong", "mask")  # what becomes of an answer that was cut off
+    reward_correct: float = 1.0
+    reward_wrong: float = 0.0
+    overlong_cache: int | None = bounded(
+        None, low=1
+    )  # last tokens of the limit in which length costs; None: it doesn't
+    overlong_penalty: float = bounded(1.0, low=0.0)  # what it costs at the limit
+
+    @property
+    def takes_proximal(self) -> bool:
+        """Whether the objective has a pi_prox that a forward pass recomputes."""
+        return _OBJECTIVES[self.objective]
+
+    @property
+    def bounds_weights(self) -> bool:
+        """Whether something is done to large or small pi_prox / pi_behav."""
+        bounds = (self.behaviour_cap, self.behaviour_mask_low, self.behaviour_mask_high)
+        return any(bound is not None for bound in bounds)
+
+    @property
+    def regularised(self) -> bool:
+        """Whether answers without an advantage move the policy too."""
+        return self.kl_coef > 0 or self.entropy_coef > 0
+
+
+def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
+    """Raises ConfigError for fields that can't go together."""
+    if config.group_size == 1 and config.advantage != "batch":
+        raise ConfigError(
+            f"algorithm.group_size: must be at least 2 with algorithm.advantage={config.advantage}, got 1"
+        )
+    if config.clip_eps_high is not None and config.clip_eps_high < config.clip_eps:
+        raise ConfigError(
+            f"algorithm.clip_eps_high: must be at least algorithm.clip_eps ({config.clip_eps:g}), "
+            f"got {config.clip_eps_high:g}"
+        )
+    low, high = config.behaviour_mask_low, config.behaviour_mask_high
+    if config.behaviour_cap is not None and (low is not None or high is not None):
+        raise ConfigError(
+            "algorithm.behaviour_cap: must be null with algorithm.behaviour_mask_low or behaviour_mask_high: large "
+            f"weights are either capped or masked, got {config.behaviour_cap:g}"
+        )
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(
+            f"algorithm.behaviour_mask_low: must be below algorithm.behaviour_mask_high ({high:g}), got {low:g}"
+        )
+    if config.bounds_weights and config.objective == "naive":
+        field = (
+            "behaviour_cap" if config.behaviour_cap is not None else "behaviour_mask_" + ("high", "low")[high is None]
+        )
+        raise ConfigError(
+            f"algorithm.{field}: must be null with algorithm.objective=naive, which has no pi_prox / pi_behav, "
+            f"got {getattr(config, field):g}"
+        )
+    if config.overlong_cache is not None and config.overlong_cache > max_new_tokens:
+        raise ConfigError(
+            f"algorithm.overlong_cache: must be at most task.max_new_tokens ({max_new_tokens}), "
+            f"got {config.overlong_cache}"
+        )

@@ -1,0 +1,201 @@
+"""The groups of a configuration: every field, its default and its bounds, which `areal_core.config.fields` checks. What
+must hold between fields is checked in `areal_core.config.schema`; the algorithm's group is in
+`areal_core.config.algorithm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from areal_core.config.fields import bounded, choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The base policy: a folder in the transformers format, or the embedded model that the warm-up makes."""
+
+    path: str | None = None  # None: make and warm up the embedded model from the shape below
+    hidden_size: int = bounded(64, low=8)
+    layers: int = bounded(3, low=1)
+    heads: int = bounded(4, low=1)
+    kv_heads: int = bounded(4, low=1)
+    intermediate_size: int = bounded(192, low=8)
+    context: int = bounded(160, low=16)  # tokens, prompt and answer together
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Prompts and how answers to them are limited."""
+
+    name: str = choice("arithmetic", "arithmetic", "jsonl")
+    max_operations: int = bounded(16, low=1, high=64)  # arithmetic: longest chain
+    length_decay: float = bounded(0.85, above=0.0, high=1.0)  # arithmetic: P(n+1 operations) / P(n)
+    path: str | None = None  # jsonl: training prompts
+    held_out_path: str | None = None  # jsonl: held-out prompts
+    prompt_field: str = "question"
+    answer_field: str = "answer"
+    held_out: int = bounded(1024, low=1)  # prompts
+    max_prompt_tokens: int = bounded(40, low=1)
+    max_new_tokens: int = bounded(112, low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupConfig:
+    """Supervised warm-up of the embedded model: first worked solutions, then mostly direct answers."""
+
+    seed: int = bounded(0, low=0)
+    worked_steps: int = bounded(1200, low=0)
+    worked_batch: int = bounded(16, low=1)
+    direct_steps: int = bounded(200, low=0)
+    direct_batch: int = bounded(32, low=1)
+    direct_share: float = bounded(0.8, low=0.0, high=1.0)
+    learning_rate: float = bounded(2e-3, above=0.0)  # peak, worked solutions
+    direct_learning_rate: float = bounded(5e-4, above=0.0)  # peak, direct answers; more would undo the first stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmConfig:
+    """vLLM's own server, where generation.engine is vllm."""
+
+    python: str | None = None  # interpreter of the environment that vLLM is installed in; None: this one
+    dtype: str = choice("auto", "auto", "float32", "bfloat16", "float16")  # auto: float32 on a CPU, else the model's
+    tensor_parallel: int = bounded(1, low=1)  # GPUs that share one replica
+    data_parallel: int = bounded(1, low=1)  # replicas behind one server
+    memory_share: float = bounded(0.85, above=0.0, high=1.0)  # of a GPU's memory
+    kv_cache_gib: int = bounded(1, low=1)  # on a CPU
+    arguments: str = ""  # more of its command line, as a shell would read it
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """The engine behind the generation servers."""
+
+    engine: str = choice("embedded", "embedded", "vllm", "emulated")
+    servers: int | None = bounded(None, low=1)  # None: one for each device, but for GPUs that train in async mode
+    slots: int = bounded(32, low=1)  # answers decoded at once by one server: as many as a core's caches hold
+    interruption: str = choice("recompute", "recompute", "resubmit", "keep", "wait")  # of answers, by an update
+    deterministic: bool = False  # embedded: the same tokens for the same seed whatever else is in the batch
+    temperature: float = bounded(1.0, low=0.01, high=100.0)  # of sampling; the trainer's policy has it too
+    top_p: float = bounded(1.0, above=0.0, high=1.0)  # nothing else than off can be trained on
+    top_k: int = bounded(0, low=-1)  # the same
+    sleep: bool = False  # synchronous mode: servers give accelerators that train as well back while they do
+    transfer: str = choice("files", "files", "nccl", "ipc")  # how weights come; the last two are vLLM's, on GPUs
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Admission, the staleness bound (Eq. 3) and what happens to failures and stragglers."""
+
+    batch_size: int = bounded(512, low=1)  # B, trajectories a step
+    max_staleness: int | None = bounded(None, low=0)  # eta; None: 0 in sync mode, else 2
+    policy: str = choice("wait", "wait", "admit", "drop")  # which groups a batch takes, and so what eta bounds
+    dynamic_sampling: bool = False  # a group that is all right or all wrong gives its place to another prompt
+    max_uniform_groups: int = bounded(1024, low=1)  # of these, one after the other, before the run fails
+    max_tries: int = bounded(3, low=1)  # requests and scorings of one group before it is dropped
+    max_requeues: int = bounded(2, low=0)  # times that a prompt dropped as stale is queued again
+    request_timeout_s: float = bounded(120.0, above=0.0)
+    reward_timeout_s: float = bounded(20.0, above=0.0)
+    reward_workers: int = bounded(1, low=1)
+    retain: str = choice("uncommitted", "uncommitted", "all")  # payloads kept after a committed checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The optimiser, how a batch is cut and how often the state is saved."""
+
+    engine: str = choice("torch", "torch", "deepspeed", "emulated")
+    steps: int = bounded(25, low=1)
+    zero_stage: int = bounded(2, low=0, high=3)  # deepspeed: what ranks share out; 1 moments, 2 gradients, 3 weights
+    dtype: str = choice("float32", "float32", "bfloat16")  # of passes over the model; optimiser state is float32
+    checkpoint_activations: bool = False  # keep a layer's input alone and compute the rest again in the backward pass
+    ranks: int | None = bounded(None, low=1)  # data-parallel processes; None: see RunConfig.training_ranks
+    hosts: int = bounded(1, low=1)  # machines that the ranks are spread over; see launch.elsewhere
+    minibatches: int = bounded(4, low=1)  # PPO minibatches a step, cut by whole groups
+    learning_rate: float = bounded(5e-5, above=0.0)
+    warmup_steps: int = bounded(0, low=0)  # optimiser steps of linear learning-rate warm-up
+    weight_decay: float = bounded(0.0, low=0.0)
+    beta1: float = bounded(0.9, low=0.0, high=0.9999)
+    beta2: float = bounded(0.95, low=0.0, high=0.99999)
+    adam_eps: float = bounded(1e-5, above=0.0)
+    grad_clip: float = bounded(1.0, above=0.0)
+    microbatch_tokens: int = bounded(8192, low=1)  # C of Algorithm 1
+    min_microbatches: int = bounded(1, low=1)  # k_min of Algorithm 1
+    on_divergence: str = choice("stop", "stop", "skip")  # what a loss or gradient that is not finite does
+    collective_timeout_s: float = bounded(120.0, above=0.0)  # that a rank waits for another
+    checkpoint_every: int = bounded(10, low=1)  # steps
+    keep_checkpoints: int = bounded(2, low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    enabled: bool = True  # false: no version is scored, and a run has no accuracies
+    every: int = bounded(5, low=1)  # steps between two evaluations; the base and the last version always count
+    slots: int = bounded(32, low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """Where checkpoints and the final model go."""
+
+    url: str = ".areal/storage"  # a folder, file://... or s3://bucket/prefix
+    endpoint_url: str | None = None  # S3 servers other than Amazon's
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    enabled: bool = True
+    uri: str | None = None  # None: MLFLOW_TRACKING_URI, else SQLite in the state folder
+    experiment: str = "areal"
+    table_every: int = bounded(5, low=1)  # steps between two tables of sampled trajectories and staleness pictures
+    flush_timeout_s: float = bounded(60.0, above=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopConfig:
+    """What ends a run before its last step."""
+
+    score: float | None = bounded(None, low=0.0, high=1.0)  # held-out accuracy
+    minutes: float | None = bounded(None, above=0.0)  # of RL wall time
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Processes and what is expected of them."""
+
+    accelerator: str = choice("cpu", "cpu", "cuda")  # what a device is: a core, or a GPU
+    devices: int = bounded(2, low=1)  # cores or GPUs that generate and train
+    devices_per_host: int | None = bounded(None, low=1)  # GPUs of one machine; None: all of them are on this one
+    device_memory_gib: float | None = bounded(None, above=0.0)  # of one GPU; None: nvidia-smi is asked
+    evaluator_nice: int = bounded(15, low=0, high=19)  # beside 0 of the ranks and 10 of servers that share their cores
+    restarts: int = bounded(2, low=0)  # per process; of ranks on several machines: of their whole group
+    start_timeout_s: float = bounded(120.0, above=0.0)
+    stall_timeout_s: float = bounded(300.0, above=0.0)  # a run without a new step for so long has failed
+    stop_timeout_s: float = bounded(15.0, above=0.0)
+    elsewhere: str = choice(
+        "none", "none", "generation", "trainer", "both"
+    )  # roles that areal_core.run.remote_worker runs
+    address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulationConfig:
+    """Accelerators that take their time and compute nothing, where both engines are `emulated`; see docs/emulation.md.
+    Times and lengths are those of the emulated cluster. A device of `launch.devices` is one replica of the model."""
+
+    accelerator: str = choice("h800", "a100", "h100", "h800", "h200", "l40s")
+    model: str = choice("qwen-1.5b", "qwen-1.5b", "qwen-7b", "qwen-14b", "qwen-32b")
+    tensor_parallel: int = bounded(1, low=1)  # accelerators of one replica
+    speed: float = bounded(100.0, above=0.0)  # emulated seconds in a real one
+    tokens_per_token: int = bounded(128, low=1)  # real tokens that one token of prompts and answers stands for
+    length_median: float = bounded(7360.0, above=0.0, high=1e7)  # tokens of an answer, log-normal, before the limit
+    length_sigma: float = bounded(0.8, low=0.0, high=5.0)
+    lengths_path: str | None = None  # recorded lengths instead: a file of whole numbers
+    decode_overhead_s: float = bounded(0.0168, low=0.0)  # of a decode step, whatever the batch: a fitted residual
+    bandwidth_share: float = bounded(0.8, above=0.0, high=1.0)  # of the memory bandwidth, in decoding
+    memory_share: float = bounded(0.7, above=0.0, high=1.0)  # of the memory, for weights and KV cache
+    prefill_share: float = bounded(0.5, above=0.0, high=1.0)  # of the peak arithmetic
+    training_share: float = bounded(0.43, above=0.0, high=1.0)
+    transfer_bytes_per_s: float = bounded(50e9, above=0.0)  # of new weights into one accelerator
+    handover_s: float = bounded(1.0, low=0.0)  # that a replica stands still for new weights, async mode
+    switch_s: float = bounded(5.0, low=0.0)  # between generating and training on the same accelerators, each way

@@ -1,0 +1,287 @@
+"""What a run writes down about itself: metrics, status, the end's summary. It watches; it decides only when to stop.
+
+Everything that must survive a restart of the controller lies in the ledger's notes. Metric rows go to the outbox and
+from there to MLflow. `docs/metrics.md` defines every key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from areal_core.api.wire import ServerLoad
+from areal_core.config.schema import RunConfig
+from areal_core.errors import TrackingError
+from areal_core.planning.account import explain
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.tracking.outbox import Outbox
+from areal_core.tracking.timeline import Span
+from areal_core.types import BatchManifest, Evaluation, MetricRow, Prompt, RunStatus, RunSummary
+
+logger = logging.getLogger(__name__)
+_TABLE_ROWS = 16
+
+
+class Recorder:
+    """The record of one run. Belongs to the controller's event loop; `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: TrajectoryLedger,
+        outbox: Outbox,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._outbox = outbox
+        self._clock = clock
+        self._started: float | None = None
+        self._started_at, self._cpu_s = 0.0, 0.0  # the same since the epoch, and CPU seconds of this process by then
+        self._elapsed_before: float = ledger.note("elapsed_s", 0.0)
+        self.evaluations = [Evaluation(**values) for values in ledger.note("evaluations", [])]
+        self._last_load: tuple[float, list[ServerLoad]] | None = None
+        self._live: dict[str, float] = {}  # newest value of the keys that the status shows
+
+    # -- time --------------------------------------------------------------------------------------------------
+
+    def start_clock(self) -> None:
+        """RL wall time runs from the first server that takes work on; starting it again changes nothing."""
+        if self._started is None:
+            self._started = self._clock()
+            self._started_at, self._cpu_s = time.time(), time.process_time()
+            self._ledger.set_note("starts", self._ledger.note("starts", 0) + 1)
+
+    @property
+    def elapsed_s(self) -> float:
+        """RL wall time, over all restarts."""
+        return self._elapsed_before + (0.0 if self._started is None else self._clock() - self._started)
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def batch_fixed(self, manifest: BatchManifest, prompt: Callable[[int], Prompt]) -> None:
+        """The groups of a step are chosen: what they are like."""
+        step = manifest.step
+        groups = self._ledger.summaries(step)
+        answers = sum(len(group.lengths) for group in groups)
+        lag = [step - 1 - group.min_version for group in groups]
+        self.log(
+            step,
+            {
+                "reward/mean": sum(sum(group.rewards) for group in groups) / answers,
+                "reward/correct": sum(group.correct for group in groups) / answers,
+                "answer/tokens_mean": sum(group.tokens for group in groups) / answers,
+                "answer/tokens_longest": sum(max(group.lengths) for group in groups) / len(groups),
+                "answer/truncated": sum(group.truncated for group in groups) / answers,
+                "staleness/oldest_token_mean": sum(lag) / len(lag),
+                "staleness/oldest_token_max": max(lag),
+                "staleness/groups_over_bound": sum(value > self._config.max_staleness for value in lag),
+            },
+        )
+        if step == 1 or step % self._config.tracking.table_every == 0:
+            indices = self._ledger.prompt_indices(step)
+            rows = [
+                {"step": step, "prompt": prompt(index).text, "answer": text, "reward": reward, "versions": versions}
+                for index, group in zip(indices, groups, strict=True)
+                for text, reward, versions in group.samples
+            ]
+            self.document("trajectories", step, {"rows": rows[:_TABLE_ROWS]})
+
+    def published(self, step: int, loads: Sequence[ServerLoad], *, held_tokens: int = 0) -> None:
+        """Step `step` is done: throughput, bubbles and the token ledger since the step before. `held_tokens` are of
+        requests that were interrupted and are not finished."""
+        now = self.elapsed_s
+        timeline: dict[str, float] = self._ledger.note("published_s", {})
+        step_s = max(now - timeline.get(str(step - 1), 0.0), 1e-9)
+        tokens = self._ledger.tokens()
+        dropped = self._ledger.dropped()
+        unfinished = held_tokens + sum(load.unfinished_tokens for load in loads)  # in no group's answer yet
+        batch_tokens = sum(group.tokens for group in self._ledger.summaries(step))
+        values = {
+            "time/elapsed_s": now,
+            "time/step_s": step_s,
+            "throughput/effective_tokens_per_s": self._rate(batch_tokens, step_s),
+            "throughput/effective_tokens_per_s_per_device": self._rate(batch_tokens, step_s)
+            / self._config.launch.devices,
+            "ledger/generated_tokens": tokens.generated + unfinished,
+            "ledger/consumed_tokens": tokens.consumed,
+            "ledger/dropped_tokens": tokens.dropped,
+            "ledger/buffered_tokens": tokens.buffered,
+            "ledger/in_flight_tokens": tokens.in_flight + unfinished,
+            "rollout/dropped_groups": sum(dropped.values()),
+            "rollout/uniform_groups": dropped.get("uniform", 0),
+        }
+        self.log(step, values | self._server_rates(now, list(loads)))
+        self._ledger.set_note("elapsed_s", now)
+        self._ledger.set_note("published_s", timeline | {str(step): now})  # last: a step in it is recorded whole
+
+    def has_published(self, step: int) -> bool:
+        """Whether `published` was called for a step; a controller that died on the way there has it to do again."""
+        return str(step) in self._ledger.note("published_s", {})
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """A version's held-out score is in."""
+        if any(known.version == evaluation.version for known in self.evaluations):
+            return
+        self.log(
+            evaluation.version,
+            {
+                "heldout/accuracy": evaluation.accuracy,
+                "heldout/answer_tokens_mean": evaluation.mean_tokens,
+                "heldout/wall_s": evaluation.wall_s,
+            },
+        )
+        self.evaluations.append(evaluation)
+        self._ledger.set_note("evaluations", [dataclasses.asdict(known) for known in self.evaluations])
+
+    def forget(self, version: int) -> None:
+        """An epoch has replaced the weights of `version`: what was known of it and of later ones is of others."""
+        self.evaluations = [known for known in self.evaluations if known.version < version]
+        self._ledger.set_note("evaluations", [dataclasses.asdict(known) for known in self.evaluations])
+        timeline: dict[str, float] = self._ledger.note("published_s", {})
+        self._ledger.set_note("published_s", {step: at for step, at in timeline.items() if int(step) < version})
+        known: dict[str, Any] = self._ledger.note("staleness", {"step": 0, "counts": {}})
+        self._ledger.set_note("staleness", known | {"step": min(known["step"], version - 1)})
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Metric rows of one step, time-stamped now."""
+        now = time.time()
+        self.log_rows([MetricRow(key=key, step=step, value=float(value), time_s=now) for key, value in values.items()])
+
+    def log_rows(self, rows: Sequence[MetricRow]) -> None:
+        self._live.update({row.key: row.value for row in rows})
+        with self._tracking():
+            self._outbox.log(rows)
+
+    def document(self, kind: str, step: int, data: dict[str, Any]) -> None:
+        with self._tracking():
+            self._outbox.document(kind, step, data)
+
+    @contextmanager
+    def _tracking(self) -> Generator[None]:
+        """A tracker that can't be written to costs points of curves, never the training."""
+        try:
+            yield
+        except (TrackingError, sqlite3.Error) as error:
+            logger.warning("not tracked: %s", error)
+
+    # -- what follows ------------------------------------------------------------------------------------------
+
+    def reason_to_stop(self) -> str | None:
+        """ "score" or "minutes" once `stop` says that the run has done enough."""
+        stop = self._config.stop
+        if stop.score is not None and any(known.accuracy >= stop.score for known in self.evaluations):
+            return "score"
+        if stop.minutes is not None and self.elapsed_s >= stop.minutes * 60:
+            return "minutes"
+        return None
+
+    def status(self, *, version: int, finished: str | None, lost_servers: tuple[str, ...]) -> RunStatus:
+        steps = self._config.training.steps
+        newest = self._ledger.newest_version()
+        step = 0 if newest is None else newest.version
+        step_s = self._live.get("time/step_s")
+        return RunStatus(
+            step=step,
+            steps=steps,
+            version=version,
+            reward=self._live.get("reward/mean"),
+            accuracy=self.evaluations[-1].accuracy if self.evaluations else None,
+            staleness=self._live.get("staleness/token_mean"),
+            effective_tokens_per_s=self._live.get("throughput/effective_tokens_per_s"),
+            generated_tokens_per_s=self._live.get("throughput/generated_tokens_per_s"),
+            elapsed_s=self.elapsed_s,
+            eta_s=None if step_s is None or step == 0 else self.elapsed_s / step * (steps - step),
+            finished=finished,
+            emulated=self._config.emulated,
+            lost_servers=lost_servers,
+        )
+
+    def explained(self, spans: Sequence[Span]) -> str | None:
+        """What bounded the run since this process got to work; None where there is nothing to tell it from."""
+        return explain(
+            self._config,
+            spans,
+            self._outbox.history(),
+            start_s=self._started_at,
+            controller_cpu_s=time.process_time() - self._cpu_s,
+        )
+
+    def summary(
+        self, *, run_id: str, reason: str, version: int, model_url: str, bound: str | None = None
+    ) -> RunSummary:
+        """How the run ended; the base and the last version must have been scored, if versions are."""
+        scores = {known.version: known.accuracy for known in self.evaluations}
+        timeline: dict[str, float] = self._ledger.note("published_s", {})
+        wall_s = timeline.get(str(version), self.elapsed_s)
+        target = self._config.stop.score
+        reached = [v for v, accuracy in sorted(scores.items()) if target is not None and accuracy >= target]
+        tokens = self._ledger.tokens()
+        staleness: dict[str, int] = self._ledger.note("staleness", {"counts": {}})["counts"]
+        counted = sum(staleness.values())
+        return RunSummary(
+            run_id=run_id,
+            name=self._config.label,
+            mode=self._config.mode,
+            seed=self._config.seed,
+            reason=reason,
+            steps=version,
+            accuracy_before=scores[0] if self._config.evaluated else None,
+            accuracy_after=scores[version] if self._config.evaluated else None,
+            best_accuracy=max(scores.values(), default=None),
+            rl_wall_s=wall_s,
+            time_to_score_s=timeline.get(str(reached[0]), 0.0) if reached else None,
+            tokens=tokens,
+            effective_tokens_per_s=self._rate(tokens.consumed, wall_s),
+            generated_tokens_per_s=self._rate(tokens.generated, wall_s),
+            staleness_mean=sum(int(lag) * n for lag, n in staleness.items()) / counted if counted else 0.0,
+            staleness_max=max(map(int, staleness), default=0),
+            staleness_tokens=staleness,
+            model_url=model_url,
+            epochs=self._ledger.epoch,
+            emulated=self._config.emulated_cluster,
+            starts=self._ledger.note("starts", 1),
+            bound=bound,
+        )
+
+    def staleness(self, step: int, counts: dict[str, int]) -> None:
+        """Tokens by staleness that the step trained on: a picture now and then, and the whole run's sum."""
+        known: dict[str, Any] = self._ledger.note("staleness", {"step": 0, "counts": {}})
+        if known["step"] < step:
+            total: dict[str, int] = known["counts"]
+            for lag, count in counts.items():
+                total[lag] = total.get(lag, 0) + count
+            self._ledger.set_note("staleness", {"step": step, "counts": total})
+        if step == 1 or step % self._config.tracking.table_every == 0:
+            self.document("staleness_histogram", step, {"counts": counts})
+
+    def _rate(self, tokens: int, wall_s: float) -> float:
+        """Tokens a second; of the emulated cluster, where there is one."""
+        return self._config.token_rate * tokens / wall_s if wall_s else 0.0
+
+    def _server_rates(self, now: float, loads: list[ServerLoad]) -> dict[str, float]:
+        """Rates between two looks at the same servers; none where a server came or went in between."""
+        last, self._last_load = self._last_load, (now, loads)
+        if last is None or len(last[1]) != len(loads) or not loads:
+            return {}
+        span_s = max(now - last[0], 1e-9)
+        pairs = list(zip(last[1], loads, strict=True))
+        if any(b.generated_tokens < a.generated_tokens for a, b in pairs):
+            return {}
+        generated = self._rate(sum(b.generated_tokens - a.generated_tokens for a, b in pairs), span_s)
+        return {
+            "throughput/generated_tokens_per_s": generated,
+            "throughput/generated_tokens_per_s_per_device": generated / self._config.launch.devices,
+            "rollout/running_answers": sum(b.answer_s - a.answer_s for a, b in pairs) / span_s / len(loads),
+            "bubble/generation_idle": min(1.0, sum(b.idle_s - a.idle_s for a, b in pairs) / span_s / len(loads)),
+            "bubble/generation_paused": min(1.0, sum(b.paused_s - a.paused_s for a, b in pairs) / span_s / len(loads)),
+            "weights/swap_ms": max(load.swap_ms for load in loads),
+            "weights/recompute_ms": max(load.recompute_ms for load in loads),
+            "weights/recomputed_tokens": sum(load.recomputed_tokens for load in loads),
+        }

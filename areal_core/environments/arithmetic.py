@@ -1,0 +1,130 @@
+"""Chained arithmetic, the embedded task: digits joined by + - *, evaluated left to right modulo 10.
+
+The prompt `1-1-7=` has the worked answer `1-1=0;0-7=3#3` and the direct answer `#3`. The number of operations is
+geometric, so worked answers have long-tailed lengths. A guess is right once in ten times.
+Every prompt is a pure function of (seed, index). A fixed share of all texts, chosen by hash, is kept out of training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+from areal_core.errors import ConfigError
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.types import Prompt
+
+HELD_OUT_SHARE = 0.1  # of hash space
+_HELD_OUT_SEED = 20250530  # the held-out set is the same for every run
+_DRAWS_PER_HELD_OUT = 200  # one draw in ten is reserved; a task so small that this is not enough has too few prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """`digits[0] operators[0] digits[1] ...`; one digit more than operators."""
+
+    digits: tuple[int, ...]
+    operators: str
+
+    @property
+    def prompt(self) -> str:
+        return "".join(f"{d}{o}" for d, o in zip(self.digits, self.operators + "=", strict=True))
+
+    @property
+    def answer(self) -> str:
+        """The gold answer: one digit."""
+        return self._steps()[-1][-1]
+
+    @property
+    def worked(self) -> str:
+        """Every step, then the answer: 6 characters an operation, and 1 more."""
+        return ";".join(self._steps()) + f"#{self.answer}"
+
+    @property
+    def direct(self) -> str:
+        return f"#{self.answer}"
+
+    def _steps(self) -> list[str]:
+        steps, value = [], self.digits[0]
+        for operator, digit in zip(self.operators, self.digits[1:], strict=True):
+            result = {"+": value + digit, "-": value - digit, "*": value * digit}[operator] % 10
+            steps.append(f"{value}{operator}{digit}={result}")
+            value = result
+        return steps
+
+
+def is_held_out(text: str) -> bool:
+    """Whether this prompt is reserved for evaluation: decided by its hash, whoever draws it."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < HELD_OUT_SHARE * 2**64
+
+
+def draw(rng: random.Random, max_operations: int, decay: float) -> Chain:
+    """A chain of n operations with P(n) proportional to decay^n, n in 1..max_operations."""
+    weights = [decay**n for n in range(max_operations)]
+    operations = rng.choices(range(1, max_operations + 1), weights)[0]
+    digits = tuple(rng.randrange(10) for _ in range(operations + 1))
+    return Chain(digits, "".join(rng.choices("+-*", k=operations)))
+
+
+def training_chain(seed: int, index: int, max_operations: int, decay: float) -> Chain:
+    """The index-th training chain of a seed: the first draw of its own stream that is not held out."""
+    rng = random.Random(f"{seed}/{index}")
+    while is_held_out((chain := draw(rng, max_operations, decay)).prompt):
+        pass
+    return chain
+
+
+def held_out_chains(count: int, max_operations: int, decay: float) -> list[Chain]:
+    """The first `count` distinct reserved chains under a fixed seed. Raises ConfigError where the task has too few."""
+    rng = random.Random(_HELD_OUT_SEED)
+    chains: dict[str, Chain] = {}
+    for _ in range(_DRAWS_PER_HELD_OUT * count):
+        chain = draw(rng, max_operations, decay)
+        if is_held_out(chain.prompt):
+            chains.setdefault(chain.prompt, chain)
+            if len(chains) == count:
+                return list(chains.values())
+    raise ConfigError(
+        f"task.held_out: at most about {len(chains)} distinct prompts are reserved with "
+        f"task.max_operations={max_operations}, got {count}"
+    )
+
+
+class ArithmeticSource:
+    """Prompts of the embedded task, an endless stream."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        max_operations: int,
+        decay: float,
+        held_out: int,
+        max_prompt_tokens: int,
+    ) -> None:
+        if 2 * max_operations + 2 > max_prompt_tokens:
+            raise ConfigError(
+                f"task.max_prompt_tokens: must be at least {2 * max_operations + 2} with "
+                f"task.max_operations={max_operations}, got {max_prompt_tokens}"
+            )
+        self._tokenizer = tokenizer
+        self._seed, self._max_operations, self._decay = seed, max_operations, decay
+        self._held_out = [self._prompt(i, c) for i, c in enumerate(held_out_chains(held_out, max_operations, decay))]
+
+    def prompt(self, index: int) -> Prompt:
+        return self._prompt(index, training_chain(self._seed, index, self._max_operations, self._decay))
+
+    def held_out(self) -> list[Prompt]:
+        return list(self._held_out)
+
+    def _prompt(self, index: int, chain: Chain) -> Prompt:
+        text = chain.prompt
+        return Prompt(
+            index=index,
+            prompt_id=hashlib.sha256(text.encode()).hexdigest(),
+            text=text,
+            token_ids=self._tokenizer.encode(text),
+            answer=chain.answer,
+        )

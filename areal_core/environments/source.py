@@ -1,0 +1,38 @@
+"""Where prompts come from."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from areal_core.config.schema import RunConfig
+from areal_core.environments.arithmetic import ArithmeticSource
+from areal_core.environments.jsonl import JsonlSource
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.types import Prompt
+
+
+class PromptSource(Protocol):
+    """Prompts by index: a pure function of (seed, index), so that a cursor is all there is to save."""
+
+    def prompt(self, index: int) -> Prompt:
+        """The training prompt at `index`, any index from 0 on; never one that is held out."""
+        ...
+
+    def held_out(self) -> list[Prompt]:
+        """The evaluation prompts: the same for every seed."""
+        ...
+
+
+def open_source(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
+    """The source that `task` names. Raises ConfigError for prompts that are missing, malformed or too long."""
+    task = config.task
+    if task.name == "arithmetic":
+        return ArithmeticSource(
+            tokenizer,
+            seed=config.seed,
+            max_operations=task.max_operations,
+            decay=task.length_decay,
+            held_out=task.held_out,
+            max_prompt_tokens=task.max_prompt_tokens,
+        )
+    return JsonlSource(task, tokenizer, seed=config.seed)

@@ -1,0 +1,121 @@
+"""The evaluator: scores published versions on the held-out prompts, beside the training.
+
+    controller --GET /evaluation--> version -> weights from the store -> greedy answers -> verifier -> POST /evaluations
+
+It runs an engine of its own, so that the generation servers never stop for it; its tokens are outside the ledger. Each
+prompt gets one greedy answer; the score is the share that is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from areal_core.api.controller_client import ControllerClient
+from areal_core.config.schema import RunConfig
+from areal_core.environments.source import open_source
+from areal_core.environments.verifiers import verifier
+from areal_core.errors import ArealError, RunFinished
+from areal_core.generation.engines.embedded import Engine
+from areal_core.launch import process
+from areal_core.models.folders import check_weights, read_spec, read_weights
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir
+from areal_core.tracking.timeline import TimelineWriter
+from areal_core.types import Evaluation, GenerationRequest, PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Scores versions of one model on one held-out set. Raises ModelError or StorageError for weights it can't load."""
+
+    def __init__(self, config: RunConfig, model_path: str) -> None:
+        self._config = config
+        self._tokenizer = Tokenizer.from_folder(model_path)
+        self._prompts = open_source(config, self._tokenizer).held_out()
+        self._verify = verifier(config.task)
+        self._spec = read_spec(model_path)
+        self._engine = Engine(
+            self._spec,
+            read_weights(model_path, self._spec),
+            slots=config.evaluation.slots,
+            context=min(self._spec.context, config.task.max_prompt_tokens + config.task.max_new_tokens),
+        )
+
+    def score(self, version: PolicyVersion) -> Evaluation:
+        """Greedy accuracy of `version`; version 0 is the model folder, the others are published weights."""
+        start = time.monotonic()
+        if version.version == 0:
+            tensors = read_weights(version.path, self._spec)
+        else:
+            tensors = {name: torch.from_numpy(array) for name, array in weights.load(version).items()}
+            check_weights(self._spec, tensors)
+        self._engine.swap(self._engine.prepare(tensors), version.version)
+        answers = self._engine.generate(self._request(index) for index in range(len(self._prompts)))
+        correct = tokens = 0
+        for prompt, (answer,) in zip(self._prompts, answers, strict=True):
+            text = self._tokenizer.decode(answer.token_ids.tolist())
+            correct += answer.finish_reason == "stop" and self._verify(text, prompt.answer)
+            tokens += len(answer.token_ids)
+        return Evaluation(
+            version=version.version,
+            sha256=version.sha256,
+            accuracy=correct / len(self._prompts),
+            prompts=len(self._prompts),
+            mean_tokens=tokens / len(self._prompts),
+            wall_s=time.monotonic() - start,
+        )
+
+    def _request(self, index: int) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=f"held-out-{index}",
+            token_ids=self._prompts[index].token_ids,
+            n=1,
+            max_tokens=self._config.task.max_new_tokens,
+            seed=0,
+            stop_token_ids=self._spec.eos_token_ids,
+            greedy=True,
+        )
+
+
+def evaluate(run: RunDir) -> None:
+    """Score what the controller hands out until nothing more will come."""
+    controller = ControllerClient(run)
+    evaluator = Evaluator(run.config(), run.info().model_path)
+    timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)
+    process.announce_ready(run.ready_file("evaluator"))
+    more = True
+    while more:
+        try:
+            version = controller.next_evaluation()
+        except RunFinished:
+            return
+        start = time.monotonic()
+        evaluation = evaluator.score(version)
+        timeline.span("evaluate", start, time.monotonic(), version.version)
+        logger.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
+        more = controller.evaluated(evaluation)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--index", type=int, default=0)
+    run = RunDir(parser.parse_args().run_dir)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    process.adopt(run.ready_file("evaluator"))
+    torch.set_num_threads(1)
+    try:
+        evaluate(run)
+    except ArealError as error:
+        raise SystemExit(f"areal: error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""What an engine decodes with: weights made ready to run, and the KV cache that they run on.
+
+`CpuDecoder` runs compiled kernels on one core (`areal_core.generation.engines.kernels`);
+`areal_core.generation.engines.torch_decoder` has the one for other devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal_core.errors import ModelError
+from areal_core.generation.engines import kernels
+from areal_core.generation.engines.kernels import COLUMNS, Shape
+from areal_core.models.folders import ModelSpec, rope_tables
+from areal_core.models.vectors import LANES, round_up, zeros
+from areal_core.types import Float32Array, Int32Array
+
+_MAP_NORESERVE = 0x4000  # Linux's; Python 3.11 has no name for it
+_HUGE_PAGES_BYTES = 256 * 2**20  # a cache of this size may have all of its memory
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Rows to run, each one token of the text in a slot, and the answers that draw their next token from them.
+
+    The rows of one slot follow each other, in order, and go on where its cache ends."""
+
+    tokens: Int32Array  # [M]
+    slots: Int32Array  # [M]
+    positions: Int32Array  # [M]
+    ends: Int32Array  # [E] rows that are the last of their text, ascending
+    of: Int32Array  # [A] which of `ends` an answer draws from
+    temperatures: Float32Array  # [A] 0: the most probable token
+    uniforms: NDArray[np.float64]  # [A] in [0, 1)
+
+
+class Cache(Protocol):
+    """Keys and values of the texts in all slots."""
+
+    def copy(self, source: int, targets: Int32Array, tokens: int) -> None:
+        """Give slots the first tokens of another one."""
+        ...
+
+
+class Decoder(Protocol):
+    """Immutable: an update makes another one and swaps the two."""
+
+    def cache(self, slots: int, rows: int) -> Any:
+        """An empty cache, good for every decoder of the same model, for passes of up to `rows` rows."""
+        ...
+
+    def run(self, cache: Any, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
+        """Add keys and values of the rows to the cache; next tokens and their log-probabilities, both [A]. None if
+        logits are not finite."""
+        ...
+
+
+class CpuCache:
+    """The cache and the buffers of a pass. Every slot has room for the whole context, in addresses: memory is given to
+    what is touched, so that the cache grows with the texts, block by block."""
+
+    def __init__(self, shape: Shape, slots: int, context: int, rows: int) -> None:
+        self.shape = shape._replace(slots=slots, blocks=round_up(context, LANES) // LANES)
+        rows = round_up(rows, kernels.ROWS)
+        block = 2 * LANES * shape.head_width
+        places = (shape.layers, slots, shape.kv_heads, self.shape.blocks, block)
+        self.flat = _reserved(math.prod(places))
+        self._kv = self.flat.reshape(places)
+        widths = (
+            shape.hidden_width, shape.hidden_width, shape.qkv_width, shape.heads * shape.head_width,
+            shape.gate_up_width,
+        )  # fmt: skip
+        self.logits = zeros(round_up(slots, kernels.ROWS) * shape.vocab_width)
+        self.buffers = (*(zeros(rows * width) for width in widths), zeros(self.shape.blocks * LANES), self.logits)
+
+    def copy(self, source: int, targets: Int32Array, tokens: int) -> None:
+        blocks = round_up(tokens, LANES) // LANES
+        self._kv[:, targets, :, :blocks] = self._kv[:, source, None, :, :blocks]
+
+
+def _reserved(size: int) -> Float32Array:
+    """Zeros. Many of them are given memory by small pages: of huge ones, which are faster, a short text in every slot
+    would touch nearly all."""
+    if 4 * size <= _HUGE_PAGES_BYTES:
+        return zeros(size)
+    try:
+        memory = mmap.mmap(-1, 4 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError as error:
+        raise ModelError(
+            f"--slots, --context: a KV cache of {4 * size / 2**30:.0f} GiB can't be reserved ({error.strerror}); fewer "
+            "slots or a shorter context"
+        ) from None
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=np.float32)
+
+
+class CpuDecoder:
+    """All weights in one array, packed for the kernels."""
+
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], context: int) -> None:
+        self._spec, self._context = spec, context
+        self._shape = _shape(spec)
+        self._eps = np.float32(spec.rms_eps)
+        half = spec.head_dim // 2
+        self._cosines, self._sines = (
+            np.ascontiguousarray(table[:, :half].numpy()).reshape(-1) for table in rope_tables(spec, context)
+        )
+        self._weights = zeros(self._shape.size)
+        self._pack({name: tensor.numpy() for name, tensor in weights.items()})
+
+    def cache(self, slots: int, rows: int) -> CpuCache:
+        return CpuCache(self._shape, slots, self._context, rows)
+
+    def run(self, cache: CpuCache, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
+        kernels.forward(
+            cache.shape, self._eps, self._weights, self._cosines, self._sines, cache.flat,
+            rows.tokens, rows.slots, rows.positions, len(rows.tokens), rows.ends, len(rows.ends), *cache.buffers,
+        )  # fmt: skip
+        count = len(rows.of)
+        tokens, logprobs = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.float32)
+        vocab, width = self._shape.vocab, self._shape.vocab_width
+        temperatures, uniforms = rows.temperatures, rows.uniforms
+        finite = kernels.draw(cache.logits, vocab, width, rows.of, count, temperatures, uniforms, tokens, logprobs)
+        return (tokens, logprobs) if finite else None
+
+    def _pack(self, weights: Mapping[str, NDArray[np.float32]]) -> None:
+        shape, spec = self._shape, self._spec
+
+        def vector(name: str, at: int) -> None:
+            self._weights[at : at + len(weights[name])] = weights[name]
+
+        def matrix(array: NDArray[np.float32], at: int, first: int = 0) -> None:
+            kernels.pack(np.ascontiguousarray(array).reshape(-1), *array.shape, self._weights, at, first)
+
+        def by_head(array: NDArray[np.float32]) -> NDArray[np.float32]:
+            """Rows of heads, each head padded with zeros to whole vectors."""
+            missing = shape.head_width - shape.head_dim
+            if not missing:
+                return array
+            heads = array.reshape(-1, shape.head_dim, *array.shape[1:])
+            return np.pad(heads, ((0, 0), (0, missing), *[(0, 0)] * (array.ndim - 1))).reshape(-1, *array.shape[1:])
+
+        matrix(weights["model.embed_tokens.weight"], shape.embedding)
+        if not spec.tie_embeddings:
+            matrix(weights["lm_head.weight"], shape.head)
+        vector("model.norm.weight", shape.norm)
+        for layer in range(spec.layers):
+            name, base = f"model.layers.{layer}.", shape.first_layer + layer * shape.layer_size
+            vector(name + "input_layernorm.weight", base + shape.input_norm)
+            vector(name + "post_attention_layernorm.weight", base + shape.mlp_norm)
+            first = 0
+            for kind in "qkv":
+                projection = by_head(weights[name + f"self_attn.{kind}_proj.weight"])
+                matrix(projection, base + shape.qkv, first)
+                if spec.qkv_bias:
+                    bias, at = by_head(weights[name + f"self_attn.{kind}_proj.bias"]), base + shape.qkv_bias + first
+                    self._weights[at : at + len(bias)] = bias
+                first += len(projection)
+            out = weights[name + "self_attn.o_proj.weight"]
+            matrix(out if shape.head_width == shape.head_dim else by_head(out.T).T, base + shape.out)
+            matrix(weights[name + "mlp.gate_proj.weight"], base + shape.gate_up)
+            matrix(weights[name + "mlp.up_proj.weight"], base + shape.gate_up, shape.inner_width)
+            down, missing = weights[name + "mlp.down_proj.weight"], shape.inner_width - spec.intermediate_size
+            matrix(np.pad(down, ((0, 0), (0, missing))) if missing else down, base + shape.down)
+
+
+def _shape(spec: ModelSpec) -> Shape:
+    hidden_width, vocab_width = round_up(spec.hidden_size, COLUMNS), round_up(spec.vocab_size, COLUMNS)
+    head_width, inner_width = round_up(spec.head_dim, LANES), round_up(spec.intermediate_size, LANES)
+    qkv_width = round_up((spec.heads + 2 * spec.kv_heads) * head_width, COLUMNS)
+    gate_up_width = round_up(2 * inner_width, COLUMNS)
+
+    def places(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """Where each begins when they lie end to end, and where the last one ends."""
+        ends = np.cumsum([round_up(size, LANES) for size in sizes.values()]).tolist()
+        return dict(zip(sizes, [0, *ends[:-1]], strict=True)), ends[-1]
+
+    layer, layer_size = places(
+        {
+            "input_norm": spec.hidden_size,
+            "qkv": spec.hidden_size * qkv_width,
+            "qkv_bias": qkv_width if spec.qkv_bias else 0,
+            "out": spec.heads * head_width * hidden_width,
+            "mlp_norm": spec.hidden_size,
+            "gate_up": spec.hidden_size * gate_up_width,
+            "down": inner_width * hidden_width,
+        }
+    )
+    table = spec.hidden_size * vocab_width
+    whole, first_layer = places(
+        {"embedding": table, "head": 0 if spec.tie_embeddings else table, "norm": spec.hidden_size}
+    )
+    return Shape(
+        layers=spec.layers,
+        hidden=spec.hidden_size,
+        hidden_width=hidden_width,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        head_width=head_width,
+        qkv_width=qkv_width,
+        inner_width=inner_width,
+        gate_up_width=gate_up_width,
+        vocab=spec.vocab_size,
+        vocab_width=vocab_width,
+        slots=0,
+        blocks=0,
+        first_layer=first_layer,
+        layer_size=layer_size,
+        **layer | ({} if spec.qkv_bias else {"qkv_bias": -1}),
+        **whole | ({"head": 0} if spec.tie_embeddings else {}),
+    )

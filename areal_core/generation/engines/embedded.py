@@ -1,0 +1,276 @@
+"""The embedded engine: continuous batching of sampled answers, interruptible between any two steps.
+
+A step is three verbs: *schedule* gives free slots to waiting answers, *run* passes what their texts lack through the
+model (one token of every running answer, the prompts of new ones, whole texts after an update), *postprocess* records
+the tokens drawn and frees the slots of finished answers.
+
+Answers stay in their slots; a pass runs the slots that are running, densely. Only one group at a time can be partly
+started, and it has the first claim on every slot that becomes free: so its prompt stays readable where it was read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from areal_core.api.wire import Answer
+from areal_core.errors import DivergenceError, GenerationError, ModelError
+from areal_core.generation.engines.decoder import CpuDecoder, Decoder
+from areal_core.generation.engines.engine import EngineStats, Generation, check_request
+from areal_core.generation.engines.slots import STOPPED, Batch, Slots
+from areal_core.generation.engines.torch_decoder import TorchDecoder
+from areal_core.models.folders import ModelSpec, read_weights
+from areal_core.types import Float32Array, GenerationRequest, Int32Array
+
+_READ_TOKENS = 2048  # in one pass, beside one token of every answer: bounds the memory of activations
+
+
+@dataclass(slots=True)
+class _Group:
+    """A request under way. Its answers start in order, as slots become free."""
+
+    request: GenerationRequest
+    answers: list[Answer | None]
+    started: int = 0
+    missing: int = 0  # answers not finished
+    reader: int | None = None  # slot that holds the prompt's keys and values, or will after the next pass
+
+    @property
+    def unstarted(self) -> int:
+        return len(self.answers) - self.started
+
+
+class Engine:
+    """Decodes requests, each at its temperature or greedily. Not thread-safe: one thread calls it, between steps.
+
+    On a CPU, tokens and log-probabilities of a request are independent of its company, to the bit. `deterministic`
+    makes them so on other devices: see `TorchDecoder`. Both hold between updates of weights, for one build on one kind
+    of machine.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor],
+        *,
+        slots: int,
+        context: int | None = None,
+        version: int = 0,
+        deterministic: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        self.spec = spec
+        self.slots = slots
+        self.context = context or spec.context
+        self.version = version
+        self.admitting = True  # False: running answers go on, waiting ones stay where they are
+        self.stats = EngineStats()
+        self._deterministic = deterministic
+        self._device = device
+        self._decoder = self.prepare(weights)
+        self._groups: dict[str, _Group] = {}  # by request id
+        self._waiting: deque[_Group] = deque()  # groups with answers that have not started
+        self._running = np.empty(0, dtype=np.int32)  # slots, in the order in which their answers started
+        self._free = list(range(slots))[::-1]
+        self._answers: list[tuple[_Group, int] | None] = [None] * slots  # what a slot works at: a group's answer
+        self._table = Slots(slots, self.context)
+        self._batch = Batch(self._table, slots + _READ_TOKENS)
+        self._cache = self._decoder.cache(slots, self._batch.rows)
+        self._recomputing = 0  # tokens
+
+    @property
+    def running(self) -> int:
+        """Answers in slots."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Answers without a slot."""
+        return sum(group.unstarted for group in self._waiting)
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens sampled so far for requests that are not finished."""
+        decoding = int((self._table.length[self._running] - self._table.prompt[self._running]).sum())
+        groups = self._groups.values()
+        return decoding + sum(len(answer.token_ids) for group in groups for answer in group.answers if answer)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise GenerationError, its message starting with the field's name, if the request can't be served. Any thread
+        may call it."""
+        check_request(request, self.spec, self.context)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises GenerationError as `check` does, and for an id that is being served."""
+        self.check(request)
+        if request.request_id in self._groups:
+            raise GenerationError(f"request_id: {request.request_id} is already being served")
+        group = _Group(request, [None] * request.n, missing=request.n)
+        self._groups[request.request_id] = group
+        self._waiting.append(group)
+
+    def step(self) -> list[Generation]:
+        """Sample one token for every running answer whose text is read; the requests that this finished."""
+        if self.admitting and self._free and self._waiting:
+            self._schedule()
+        if not len(self._running):
+            return []
+        return self._postprocess(*self._run())
+
+    def generate(self, requests: Iterable[GenerationRequest]) -> list[tuple[Answer, ...]]:
+        """Serve requests to their end; their answers in the order of the requests."""
+        ids = []
+        for request in requests:
+            self.add(request)
+            ids.append(request.request_id)
+        finished: dict[str, tuple[Answer, ...]] = {}
+        while self.running or self._waiting:
+            finished |= {generation.request.request_id: generation.answers for generation in self.step()}
+        return [finished[request_id] for request_id in ids]
+
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Generation]:
+        """End requests (None: all of them) now, with what they have; unknown ids are passed over."""
+        ids = self._groups.keys() if request_ids is None else self._groups.keys() & set(request_ids)
+        doomed = {request_id: self._groups[request_id] for request_id in ids}
+        self._waiting = deque(group for group in self._waiting if group.request.request_id not in doomed)
+        for group in doomed.values():
+            for index in range(group.started, len(group.answers)):
+                group.answers[index] = _nothing()
+            group.missing -= group.unstarted
+            group.started = len(group.answers)
+        never_started = [self._close(group) for group in doomed.values() if group.missing == 0]
+        slots = [slot for slot in self._running.tolist() if self._answer_in(slot)[0].request.request_id in doomed]
+        return never_started + self._release(slots, ["abort"] * len(slots))
+
+    def read(self, file: Path) -> dict[str, Tensor]:
+        """The weights of a safetensors file. Raises ModelError for others than the engine can run."""
+        weights = read_weights(file, self.spec)
+        for name, tensor in weights.items():
+            if not all(extreme.isfinite() for extreme in tensor.aminmax()):
+                raise ModelError(f"{name}: holds numbers that are not finite")
+        return weights
+
+    def prepare(self, weights: Mapping[str, Tensor]) -> Decoder:
+        """Weights made ready for `swap`; touches nothing of the engine, so that another thread may do it."""
+        if self._device == "cpu":
+            return CpuDecoder(self.spec, weights, self.context)
+        return TorchDecoder(self.spec, weights, self.context, self._device, deterministic=self._deterministic)
+
+    def swap(self, decoder: Decoder, version: int, *, recompute: bool = True) -> None:
+        """Go on with other weights. With `recompute` running answers go on as if those had read all of their tokens;
+        without, their keys and values stay those of the weights that computed them."""
+        start = time.perf_counter()
+        self._decoder = decoder
+        self.version = version
+        if recompute:
+            self.clear_cache()
+        self.stats.swap_ms = 1e3 * (time.perf_counter() - start)
+
+    def clear_cache(self) -> None:
+        """Forget keys and values: the next steps compute those of running answers again, a group's prompt once."""
+        table = self._table
+        for group in self._groups.values():
+            group.reader = None
+        for slot in self._running.tolist():
+            group, _ = self._answer_in(slot)
+            table.reader[slot] = -1 if group.reader is None else group.reader
+            group.reader = slot if group.reader is None else group.reader
+        table.cached[self._running] = 0
+        running = self._running
+        shared = np.where(table.reader[running] >= 0, table.prompt[running], 0)  # read once, by another one
+        self._recomputing = int(np.maximum(table.length[running] - 1 - shared, 0).sum())
+        self.stats.recomputed_tokens = self._recomputing
+        self.stats.recompute_ms = 0.0
+
+    def _schedule(self) -> None:
+        """Give free slots to waiting answers, groups in the order of their arrival."""
+        table, started = self._table, [self._running]
+        while self._free and self._waiting:
+            group = self._waiting[0]
+            count, reader = min(len(self._free), group.unstarted), group.reader
+            slots = np.array(self._free[-count:], dtype=np.int32)
+            del self._free[-count:]
+            shared = len(group.request.token_ids) - 1  # the last token of a prompt is run: an answer begins with it
+            is_read = reader is not None and table.cached[reader] >= shared
+            table.fill(slots, group.request, group.started)
+            if reader is None:
+                group.reader = int(slots[0])
+                table.reader[slots[1:]] = group.reader
+            elif is_read:
+                self._cache.copy(reader, slots, shared)
+                table.cached[slots] = shared
+            else:
+                table.reader[slots] = reader
+            for slot in slots.tolist():
+                self._answers[slot] = group, group.started
+                group.started += 1
+            started.append(slots)
+            if not group.unstarted:
+                self._waiting.popleft()
+        self._running = np.concatenate(started)
+
+    def _run(self) -> tuple[Int32Array, Int32Array, Float32Array]:
+        """Slots that draw a token, their tokens and log-probabilities, each [A]."""
+        start = time.perf_counter()
+        rows, drawing, copying = self._batch.gather(self._running)
+        drawn = self._decoder.run(self._cache, rows)
+        if drawn is None:
+            raise DivergenceError(f"logits of version {self.version} are not finite")
+        readers = self._table.reader[copying]
+        for reader in np.unique(readers).tolist():
+            self._cache.copy(reader, copying[readers == reader], int(self._table.prompt[reader]))
+        self._table.reader[copying] = -1
+        if self._recomputing:
+            recomputed = min(self._recomputing, len(rows.tokens) - len(rows.ends))
+            self._recomputing = self._recomputing - recomputed if recomputed else 0  # else what was behind is gone
+            self.stats.recompute_ms += 1e3 * (time.perf_counter() - start) * recomputed / len(rows.tokens)
+        return drawing, *drawn
+
+    def _postprocess(self, drawing: Int32Array, tokens: Int32Array, logprobs: Float32Array) -> list[Generation]:
+        finished = self._batch.record(drawing, tokens, logprobs, self.version)
+        self.stats.generated_tokens += len(drawing)
+        ended = np.flatnonzero(finished)
+        if not len(ended):
+            return []
+        return self._release(
+            drawing[ended].tolist(), ["stop" if finished[at] == STOPPED else "length" for at in ended.tolist()]
+        )
+
+    def _release(self, slots: Sequence[int], reasons: Sequence[str]) -> list[Generation]:
+        """Take the answers out of these slots; the requests that this completes."""
+        completed: list[Generation] = []
+        for slot, reason in zip(slots, reasons, strict=True):
+            group, index = self._answer_in(slot)
+            group.answers[index] = self._table.answer(slot, reason)
+            group.missing -= 1
+            if group.missing == 0:
+                completed.append(self._close(group))
+            self._answers[slot] = None
+        stays = np.ones(self.slots, dtype=np.bool_)
+        stays[slots] = False
+        self._running = self._running[stays[self._running]]
+        self._free += slots
+        return completed
+
+    def _answer_in(self, slot: int) -> tuple[_Group, int]:
+        answer = self._answers[slot]
+        assert answer is not None
+        return answer
+
+    def _close(self, group: _Group) -> Generation:
+        del self._groups[group.request.request_id]
+        assert all(answer is not None for answer in group.answers)
+        return Generation(
+            request=group.request, answers=tuple(answer for answer in group.answers if answer is not None)
+        )
+
+
+def _nothing() -> Answer:
+    empty = np.zeros(0, dtype=np.int32)
+    return Answer(token_ids=empty, logprobs=np.zeros(0, dtype=np.float32), versions=empty, finish_reason="abort")

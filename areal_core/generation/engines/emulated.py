@@ -1,0 +1,322 @@
+"""The emulated engine: answers that take the time of an accelerator, and hardly any of this machine's.
+
+No model runs. An answer's length is drawn from its request's seed, its tokens are filler with the stop token at their
+end, its log-probabilities a constant; what is true to life is when they come. Several decode steps pass in one `step`,
+as many as fit into a few milliseconds, and never beyond the end of an answer, so that between two events every running
+answer advances alike: a counter of decode steps says how far each of them is.
+
+Time is counted in real tokens, requests and answers in tokens of the wire, each of which stands for `tokens_per_token`
+real ones. A token of the wire carries the version under which its last real token was sampled.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from areal_core.api.wire import Answer
+from areal_core.config.schema import EmulationConfig
+from areal_core.errors import GenerationError
+from areal_core.generation.engines.engine import EngineStats, Generation, check_request
+from areal_core.generation.engines.sampling import stream_seed, uniforms
+from areal_core.models.spec import ModelSpec, check_shapes, header_shapes
+from areal_core.planning.time_model import AnswerLengths, Pace, TimeModel
+from areal_core.types import GenerationRequest
+
+_SLICE_S = 0.004  # real seconds that a step takes at most, or one decode step: how soon commands are obeyed
+_LOGPROB = -0.1  # nats, of every token
+_SWAP_S = 5.0  # real seconds that a swap stands still at most: callers don't wait much longer for it
+_ADMIT_BELOW = 0.9  # of the KV cache: the rest is for answers to grow into
+
+
+@dataclass(slots=True)
+class _Group:
+    """A request under way."""
+
+    request: GenerationRequest
+    answers: list[Answer | None]
+    missing: int
+    prompt_read: bool = False  # its keys and values are in the cache, for all of its answers
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One answer that is not finished. Lengths in real tokens."""
+
+    group: _Group
+    index: int  # place in the group
+    prompt: int
+    target: int  # length at which it ends
+    stops: bool  # by itself, rather than at the limit
+    sampled: int = 0  # when it last took a slot
+    since: int | None = None  # decode steps of the engine by then; None: it has no slot
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (wire tokens by then, version that ended there)
+
+
+class EmulatedEngine:
+    """`generation.served.ServedEngine` in the time of an accelerator. Not thread-safe, as the real one."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        emulation: EmulationConfig,
+        *,
+        slots: int,
+        context: int | None = None,
+        version: int = 0,
+        switches: bool = False,
+        pace: Pace | None = None,
+    ) -> None:
+        """`slots` and `context` (tokens of the wire) bound running answers; so does the KV cache. `switches`: the same
+        accelerators train, so that new weights come with the change back to generating, which the trainer pays for.
+        Raises ConfigError for a model that does not fit and for lengths that can't be read."""
+        self.spec = spec
+        self.version = version
+        self.admitting = True
+        self._slots = slots
+        self._context = context or spec.context
+        self._scale = emulation.tokens_per_token
+        self._time = TimeModel(emulation)
+        self._lengths = AnswerLengths(emulation)
+        self._handover_s = 0.0 if switches else emulation.handover_s
+        self._pace = pace or Pace(emulation.speed)
+        self._groups: dict[str, _Group] = {}  # by request id
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []  # in the order in which they took their slots
+        self._ends: list[tuple[int, int, _Sequence]] = []  # heap: decode step of the end, a tie-breaker, answer
+        self._started = 0
+        self._steps = 0  # decode steps so far
+        self._cached = 0  # tokens in the KV cache
+        self._owed_s = 0.0  # emulated seconds to pass before decoding goes on
+        self._stale = False  # the cache was thrown away
+        self._interrupted = False  # by something that took its own time
+        self._closed_tokens = 0  # of the wire, in answers that have ended
+        self._stats = EngineStats()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def stats(self) -> EngineStats:
+        unfinished = sum(self._wire_tokens(sequence) for sequence in (*self._running, *self._waiting))
+        self._stats.generated_tokens = self._closed_tokens + unfinished
+        return self._stats
+
+    @property
+    def unfinished_tokens(self) -> int:
+        ended = sum(len(answer.token_ids) for group in self._groups.values() for answer in group.answers if answer)
+        return ended + sum(self._wire_tokens(sequence) for sequence in (*self._running, *self._waiting))
+
+    def check(self, request: GenerationRequest) -> None:
+        check_request(request, self.spec, self._context)
+
+    def add(self, request: GenerationRequest) -> None:
+        self.check(request)
+        if request.request_id in self._groups:
+            raise GenerationError(f"request_id: {request.request_id} is already being served")
+        group = _Group(request, [None] * request.n, missing=request.n)
+        self._groups[request.request_id] = group
+        self._waiting.extend(self._sequence(group, index) for index in range(request.n))
+
+    def step(self) -> list[Generation]:
+        """Let a few milliseconds pass, or one decode step; the requests that this finished."""
+        idle = not self._running
+        self._schedule()
+        if idle or self._interrupted:
+            self._interrupted = False
+            self._pace.restart()
+        budget_s = _SLICE_S * self._pace.speed
+        if self._owed_s > 0:
+            paid_s = min(self._owed_s, budget_s)
+            self._owed_s -= paid_s
+            self._pace.spend(paid_s)
+            return []
+        if not self._running:
+            return []
+        self._decode(budget_s)
+        return self._finish()
+
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Generation]:
+        ids = self._groups.keys() if request_ids is None else self._groups.keys() & set(request_ids)
+        doomed = {request_id: self._groups[request_id] for request_id in ids}
+        waiting = [each for each in self._waiting if each.group.request.request_id in doomed]
+        running = [each for each in self._running if each.group.request.request_id in doomed]
+        self._waiting = deque(each for each in self._waiting if each.group.request.request_id not in doomed)
+        self._leave(running)
+        return [done for sequence in (*running, *waiting) if (done := self._close(sequence, "abort"))]
+
+    def read(self, file: Path) -> None:
+        """Nothing is computed with the weights: that they are there and of the right shapes is all that is asked."""
+        check_shapes(self.spec, header_shapes(file))
+
+    def prepare(self, weights: None) -> None:
+        """Takes the time that the weights need to arrive, while decoding goes on."""
+        Pace(self._pace.speed).spend(self._time.transfer_s())
+
+    def swap(self, prepared: None, version: int, *, recompute: bool = True) -> None:
+        for sequence in (*self._running, *self._waiting):
+            if tokens := self._wire_tokens(sequence):
+                sequence.versions.append((tokens, self.version))
+        self.version = version
+        self._stats.swap_ms = 1e3 * self._handover_s / self._pace.speed
+        if recompute:
+            self.clear_cache()
+        self._interrupted = True
+        self._stand_still(self._handover_s + self._reread_s())
+
+    def clear_cache(self) -> None:
+        self._stale = self._interrupted = True
+        for group in self._groups.values():
+            group.prompt_read = False
+
+    def _schedule(self) -> None:
+        """Charge for texts that are read again or for the first time, and give free slots to waiting answers."""
+        self._owed_s += self._reread_s()
+        while self.admitting and self._waiting and len(self._running) < self._slots:
+            sequence = self._waiting[0]
+            tokens = sequence.prompt + sequence.sampled
+            if self._running and self._cached + tokens > _ADMIT_BELOW * self._time.kv_tokens:
+                return
+            self._start(self._waiting.popleft())
+
+    def _stand_still(self, emulated_s: float) -> None:
+        """Let time pass in which nothing is decoded; what is more than `_SWAP_S` is owed, and passes in steps."""
+        now_s = min(emulated_s, _SWAP_S * self._pace.speed)
+        self._owed_s += emulated_s - now_s
+        self._pace.restart()
+        self._pace.spend(now_s)
+
+    def _reread_s(self) -> float:
+        """Emulated seconds of reading running texts again, if the cache was thrown away."""
+        if not self._stale:
+            return 0.0
+        self._stale = False
+        texts = [sequence.prompt + self._sampled(sequence) for sequence in self._running]
+        for sequence in self._running:
+            sequence.group.prompt_read = True
+        recompute_s = self._time.prefill_s(texts)
+        self._stats.recompute_ms = 1e3 * recompute_s / self._pace.speed
+        self._stats.recomputed_tokens = sum(texts) // self._scale
+        return recompute_s
+
+    def _start(self, sequence: _Sequence) -> None:
+        group, tokens = sequence.group, sequence.prompt + sequence.sampled
+        if sequence.sampled or not group.prompt_read:
+            self._owed_s += self._time.prefill_s([tokens])
+            group.prompt_read = True
+        sequence.since = self._steps
+        self._cached += tokens
+        self._started += 1
+        self._running.append(sequence)
+        heapq.heappush(self._ends, (self._steps + sequence.target - sequence.sampled, self._started, sequence))
+
+    def _decode(self, budget_s: float) -> None:
+        """Let as many decode steps pass as fit into the budget, at least one, up to the end of the next answer."""
+        while self._cached + len(self._running) > self._time.kv_tokens and len(self._running) > 1:
+            self._preempt()
+        answers = len(self._running)
+        steps = max(1, int(budget_s / self._time.decode_s(answers, self._cached)))
+        steps = min(steps, self._ends[0][0] - self._steps)
+        if answers > 1:
+            steps = min(steps, (self._time.kv_tokens - self._cached) // answers)
+        duration_s = self._time.decode_s(answers, self._cached, steps)
+        self._steps += steps
+        self._cached += steps * answers
+        self._pace.spend(duration_s)
+
+    def _preempt(self) -> None:
+        """The KV cache is full: the newest answer gives its place up and is read again later."""
+        sequence = self._running[-1]
+        self._leave([sequence])
+        self._waiting.appendleft(sequence)
+
+    def _finish(self) -> list[Generation]:
+        ended: list[_Sequence] = []
+        while self._ends and self._ends[0][0] == self._steps:
+            ended.append(heapq.heappop(self._ends)[2])
+        self._leave(ended)
+        return [done for each in ended if (done := self._close(each, "stop" if each.stops else "length"))]
+
+    def _leave(self, sequences: Iterable[_Sequence]) -> None:
+        """Take running answers out of their slots; what they have sampled stays with them."""
+        leaving = set(sequences)
+        for sequence in leaving:
+            sampled = self._sampled(sequence)
+            sequence.sampled, sequence.since = sampled, None
+            self._cached -= sequence.prompt + sampled
+        self._running = [sequence for sequence in self._running if sequence not in leaving]
+        if any(end[2] in leaving for end in self._ends):
+            self._ends = [end for end in self._ends if end[2] not in leaving]
+            heapq.heapify(self._ends)
+
+    def _close(self, sequence: _Sequence, finish_reason: str) -> Generation | None:
+        """Record an answer's end; its request, once all of its answers have ended."""
+        group, answer = sequence.group, self._answer(sequence, finish_reason)
+        group.answers[sequence.index] = answer
+        group.missing -= 1
+        self._closed_tokens += len(answer.token_ids)
+        if group.missing:
+            return None
+        del self._groups[group.request.request_id]
+        return Generation(
+            request=group.request, answers=tuple(answer for answer in group.answers if answer is not None)
+        )
+
+    def _answer(self, sequence: _Sequence, finish_reason: str) -> Answer:
+        request = sequence.group.request
+        count = self._wire_tokens(sequence)
+        tokens = np.full(count, self._filler(request), dtype=np.int32)
+        if finish_reason == "stop":
+            tokens[-1] = request.stop_token_ids[0]
+        versions = np.full(count, self.version, dtype=np.int32)
+        for end, version in reversed(sequence.versions):
+            versions[:end] = version
+        return Answer(
+            token_ids=tokens,
+            logprobs=np.full(count, _LOGPROB, dtype=np.float32),
+            versions=versions,
+            finish_reason=finish_reason,
+        )
+
+    def _filler(self, request: GenerationRequest) -> int:
+        """A token that every tokenizer can decode: one of the prompt, as long as it ends no answer."""
+        stops = set(request.stop_token_ids)
+        usable = (token for token in (*reversed(request.token_ids), *range(self.spec.vocab_size)) if token not in stops)
+        return next(usable)
+
+    def _sequence(self, group: _Group, index: int) -> _Sequence:
+        request = group.request
+        seed = np.array([stream_seed(request.seed, index)], dtype=np.uint64)
+        wanted = self._lengths.quantile(float(uniforms(seed, np.zeros(1, dtype=np.int64))[0]))
+        limit = min(request.max_tokens, self._context - group.prompt_tokens) * self._scale
+        stops = bool(request.stop_token_ids) and wanted < limit
+        return _Sequence(
+            group=group,
+            index=index,
+            prompt=group.prompt_tokens * self._scale,
+            target=wanted if stops else limit,
+            stops=stops,
+        )
+
+    def _sampled(self, sequence: _Sequence) -> int:
+        """Real tokens so far."""
+        return sequence.sampled + (0 if sequence.since is None else self._steps - sequence.since)
+
+    def _wire_tokens(self, sequence: _Sequence) -> int:
+        """Whole ones, and at the end of an answer what is left for one."""
+        sampled = self._sampled(sequence)
+        return -(-sampled // self._scale) if sampled == sequence.target else sampled // self._scale

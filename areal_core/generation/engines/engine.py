@@ -1,0 +1,108 @@
+"""What the server asks of the engine behind it, and the records that pass between them. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal_core.api.wire import Answer
+from areal_core.errors import GenerationError
+from areal_core.models.spec import ModelSpec
+from areal_core.types import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A finished request with its answers, in order."""
+
+    request: GenerationRequest
+    answers: tuple[Answer, ...]
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start, and the cost of the last update."""
+
+    generated_tokens: int = 0
+    swap_ms: float = 0.0
+    recompute_ms: float = 0.0
+    recomputed_tokens: int = 0
+
+
+class ServedEngine(Protocol):
+    """An engine that one thread steps; `check`, `read` and `prepare` may be called by any."""
+
+    spec: ModelSpec
+    version: int
+    admitting: bool  # False: running answers go on, waiting ones stay where they are
+
+    @property
+    def running(self) -> int:
+        """Answers being decoded."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Answers that are not."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens sampled so far for requests that are not finished."""
+        ...
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise GenerationError, its message starting with the field's name, if the request can't be served."""
+        ...
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises GenerationError as `check` does, and for an id that is being served."""
+        ...
+
+    def step(self) -> list[Generation]:
+        """Go on decoding for a short while; the requests that this finished."""
+        ...
+
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Generation]:
+        """End requests (None: all of them) now, with what they have; unknown ids are passed over."""
+        ...
+
+    def read(self, file: Path) -> Any:
+        """The weights of a file. Raises ModelError when the engine can't run them."""
+        ...
+
+    def prepare(self, weights: Any) -> Any:
+        """Weights made ready for `swap`; touches nothing of the engine."""
+        ...
+
+    def swap(self, prepared: Any, version: int, /, *, recompute: bool = True) -> None:
+        """Go on with other weights; with `recompute` as if those had read all tokens of running answers."""
+        ...
+
+    def clear_cache(self) -> None:
+        """Forget keys and values: before the next step, those of running answers are computed again."""
+        ...
+
+
+def check_request(request: GenerationRequest, spec: ModelSpec, context: int) -> None:
+    """Raise GenerationError, its message starting with the field's name, if a model of `spec` that decodes texts of
+    `context` tokens can't serve the request."""
+    if not request.token_ids:
+        raise GenerationError("token_ids: must hold at least one token")
+    for token in (*request.token_ids, *request.stop_token_ids):
+        if not 0 <= token < spec.vocab_size:
+            name = "token_ids" if token in request.token_ids else "stop_token_ids"
+            raise GenerationError(f"{name}: must be token ids from 0 to {spec.vocab_size - 1}, one of them is {token}")
+    if len(request.token_ids) >= context:
+        raise GenerationError(
+            f"token_ids: a prompt may have {context - 1} tokens, as the context has {context}; "
+            f"this one has {len(request.token_ids)}"
+        )
+    for name, value in (("max_tokens", request.max_tokens), ("n", request.n)):
+        if value < 1:
+            raise GenerationError(f"{name}: must be at least 1, got {value}")

@@ -1,0 +1,195 @@
+"""The one thread that an engine lives in, and how an event loop talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from enum import Enum
+from typing import Any, TypeVar
+
+from areal_core.api.wire import ServerLoad
+from areal_core.generation.engines.engine import Generation, ServedEngine
+from areal_core.tracking.timeline import Activity, TimelineWriter
+
+T = TypeVar("T")
+
+
+class _State(Enum):
+    RUNNING = "running"
+    DRAINING = "draining"  # running answers go on, none start
+    PAUSED = "paused"
+
+
+class EngineThread:
+    """Steps an engine while it has work and is not paused; does what it is asked to between two steps.
+
+    `deliver` gets finished requests and `failed` the error that ended the thread, both in the event loop's thread.
+    `timeline` gets what the engine did when.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        deliver: Callable[[list[Generation]], None],
+        failed: Callable[[BaseException], None],
+        timeline: TimelineWriter | None = None,
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._deliver = deliver
+        self._failed = failed
+        self._state = _State.RUNNING
+        self._drained: list[Future[None]] = []
+        self._clear_cache = False  # once paused
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._doing = Activity("wait", timeline)
+        self._marked = time.monotonic()
+        self._answer_s = 0.0
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._state is _State.PAUSED
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step that it is in; what runs is left unfinished."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def tell(self, action: Callable[[ServedEngine], Any]) -> None:
+        """Have something done between two steps; an error in it ends the thread."""
+        self._commands.put(lambda: action(self._engine))
+
+    async def ask(self, action: Callable[[ServedEngine], T]) -> T:
+        """Have something done between two steps and wait for its result; its errors are the caller's."""
+        future: Future[T] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has gone
+            try:
+                future.set_result(action(self._engine))
+            except Exception as error:  # noqa: BLE001 - handed to the caller
+                future.set_exception(error)
+
+        self._commands.put(command)
+        return await asyncio.wrap_future(future)
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """Stop decoding. `keep` holds running answers, `abort` ends all requests with what they have, `wait` returns
+        once running answers are finished; answers without a slot wait in `keep` and `wait`."""
+
+        def pause(engine: ServedEngine) -> Future[None]:
+            paused: Future[None] = Future()
+            if mode == "abort":
+                self._hand_over(engine.abort())
+            self._clear_cache = clear_cache
+            if mode == "wait" and engine.running:
+                self._state = _State.DRAINING
+                engine.admitting = False
+                self._drained.append(paused)
+            else:
+                self._pause()
+                paused.set_result(None)
+            return paused
+
+        await asyncio.wrap_future(await self.ask(pause))
+
+    async def resume(self) -> None:
+        def resume(engine: ServedEngine) -> None:
+            self._account()
+            self._state = _State.RUNNING
+            engine.admitting = True
+            self._release_waiters()
+
+        await self.ask(resume)
+
+    async def abort(self, request_ids: Collection[str]) -> int:
+        """End requests with what they have; how many of them there were."""
+
+        def abort(engine: ServedEngine) -> int:
+            ended = engine.abort(request_ids)
+            self._hand_over(ended)
+            return len(ended)
+
+        return await self.ask(abort)
+
+    async def swap(self, prepared: Any, version: int) -> None:
+        await self.ask(lambda engine: engine.swap(prepared, version, recompute=False))
+
+    async def load(self) -> ServerLoad:
+        def load(engine: ServedEngine) -> ServerLoad:
+            self._account()
+            stats = engine.stats
+            return ServerLoad(
+                running=engine.running,
+                waiting=engine.waiting,
+                generated_tokens=stats.generated_tokens,
+                unfinished_tokens=engine.unfinished_tokens,
+                answer_s=self._answer_s,
+                idle_s=self._doing.seconds("wait"),
+                paused_s=self._doing.seconds("update"),
+                swap_ms=stats.swap_ms,
+                recompute_ms=stats.recompute_ms,
+                recomputed_tokens=stats.recomputed_tokens,
+            )
+
+        return await self.ask(load)
+
+    def _main(self) -> None:
+        try:
+            while self._obey():
+                self._hand_over(self._engine.step())
+            self._doing.end()
+        except BaseException as error:  # noqa: BLE001 - whoever started the thread decides
+            self._loop.call_soon_threadsafe(self._failed, error)
+
+    def _obey(self) -> bool:
+        """Carry out commands until there is none and a step to take; False once the thread is to end."""
+        while True:
+            self._account()
+            if self._state is _State.DRAINING and not self._engine.running:  # finished, or aborted
+                self._pause()
+            busy = self._engine.running or (self._engine.waiting and self._engine.admitting)
+            try:
+                command = self._commands.get(block=not busy or self.is_paused)
+            except queue.Empty:
+                return True
+            self._account()
+            if command is None:
+                return False
+            command()
+
+    def _pause(self) -> None:
+        self._account()
+        self._state = _State.PAUSED
+        if self._clear_cache:  # only now: answers that were still to finish needed it
+            self._engine.clear_cache()
+        self._release_waiters()
+
+    def _release_waiters(self) -> None:
+        for waiter in self._drained:
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(None)
+        self._drained.clear()
+
+    def _hand_over(self, finished: list[Generation]) -> None:
+        if finished:
+            self._loop.call_soon_threadsafe(self._deliver, finished)
+
+    def _account(self) -> None:
+        """Put the time since the last call where it belongs."""
+        now = time.monotonic()
+        if not self.is_paused:
+            self._answer_s += (now - self._marked) * self._engine.running
+        self._marked = now
+        self._doing.note("update" if self.is_paused else "generate" if self._engine.running else "wait")

@@ -1,0 +1,155 @@
+"""Reading and refusing what clients send: every refusal names the field, as vLLM's errors do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+
+from areal_core.api.wire import MODEL_NAME
+from areal_core.errors import GenerationError
+from areal_core.types import GenerationRequest
+
+T = TypeVar("T")
+
+_DEFAULT_MAX_TOKENS = 16  # vLLM's
+_MAX_ANSWERS = 16384  # vLLM's bound on n
+_TEMPERATURES = (0.01, 100.0)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # Anything else would sample from another distribution than the recorded log-probabilities say, or is not built.
+    "top_p": (1, None),
+    "top_k": (0, -1, None),
+    "min_p": (0, None),
+    "min_tokens": (0, None),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "logprobs": (0, None),
+}
+_SAMPLING_FIELDS = {"max_tokens", "temperature", "seed", "n", "stop_token_ids", "ignore_eos", *_NEUTRAL}
+_FIELDS = {"model", "token_ids", "sampling_params", "request_id", "stream"}
+
+
+class RequestError(GenerationError):
+    """A request that is answered with an error: its status and the field that is to blame."""
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
+        super().__init__(f"{param}: {message}" if param else message)
+        self.param = param
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedGeneration:
+    """A request and how its answer is to be written."""
+
+    request: GenerationRequest  # its stop tokens include the model's end tokens, unless the client ignores those
+    logprobs: bool
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def take(values: dict[str, Any], name: str, kind: type[T]) -> T:
+    """A required field of one type."""
+    value = values.get(name)
+    if not isinstance(value, kind):
+        raise RequestError(f"must be {_KINDS[kind]}, got {value!r:.80}", param=name)
+    return value
+
+
+def parse_version(values: dict[str, Any], name: str) -> int:
+    label = take(values, name, str)
+    if not (label.isascii() and label.isdigit()):
+        raise RequestError(f"must be a whole number as text, got {label!r:.80}", param=name)
+    return int(label)
+
+
+def parse_request(body: dict[str, Any], *, eos_token_ids: tuple[int, ...], default_id: str) -> WantedGeneration:
+    """A request from its body. Raises RequestError for unknown names, wrong types and settings that are not served."""
+    _refuse_unknown(body, _FIELDS)
+    model = body.get("model", MODEL_NAME)
+    if model not in (None, MODEL_NAME):
+        raise RequestError(f"the model {model!r:.80} does not exist, this is {MODEL_NAME!r}", param="model", status=404)
+    if body.get("stream"):
+        raise RequestError("must be false: answers are sent whole", param="stream")
+    if "request_id" in body:
+        take(body, "request_id", str)
+    params = take(body, "sampling_params", dict) if "sampling_params" in body else {}
+    _refuse_unknown(params, _SAMPLING_FIELDS)
+    for name, neutral in _NEUTRAL.items():
+        if name in params and (isinstance(params[name], bool) or params[name] not in neutral):
+            raise RequestError(f"must be {neutral[0]} or left out, got {params[name]!r:.80}", param=name)
+    temperature = _temperature(params)
+    ignore_eos = params.get("ignore_eos", False)
+    if not isinstance(ignore_eos, bool):
+        raise RequestError(f"must be true or false, got {ignore_eos!r:.80}", param="ignore_eos")
+    stop_token_ids = _tokens(params, "stop_token_ids") if params.get("stop_token_ids") is not None else ()
+    request = GenerationRequest(
+        request_id=body.get("request_id", default_id),
+        token_ids=_tokens(body, "token_ids"),
+        n=_count(params, "n", 1, high=_MAX_ANSWERS),
+        max_tokens=_count(params, "max_tokens", _DEFAULT_MAX_TOKENS),
+        # Without a seed no two requests may sample alike.
+        seed=_seed(params, default_id),
+        stop_token_ids=stop_token_ids if ignore_eos else tuple(dict.fromkeys((*stop_token_ids, *eos_token_ids))),
+        greedy=temperature == 0,
+        temperature=temperature or 1.0,
+    )
+    return WantedGeneration(request=request, logprobs=params.get("logprobs") is not None)
+
+
+_KINDS: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
+
+
+def _refuse_unknown(values: dict[str, Any], known: set[str]) -> None:
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise RequestError(f"not supported; known are {', '.join(sorted(known))}", param=", ".join(unknown))
+
+
+def _count(params: dict[str, Any], name: str, default: int, *, high: int | None = None) -> int:
+    value = params.get(name)
+    value = default if value is None else value
+    if not _is_int(value) or value < 1 or (high is not None and value > high):
+        bounds = f"from 1 to {high}" if high else "of at least 1"
+        raise RequestError(f"must be a whole number {bounds}, got {value!r:.80}", param=name)
+    return value
+
+
+def _temperature(params: dict[str, Any]) -> float:
+    value = params.get("temperature", 1.0)
+    low, high = _TEMPERATURES
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (value == 0 or low <= value <= high):
+        raise RequestError(
+            f"must be from {low:g} to {high:g} or, for greedy decoding, 0, got {value!r:.80}", param="temperature"
+        )
+    return float(value)
+
+
+def _seed(params: dict[str, Any], default_id: str) -> int:
+    value = params.get("seed")
+    if value is None:
+        return int(default_id, 16)
+    if not _is_int(value):
+        raise RequestError(f"must be a whole number, got {value!r:.80}", param="seed")
+    return value
+
+
+def _tokens(values: dict[str, Any], name: str) -> tuple[int, ...]:
+    tokens = take(values, name, list)
+    if not all(map(_is_int, tokens)):
+        raise RequestError("must be a list of whole numbers", param=name)
+    return tuple(tokens)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,349 @@
+"""An engine behind the routes of vLLM's native RL API, with the same fields and errors.
+
+controller --POST /inference/v1/generate--> event loop --> engine thread --> answers, with a version for every token
+controller --start, update, pause, finish, resume--> weights are staged while decoding goes on, and swapped between
+                                                     two steps; resume computes the KV cache again
+
+python -m areal_core.generation.server.routes --model DIR --host 127.0.0.1 --port 0 --ready-file F --slots N
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import hashlib
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from areal_core.api.wire import ROUTES_VERSION, encode_generation
+from areal_core.config.schema import load_file
+from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
+from areal_core.generation.command_line import server_parser
+from areal_core.generation.engines.emulated import EmulatedEngine
+from areal_core.generation.engines.engine import Generation, ServedEngine
+from areal_core.generation.server.engine_thread import EngineThread
+from areal_core.generation.server.protocol import RequestError, parse_json, parse_request, parse_version, take
+from areal_core.launch import process
+from areal_core.models.spec import read_spec
+from areal_core.tracking.timeline import TimelineWriter
+
+_MAX_BODY_BYTES = 64 * 2**20
+_PAUSE_MODES = ("abort", "wait", "keep")
+
+
+class GenerationServer:
+    """Routes of one engine. All methods run in the event loop."""
+
+    def __init__(
+        self, engine: ServedEngine, loop: asyncio.AbstractEventLoop, *, timeline: TimelineWriter | None = None
+    ) -> None:
+        self.failure: asyncio.Future[BaseException] = loop.create_future()  # the error that ended the engine's thread
+        self._engine = engine
+        self._pending: dict[str, asyncio.Future[Generation]] = {}  # by request id
+        self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
+        self._updating = False
+        self._staged: tuple[Any] | None = None  # weights that the engine has made ready
+        self._label = engine.version
+        self._sleeping = False
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[_errors_as_json], client_max_size=_MAX_BODY_BYTES)
+        post = {
+            "/inference/v1/generate": self._generate,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/abort_requests": self._abort_requests,
+            "/init_weight_transfer_engine": self._init_weight_transfer,
+            "/start_weight_update": self._start_update,
+            "/update_weights": self._update_weights,
+            "/finish_weight_update": self._finish_update,
+            "/update_weight_version": self._update_version,
+            "/reset_prefix_cache": self._reset_prefix_cache,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
+        }
+        get = {
+            "/health": self._health,
+            "/is_paused": self._is_paused,
+            "/is_sleeping": self._is_sleeping,
+            "/weight_info": self._weight_info,
+            "/version": self._version,
+            "/get_world_size": self._world_size,
+            "/load": self._load,
+            "/metrics": self._metrics,
+        }
+        app.add_routes([web.post(path, handler) for path, handler in post.items()])
+        app.add_routes([web.get(path, handler) for path, handler in get.items()])
+        app.on_startup.append(self._start)
+        app.on_shutdown.append(self._stop)
+        return app
+
+    async def _start(self, _: web.Application) -> None:
+        self._thread.start()
+
+    async def _stop(self, _: web.Application) -> None:
+        self._fail_pending(RequestError("the server is stopping", status=503))
+        await asyncio.to_thread(self._thread.stop)
+
+    # Generation
+
+    async def _generate(self, http: web.Request) -> web.Response:
+        spec = self._engine.spec
+        wanted = parse_request(
+            parse_json(await http.read()), eos_token_ids=spec.eos_token_ids, default_id=uuid.uuid4().hex
+        )
+        request = wanted.request
+        self._engine.check(request)
+        if request.request_id in self._pending:
+            raise RequestError(f"{request.request_id} is already being served", param="request_id")
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._pending[request.request_id] = future
+        self._thread.tell(lambda engine: engine.add(request))
+        try:
+            generation = await future
+        except asyncio.CancelledError:  # the client has gone
+            self._thread.tell(lambda engine: engine.abort([request.request_id]))
+            raise
+        finally:
+            del self._pending[request.request_id]
+        return _json_bytes(
+            encode_generation(request, generation.answers, logprobs=wanted.logprobs, eos_token_ids=spec.eos_token_ids)
+        )
+
+    async def _abort_requests(self, http: web.Request) -> web.Response:
+        """By the ids that answers bear, as in vLLM, or by those of the requests."""
+        given = take(parse_json(await http.read()), "request_ids", list)
+        ids = {str(request_id).removeprefix("generate-tokens-") for request_id in given}
+        return web.json_response({"status": "aborted", "aborted": await self._thread.abort(ids)})
+
+    def _deliver(self, finished: list[Generation]) -> None:
+        for generation in finished:
+            future = self._pending.get(generation.request.request_id)
+            if future is not None and not future.done():
+                future.set_result(generation)
+
+    # Pausing
+
+    async def _pause(self, http: web.Request) -> web.Response:
+        mode = http.query.get("mode", "abort")
+        if mode not in _PAUSE_MODES:
+            raise RequestError(f"must be one of {', '.join(_PAUSE_MODES)}, got {mode!r}", param="mode")
+        clear_cache = http.query.get("clear_cache", "true")
+        if clear_cache not in ("true", "false"):
+            raise RequestError(f"must be true or false, got {clear_cache!r}", param="clear_cache")
+        await self._thread.pause(mode, clear_cache=clear_cache == "true")
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        await self._thread.resume()
+        return web.json_response({"status": "resumed"})
+
+    async def _is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self._thread.is_paused})
+
+    async def _sleep(self, http: web.Request) -> web.Response:
+        """Level 1 alone: there is no accelerator to free, so sleeping is pausing and forgetting the cache."""
+        if http.query.get("level", "1") != "1":
+            raise RequestError(f"must be 1, got {http.query['level']!r}", param="level")
+        self._sleeping = True
+        return await self._pause(http)
+
+    async def _wake_up(self, http: web.Request) -> web.Response:
+        self._sleeping = False
+        return await self._resume(http)
+
+    async def _is_sleeping(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": self._sleeping})
+
+    # Weights
+
+    async def _init_weight_transfer(self, http: web.Request) -> web.Response:
+        take(parse_json(await http.read()), "init_info", dict)
+        return web.json_response({"message": "weights are read from safetensors files: nothing to initialise"})
+
+    async def _start_update(self, _: web.Request) -> web.Response:
+        """Begin an update; one that was begun and never finished is forgotten."""
+        self._updating, self._staged = True, None
+        return web.json_response({"message": "weight update started"})
+
+    async def _update_weights(self, http: web.Request) -> web.Response:
+        info = take(parse_json(await http.read()), "update_info", dict)
+        path, sha256 = take(info, "path", str), take(info, "sha256", str)
+        if not self._updating:
+            raise RequestError("no weight update was started", param="update_info")
+        self._staged = None
+        self._staged = (await asyncio.to_thread(self._read_update, Path(path), sha256),)
+        return web.json_response({"message": "weights staged"})
+
+    def _read_update(self, path: Path, sha256: str) -> Any:
+        """Weights that are what the caller says and that the engine can run; touches nothing that runs."""
+        file = path / "model.safetensors" if path.is_dir() else path
+        weights = self._engine.read(file)
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != sha256:
+            raise ModelError(f"sha256: {file} has {found}, the update names {sha256}")
+        return self._engine.prepare(weights)
+
+    async def _finish_update(self, http: web.Request) -> web.Response:
+        version = parse_version(parse_json(await http.read()), "weight_version")
+        if self._staged is None:
+            raise RequestError("no weights were staged", param="weight_version")
+        (staged,), self._staged, self._updating = self._staged, None, False
+        await self._thread.swap(staged, version)
+        self._label = version
+        return web.json_response({"message": "weight update finished"})
+
+    async def _update_version(self, http: web.Request) -> web.Response:
+        version = parse_version(parse_json(await http.read()), "new_version")
+        await self._thread.ask(lambda engine: setattr(engine, "version", version))
+        self._label = version
+        return web.json_response({"success": True, "new_version": str(version)})
+
+    async def _weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": str(self._label)})
+
+    async def _reset_prefix_cache(self, _: web.Request) -> web.Response:
+        await self._thread.ask(lambda engine: engine.clear_cache())
+        return web.json_response({"success": True})
+
+    # About the server
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if self.failure.done() else 200)
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": f"{ROUTES_VERSION}+areal"})
+
+    async def _world_size(self, _: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
+
+    async def _load(self, _: web.Request) -> web.Response:
+        return _json_bytes(orjson.dumps(await self._thread.load()))
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        values = dataclasses.asdict(await self._thread.load()) | {"weight_version": self._label}
+        lines: list[str] = []
+        for name, value in values.items():
+            kind = "counter" if name in ("generated_tokens", "answer_s", "idle_s", "paused_s") else "gauge"
+            lines += [f"# TYPE areal_generation_{name} {kind}", f"areal_generation_{name} {value}"]
+        return web.Response(text="\n".join(lines) + "\n")
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure.set_result(error)
+        self._fail_pending(RequestError(f"the engine failed: {error}", status=500))
+
+    def _fail_pending(self, error: Exception) -> None:
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+@web.middleware
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return _error(str(error), error.status, error.param)
+    except (GenerationError, ModelError) as error:
+        return _error(str(error), 400, str(error).partition(":")[0])
+    except web.HTTPException as error:
+        return _error(error.reason, error.status, None)
+
+
+def _error(message: str, status: int, param: str | None) -> web.Response:
+    kind = {400: "BadRequestError", 404: "NotFoundError"}.get(
+        status, "InternalServerError" if status >= 500 else "Error"
+    )
+    body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return web.json_response(body, status=status)
+
+
+def _json_bytes(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = server_parser("areal_core.generation.server.routes")
+    parser.add_argument("--timeline", type=Path, help="file to append to: what the engine did when")
+    parser.add_argument("--context", type=int, help="tokens of prompt and answer; default: the model's")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--deterministic", action="store_true", help="answers independent of their company, to the bit")
+    parser.add_argument("--emulate", type=Path, help="a run's config.json: emulate its accelerators, compute nothing")
+    return parser.parse_args()
+
+
+def _engine(arguments: argparse.Namespace) -> ServedEngine:
+    spec = read_spec(arguments.model)
+    context = spec.context if arguments.context is None else arguments.context
+    if not 2 <= context <= spec.context:
+        raise ModelError(f"--context: must be from 2 to {spec.context}, the model's own, got {context}")
+    if arguments.slots < 1:
+        raise ModelError(f"--slots: must be at least 1, got {arguments.slots}")
+    limits = {"slots": arguments.slots, "context": context, "version": arguments.weight_version}
+    if arguments.emulate is not None:
+        config = load_file(arguments.emulate)
+        return EmulatedEngine(spec, config.emulation, switches=config.mode == "sync", **limits)
+    from areal_core.generation.engines.embedded import Engine  # torch: seconds that an emulation can do without
+    from areal_core.models.folders import read_weights
+
+    weights = read_weights(arguments.model, spec)
+    return Engine(spec, weights, deterministic=arguments.deterministic, device=arguments.device, **limits)
+
+
+async def _serve(arguments: argparse.Namespace, engine: ServedEngine) -> None:
+    """Serve until SIGTERM or SIGINT. Raises what ended the engine's thread, if that did."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    timeline = TimelineWriter(arguments.timeline, cpu=time.process_time) if arguments.timeline else None
+    server = GenerationServer(engine, loop, timeline=timeline)
+    runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, arguments.host, arguments.port).start()
+        host, port = runner.addresses[0][:2]
+        process.announce_ready(arguments.ready_file, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+    finally:
+        await runner.cleanup()
+    if server.failure.done():
+        raise server.failure.result()
+
+
+def main() -> int:
+    arguments = _arguments()
+    process.adopt(arguments.ready_file)
+    try:
+        engine = _engine(arguments)
+    except (ConfigError, ModelError) as error:
+        print(f"areal: error: {error}", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(_serve(arguments, engine))
+    except OSError as error:
+        where = f"{arguments.host}:{arguments.port}"
+        print(f"areal: error: --port: can't listen on {where}: {error.strerror}; 0 takes any free one", file=sys.stderr)
+        return 2
+    except ArealError as error:
+        print(f"areal: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

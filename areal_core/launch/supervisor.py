@@ -1,0 +1,450 @@
+"""The parent's side of process control: starts the processes of one role, watches them, and leaves none behind.
+
+A process is *started* (its lifeline in hand, a session and a log of its own), then *ready* (it has written its ready
+file), then *ended*: with 0 it is done, otherwise it is started again until its restarts are spent. All waiting is one
+poll over what can happen: an exit (pidfd), a ready file or a log line (inotify), the stop signal, a start that takes
+too long. `areal_core.launch.process` is the child's side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import secrets
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_core.config.schema import LaunchConfig
+from areal_core.errors import ProcessError
+from areal_core.launch import process
+from areal_core.storage.rundir import RunDir
+
+ATTEMPT = "AREAL_ATTEMPT"  # the same for all processes of a role that were started together, never used twice
+
+# Set before torch is imported: one thread a process, idle threads that don't spin, large activations kept mapped.
+CHILD_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+_TAIL_BYTES = 64 * 1024  # of new log forwarded at once; what is older stays in the file
+_LINE_CHARS = 500
+_RETRY_S = 0.1  # where the kernel tells of no change
+_NICE_S = 10.0  # for the kernel to take a session's nice value
+_LAST_LINES = 6  # of a log, in an error
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """What the processes of one role are started with; callables get the process's index."""
+
+    name: str
+    argv: Callable[[int], list[str]]
+    count: int = 1
+    first: int = 0  # index of the first one
+    nice: int = 0  # once it is ready: the start of a process is nobody's background work
+    cpus: frozenset[int] | None = None  # cores that it may use; None: all
+    env: Callable[[int], Mapping[str, str]] = lambda index: {}
+    announces: bool = True  # writes a ready file
+    exits: bool = True  # ends by itself with 0; otherwise every exit is a failure
+    sessions: bool = False  # starts processes in sessions of their own: what is left of them is killed after it
+    gang: bool = False  # its processes depend on each other: when one fails all are started again
+    final: int | None = None  # exit status after which a process is not started again: it has had restarts of its own
+
+    @property
+    def indices(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+class StopSignal:
+    """An event that `poll` can wait for. Once set it stays set."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def set(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def is_set(self) -> bool:
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it was set within `timeout_s`."""
+        return bool(_poll([self._fd], timeout_s))
+
+
+class FileLock:
+    """An exclusive lock on a file, of this process and of those that `fd` was handed down to: it is free again when all
+    of them have released it or are gone.
+
+    Raises ProcessError with the line `busy` when it isn't free within `timeout_s`.
+    """
+
+    def __init__(self, path: Path, *, timeout_s: float, busy: str) -> None:
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + timeout_s
+        while True:  # flock() knows no timeout, and nothing tells of a release
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    os.close(self.fd)
+                    raise ProcessError(busy) from None
+            time.sleep(_RETRY_S)
+
+    def release(self) -> None:
+        os.close(self.fd)
+
+    @staticmethod
+    def is_held(path: Path) -> bool:
+        """Whether somebody holds the lock on this file, on whichever machine."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Supervisor:
+    """Runs the processes of one role. `run` spawns from the calling thread: PDEATHSIG follows the spawning thread."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        spec: RoleSpec,
+        launch: LaunchConfig,
+        *,
+        stop: StopSignal,
+        on_ready: Callable[[int, dict[str, Any]], None] | None = None,
+        log: Callable[[str], None] = print,
+        pass_fds: tuple[int, ...] = (),
+    ) -> None:
+        self._run_dir = run_dir
+        self._spec = spec
+        self._launch = launch
+        self._stop = stop
+        self._on_ready = on_ready
+        self._log = log
+        self._pass_fds = pass_fds
+        self._children: dict[int, _Child] = {}
+        self._restarts = dict.fromkeys(spec.indices, 0)
+
+    def run(self) -> None:
+        """Block until every process has exited with 0, or `stop` is set. No process is left, however it returns.
+
+        Raises ProcessError when a process failed or wasn't ready in `launch.start_timeout_s` and has no restart left.
+        """
+        if self._stop.is_set():
+            return
+        self._watch = _Watch(self._run_dir.ready)
+        try:
+            self._start(self._spec.indices)
+            while self._children:
+                fds = {self._stop.fileno(), self._watch.fd, *(child.pidfd for child in self._children.values())}
+                happened = _poll(fds, self._next_deadline())
+                self._watch.clear()
+                for child in list(self._children.values()):
+                    if child.pidfd not in happened:
+                        self._notice_ready(child)
+                        self._forward_log(child)
+                if self._stop.is_set():
+                    return
+                self._handle_ends(happened)
+        finally:
+            try:
+                self._terminate(list(self._children.values()))
+            finally:
+                self._terminate(list(self._children.values()))  # those that a failing `log` has kept from it
+                self._watch.close()
+
+    def _handle_ends(self, happened: set[int]) -> None:
+        for child in list(self._children.values()):
+            if self._children.get(child.index) is not child:
+                continue  # a failed sibling took it down
+            if child.pidfd in happened:
+                code = self._reap(child)
+                if code != 0 or not self._spec.exits:
+                    self._recover(child, _how_it_ended(code), final=code == self._spec.final)
+            elif time.monotonic() >= child.deadline:
+                self._terminate([child])
+                self._recover(
+                    child, f"was not ready within {self._launch.start_timeout_s:g} s (launch.start_timeout_s)"
+                )
+
+    def _recover(self, child: _Child, how: str, *, final: bool = False) -> None:
+        """Start a failed process again, with its gang. Raises ProcessError when its restarts are spent."""
+        name, spent, allowed = self._name(child), self._restarts[child.index], self._launch.restarts
+        if final or spent >= allowed:
+            after = f" after {spent} restarts" if spent else ""
+            raise ProcessError(f"{name} {how}{after}; {child.log.path} ends: {child.log.last_lines()}")
+        self._restarts[child.index] += 1
+        self._say(f"{name} {how}: restart {spent + 1} of {allowed}")
+        if self._spec.gang:
+            self._terminate(list(self._children.values()))
+            self._start(self._spec.indices)
+        else:
+            self._start([child.index])
+
+    def _start(self, indices: Iterable[int]) -> None:
+        attempt = secrets.token_hex(8)
+        for index in indices:
+            self._spawn(index, attempt)
+
+    def _spawn(self, index: int, attempt: str) -> None:
+        spec, name = self._spec, self._spec.name
+        self._run_dir.ready_file(name, index).unlink(missing_ok=True)
+        read_end, write_end = os.pipe()
+        env = {
+            **os.environ,
+            **CHILD_ENV,
+            **spec.env(index),
+            ATTEMPT: attempt,
+            process.LIFELINE: f"{read_end}:{os.fstat(read_end).st_ino}",
+            process.GRACE: str(self._launch.stop_timeout_s),
+        }
+        log = _Log(self._run_dir.log_file(name, index))
+        try:
+            with log.path.open("ab") as output:
+                self._watch.add_file(log.path)
+                started = subprocess.Popen(
+                    spec.argv(index),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    start_new_session=True,
+                    pass_fds=(read_end, *self._pass_fds),
+                )
+        except OSError as error:
+            os.close(write_end)
+            raise ProcessError(f"{name}-{index} can't be started: {error}") from error
+        finally:
+            os.close(read_end)
+        deadline = time.monotonic() + self._launch.start_timeout_s if spec.announces else float("inf")
+        child = _Child(index, attempt, started, os.pidfd_open(started.pid), write_end, log, deadline)
+        self._children[index] = child
+        with contextlib.suppress(ProcessLookupError):  # it may have ended already: the pidfd will tell
+            if spec.cpus:
+                os.sched_setaffinity(started.pid, spec.cpus)
+
+    def _notice_ready(self, child: _Child) -> None:
+        if child.ready or not self._spec.announces:
+            return
+        info = self._run_dir.ready_info(self._spec.name, child.index)
+        if (
+            info is not None and info["pid"] == child.process.pid
+        ):  # not of a process that an earlier launcher left dying
+            child.ready, child.deadline = True, float("inf")
+            try:
+                _be_nice(child.process.pid, self._spec.nice)
+            except OSError as error:  # slower, but right all the same
+                self._say(f"{self._name(child)} goes on without nice {self._spec.nice}: {error}")
+            if self._on_ready is not None:
+                self._on_ready(child.index, info)
+
+    def _next_deadline(self) -> float | None:
+        """Seconds until the first process that isn't ready is late; None when all are."""
+        first = min(child.deadline for child in self._children.values())
+        return None if first == float("inf") else max(0.0, first - time.monotonic())
+
+    def _terminate(self, children: list[_Child]) -> None:
+        """SIGTERM to each process, SIGKILL after `launch.stop_timeout_s`; its group goes with it."""
+        for child in children:
+            child.process.terminate()
+        deadline = time.monotonic() + self._launch.stop_timeout_s
+        left = {child.pidfd: child for child in children}
+        while left:
+            ended = _poll(left, max(0.0, deadline - time.monotonic()))
+            if not ended:
+                names = ", ".join(self._name(child) for child in left.values())
+                self._say(f"{names} did not end within {self._launch.stop_timeout_s:g} s of SIGTERM: killed")
+            for pidfd in ended or list(left):
+                self._reap(left.pop(pidfd))
+
+    def _reap(self, child: _Child) -> int:
+        """Kill what is left of the process's group, collect it, and cut the lifeline of its descendants elsewhere."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)  # before wait(): until then the number can't be reused
+        code = child.process.wait()
+        os.close(child.pidfd)
+        os.close(child.lifeline)
+        if self._spec.sessions:
+            _kill_started_in(child.attempt)
+        del self._children[child.index]
+        self._forward_log(child)
+        return code
+
+    def _forward_log(self, child: _Child) -> None:
+        for line in child.log.new_lines():
+            self._say(f"{self._name(child)}: {line}")
+
+    def _say(self, line: str) -> None:
+        """A `log` that fails, a broken pipe for instance, ends the role; it isn't asked again."""
+        try:
+            self._log(line)
+        except BaseException:
+            self._log = lambda _: None
+            raise
+
+    def _name(self, child: _Child) -> str:
+        return f"{self._spec.name}-{child.index}"
+
+
+class _Child:
+    def __init__(
+        self,
+        index: int,
+        attempt: str,
+        started: subprocess.Popen[bytes],
+        pidfd: int,
+        lifeline: int,
+        log: _Log,
+        deadline: float,
+    ) -> None:
+        self.index = index
+        self.attempt = attempt
+        self.process = started
+        self.pidfd = pidfd
+        self.lifeline = lifeline  # write end: its descendants read end-of-file when we close it or die
+        self.log = log
+        self.deadline = deadline  # monotonic; to be ready by
+        self.ready = False
+
+
+class _Log:
+    """What one process writes, from its start on, in a file that it shares with those before it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._start = path.stat().st_size if path.exists() else 0
+        self._read = self._start
+        self._partial = b""
+
+    def new_lines(self) -> list[str]:
+        """Complete lines since the last call; of a flood only the end."""
+        skipped = self.path.stat().st_size - self._read - _TAIL_BYTES
+        if skipped == -_TAIL_BYTES:
+            return []
+        with self.path.open("rb") as file:
+            if skipped > 0:
+                self._read, self._partial = self._read + skipped, b"[...] "
+            file.seek(self._read)
+            data = file.read(_TAIL_BYTES)
+        self._read += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        return [line.decode(errors="replace")[:_LINE_CHARS] for line in lines]
+
+    def last_lines(self) -> str:
+        """The end of the log on one line, for an error."""
+        with self.path.open("rb") as file:
+            file.seek(max(self._start, self.path.stat().st_size - _LAST_LINES * _LINE_CHARS))
+            lines = file.read().decode(errors="replace").splitlines()
+        return " | ".join([line.strip() for line in lines if line.strip()][-_LAST_LINES:]) or "(it is empty)"
+
+
+class _Watch:
+    """inotify: readable when a ready file has been moved into place or a log has grown."""
+
+    _MODIFY, _MOVED_TO = 0x2, 0x80
+    _libc = ctypes.CDLL(None, use_errno=True)
+
+    def __init__(self, ready: Path) -> None:
+        self.fd = self._checked(self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+        self._add(ready, self._MOVED_TO)
+
+    def add_file(self, log: Path) -> None:
+        self._add(log, self._MODIFY)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 65536)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _add(self, path: Path, mask: int) -> None:
+        self._checked(self._libc.inotify_add_watch(self.fd, os.fsencode(path), ctypes.c_uint32(mask)))
+
+    @staticmethod
+    def _checked(result: int) -> int:
+        if result < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"inotify: {os.strerror(code)}; see /proc/sys/fs/inotify")
+        return result
+
+
+def _poll(fds: Iterable[int], timeout_s: float | None) -> set[int]:
+    """Those of `fds` that are readable, as soon as one is; the empty set after `timeout_s` (None: no limit)."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
+
+
+def _be_nice(pid: int, nice: int) -> None:
+    """Let other processes of the run go first. A kernel that groups processes by session heeds nice values within a
+    session, and each process of a run has one of its own: then that of the group is what counts (man 7 sched). Raises
+    OSError where the kernel refuses; with `nice` 0 nothing is asked of it."""
+    if not nice:
+        return
+    group, deadline = Path(f"/proc/{pid}/autogroup"), time.monotonic() + _NICE_S
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended, or this kernel has no groups
+        os.setpriority(os.PRIO_PROCESS, pid, nice)
+        while True:
+            try:
+                group.write_text(f"{nice}\n")
+                return
+            except BlockingIOError:  # who isn't root may set one every tenth of a second
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_S)
+
+
+def _kill_started_in(attempt: str) -> None:
+    """SIGKILL to every process whose environment has this attempt, wherever it lives: not even one that is stopped can
+    outlive it. An attempt is of one role, and the processes that the launcher itself has started have ended."""
+    mark = f"{ATTEMPT}={attempt}".encode()
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            pidfd = os.pidfd_open(int(name))
+            try:
+                if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
+
+
+def _how_it_ended(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -1,0 +1,164 @@
+"""Qwen2 and Llama decoders as data: their weights by name, read from folders, and folders written from them.
+
+Generation and training each run these weights in their own way; what they must agree on stands here and in
+`areal_core.models.spec`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal_core.errors import ModelError
+from areal_core.models.spec import (
+    MODEL_TYPES,
+    ModelSpec,
+    check_shapes,
+    open_weights,
+    read_json,
+    read_spec,
+    weight_files,
+    weight_shapes,
+)
+
+__all__ = [
+    "ModelSpec",
+    "check_weights",
+    "init_weights",
+    "read_spec",
+    "read_weights",
+    "rope_tables",
+    "weight_shapes",
+    "write_model",
+]
+
+_INIT_STD = 0.02
+
+
+def check_weights(spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:
+    """Raise ModelError naming the first tensor that is missing, surplus or of another shape than the spec's."""
+    check_shapes(spec, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    for name in weights.keys() - weight_shapes(spec).keys():
+        raise ModelError(f"{name}: no such tensor in this model")
+
+
+def read_weights(source: str | Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The weights of a model folder (one safetensors file or several with an index) or of one safetensors file.
+
+    Raises ModelError naming the file or the tensor when something is missing, damaged or of another shape. Tensors that
+    the model does not use (a tied lm_head.weight, say) are not read.
+    """
+    weights: dict[str, Tensor] = {}
+    wanted = weight_shapes(spec)
+    for file in weight_files(Path(source)):
+        with open_weights(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                if name in wanted:
+                    weights[name] = tensors.get_tensor(name).to(dtype)
+    try:
+        check_weights(spec, weights)
+    except ModelError as error:
+        raise ModelError(f"{source}: {error}") from None
+    return weights
+
+
+def write_model(
+    folder: str | Path, spec: ModelSpec, weights: Mapping[str, Tensor], tokenizer_file: Path | None
+) -> None:
+    """Write a complete folder in the transformers format. `tokenizer_file` is a tokenizer.json; a
+    tokenizer_config.json beside it is taken along."""
+    check_weights(spec, weights)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = {"bos_token_id": None, "eos_token_id": list(spec.eos_token_ids) or None, "pad_token_id": None}
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    config = {
+        "architectures": [spec.architecture],
+        "model_type": MODEL_TYPES[spec.architecture],
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate_size,
+        "hidden_act": "silu",
+        "rope_theta": spec.rope_theta,  # readers older than transformers 5
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "rms_norm_eps": spec.rms_eps,
+        "tie_word_embeddings": spec.tie_embeddings,
+        "max_position_embeddings": spec.context,
+        "use_cache": True,
+        "dtype": dtype,
+        **ids,
+    }
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 1.0, **ids})
+    save_file(
+        {name: weights[name].contiguous() for name in weight_shapes(spec)},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    if tokenizer_file is not None:
+        _write_tokenizer(folder, spec, tokenizer_file)
+
+
+def init_weights(spec: ModelSpec, seed: int, device: str = "cpu") -> dict[str, Tensor]:
+    """Fresh float32 weights: normal with standard deviation 0.02, biases 0, norms 1; a pure function of the seed on a
+    kind of device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for name, shape in weight_shapes(spec).items():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(shape, device=device)
+        elif name.endswith(".bias"):
+            weights[name] = torch.zeros(shape, device=device)
+        else:
+            weights[name] = torch.randn(shape, generator=generator, device=device) * _INIT_STD
+    return weights
+
+
+def rope_tables(spec: ModelSpec, length: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles of positions 0 to length - 1, each [length, head_dim], halves repeated: with
+    rotate_half(x) = (-x2, x1), a rotated head is x * cos + rotate_half(x) * sin."""
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, spec.head_dim, 2, **float32) / spec.head_dim)
+    angles = torch.outer(torch.arange(length, **float32), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _write_tokenizer(folder: Path, spec: ModelSpec, tokenizer_file: Path) -> None:
+    target = folder / "tokenizer.json"
+    if tokenizer_file.absolute() != target.absolute():
+        shutil.copyfile(tokenizer_file, target)
+    settings = tokenizer_file.with_name("tokenizer_config.json")
+    if settings.exists():
+        if settings.absolute() != (folder / settings.name).absolute():
+            shutil.copyfile(settings, folder / settings.name)
+        return
+    tokenizer = read_json(tokenizer_file)
+    names = {token: text for text, token in tokenizer.get("model", {}).get("vocab", {}).items()}
+    names |= {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
+    eos = next((names[token] for token in spec.eos_token_ids if token in names), None)
+    _write_json(
+        folder / settings.name,
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": eos,
+            "pad_token": eos,
+            "model_max_length": spec.context,
+            "clean_up_tokenization_spaces": False,
+        },
+    )

@@ -1,0 +1,218 @@
+"""What a folder in the transformers format says of its model, and whether its weights agree: all without torch.
+
+Names and shapes of tensors are those of transformers ("model.layers.0.self_attn.q_proj.weight").
+`areal_core.models.folders` reads the weights themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from areal_core.errors import ModelError
+
+MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The shape of a decoder. Rotary embeddings are the plain ones, the activation is SwiGLU with silu."""
+
+    architecture: str  # Qwen2ForCausalLM or LlamaForCausalLM
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float
+    rms_eps: float
+    qkv_bias: bool
+    tie_embeddings: bool
+    context: int  # tokens, prompt and answer together
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in weight_shapes(self).values())
+
+
+def read_spec(folder: str | Path) -> ModelSpec:
+    """The spec of a folder in the transformers format, from config.json and generation_config.json.
+
+    Raises ModelError naming the folder and the field when the folder is missing or broken, or when the model needs
+    what is not supported: another architecture, rope scaling, sliding windows, another activation, other biases.
+    """
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+
+    def field(name: str, default: Any = None) -> Any:
+        value = config.get(name)
+        if value is None and default is None:
+            raise ModelError(f"{folder}: config.json has no {name}")
+        return default if value is None else value
+
+    def count(name: str, default: int | None = None) -> int:
+        value = field(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"{folder}: {name} must be a whole number of at least 1, got {value!r}")
+        return value
+
+    def number(name: str, value: Any) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ModelError(f"{folder}: {name} must be a number greater than 0, got {value!r}")
+        return float(value)
+
+    architecture = next(iter(config.get("architectures") or ["none"]))
+    if architecture not in MODEL_TYPES:
+        raise ModelError(f"{folder}: architectures must name one of {', '.join(MODEL_TYPES)}, got {architecture!r}")
+    if field("hidden_act", "silu") != "silu":
+        raise ModelError(f"{folder}: hidden_act must be silu, got {config['hidden_act']!r}")
+    for unsupported in ("use_sliding_window", "mlp_bias", "attention_bias"):
+        # Qwen2 always has its q, k and v biases, whatever attention_bias says.
+        if config.get(unsupported) and not (unsupported == "attention_bias" and architecture == "Qwen2ForCausalLM"):
+            raise ModelError(f"{folder}: {unsupported} must be false, got {config[unsupported]!r}")
+    heads, hidden_size = count("num_attention_heads"), count("hidden_size")
+    kv_heads = count("num_key_value_heads", heads)
+    head_dim = count("head_dim", hidden_size // heads)
+    if heads % kv_heads:
+        raise ModelError(f"{folder}: num_key_value_heads must divide num_attention_heads ({heads}), got {kv_heads}")
+    if head_dim % 2:
+        raise ModelError(f"{folder}: head_dim must be even, got {head_dim}")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=count("vocab_size"),
+        hidden_size=hidden_size,
+        layers=count("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=count("intermediate_size"),
+        rope_theta=number("rope_theta", _rope_theta(folder, config)),
+        rms_eps=number("rms_norm_eps", field("rms_norm_eps", 1e-6)),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        context=count("max_position_embeddings"),
+        eos_token_ids=_eos_token_ids(folder, config),
+    )
+
+
+def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor, in the order of the forward pass; no lm_head.weight when embeddings are tied."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    for layer in range(spec.layers):
+        at = f"model.layers.{layer}."
+        shapes[at + "input_layernorm.weight"] = (hidden,)
+        for name, width in (("q", spec.heads), ("k", spec.kv_heads), ("v", spec.kv_heads)):
+            shapes[at + f"self_attn.{name}_proj.weight"] = (width * spec.head_dim, hidden)
+            if spec.qkv_bias:
+                shapes[at + f"self_attn.{name}_proj.bias"] = (width * spec.head_dim,)
+        shapes[at + "self_attn.o_proj.weight"] = (hidden, spec.heads * spec.head_dim)
+        shapes[at + "post_attention_layernorm.weight"] = (hidden,)
+        shapes[at + "mlp.gate_proj.weight"] = (inner, hidden)
+        shapes[at + "mlp.up_proj.weight"] = (inner, hidden)
+        shapes[at + "mlp.down_proj.weight"] = (hidden, inner)
+    shapes["model.norm.weight"] = (hidden,)
+    if not spec.tie_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def check_shapes(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ModelError naming the first tensor of the spec that is missing or of another shape."""
+    for name, shape in weight_shapes(spec).items():
+        if name not in shapes:
+            raise ModelError(f"{name}: tensor is missing, expected shape {list(shape)}")
+        if shapes[name] != shape:
+            raise ModelError(f"{name}: expected shape {list(shape)}, got {list(shapes[name])}")
+
+
+def check_folder(folder: str | Path) -> ModelSpec:
+    """The spec of a folder whose weights are all there, whole and of the right shapes; only their headers are read.
+
+    Raises what `read_spec` raises, and ModelError naming the file or the tensor.
+    """
+    spec = read_spec(folder)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(Path(folder)):
+        shapes |= header_shapes(file)
+    try:
+        check_shapes(spec, shapes)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
+    return spec
+
+
+def header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a safetensors file. Raises ModelError when it is missing or damaged."""
+    with open_weights(file) as tensors:
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 - no mapping
+
+
+def weight_files(source: Path) -> list[Path]:
+    if not source.is_dir():
+        return [source]
+    index = source / "model.safetensors.index.json"
+    if not index.exists():
+        return [source / "model.safetensors"]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise ModelError(f"{index}: has no weight_map")
+    return [source / name for name in sorted(set(names.values()))]
+
+
+def open_weights(file: Path, framework: str = "numpy") -> Any:
+    """A safetensors file, open for reading, a context. Raises ModelError when it is missing or damaged."""
+    try:
+        return safe_open(file, framework=framework)
+    except FileNotFoundError:
+        raise ModelError(f"{file}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file}: not a readable safetensors file ({error})") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ModelError(f"{file.parent}: no model folder, it has no {file.name}") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{file}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _rope_theta(folder: Path, config: Mapping[str, Any]) -> Any:
+    """transformers 5 keeps it under rope_parameters, older folders at the top beside rope_scaling."""
+    for group in ("rope_parameters", "rope_scaling"):
+        rope = config.get(group) or {}
+        if not isinstance(rope, dict):
+            raise ModelError(f"{folder}: {group} must be an object, got {rope!r}")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ModelError(f"{folder}: {group}.rope_type must be default, got {kind!r}")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ModelError(
+                f"{folder}: {group}.partial_rotary_factor must be 1, got {rope['partial_rotary_factor']!r}"
+            )
+    return (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0
+
+
+def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """generation_config.json knows better than config.json, where both name end tokens."""
+    file = folder / "generation_config.json"
+    ids = (read_json(file) if file.exists() else {}).get("eos_token_id")
+    ids = config.get("eos_token_id") if ids is None else ids
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(token, int) for token in ids):
+        raise ModelError(f"{folder}: eos_token_id must be a token id or a list of them, got {ids!r}")
+    return tuple(ids)

@@ -1,0 +1,275 @@
+"""What bounded a run: how long each role worked, what it waited for, and how much faster the run could have been.
+
+`account` adds up what processes wrote down (areal_core.tracking.timeline). `bound` judges it, by one rule: a role that
+works for a share u of the time could keep up with 1 / u times the throughput. So the role with the largest share is
+what bounds the run; without it, the next one would; and with no gaps at all, the run would have been 1 / u times as
+fast. Where generation and training share cores, it is the cores that work, and roles have shares of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from areal_core.config.schema import RunConfig
+from areal_core.planning import split
+from areal_core.tracking.timeline import Span
+
+Bottleneck = Literal["cores", "generation", "training", "rewards", "staleness", "turns"]
+
+_BUSY = 0.9  # of the time: what works for less has room
+_TAKEN = 0.25  # of the cores' time, in which work for them did not run: more than waiting for files explains
+_WORK = ("generate", "recompute", "train")
+_NAMES = {
+    "generation": "generation",
+    "trainer": "training",
+    "rewards": "rewards",
+    "evaluator": "evaluation",
+    "controller": "the controller",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleTime:
+    """What the processes of one role did within a window, added up."""
+
+    processes: int
+    seconds: Mapping[str, float]  # by kind (timeline.KINDS)
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What happened between two moments of a run."""
+
+    wall_s: float
+    roles: Mapping[str, RoleTime]  # by the role in processes' names; the publisher's CPU seconds are the trainer's
+    occupied: float  # share of the devices' time in which there was work for them
+
+    def share(self, role: str, *kinds: str) -> float:
+        """Of the time of all processes of a role: what went into these kinds; 0 for a role that is not there."""
+        if role not in self.roles:
+            return 0.0
+        time = self.roles[role]
+        return sum(time.seconds.get(kind, 0.0) for kind in kinds) / (time.processes * self.wall_s)
+
+    def cpu_share(self, role: str, cores: int) -> float:
+        """Of what `cores` cores can do in this time."""
+        return self.roles[role].cpu_s / (cores * self.wall_s) if role in self.roles else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """What bounded a run."""
+
+    bottleneck: Bottleneck
+    busy: float  # share of the time that the bottleneck worked: without gaps, 1 / busy times as fast
+    relieved: float  # times as fast, at most, were the bottleneck no matter; of cores, their largest user
+    text: str  # one paragraph
+
+
+def explain(
+    config: RunConfig, spans: Sequence[Span], curves: split.Curves, *, start_s: float, controller_cpu_s: float
+) -> str | None:
+    """What bounded a run that got to work at `start_s`, in seconds since the epoch, from its first version to its last
+    one: until the first, some had nothing to do yet. One paragraph; None where there are not two versions."""
+    published = [span.end_s for span in spans if span.kind == "publish" and span.end_s > start_s]
+    if len(published) < 2:
+        return None
+    first, last = min(published), max(published)
+    cpu_s = controller_cpu_s * (last - first) / (last - start_s)
+    counted = account(spans, config, start_s=first, end_s=last, controller_cpu_s=cpu_s)
+    rates = split.rates(config, curves)
+    if rates is None:
+        return bound(counted, config).text
+    judged = bound(counted, config, used=split.generation_used(config, rates)).text
+    return " ".join(filter(None, (judged, split.advice(config, rates))))
+
+
+def account(
+    spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s: float, controller_cpu_s: float = 0.0
+) -> Account:
+    """What happened between two moments of a run, in seconds since the epoch. A span that reaches over an edge counts
+    in part."""
+    seconds: dict[str, dict[str, float]] = {}
+    cpu_s: dict[str, float] = {}
+    processes: dict[str, set[str]] = {}
+    for span in spans:
+        inside_s = min(span.end_s, end_s) - max(span.start_s, start_s)
+        if inside_s <= 0:
+            continue
+        role = span.role
+        processes.setdefault(role, set()).add(span.process)
+        kinds = seconds.setdefault(role, {})
+        kinds[span.kind] = kinds.get(span.kind, 0.0) + inside_s
+        part = inside_s / (span.end_s - span.start_s)
+        cpu_s[role] = cpu_s.get(role, 0.0) + part * (span.cpu_s or 0.0)
+    roles = {
+        role: RoleTime(processes=len(names), seconds=seconds[role], cpu_s=cpu_s[role])
+        for role, names in processes.items()
+    }
+    if controller_cpu_s:
+        roles["controller"] = RoleTime(processes=1, seconds={}, cpu_s=controller_cpu_s)
+    return Account(wall_s=end_s - start_s, roles=roles, occupied=occupied(spans, config, start_s=start_s, end_s=end_s))
+
+
+def occupied(spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s: float) -> float:
+    """Share of devices x time in which a generation server or a rank was busy, between two moments.
+
+    At each moment as many devices are busy as there are processes that generate, recompute or train, and no more than
+    there are; waiting and being paused for an update are not busy. An emulated trainer stands for all of its ranks.
+    """
+    devices = {"generation": 1.0, "trainer": config.training_ranks / config.trainer_processes}  # of one process
+    edges: list[tuple[float, float]] = [(start_s, 0.0), (end_s, 0.0)]  # when, and how many more are busy from then
+    for span in spans:
+        more = devices.get(span.role)
+        if more and span.kind in _WORK and span.start_s < end_s and span.end_s > start_s:
+            edges += [(max(span.start_s, start_s), more), (min(span.end_s, end_s), -more)]
+    busy = busy_s = 0.0
+    for (at, more), (then, _) in pairwise(sorted(edges)):
+        busy += more
+        busy_s += min(busy, config.launch.devices) * (then - at)
+    return busy_s / (config.launch.devices * (end_s - start_s))
+
+
+def bound(account: Account, config: RunConfig, *, used: float | None = None) -> Bound:
+    """Judge an account of a run of `config`. `used`: of what servers could have generated, the share that they did
+    (areal_core.planning.split); None: not known."""
+    if config.launch.accelerator == "cpu" and not config.emulated:
+        return _of_cores(account, config)
+    return _of_stages(account, config, used) if config.max_staleness else _of_turns(account, config)
+
+
+def _of_cores(account: Account, config: RunConfig) -> Bound:
+    """Generation and training on the same cores: what counts is whether there was work for them, and whose."""
+    cores = config.launch.devices
+    used = {role: account.cpu_share(role, cores) for role in _NAMES}
+    total = sum(used.values())
+    busy = max(account.occupied, min(1.0, total))  # other roles work where these two do not
+    largest = max(used, key=used.__getitem__)
+    bottleneck: Bottleneck = "cores" if busy >= _BUSY else "staleness" if config.max_staleness else "turns"
+    relieved = 1 / max(busy * (1 - used[largest] / total), 1e-9) if total else 1.0
+    by_role = _listed([f"{_NAMES[role]} ({_percent(share)})" for role, share in _largest_first(used) if share > 0])
+    known = used["generation"] > 0  # vLLM's servers don't say what they use
+    taken = " Others used this machine too: there was work that waited for a core." if busy - total > _TAKEN else ""
+    sentences = [
+        f"{_CAUSES[bottleneck]} bounded this run: there was work for {_cores(cores)} {_percent(busy)} of "
+        f"{account.wall_s:.1f} s, and {_percent(total)} of their time went to {by_role}.{taken if known else ''}",
+        f"{_waits(account)}.",
+        f"With work all the time it would have been {_times(1 / busy)} as fast at most, with {_NAMES[largest]} for "
+        f"nothing {_times(relieved)}{_REMEDIES[bottleneck]}.",
+    ]
+    return Bound(bottleneck=bottleneck, busy=busy, relieved=relieved, text=" ".join(sentences))
+
+
+def _of_stages(account: Account, config: RunConfig, used: float | None) -> Bound:
+    """Generation and training on devices of their own, at the same time."""
+    shares = {
+        "generation": account.share("generation", "generate") if used is None else used,
+        "trainer": 1.0 - account.share("trainer", "wait"),
+        "rewards": account.share("rewards", "score"),
+    }
+    (first, busy), (second, next_busy), _ = _largest_first(shares)
+    bottleneck: Bottleneck = "staleness"
+    if busy >= _BUSY:
+        bottleneck = {"generation": "generation", "trainer": "training", "rewards": "rewards"}[first]  # type: ignore[assignment]
+    relieved = 1 / max(busy if bottleneck == "staleness" else next_busy, 1e-9)
+    generating = (
+        f"{_count(config.generation_servers, 'server')} generated for "
+        f"{_percent(account.share('generation', 'generate'))}"
+    )
+    if used is not None:
+        generating += f", and made {_percent(used)} of what they could have"
+    sentences = [
+        f"{_CAUSES[bottleneck]} bounded this run of {_duration(account, config)}.",
+        f"{_count(config.training_ranks, 'rank')} worked for {_percent(shares['trainer'])} of it, "
+        f"{_percent(account.share('trainer', 'recompute'))} on pi_prox; {generating}; scoring took "
+        f"{_percent(shares['rewards'])}.",
+        f"{_waits(account)}.",
+    ]
+    if bottleneck == "staleness":
+        sentences.append(
+            f"Each waited for the other: without that it would have been {_times(1 / busy)} as fast at most"
+            f"{_REMEDIES[bottleneck]}."
+        )
+    else:
+        sentences.append(
+            f"Without gaps it would have been {_times(1 / busy)} as fast at most; with more of {_NAMES[first]} "
+            f"{_times(relieved)} at most, then {_NAMES[second]} would bound it{_REMEDIES[bottleneck]}."
+        )
+    return Bound(bottleneck=bottleneck, busy=busy, relieved=relieved, text=" ".join(sentences))
+
+
+def _of_turns(account: Account, config: RunConfig) -> Bound:
+    """The same devices for either stage in turn."""
+    generating, training = account.share("generation", "generate"), account.share("trainer", "recompute", "train")
+    busy = min(1.0, generating + training)
+    first = "generation" if generating >= training else "trainer"
+    relieved = 1 / max(busy - max(generating, training), 1e-9)
+    text = (
+        f"Taking turns bounded this run of {_duration(account, config)}: devices generated for {_percent(generating)} "
+        f"of it, waiting for the longest answer of a batch included, trained for {_percent(training)}, and did neither "
+        f"for {_percent(1 - busy)}. Without gaps it would have been {_times(1 / busy)} as fast at most, with "
+        f"{_NAMES[first]} for nothing {_times(relieved)}{_REMEDIES['turns']}."
+    )
+    return Bound(bottleneck="turns", busy=busy, relieved=relieved, text=text)
+
+
+_CAUSES: dict[Bottleneck, str] = {
+    "cores": "The cores",
+    "generation": "Generation",
+    "training": "Training",
+    "rewards": "Scoring",
+    "staleness": "The staleness bound",
+    "turns": "Taking turns",
+}
+_REMEDIES: dict[Bottleneck, str] = {
+    "cores": "; more cores would help (launch.devices)",
+    "generation": "; more devices that generate would help",
+    "training": "; more devices that train would help (training.ranks)",
+    "rewards": "; more workers would help (rollout.reward_workers)",
+    "staleness": "; a larger rollout.max_staleness would help",
+    "turns": "; mode=async does both at once",
+}
+
+
+def _waits(account: Account) -> str:
+    """What ranks and servers waited for."""
+    parts = [
+        f"ranks waited for a batch {_percent(account.share('trainer', 'wait'))} of the time",
+        f"servers {_percent(account.share('generation', 'wait'))} for something to start",
+        f"and {_percent(account.share('generation', 'update'))} for new weights",
+    ]
+    return ", ".join(parts[:2]).capitalize() + " " + parts[2]
+
+
+def _duration(account: Account, config: RunConfig) -> str:
+    if config.emulated:
+        return f"{account.wall_s * config.emulation.speed:.0f} emulated seconds"
+    return f"{account.wall_s:.1f} s"
+
+
+def _count(count: int, name: str) -> str:
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
+def _cores(count: int) -> str:
+    return "one core" if count == 1 else f"{count} cores"
+
+
+def _largest_first(shares: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(shares.items(), key=lambda item: -item[1])
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2f} times"

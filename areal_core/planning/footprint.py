@@ -1,0 +1,171 @@
+"""How much memory a run needs of every GPU, by arithmetic: what can't fit is refused before anything starts.
+
+For each kind of process its peak on one GPU, in the terms of `areal_core.planning.memory`, which counts tensors. What
+that leaves out is in `MARGIN`, a share of the device's memory: the CUDA context, workspaces of libraries, buffers of
+collectives and of weights in transit, graphs, and what an allocator can't use for fragmentation. So a run that is
+refused can't be expected to work, and one that is accepted may still run out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from areal_core.config.schema import RunConfig
+from areal_core.errors import ConfigError
+from areal_core.models.spec import ModelSpec
+from areal_core.planning.memory import Parts, answer_bytes, server_state, training_pass, training_state
+from areal_core.planning.placement import Placement, place
+
+GIB = 2**30
+MARGIN = 0.08  # of a device's memory: what the formulas leave out
+SLEEPING = 2 * GIB  # what a sleeping vLLM keeps of its GPU: context, graphs, workspaces; an assumption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """The peak of one kind of process on one GPU."""
+
+    who: str
+    limit: float  # bytes that it may use
+    parts: Parts
+    field: str  # that would change it most, and what to do with it
+    advice: str
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def excess(self) -> float:
+        return max(0.0, self.total - self.limit)
+
+    @property
+    def shares(self) -> str:
+        """GiB of every part."""
+        return ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """A run's placement and memory."""
+
+    placement: Placement
+    memory: float  # bytes of a device
+    needs: tuple[Need, ...]
+    answers: int  # of full length that the cache of one server holds at once
+    context: int  # tokens of such an answer, its prompt included
+
+    def table(self) -> str:
+        """For people: a line a kind of process."""
+        at = self.placement
+        link = "then" if at.shared else "and"
+        lines = [
+            f"{at.machines} machine{'s' * (at.machines > 1)}: {at.servers} x {at.devices_per_server} GPUs generate, "
+            f"{link} {at.ranks} train; the cache of a server holds {self.answers} answers of {self.context} tokens"
+        ]
+        for need in self.needs:
+            verdict = f"{need.excess / GIB:.1f} too many" if need.excess else "fits"
+            lines.append(f"{need.who}: {need.total / GIB:.1f} of {need.limit / GIB:.1f} GiB, {verdict}: {need.shares}")
+        return "\n".join(lines)
+
+
+def check_footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float) -> Footprint:
+    """Raises ConfigError, one line, for what can't be placed and for the first need that does not fit: the field to
+    change, what is needed, what there is, by how much that is too much, and what needs it."""
+    plan = footprint(config, spec, memory_bytes_per_device)
+    for need in plan.needs:
+        if need.excess:
+            raise ConfigError(
+                f"{need.field}: {need.who} needs {need.total / GIB:.1f} GiB of {need.limit / GIB:.1f} GiB, "
+                f"{need.excess / GIB:.1f} too many: {need.shares}; {need.advice}"
+            )
+    return plan
+
+
+def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float) -> Footprint:
+    """What each kind of process needs of a device. Raises ConfigError for what can't be placed."""
+    placement, memory = place(config, spec), memory_bytes_per_device
+    context = config.task.max_prompt_tokens + config.task.max_new_tokens
+    state, run = training_state(config, spec, reference=config.algorithm.kl_coef > 0), training_pass(config, spec)
+    needs: tuple[Need, ...]
+    if config.mode == "async":
+        field, advice = _training_remedy(config, state, run)
+        needs = (
+            Need(who="rank", limit=memory, parts=_with_margin(state | run, memory), field=field, advice=advice),
+            _server(config, spec, memory),
+        )
+    else:
+        needs = (*_shared(config, spec, memory, state, run), _server(config, spec, memory))
+    return Footprint(
+        placement=placement,
+        memory=memory,
+        needs=needs,
+        answers=full_answers(config, spec, memory),
+        context=context,
+    )
+
+
+def _training_remedy(config: RunConfig, state: Parts, run: Parts) -> tuple[str, str]:
+    """The field that most of the memory depends on, and what to do."""
+    training, longest = config.training, config.task.max_prompt_tokens + config.task.max_new_tokens
+    in_pass = "activations" in run
+    if in_pass and sum(run.values()) > sum(state.values()):
+        if not training.checkpoint_activations:
+            return "training.checkpoint_activations", "set it, or lower microbatch_tokens"
+        if training.microbatch_tokens > longest:
+            return "training.microbatch_tokens", f"lower it, to {longest} at the least"
+        return "task.max_new_tokens", "lower it and training.microbatch_tokens, which must hold the longest trajectory"
+    if training.engine == "torch":
+        return "training.engine", "every rank of torch's has all of it; deepspeed shares it out among several"
+    less = " or lower microbatch_tokens" if in_pass else ""
+    if training.zero_stage < 3:
+        return "training.zero_stage", f"raise zero_stage or ranks{less}"
+    return "training.ranks", f"raise ranks{less}"
+
+
+def full_answers(config: RunConfig, spec: ModelSpec, memory: float) -> int:
+    """Answers of full length, prompt included, that the cache of one server holds at once. vLLM fills with its cache
+    what is left of `generation.vllm.memory_share`; the embedded engine has one for every slot."""
+    if config.generation.engine != "vllm":
+        return config.generation.slots
+    vllm = config.generation.vllm
+    left = vllm.memory_share * memory - sum(_with_margin(server_state(config, spec), memory).values())
+    return max(0, int(left // answer_bytes(config, spec))) * vllm.data_parallel
+
+
+def _server(config: RunConfig, spec: ModelSpec, memory: float) -> Need:
+    """A server must hold one answer of full length at the least."""
+    vllm = config.generation.engine == "vllm"
+    answers = 1 if vllm else config.generation.slots
+    parts = server_state(config, spec) | {"cache": answers * answer_bytes(config, spec)}
+    return Need(
+        who="server",
+        limit=memory * (config.generation.vllm.memory_share if vllm else 1.0),
+        parts=_with_margin(parts, memory),
+        field="generation.vllm.tensor_parallel" if vllm else "generation.slots",
+        advice="raise it, or generation.vllm.memory_share" if vllm else "lower it, or generate with vllm",
+    )
+
+
+def _shared(config: RunConfig, spec: ModelSpec, memory: float, state: Parts, run: Parts) -> Iterator[Need]:
+    """Synchronous mode: a rank and a server on one GPU. Asleep, a vLLM server has given weights and cache back, but the
+    rank keeps its state while the server generates; awake, both have all of theirs all the time. The embedded engine
+    never gives anything back."""
+    if config.generation.engine == "vllm":
+        served = config.generation.vllm.memory_share * memory
+    else:
+        served = sum(_server(config, spec, memory).parts.values()) - MARGIN * memory
+    if not config.sleeps or config.generation.engine != "vllm":
+        parts, advice = _with_margin(state | run | {"server": served}, memory), "set it, with generation.engine=vllm"
+        yield Need(who="rank beside a server", limit=memory, parts=parts, field="generation.sleep", advice=advice)
+        return
+    parts, (field, advice) = state | run | {"sleeping server": SLEEPING}, _training_remedy(config, state, run)
+    who = "rank beside a sleeping server"
+    yield Need(who=who, limit=memory, parts=_with_margin(parts, memory), field=field, advice=advice)
+    parts, field = _with_margin(state | {"server": served}, memory), "generation.vllm.memory_share"
+    yield Need(who="server beside a rank", limit=memory, parts=parts, field=field, advice="lower it")
+
+
+def _with_margin(parts: Parts, memory: float) -> Parts:
+    return parts | {"margin": MARGIN * memory}

@@ -1,0 +1,170 @@
+"""Bytes of one GPU that training and serving a model take, by arithmetic: a formula for each term, and its source.
+
+P parameters, N ranks, T tokens of a micro-batch (all of `training.microbatch_tokens`), h hidden size, i width of the
+MLP, q and k widths of all query and all key-value heads, V vocabulary, b bytes of a number of `training.dtype`.
+Tensors are counted, nothing else; `areal_core.planning.footprint` adds what that leaves out.
+"""
+
+from __future__ import annotations
+
+from areal_core.config.schema import RunConfig
+from areal_core.models.spec import ModelSpec
+
+LOGITS_AT_ONCE = 1 << 27  # elements of the logits that a training pass makes at any moment, at most
+_FLOAT = 4  # bytes of float32
+_BUCKET = 500_000_000  # numbers that DeepSpeed sums up at once; its default
+_LIVE = 1_000_000_000  # gathered numbers that ZeRO 3 may keep at once; DeepSpeed's default
+_SUB_GROUP = 1_000_000_000  # weights that ZeRO 3 updates at once; DeepSpeed's default
+_BATCHED_TOKENS = 8192  # of one step of vLLM on a large GPU; its default
+
+Parts = dict[str, float]  # what needs memory -> bytes
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def training_state(config: RunConfig, spec: ModelSpec, *, reference: bool = False) -> Parts:
+    """What a rank keeps from step to step. In bfloat16: weights 2 P, gradients 4 P in float32, for the optimiser 12 P,
+    float32 weights and Adam's two moments.
+
+    ZeRO stage 1 shares the last out over N ranks, 2 the gradients too, 3 the weights as well (Rajbhandari et al., 2020,
+    arXiv 1910.02054, section 3.1 and Fig. 1; float32 gradients as in Table 3 of the AReaL paper). At stage 1 and in the
+    torch engine a micro-batch's gradient has 2 P beside those it is added to. In float32 there is no such copy, and
+    where nothing is shared out the weights are the optimiser's own. DeepSpeed's stage 0 has the float32 weights alone,
+    which layers round as they run: 2 P for the rounded ones. A reference model is a copy more on every rank.
+    """
+    ranks, count = config.training_ranks, spec.parameters
+    stage, number = _stage(config), _number(config)
+    rounds = number < _FLOAT and config.training.engine == "deepspeed" and stage == 0
+    mixed = number < _FLOAT and not rounds
+    gradients = _FLOAT + (number if mixed and stage < 2 else 0)
+    optimiser = _FLOAT * (3 if mixed or stage else 2)
+    return {
+        "weights": (number + (_FLOAT if rounds else 0)) * count / (ranks if stage == 3 else 1),
+        "gradients": gradients * count / (ranks if stage >= 2 else 1),
+        "optimiser": optimiser * count / (ranks if stage else 1),
+        "reference": float(number * count) if reference else 0.0,
+    }
+
+
+def training_pass(config: RunConfig, spec: ModelSpec) -> Parts:
+    """What a rank has beside its state: in a pass over one micro-batch, or in an update where that is more: the float32
+    weights before it that are this rank's to change, 4 P over all that share, and for DeepSpeed the change, as much
+    again; ZeRO 3 updates so many weights at a time.
+
+    A pass keeps all layers' activations; with `checkpoint_activations` every layer's input, and one layer's
+    activations when they are made again. Beside them stand the buffers of one layer's way back, or before that those of
+    the output's.
+    """
+    training, number, tokens = config.training, _number(config), config.training.microbatch_tokens
+    layer = layer_activations(spec, tokens, number)
+    backward, head = backward_buffers(spec, tokens, number), head_buffers(spec, tokens, number)
+    if training.checkpoint_activations:
+        activations = spec.layers * tokens * spec.hidden_size * number + max(layer + backward, head)
+    else:
+        activations = spec.layers * layer + max(backward, head)
+    changed = spec.parameters / (config.training_ranks if _stage(config) else 1)
+    update = (
+        (1.0 if training.engine == "torch" else 2.0)
+        * _FLOAT
+        * (min(changed, _SUB_GROUP) if _stage(config) == 3 else changed)
+    )
+    peak = {"update": update} if update > activations else {"activations": activations}
+    return peak | {"collectives": _collectives(config, spec)}
+
+
+def layer_activations(spec: ModelSpec, tokens: int, number: int) -> float:
+    """What the backward pass of one layer needs and `training.forward.decoder_layer` therefore keeps: of each of two
+    norms its input and the normalised input, both in float32, its result, and 4 bytes a token; rotated queries and
+    keys, values, the attention's result as it comes and laid end to end, and 4 bytes a token and head; the gate, its
+    silu, the other input of the product, and the product. T (2 h (8 + b) + b (3 q + 2 k + 4 i) + 4 (2 + heads)).
+
+    (A fused norm keeps less, and so do the kernels of a core, `training.kernels`.)
+    """
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    norms = 2 * spec.hidden_size * (2 * _FLOAT + number)
+    rest = number * (3 * query + 2 * key + 4 * spec.intermediate_size)
+    return tokens * (norms + rest + _FLOAT * (2 + spec.heads))
+
+
+def backward_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
+    """Gradients that exist at once while a layer is gone back through, beyond what has been let go by then: two as wide
+    as the MLP and two as the hidden state, and those of the layer's weights before they are added up."""
+    return tokens * number * (2 * spec.intermediate_size + 2 * spec.hidden_size) + number * layer_parameters(spec)
+
+
+def head_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
+    """The last norm (as in `layer_activations`), the answer tokens' hidden states (at most all of them) and their
+    gradient, the gradient of the output's matrix in float32 and in b, and three slices of the logits in float32
+    (`training.forward`)."""
+    norm = tokens * (spec.hidden_size * (2 * _FLOAT + number) + _FLOAT)
+    hidden = 2 * tokens * spec.hidden_size * number
+    matrix = spec.vocab_size * spec.hidden_size * (_FLOAT + (number if number < _FLOAT else 0))
+    return norm + hidden + matrix + 3 * _FLOAT * min(tokens * spec.vocab_size, LOGITS_AT_ONCE)
+
+
+def layer_parameters(spec: ModelSpec) -> int:
+    outer = (2 - spec.tie_embeddings) * spec.vocab_size * spec.hidden_size + spec.hidden_size
+    return (spec.parameters - outer) // spec.layers
+
+
+def _collectives(config: RunConfig, spec: ModelSpec) -> float:
+    """DeepSpeed: two buckets of numbers whose sum over the ranks is under way, and one of them in float32. ZeRO 3 has
+    gathered weights beside: those of two parts (layers, a vocabulary matrix), or as many as it may keep."""
+    if config.training.engine != "deepspeed":
+        return 0.0
+    number = _number(config)
+    buckets = (2.0 * number + _FLOAT) * min(_BUCKET, spec.parameters)
+    layer, vocabulary = layer_parameters(spec), spec.vocab_size * spec.hidden_size
+    gathered = min(spec.parameters, max(_LIVE, layer + max(layer, vocabulary)))
+    return buckets + (number * gathered if _stage(config) == 3 else 0)
+
+
+def _stage(config: RunConfig) -> int:
+    """What ranks share out; the torch engine's nothing."""
+    return config.training.zero_stage if config.training.engine == "deepspeed" else 0
+
+
+def _number(config: RunConfig) -> int:
+    """Bytes of a number in a pass."""
+    return 2 if config.training.dtype == "bfloat16" else _FLOAT
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def kv_bytes(config: RunConfig, spec: ModelSpec) -> int:
+    """Keys and values of one token on one GPU of a server: 2 x layers x key-value heads of that GPU x their width x
+    bytes of a number."""
+    heads = max(1, spec.kv_heads // _degree(config))
+    return 2 * spec.layers * heads * spec.head_dim * _served_number(config)
+
+
+def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
+    """What a server has on one GPU beside its cache.
+
+    vLLM: its share of the weights; the widest of a step's tensors (the MLP's gate, its other input and their product,
+    and four hidden states, for the tokens of one step); the logits of every slot in float32, their log-probabilities
+    and a copy. The embedded engine: two sets of weights, as one is staged while the other runs, and the same logits
+    with two in float64.
+    """
+    number, degree, slots = _served_number(config), _degree(config), config.generation.slots
+    weights = number * spec.parameters / degree
+    if config.generation.engine != "vllm":
+        return {"weights": 2 * weights, "step": 24.0 * slots * spec.vocab_size}
+    width = 3 * spec.intermediate_size / degree + 4 * spec.hidden_size
+    return {"weights": weights, "step": _BATCHED_TOKENS * width * number + 3.0 * _FLOAT * slots * spec.vocab_size}
+
+
+def answer_bytes(config: RunConfig, spec: ModelSpec) -> float:
+    """Keys and values of an answer of full length, its prompt included."""
+    return (config.task.max_prompt_tokens + config.task.max_new_tokens) * kv_bytes(config, spec)
+
+
+def _degree(config: RunConfig) -> int:
+    return config.generation.vllm.tensor_parallel if config.generation.engine == "vllm" else 1
+
+
+def _served_number(config: RunConfig) -> int:
+    """Bytes of a weight and of a number in the cache. A model's own type is taken to be a half-precision one."""
+    return _FLOAT if config.generation.engine != "vllm" or config.generation.vllm.dtype == "float32" else 2

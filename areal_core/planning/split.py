@@ -1,0 +1,198 @@
+"""How many devices should generate and how many should train, from what an earlier run measured.
+
+Where stages have devices of their own, throughput is that of the slower one:
+
+    X(S, R) = efficiency * min(S g(n), R t),   g(n) = n / (a + b n)
+
+t, what a rank trains, is what was consumed by the time that ranks worked. A server of n running answers makes a token
+of each in a + b n seconds: a straight line through what steps of the run measured, as reading the weights takes the
+same whatever n is, and reading keys and values n times as much. n is `generation.slots`, or what runs of the answers
+that a server may have in flight, or of its part of what the staleness bound admits: those of a group that have ended
+count until its longest one has. The efficiency is what the run made of its own split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from areal_core.config.schema import RunConfig, load
+from areal_core.errors import ConfigError
+from areal_core.storage.rundir import RunDir
+from areal_core.tracking.outbox import Outbox
+
+Curves = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value)
+_ALIKE = 0.05  # relative: loads that differ by less say nothing of how a step depends on them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePace:
+    """Seconds that a server takes for a token of each of n running answers: fixed_s + answer_s n."""
+
+    fixed_s: float
+    answer_s: float
+
+    def tokens_per_s(self, answers: float) -> float:
+        return answers / (self.fixed_s + self.answer_s * answers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a run measured."""
+
+    effective_tokens_per_s: float
+    generated_tokens_per_s: float
+    trained_share: float  # of the time that ranks worked
+    running_share: float  # of a group's answers, over its time: their mean length by that of its longest one
+    pace: DecodePace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Devices shared out, and what that would give."""
+
+    servers: int
+    ranks: int
+    ratio: float  # of effective throughput, to that of the run which was measured
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"generation.servers={self.servers}", f"training.ranks={self.ranks}"]
+
+
+def rates(config: RunConfig, curves: Curves) -> Rates | None:
+    """Of a run of `config`, from its metrics; None where stages share devices, or where too little was measured. The
+    first steps, with answers all of an age, and the last, for which nothing more is admitted, say little of the others.
+    """
+    if config.mode == "sync" or not config.max_staleness or config.shares_cores:
+        return None
+    points = {key: dict(curves.get(key, ())) for key in _NEEDED}
+    steps = sorted(set.intersection(*(set(values) for values in points.values())))
+    ends = range(config.max_staleness + 2, config.training.steps - config.max_staleness)
+    steps = [step for step in steps if step in ends] or steps
+    if not steps:
+        return None
+    taken, generated, consumed, running, idle, paused, waited, mean, longest = (
+        np.array([points[key][step] for step in steps]) for key in _NEEDED
+    )
+    busy = 1.0 - idle - paused
+    known = (busy > 0) & (generated > 0)
+    if not known.any():
+        return None
+    answers, weights = running[known] / busy[known], taken[known]
+    seconds = running[known] * config.generation_servers / generated[known]  # of a server, for a token of each answer
+    total = taken.sum()
+    return Rates(
+        effective_tokens_per_s=float((consumed * taken).sum() / total),
+        generated_tokens_per_s=float((generated * taken).sum() / total),
+        trained_share=float(((1.0 - waited) * taken).sum() / total),
+        running_share=float(mean.sum() / longest.sum()),
+        pace=decode_pace(answers, seconds, weights),
+    )
+
+
+_NEEDED = (
+    "time/step_s",
+    "throughput/generated_tokens_per_s",
+    "throughput/effective_tokens_per_s",
+    "rollout/running_answers",
+    "bubble/generation_idle",
+    "bubble/generation_paused",
+    "bubble/trainer_wait",
+    "answer/tokens_mean",
+    "answer/tokens_longest",
+)
+
+
+def decode_pace(answers: ArrayLike, seconds: ArrayLike, weights: ArrayLike) -> DecodePace:
+    """The straight line nearest to `seconds` a token over running `answers`; neither of its parts is negative. Loads
+    that are all alike say nothing of its slope: then a step takes the same whatever it runs."""
+    n, tau, weight = (np.asarray(values, np.float64) for values in (answers, seconds, weights))
+    weight = weight / weight.sum()
+    mean_n, mean_tau = float(weight @ n), float(weight @ tau)
+    spread = float(weight @ (n - mean_n) ** 2)
+    if spread <= (_ALIKE * mean_n) ** 2:
+        return DecodePace(fixed_s=mean_tau, answer_s=0.0)
+    slope = float(weight @ ((n - mean_n) * (tau - mean_tau))) / spread
+    slope = min(max(slope, 0.0), mean_tau / mean_n)
+    return DecodePace(fixed_s=mean_tau - slope * mean_n, answer_s=slope)
+
+
+def generation_used(config: RunConfig, measured: Rates) -> float:
+    """Of what the servers could have generated, the share that they did."""
+    able = _able(config, measured, config.generation_servers)
+    return min(1.0, measured.generated_tokens_per_s / able)
+
+
+def splits(config: RunConfig, measured: Rates) -> list[Split]:
+    """All splits of the run's devices that `config` allows, the best first; of equal ones, the nearest to the run's
+    own."""
+    useful = min(1.0, measured.effective_tokens_per_s / measured.generated_tokens_per_s)  # tokens, not dropped
+
+    def limit(servers: int, ranks: int) -> float:
+        generated = _able(config, measured, servers) * useful
+        trained = ranks * measured.effective_tokens_per_s / (config.training_ranks * measured.trained_share)
+        return min(generated, trained)
+
+    own = limit(config.generation_servers, config.training_ranks)
+    found = [
+        Split(servers=servers, ranks=ranks, ratio=limit(servers, ranks) / own)
+        for ranks in range(1, config.launch.devices)
+        if (servers := (config.launch.devices - ranks) // config.devices_per_server) and _fits(config, servers, ranks)
+    ]
+    return sorted(found, key=lambda split: (-split.ratio, abs(split.ranks - config.training_ranks)))
+
+
+def _able(config: RunConfig, measured: Rates, servers: int) -> float:
+    """Tokens a second of so many servers where generation is what is short. Of what the staleness bound admits beside
+    the batch that trains, half a batch waits to be complete."""
+    admitted = (config.max_staleness + 0.5) * config.rollout.batch_size
+    running = measured.running_share * min(config.answers_per_server, admitted / servers)
+    return servers * measured.pace.tokens_per_s(min(config.generation.slots, running))
+
+
+def _fits(config: RunConfig, servers: int, ranks: int) -> bool:
+    values = config.to_dict()
+    values["generation"]["servers"], values["training"]["ranks"] = servers, ranks
+    try:
+        load(values)
+    except ConfigError:
+        return False
+    return True
+
+
+def advice(config: RunConfig, measured: Rates) -> str | None:
+    """One sentence on the best split, if it is another than the run's own; None where devices can't be split."""
+    found = splits(config, measured)
+    if not found:
+        return None
+    best = found[0]
+    if (best.servers, best.ranks) == (config.generation_servers, config.training_ranks):
+        return f"Of all splits of its {config.launch.devices} devices this one is the best by these rates."
+    return (
+        f"By these rates {best.servers} servers and {best.ranks} ranks would be {best.ratio:.2f} times as fast as "
+        f"{config.generation_servers} and {config.training_ranks} ({' '.join(best.overrides)})."
+    )
+
+
+def splits_of_run(run: RunDir) -> list[Split]:
+    """What a run in this folder advises, the best split first. Raises ConfigError for one that says nothing of it."""
+    try:
+        config, run_id = run.config(), run.info().run_id
+    except FileNotFoundError:
+        raise ConfigError(f"run: there is none in {run.root}") from None
+    curves: Curves = {}
+    if run.outbox.exists():
+        with contextlib.closing(Outbox(run.outbox, run_id)) as outbox:
+            curves = outbox.history()
+    measured = rates(config, curves)
+    if measured is None:
+        raise ConfigError(
+            f"run: {run_id} says nothing of a split; it takes a run whose servers and ranks have devices of their own "
+            "(mode=async on GPUs, or emulated) and that has made some steps"
+        )
+    return splits(config, measured)

@@ -1,0 +1,311 @@
+"""One run from its folder to its summary, for flows, benchmarks and `python -m areal_core` alike.
+
+    prepare   (areal_core.run.prepare) checks what can be checked, makes the base model, opens the tracking run
+    Run       supervises the five roles, each in a thread of its caller's; what they are is `role_specs`
+    execute   all of it, in this process's threads
+
+The order of an orderly end: the trainer finishes, the controller writes summary.json and exits, generation servers are
+stopped, the evaluator leaves by itself, the tracker sends what is left. The first failure of a role stops all others
+and is the one reported; a failed run never leaves a summary.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from areal_core.api.controller_client import ControllerClient
+from areal_core.config.schema import RunConfig
+from areal_core.errors import ArealError, ProcessError, TrackingError
+from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
+from areal_core.run.introduction import POLL_S, Introductions
+from areal_core.run.prepare import Log, preflight, prepare, run_folder, sole_owner
+from areal_core.run.roles import role_specs
+from areal_core.storage.rundir import RunDir
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import RunStatus, RunSummary, TokenLedger
+
+__all__ = ["Run", "execute", "preflight", "prepare", "read_summary", "role_specs", "run_folder"]
+
+Role = Literal["generation", "controller", "trainer", "evaluator"]
+
+_ROLES: frozenset[Role] = frozenset(("generation", "controller", "trainer", "evaluator"))
+
+
+class Run:
+    """A prepared run. `generate`, `rollout`, `train`, `evaluate` and `track` each supervise one role and block until it
+    has ended; each needs a thread of its own. When one fails, all of them raise that first failure.
+
+    Raises ProcessError when another launcher runs this run.
+    """
+
+    def __init__(self, run_dir: RunDir, *, log: Log = print) -> None:
+        self.run_dir = run_dir
+        self.config = run_dir.config()
+        self._info = run_dir.info()
+        self._log = log
+        self._lock: FileLock | None = sole_owner(run_dir, self.config)  # its children hold it too
+        run_dir.forget_ready()
+        self._specs = role_specs(run_dir, self.config, sorted(os.sched_getaffinity(0)))
+        self._state = threading.Lock()  # guards the seven below and the lock
+        self._failure: BaseException | None = None
+        self._stopped: str | None = None
+        self._started: set[Role] = set()
+        self._over: set[Role] = set()
+        self._closed = False  # the end is settled
+        self._tracking = False  # the tracker runs
+        self._abort = StopSignal()
+        self._stop_servers = StopSignal()
+        self._stop_tracker = StopSignal()
+        self._introductions = Introductions(
+            run_dir, ranks=self.config.trainer_processes, stop=self._stop_servers, log=log
+        )
+
+    # -- the five roles ------------------------------------------------------------------------------------------------
+
+    def generate(self) -> None:
+        """Keep the generation servers running until the controller has ended, unless other machines do."""
+        with self._role("generation"):
+            if "generation" in self.config.elsewhere:
+                return
+            known = self._introductions
+            introducing = threading.Thread(target=self._guarded, args=(known.run,), name="introduce", daemon=True)
+            introducing.start()
+            try:
+                self._supervise("generation", self._stop_servers, known.server_ready)
+            finally:
+                self._stop_servers.set()
+                known.wake()
+                introducing.join()
+                known.close()
+
+    def rollout(self) -> None:
+        """Keep the controller running until it has written the summary."""
+        with self._role("controller"):
+            watching = threading.Thread(target=self._guarded, args=(self._watch_progress,), name="watch", daemon=True)
+            watching.start()
+            try:
+                self._supervise("controller", self._abort, self._wake)
+                if not self._abort.is_set() and not self.run_dir.summary.exists():
+                    raise ProcessError("controller-0 exited with code 0 and left no summary.json")
+            finally:
+                self._stop_servers.set()
+                watching.join()
+            _later(self.config.launch.stop_timeout_s, self._abort.set)  # nobody else has anything left to do
+
+    def train(self) -> None:
+        """Keep the trainer's ranks running until they have finished; where other machines do, the place where they
+        meet, until the controller has ended."""
+        with self._role("trainer"):
+            if "trainer" in self.config.elsewhere:
+                self._supervise("rendezvous", self._stop_servers)
+            else:
+                self._supervise("trainer", self._abort, self._wake)
+
+    def evaluate(self) -> None:
+        """Keep the evaluator running until there is nothing more to score; none where nothing is scored."""
+        with self._role("evaluator"):
+            if self.config.evaluated:
+                self._supervise("evaluator", self._abort)
+
+    def track(self) -> None:
+        """Keep the tracker running until all other roles have ended and it has sent what there is, within
+        tracking.flush_timeout_s. A tracker that fails stops nothing."""
+        if self._info.tracking_uri is None:
+            return
+        with self._state:
+            self._tracking = True
+        try:
+            self._supervise("tracker", self._stop_tracker)
+        except (ProcessError, OSError) as error:
+            self._log(f"the run goes on untracked; its points wait in {self.run_dir.outbox}: {error}")
+        finally:
+            with self._state:
+                self._tracking = False
+                self._release_when_over()
+
+    # -- for the caller ------------------------------------------------------------------------------------------------
+
+    def status(self) -> RunStatus | None:
+        """A look at the run; None while its controller does not answer."""
+        client = ControllerClient(self.run_dir, patience_s=0.0)
+        try:
+            return client.status()
+        except ArealError:
+            return None
+        finally:
+            client.close()
+
+    def stop(self, reason: str) -> None:
+        """End the run now; the roles return, and the run can be resumed. Does nothing once the run has ended."""
+        with self._state:
+            self._stopped = self._stopped or reason
+        self._end_all()
+
+    def report(self) -> RunSummary:
+        """The summary of a run that has ended in order. Raises the first failure, or ProcessError for a stopped run."""
+        if self._failure is not None:
+            raise self._failure
+        if not self.run_dir.summary.exists():
+            why = self._stopped or "its roles did not run to their end"
+            raise ProcessError(f"run {self._info.run_id} was stopped ({why}); it can be resumed by its run_id")
+        return read_summary(self.run_dir)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _supervise(
+        self, role: str, stop: StopSignal, on_ready: Callable[[int, dict[str, Any]], None] | None = None
+    ) -> None:
+        Supervisor(
+            self.run_dir,
+            self._specs[role],
+            self.config.launch,
+            stop=stop,
+            on_ready=on_ready,
+            log=self._log,
+            pass_fds=(self._lock.fd,) if self._lock else (),
+        ).run()
+
+    @contextmanager
+    def _role(self, role: Role) -> Iterator[None]:
+        """The life of a role: its failure is the run's, and the last one to end closes the run."""
+        with self._state:
+            self._started.add(role)
+        try:
+            yield
+        except ArealError as error:
+            self._fail(error)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            with self._state:
+                self._over.add(role)
+            self._close_when_over()
+        if self._failure is not None:
+            raise self._failure
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """A thread of ours that ends with an error ends the run."""
+        try:
+            action()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        with self._state:
+            if self._failure is not None or self._stopped:
+                return  # a consequence
+            if "controller" in self._over:  # it has ended in order: the run is complete
+                self._log(f"after the end of the run: {error}")
+                return
+            self._failure = error
+        self._log(f"the run has failed: {error}")
+        self._end_all()
+
+    def _end_all(self) -> None:
+        self._abort.set()
+        self._stop_servers.set()
+        self._close_when_over()
+
+    def _close_when_over(self) -> None:
+        """Once no role runs or will run: settle how the run ended, and let the tracker finish."""
+        with self._state:
+            expected = self._started if self._abort.is_set() else _ROLES
+            if self._closed or not expected <= self._over:
+                return
+            self._closed = True
+        if self._failure is not None:
+            self.run_dir.summary.unlink(missing_ok=True)
+        finished = self.run_dir.summary.exists()
+        self._close_tracking("FINISHED" if finished else "FAILED" if self._failure else "KILLED")
+        with self._state:
+            self._release_when_over()
+
+    def _release_when_over(self) -> None:
+        if self._closed and not self._tracking and self._lock:
+            self._lock.release()
+            self._lock = None
+
+    def _close_tracking(self, status: str) -> None:
+        if self._info.tracking_uri is None:
+            return
+        try:
+            outbox = Outbox(self.run_dir.outbox, self._info.run_id)
+            outbox.end(status)
+            outbox.close()
+        except (TrackingError, sqlite3.Error) as error:
+            self._log(f"the end of the run can't be tracked: {error}")
+            self._stop_tracker.set()
+            return
+        patience_s = self.config.tracking.flush_timeout_s + self.config.launch.stop_timeout_s
+        _later(patience_s, self._stop_tracker.set)
+
+    def _wake(self, index: int, info: dict[str, Any]) -> None:
+        self._introductions.wake()
+
+    def _watch_progress(self) -> None:
+        """Fail a run that makes no new step for launch.stall_timeout_s; end servers that the controller has lost."""
+        limit_s = self.config.launch.stall_timeout_s
+        seen: tuple[int, str | None] | None = None
+        since = time.monotonic()
+        while not self._stop_servers.wait(POLL_S):
+            status = self.status()
+            self._introductions.end(status.lost_servers if status else ())
+            progress = (status.step, status.finished) if status else seen
+            if progress != seen:
+                seen, since = progress, time.monotonic()
+            elif time.monotonic() - since > limit_s:
+                where = f"after step {seen[0]} of {self.config.training.steps}" if seen else "since the start"
+                logs = self.run_dir.logs
+                self._fail(ProcessError(f"no new step {where} for {limit_s:g} s (launch.stall_timeout_s); see {logs}"))
+
+
+def _later(seconds: float, action: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+
+
+def read_summary(run: RunDir) -> RunSummary:
+    values = json.loads(run.summary.read_text())
+    return RunSummary(**{**values, "tokens": TokenLedger(**values["tokens"])})
+
+
+def execute(
+    config: RunConfig,
+    *,
+    run_id: str | None = None,
+    flow_run_id: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    log: Log = print,
+    on_status: Callable[[RunStatus], None] | None = None,
+) -> RunSummary:
+    """Prepare a run, run it to its end and return its summary; `on_status` is called about once a second.
+
+    Raises what `prepare` raises, and the run's first failure. An exception raised into the calling thread, such as
+    KeyboardInterrupt, stops the run before it goes on its way.
+    """
+    run_dir = prepare(config, run_id=run_id, flow_run_id=flow_run_id, tags=tags, log=log)
+    if run_dir.summary.exists():
+        return read_summary(run_dir)
+    run = Run(run_dir, log=log)
+    roles = (run.track, run.rollout, run.generate, run.train, run.evaluate)
+    with concurrent.futures.ThreadPoolExecutor(len(roles), "role") as threads:
+        try:
+            running = [threads.submit(role) for role in roles]
+            while concurrent.futures.wait(running, POLL_S).not_done:
+                if on_status is not None and (status := run.status()):
+                    on_status(status)
+        except BaseException as error:
+            run.stop(type(error).__name__)
+            raise
+    return run.report()

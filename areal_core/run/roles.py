@@ -1,0 +1,166 @@
+"""How the processes of a run are started: on the machine that heads it, and on those that take over a role of it.
+
+role_specs        every role, where the run is headed; the rendezvous in the place of ranks that others run
+host_generation   generation servers of another machine
+host_trainer      another machine's share of the ranks, under torchrun
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+from areal_core.config.schema import RunConfig
+from areal_core.errors import ConfigError
+from areal_core.launch.process import SPENT
+from areal_core.launch.supervisor import RoleSpec
+from areal_core.run.prepare import interpreter, python, visible_gpus
+from areal_core.storage.rundir import RunDir
+
+LOOPBACK = "127.0.0.1"
+_GENERATION_NICE = 10  # of servers where ranks want the same cores: a tenth of a core beside a rank that trains
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else a warning for every address that has no name
+
+
+def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str, RoleSpec]:
+    """The processes of the machine that heads a run. `cores` are those that this process may use."""
+    servers, ranks, per_server = config.generation_servers, config.trainer_processes, config.devices_per_server
+    # Of generation and training alone: all that a run may use, in either mode, are `launch.devices` cores.
+    on_cores = config.launch.accelerator == "cpu" and not config.emulated
+    allowed = frozenset(cores[: config.launch.devices]) if on_cores else None
+
+    def role(module: str) -> list[str]:
+        return python(module, "--run-dir", run.root)
+
+    generating = servers * per_server if config.mode == "async" and "generation" not in config.elsewhere else 0
+    specs = (
+        _generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=allowed),
+        RoleSpec(name="controller", argv=lambda _: role("areal_core.controller.service")),
+        RoleSpec(
+            name="trainer",
+            argv=lambda _: role("areal_core.training.trainer"),
+            count=ranks,
+            cpus=allowed,
+            gang=ranks > 1,
+            env=lambda index: _rank(config, index) | _gpus(config, generating + index, 1),
+        ),
+        RoleSpec(
+            name="rendezvous",
+            argv=lambda _: python(
+                "areal_core.training.distributed.rendezvous",
+                *("--address", config.launch.address, "--ready-file", run.ready_file("rendezvous")),
+            ),
+            env=lambda _: _QUIET,
+            exits=False,
+        ),
+        RoleSpec(
+            name="evaluator", argv=lambda _: role("areal_core.evaluation.evaluator"), nice=config.launch.evaluator_nice
+        ),
+        RoleSpec(name="tracker", argv=lambda _: role("areal_core.tracking"), nice=config.launch.evaluator_nice),
+    )
+    return {spec.name: spec for spec in specs}
+
+
+def host_generation(run: RunDir, config: RunConfig, *, address: str, first: int, count: int) -> RoleSpec:
+    """`count` generation servers of this machine, from number `first` on, that listen on `address`."""
+    return _generation(run, config, address=address, first=first, count=count, cpus=None)
+
+
+def host_trainer(run: RunDir, config: RunConfig, *, address: str, node: int) -> RoleSpec:
+    """The agent of torchrun for this machine's share of the ranks. Raises ConfigError."""
+    name = interface(address)
+    network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    environment = network | _QUIET | _gpus(config, 0, config.ranks_per_host)
+    return RoleSpec(
+        name="node",
+        argv=lambda _: python("areal_core.training.distributed.node", "--run-dir", run.root, "--address", address),
+        first=node,
+        announces=False,
+        final=SPENT,
+        sessions=True,
+        env=lambda _: environment,
+    )
+
+
+def interface(address: str) -> str:
+    """The network interface that has `address`. Raises ConfigError."""
+    if (name := _interface(address)) is None:
+        raise ConfigError(f"--address: no network interface of this machine has {address}")
+    return name
+
+
+def is_own(address: str) -> bool:
+    """Whether this machine has `address`."""
+    return _interface(address) is not None
+
+
+def _interface(address: str) -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)):
+            return name
+    return None
+
+
+def _generation(
+    run: RunDir, config: RunConfig, *, address: str, first: int, count: int, cpus: frozenset[int] | None
+) -> RoleSpec:
+    generation, per_server = config.generation, config.devices_per_server
+
+    def argv(index: int) -> list[str]:
+        common = (
+            *("--model", run.info().model_path, "--host", address, "--port", 0),
+            *("--ready-file", run.ready_file("generation", index), "--weight-version", 0),
+            *("--slots", generation.slots),
+            *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
+        )
+        if generation.engine == "vllm":
+            vllm = generation.vllm
+            return python(
+                "areal_core.generation.vllm.server",
+                *common,
+                *("--log-file", run.log_file("vllm", index)),
+                *("--python", interpreter(vllm.python), "--dtype", vllm.dtype, f"--arguments={vllm.arguments}"),
+                *("--tensor-parallel", vllm.tensor_parallel, "--data-parallel", vllm.data_parallel),
+                *("--memory-share", vllm.memory_share, "--kv-cache-gib", vllm.kv_cache_gib),
+                *("--transfer", "areal_safetensors" if generation.transfer == "files" else generation.transfer),
+                *(["--sleep"] if config.sleeps else []),
+            )
+        return python(
+            "areal_core.generation.server.routes",
+            *common,
+            *("--timeline", run.timeline_file("generation", index), "--device", config.launch.accelerator),
+            *(["--deterministic"] if generation.deterministic else []),
+            *(["--emulate", run.root / "config.json"] if config.emulated else []),
+        )
+
+    return RoleSpec(
+        name="generation",
+        argv=argv,
+        count=count,
+        first=first,
+        cpus=cpus,
+        nice=_GENERATION_NICE if config.shares_cores else 0,
+        env=lambda index: _gpus(config, (index - first) * per_server, per_server),
+        exits=False,
+    )
+
+
+def _rank(config: RunConfig, index: int) -> dict[str, str]:
+    """What torchrun would tell a rank; ranks of one machine meet on its loopback, through a file."""
+    ranks = config.trainer_processes
+    return {
+        "RANK": str(index),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(index if config.launch.accelerator == "cpu" else 0),  # of the GPUs that it sees
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _gpus(config: RunConfig, first: int, count: int) -> dict[str, str]:
+    """The environment of a process that has these GPUs of this machine's, and no others."""
+    if config.launch.accelerator == "cpu":
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + count])}

@@ -1,0 +1,126 @@
+"""Names of everything in a run's folder, and the few small files that processes of a run tell each other things by.
+
+<state_dir>/runs/<run_id>/
+    config.json              the resolved configuration
+    run.json                 RunInfo: who this run is, which model it starts from, where its checkpoints go
+    ready/<role>-<index>.json  a process that is ready: its pid and, for a server, its URL
+    logs/<role>-<index>.log
+    ledger.sqlite  outbox.sqlite
+    timeline/<role>-<index>.jsonl  what a process did when; see areal_core.tracking.timeline
+    weights/v000007/         published versions
+    summary.json             written once, by the controller, when the run has ended in order
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_core.config.schema import RunConfig, load_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What `prepare` decided about a run."""
+
+    run_id: str
+    model_path: str  # folder of the base model, transformers format
+    checkpoint_url: str  # where this run's checkpoints and final model go
+    tracking_uri: str | None = None  # None: tracking is off
+    tracking_run_id: str | None = None
+    flow_run_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths inside one run's folder."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, config: RunConfig, info: RunInfo) -> RunDir:
+        """Make the folder, or adopt it where this run has been here before, and write what the processes will read."""
+        run = cls(Path(config.state_dir).absolute() / "runs" / info.run_id)
+        for folder in (run.ready, run.logs, run.weights, run.timeline):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_json(run.root / "config.json", config.to_dict())
+        write_json(run.root / "run.json", dataclasses.asdict(info))
+        return run
+
+    def config(self) -> RunConfig:
+        return load_file(self.root / "config.json")
+
+    def info(self) -> RunInfo:
+        return RunInfo(**json.loads((self.root / "run.json").read_text()))
+
+    @property
+    def head(self) -> Path:
+        """Locked by whoever heads the run, while it does."""
+        return self.root / "lock"
+
+    @property
+    def ready(self) -> Path:
+        return self.root / "ready"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / "timeline"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.sqlite"
+
+    @property
+    def outbox(self) -> Path:
+        return self.root / "outbox.sqlite"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    def ready_file(self, role: str, index: int = 0) -> Path:
+        return self.ready / f"{role}-{index}.json"
+
+    def log_file(self, role: str, index: int = 0) -> Path:
+        return self.logs / f"{role}-{index}.log"
+
+    def timeline_file(self, role: str, index: int = 0) -> Path:
+        return self.timeline / f"{role}-{index}.jsonl"
+
+    def ready_info(self, role: str, index: int = 0) -> dict[str, Any] | None:
+        """The `pid` and `url` that a process has announced; None while it is not ready, or its file can't be read: on a
+        shared file system one that is being replaced may be stale, or empty, for a moment."""
+        try:
+            return json.loads(self.ready_file(role, index).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def forget_ready(self) -> None:
+        """Remove what processes have announced that were there before whoever heads the run now."""
+        for file in self.ready.iterdir():
+            file.unlink(missing_ok=True)
+
+    def controller_url(self) -> str | None:
+        """Where the controller listens now; None while it is not ready. Ask again after a failed connection: a
+        restarted controller has another port."""
+        info = self.ready_info("controller")
+        return None if info is None else str(info["url"])
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` so that a reader sees the old file or the new one, never half of one."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    os.replace(scratch, path)

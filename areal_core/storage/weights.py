@@ -1,0 +1,115 @@
+"""Versioned policy weights in a folder: `<folder>/v000007/model.safetensors` and, last, `manifest.json`.
+
+A version exists once its manifest does; the manifest holds the hash of the weights. Files only: no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+from areal_core.errors import StorageError
+from areal_core.storage.rundir import write_json
+from areal_core.storage.tensorfile import read_tensors, write_tensors
+from areal_core.types import PolicyVersion
+
+_WEIGHTS = "model.safetensors"
+_MANIFEST = "manifest.json"
+
+
+def publish(
+    folder: Path, version: int, tensors: Mapping[str, NDArray[Any]], *, dtype: str = "float32"
+) -> PolicyVersion:
+    """Write the weights of `version`. The same weights again change nothing; other weights replace it.
+
+    dtype: float32 or bfloat16, what float32 tensors are rounded to. The same tensors always make the same bytes, hence
+    the same hash. Raises StorageError.
+    """
+    path = version_folder(folder, version)
+    scratch = path / f".{_WEIGHTS}.{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        written = write_tensors(scratch, tensors, dtype=dtype)
+        made = PolicyVersion(version=version, path=str(path), sha256=written.sha256)
+        if _complete(path) == made:
+            scratch.unlink()
+            return made
+        (path / _MANIFEST).unlink(missing_ok=True)  # while the weights change, the version does not exist
+        os.replace(scratch, path / _WEIGHTS)
+        write_json(path / _MANIFEST, {"version": version, "sha256": made.sha256, "bytes": written.bytes})
+    except OSError as error:
+        raise StorageError(f"can't publish version {version} in {path}: {error.strerror}") from error
+    return made
+
+
+def read_manifest(path: Path) -> PolicyVersion:
+    """The version that the folder `path` holds. Raises StorageError when it is incomplete."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+        version = PolicyVersion(version=int(manifest["version"]), path=str(path), sha256=str(manifest["sha256"]))
+        size, wanted = (path / _WEIGHTS).stat().st_size, int(manifest["bytes"])
+    except OSError as error:
+        raise StorageError(f"{path} holds no published weights: {error.filename}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{path / _MANIFEST} is no manifest of weights: {error!r}") from error
+    if size != wanted:
+        raise StorageError(f"{path / _WEIGHTS} is damaged: {size} bytes, its manifest says {wanted}")
+    return version
+
+
+def newest(folder: Path) -> PolicyVersion | None:
+    """The highest version that is complete; None when there is none."""
+    for path in sorted(folder.glob("v*"), key=_number, reverse=True):
+        version = _complete(path)
+        if version is not None:
+            return version
+    return None
+
+
+def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
+    """The tensors of a published version. Raises StorageError when the file's hash is not the version's."""
+    path = Path(version.path) / _WEIGHTS
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"can't read {path}: {error.strerror}") from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != version.sha256:
+        raise StorageError(f"{path} is damaged: its sha256 is {found}, version {version.version} has {version.sha256}")
+    try:
+        return read_tensors(data)
+    except SafetensorError as error:
+        raise StorageError(f"{path} is no safetensors file: {error}") from error
+
+
+def release(folder: Path, versions: Iterable[int]) -> None:
+    """Delete versions that nobody needs any more; those that are gone already are fine."""
+    released = {version_folder(folder, version) for version in versions}
+    for path in released.intersection(folder.iterdir()):
+        (path / _MANIFEST).unlink(missing_ok=True)  # first: half a version must not look like one
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def version_folder(folder: Path, version: int) -> Path:
+    """Where a version lies, or would."""
+    return folder / f"v{version:06d}"
+
+
+def _number(path: Path) -> int:
+    digits = path.name.removeprefix("v")
+    return int(digits) if digits.isdigit() else -1
+
+
+def _complete(path: Path) -> PolicyVersion | None:
+    try:
+        return read_manifest(path)
+    except StorageError:
+        return None

@@ -1,0 +1,270 @@
+"""DeepSpeed: ranks that share out optimiser state, gradient and weights (ZeRO, arXiv 1910.02054).
+
+Stage 0 shares nothing out; 1 the optimiser's state, float32 weights among it; 2 the gradient too; 3 also the weights
+that passes read, which are gathered one layer at a time. Nothing of DeepSpeed's that would have to be compiled is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from areal_core.training.batching.packing import Packed
+from areal_core.training.engines.engine import EngineState
+from areal_core.training.engines.policy_engine import PolicyEngine, check_state
+from areal_core.training.engines.policy_module import PolicyModule
+from areal_core.types import Float32Array
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read as deepspeed is imported
+import deepspeed
+import deepspeed.ops
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+
+_WEIGHT, _MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+_BUCKET = 500_000_000  # most elements that are reduced or gathered at once
+
+
+class DeepSpeedEngine(PolicyEngine):
+    """Every pass is in step with those of the other ranks, also where one has nothing to do.
+
+    training.dtype=bfloat16 is the precision of passes and of one micro-batch's gradient. Micro-batches are added up in
+    float32, ranks are summed in float32, and weights and moments behind the passes are float32. DeepSpeed (0.19.8) has
+    no such sum at stage 0, where it therefore has the float32 weights alone, and each layer rounds its own as it runs;
+    at stage 1 every rank has the whole float32 gradient.
+    """
+
+    lockstep = True
+
+    def _hold(self, weights: Mapping[str, Tensor]) -> None:
+        training = self.training
+        self._stage = training.zero_stage
+        self._mixed = self.dtype != torch.float32 and self._stage > 0  # DeepSpeed keeps weights in two precisions
+        module = PolicyModule(
+            self.spec,
+            weights,
+            dtype=self.dtype,
+            temperature=self.temperature,
+            checkpoint_activations=training.checkpoint_activations,
+        )
+        self._parameters = module.named_weights
+        self._optimiser = torch.optim.AdamW(
+            module.parameters(),
+            betas=(training.beta1, training.beta2),
+            eps=training.adam_eps,
+            weight_decay=training.weight_decay,
+            fused=True,
+        )
+        self._engine = self._wrapped(module)
+        self._start_moments()
+        if self._mixed:
+            for name, parameter in self._parameters.items():
+                self._put(parameter, _WEIGHT, weights[name].float())
+        self._before: list[Tensor] = []
+        self._change = 0.0  # sum of squares of the change of this rank's weights by an update
+        self._optimiser.register_step_pre_hook(self._remember)
+        self._optimiser.register_step_post_hook(self._measure)
+
+    # -- passes ------------------------------------------------------------------------------------------------
+
+    def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        return self._engine(packed)
+
+    def start_gradient(self) -> None:
+        """The last one went with its update, or when it was found not to be finite."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * self.ranks.size)  # of which DeepSpeed takes the mean over ranks
+
+    def reduce_gradient(self) -> float:
+        """The sum itself is part of the last backward pass. A gradient that is not finite is forgotten here."""
+        total = sum(float(torch.linalg.vector_norm(part, dtype=torch.float32)) ** 2 for part in self._gradient())
+        norm = math.sqrt(self._over_ranks(total))
+        if not math.isfinite(norm):
+            if self._stage:
+                self._engine.step()  # finds the same norm, and changes nothing
+            else:
+                self._engine.zero_grad()
+        return norm
+
+    def apply_gradient(self, rate: float, norm: float) -> float:
+        self._optimiser.param_groups[0]["lr"] = rate
+        self._change = 0.0
+        self._engine.step()  # clips by the rule of torch.nn.utils.clip_grad_norm_
+        return math.sqrt(self._over_ranks(self._change))
+
+    # -- what is kept ------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Float32Array]:
+        return self._gathered(_WEIGHT)
+
+    def state(self) -> EngineState:
+        arrays: dict[str, NDArray[Any]] = {"rng": torch.get_rng_state().numpy()}
+        for kind in (_WEIGHT, *_MOMENTS):
+            arrays |= {f"{kind}/{name}": values for name, values in self._gathered(kind).items()}
+        return EngineState(arrays=arrays if self.ranks.rank == 0 else {}, scalars={"updates": self.updates})
+
+    def load_state(self, state: EngineState) -> None:
+        check_state(state, self.spec)
+        if self._stage == 3:
+            self._engine.empty_partition_cache()  # layers that are gathered ahead would go on with their old weights
+        for kind in (_WEIGHT, *_MOMENTS):
+            for name, parameter in self._parameters.items():
+                self._put(parameter, kind, torch.from_numpy(state.arrays[f"{kind}/{name}"]))
+        self.updates = state.scalars["updates"]
+        for part in self._parts():
+            self._optimiser.state[part]["step"].fill_(self.updates)
+        torch.set_rng_state(torch.from_numpy(state.arrays["rng"]))
+
+    def _gathered(self, kind: str) -> dict[str, Float32Array]:
+        """Collective. All weights or moments, one tensor at a time; empty on ranks other than 0."""
+        arrays: dict[str, Float32Array] = {}
+        for name, parameter in self._parameters.items():
+            whole = self._whole(parameter, kind)
+            if self.ranks.rank == 0:
+                arrays[name] = whole.cpu().numpy().copy()
+        return arrays
+
+    def _whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        """Collective where ranks share it out. float32, of the model's shape."""
+        if kind == _WEIGHT:
+            if self._stage < 3 and not self._mixed:
+                return parameter.detach()
+            return _present(safe_get_full_fp32_param(parameter))
+        if self._stage == 0:
+            return self._optimiser.state[parameter][kind]
+        return _present(safe_get_full_optimizer_state(parameter, kind))
+
+    def _put(self, parameter: nn.Parameter, kind: str, values: Tensor) -> None:
+        """Overwrite this rank's part of a weight, in all its precisions, or of a moment."""
+        values = values.to(self.device)
+        if self._stage == 3:
+            self._put_partition(parameter, kind, values)
+        elif kind == _WEIGHT:
+            parameter.data.copy_(values)
+            safe_set_full_fp32_param(parameter, values)  # of nothing at stage 0
+        elif self._stage == 0:
+            self._optimiser.state[parameter][kind].copy_(values)
+        else:
+            safe_set_full_optimizer_state(parameter, values, kind)
+
+    def _put_partition(self, parameter: Any, kind: str, values: Tensor) -> None:
+        """At stage 3 every rank has an equal part of each parameter; the last ones are filled up with zeros."""
+        size = parameter.ds_tensor.numel()
+        start = size * self.ranks.rank
+        part = values.flatten()[start : start + size]
+        part = nn.functional.pad(part, (0, size - len(part)))
+        if kind == _WEIGHT:
+            parameter.ds_tensor.data.copy_(part)
+            safe_set_local_fp32_param(parameter, part)
+        else:
+            safe_set_local_optimizer_state(parameter, part, kind)
+
+    # -- what DeepSpeed has on this rank -----------------------------------------------------------------------
+
+    def _parts(self) -> list[Tensor]:
+        """The float32 weights that the optimiser of this rank steps: flat parts of the model, or at stage 0 all."""
+        if self._stage == 3:
+            return self._engine.optimizer.fp32_partitioned_groups_flat
+        return [part for group in self._optimiser.param_groups for part in group["params"]]
+
+    def _gradient(self) -> Iterable[Tensor]:
+        """The sum over ranks after the last backward pass of a minibatch: of this rank's part, or at stage 0 of all."""
+        optimizer = self._engine.optimizer
+        if self._stage == 0:
+            return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        if isinstance(optimizer, BF16_Optimizer):
+            return optimizer.fp32_groups_gradient_flat_partition
+        return [part for parts in optimizer.averaged_gradients.values() for part in parts]
+
+    def _over_ranks(self, squares: float) -> float:
+        """A sum of squares over this rank's part, for the whole model."""
+        return float(self.all_sum(np.array([squares]))[0]) if self._stage else squares
+
+    def _remember(self, optimiser: torch.optim.Optimizer, *_: Any) -> None:
+        """At stage 3 the optimiser steps through this rank's parts one after another."""
+        self._before = [part.detach().clone() for group in optimiser.param_groups for part in group["params"]]
+
+    def _measure(self, optimiser: torch.optim.Optimizer, *_: Any) -> None:
+        after = (part.detach() for group in optimiser.param_groups for part in group["params"])
+        self._change += sum(float((now - then).norm()) ** 2 for now, then in zip(after, self._before, strict=True))
+        self._before = []
+
+    # -- set-up ------------------------------------------------------------------------------------------------
+
+    def _wrapped(self, module: PolicyModule) -> Any:
+        """DeepSpeed's engine around the module."""
+        settings = self._settings()
+        _start(self.device)
+        if self._mixed:
+            module.to(module.dtype)
+        if self._stage == 3:  # one parameter at a time, so that no device ever holds them all
+            deepspeed.zero.Init(module=module, mem_efficient_linear=False, config_dict_or_path=settings)
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=self._optimiser, config=settings, dist_init_required=False
+        )
+        return engine
+
+    def _settings(self) -> dict[str, Any]:
+        bucket = min(_BUCKET, self.spec.parameters)
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,  # as it cuts nothing itself, no more than a number
+            "gradient_clipping": self.training.grad_clip,
+            "communication_data_type": "fp32",
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": self._stage,
+                "overlap_comm": self.device.type == "cuda",
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
+                "stage3_param_persistence_threshold": 0,  # small parameters come with the rest of their layer
+            },
+        }
+        if self._mixed:
+            settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        return settings
+
+    def _start_moments(self) -> None:
+        for part in self._parts():
+            moments = {moment: torch.zeros_like(part, requires_grad=False) for moment in _MOMENTS}
+            self._optimiser.state[part] = {"step": torch.zeros((), device=part.device), **moments}
+        if self._stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # else not before the first step
+
+
+def _start(device: torch.device) -> None:
+    """What DeepSpeed wants of its process: a group, even of one rank, and its place on the machine."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # names of collectives
+    # No operator of its own is there to be used: one for collectives would be compiled at once.
+    deepspeed.ops.__compatible_ops__ = {}  # type: ignore[attr-defined]
+    os.environ.setdefault("LOCAL_RANK", "0")  # a process sees its own GPU alone
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "DeepSpeed doesn't know the parameter"
+    return tensor

@@ -1,0 +1,114 @@
+"""The emulated training engine: steps that take the time of accelerators, and leave the weights as they are.
+
+One process stands for all training accelerators; they share a batch without loss. Losses, gradients and entropies are
+zero, since there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_core.config.schema import EmulationConfig
+from areal_core.errors import ModelError
+from areal_core.planning.time_model import Pace, TimeModel
+from areal_core.training.engines.engine import EngineState, StepStats, TrainingBatch
+from areal_core.types import Float32Array
+
+_LOGPROB = -0.1  # nats, of every token: what the emulated generation engine says too
+
+
+class EmulatedTrainingEngine:
+    """`training.engine.TrainingEngine` in the time of `replicas` times `emulation.tensor_parallel` accelerators."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Float32Array],
+        emulation: EmulationConfig,
+        *,
+        replicas: int,
+        switches: bool,
+        learning_rate: float,
+        pace: Pace | None = None,
+    ) -> None:
+        """`switches`: the same accelerators generate, so that every step has to change them over and back."""
+        self._weights = dict(weights)
+        self._time = TimeModel(emulation)
+        self._accelerators = replicas * emulation.tensor_parallel
+        self._switch_s = 2 * emulation.switch_s if switches else 0.0
+        self._scale = emulation.tokens_per_token
+        self._learning_rate = learning_rate
+        self._pace = pace or Pace(emulation.speed)
+        self._updates = 0
+
+    def proximal_logprobs(self, batch: TrainingBatch) -> Float32Array:
+        later = [index for members in batch.minibatches[1:] for index in members]
+        self._pace.restart()
+        self._pace.spend(self._time.forward_s(self._lengths(batch, later), self._accelerators))
+        return np.where(batch.versions >= 0, np.float32(_LOGPROB), np.float32(0.0))
+
+    def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
+        self._pace.restart()
+        self._pace.spend(
+            self._time.train_s(self._lengths(batch, range(len(batch.lengths))), self._accelerators) + self._switch_s
+        )
+        updates = sum(tokens > 0 for tokens in batch.loss_tokens)
+        self._updates += updates
+        return StepStats(
+            loss=0.0,
+            grad_norm=0.0,
+            update_norm=0.0,
+            learning_rate=self._learning_rate,
+            updates=updates,
+            skipped=0,
+            loss_tokens=sum(batch.loss_tokens),
+            trained_tokens=0,
+            clip_fraction=0.0,
+            clip_low_fraction=0.0,
+            clip_high_fraction=0.0,
+            cap_fraction=0.0,
+            mask_fraction=0.0,
+            entropy=0.0,
+            approx_kl=0.0,
+            reference_kl=0.0,
+            mismatch_kl=None,
+            mismatch_tokens=0,
+            ess=1.0,
+            weight_p01=1.0,
+            weight_p50=1.0,
+            weight_p99=1.0,
+            weight_max=1.0,
+        )
+
+    def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
+        return 0.0, 0
+
+    def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return values
+
+    def compute_s(self) -> float:
+        return 0.0
+
+    def weights(self) -> dict[str, Float32Array]:
+        return dict(self._weights)
+
+    def state(self) -> EngineState:
+        arrays: dict[str, NDArray[Any]] = {f"weight/{name}": array for name, array in self._weights.items()}
+        return EngineState(arrays=arrays, scalars={"updates": self._updates})
+
+    def load_state(self, state: EngineState) -> None:
+        for name, array in self._weights.items():
+            saved = state.arrays.get(f"weight/{name}")
+            if saved is None or saved.shape != array.shape:
+                raise ModelError(f"weight/{name}: expected shape {list(array.shape)} in the saved state")
+        self._updates = state.scalars["updates"]
+
+    def close(self) -> None:
+        pass
+
+    def _lengths(self, batch: TrainingBatch, members: Sequence[int]) -> list[int]:
+        """Of some of the sequences, prompt and answer, in real tokens."""
+        return (batch.lengths[list(members)].astype(np.int64) * self._scale).tolist()

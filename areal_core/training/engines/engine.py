@@ -1,0 +1,287 @@
+"""What a trainer asks of the engine that optimises the policy, and the records that pass between them.
+
+No torch here: a batch is numpy arrays, so that any engine can stand behind the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_core.algorithm.means import LOSS_MEANS
+from areal_core.errors import ModelError
+from areal_core.models.spec import ModelSpec
+from areal_core.training.batching.packing import Packed, pack, pack_shared
+from areal_core.training.batching.partition import allocate, allocate_groups
+from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array, PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBatch:
+    """One rank's share of the batch of one step: N sequences, prompt and answer, laid end to end in S tokens; cut into
+    micro-batches as it is made, which may be long before it is trained on."""
+
+    step: int  # trains on policy version step - 1
+    tokens: Int32Array  # [S]
+    lengths: Int32Array  # [N] tokens of a sequence, prompt and answer
+    prompt_lengths: Int32Array  # [N]
+    loss_mask: BoolArray  # [S] tokens that the model sampled and that count; never the prompt's
+    behaviour_logprobs: Float32Array  # [S] nats; 0 in prompts
+    versions: Int32Array  # [S] policy version that sampled the token; -1 in prompts
+    advantages: Float32Array  # [S] the answer's at each of its tokens; 0 in prompts
+    weights: Float32Array  # [S] of the token's term in the loss, see algorithm.means; 0 in prompts
+    masses: NDArray[np.float64]  # [N] what an answer adds to the loss's denominator
+    regularised: bool = False  # answers without an advantage have a gradient too
+    groups: Int32Array | None = None  # [N] group of a sequence: its prompt is computed once; None: for every sequence
+    minibatches: tuple[tuple[int, ...], ...]  # this rank's sequences of each PPO minibatch; may be empty
+    capacity: int  # C of Algorithm 1: tokens of a micro-batch
+    min_microbatches: int = 1  # k_min of Algorithm 1
+    microbatches: tuple[tuple[Packed, ...], ...] = field(init=False, repr=False, compare=False)
+    # Of each minibatch: those of its sequences that have a gradient.
+    later: tuple[Packed, ...] = field(init=False, repr=False, compare=False)
+    # All of those that are not in the first minibatch, whichever theirs is: for passes that change nothing.
+
+    def __post_init__(self) -> None:
+        has_gradient = self.has_gradient
+        moving = [[index for index in members if has_gradient[index]] for members in self.minibatches]
+        object.__setattr__(self, "microbatches", tuple(map(self.cut, moving)))
+        object.__setattr__(self, "later", self.cut([index for members in moving[1:] for index in members]))
+
+    def cut(self, members: Sequence[int]) -> tuple[Packed, ...]:
+        """Some of the sequences, packed into micro-batches (Algorithm 1).
+
+        Raises ConfigError for a sequence that is longer than `capacity`.
+        """
+        laid = self.tokens, self.lengths, self.prompt_lengths
+        if self.groups is None:
+            allocated = allocate(self.lengths[list(members)].tolist(), self.capacity, self.min_microbatches)
+            return tuple(pack(*laid, [members[index] for index in indices]) for indices in allocated)
+        together: dict[int, list[int]] = {}
+        for index in members:
+            together.setdefault(int(self.groups[index]), []).append(index)
+        groups = list(together.values())
+        prompts = [int(self.prompt_lengths[group[0]]) for group in groups]
+        answers = [(self.lengths[group] - prompt).tolist() for group, prompt in zip(groups, prompts, strict=True)]
+        return tuple(
+            pack_shared(*laid, [[groups[group][answer] for group, answer in item] for item in items])
+            for items in allocate_groups(prompts, answers, self.capacity, self.min_microbatches)
+        )
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All of it as arrays by the names above; `minibatch` instead of `minibatches`, [N]."""
+        minibatch = np.zeros(len(self.lengths), np.int32)
+        for index, members in enumerate(self.minibatches):
+            minibatch[list(members)] = index
+        names = ("tokens", "lengths", "prompt_lengths", "loss_mask", "behaviour_logprobs", "versions", "advantages")
+        arrays = {name: getattr(self, name) for name in (*names, "weights")}
+        return arrays | {"minibatch": minibatch}
+
+    @property
+    def loss_tokens(self) -> list[int]:
+        """Loss tokens of this rank's share of each minibatch."""
+        counts = self._count(self.loss_mask)
+        return [int(counts[list(members)].sum()) for members in self.minibatches]
+
+    @property
+    def denominators(self) -> list[float]:
+        """What this rank's share of each minibatch adds to the loss's denominator; 0 where it has no loss tokens."""
+        return [float(self.masses[list(members)].sum()) for members in self.minibatches]
+
+    @property
+    def has_gradient(self) -> BoolArray:
+        """[N] sequences that can move the policy: some loss token has an advantage other than 0, or is regularised."""
+        return self._count(self.loss_mask & ((self.advantages != 0) | self.regularised)) > 0
+
+    def _count(self, marked: BoolArray) -> NDArray[np.int64]:
+        """[N] marked tokens of each sequence."""
+        ends = np.cumsum(self.lengths)
+        total = np.concatenate(([0], np.cumsum(marked)))
+        return total[ends] - total[ends - self.lengths]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One training step over all ranks. Unless the field says otherwise, means are over loss tokens of answers that can
+    move the policy: the others, those without an advantage, are neither recomputed nor looked at."""
+
+    loss: float  # mean over minibatches
+    grad_norm: float  # before clipping, mean over minibatches
+    update_norm: float  # of the change of the weights by an optimiser update, mean over minibatches
+    learning_rate: float  # of the last update
+    updates: int  # minibatches that had loss tokens, but for those that were skipped
+    skipped: int  # updates left out as their gradient was not finite (training.on_divergence)
+    loss_tokens: int
+    trained_tokens: int  # of these, the ones of answers that can move the policy
+    clip_fraction: float  # tokens whose gradient the clip removed
+    clip_low_fraction: float  # of these, those below 1 - eps
+    clip_high_fraction: float  # and those above 1 + eps
+    cap_fraction: float  # tokens whose weight was above algorithm.behaviour_cap
+    mask_fraction: float  # tokens whose weight was outside algorithm.behaviour_mask_low and behaviour_mask_high
+    entropy: float  # nats
+    approx_kl: float  # k3 of the clipped ratio: pi_theta against pi_prox, or pi_behav where there is none
+    reference_kl: float  # k3 of pi_theta against version 0; 0 where algorithm.kl_coef asks for no look at it
+    mismatch_kl: float | None  # k3 of trainer against generator over tokens of the same version; None: there were none
+    mismatch_tokens: int  # tokens of the same version
+    ess: float  # of the weights pi_prox / pi_behav (without a pi_prox: pi_theta / pi_behav), as a share of the tokens
+    weight_p01: float  # quantiles of those weights, before any cap or mask
+    weight_p50: float
+    weight_p99: float
+    weight_max: float  # the largest of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """All that decides what an engine does next; the same on every rank."""
+
+    arrays: dict[str, NDArray[Any]]  # weights, optimiser moments, RNG
+    scalars: dict[str, int]  # fit for JSON
+
+
+class Sender(Protocol):
+    """Takes weights to the generation servers, where those don't read them from files."""
+
+    def send(self, version: PolicyVersion, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Returns when every server that takes work goes on with them."""
+        ...
+
+
+class TrainingEngine(Protocol):
+    """One rank of a data-parallel group. Methods marked collective must be called by every rank, in the same order."""
+
+    def proximal_logprobs(self, batch: TrainingBatch) -> Float32Array:
+        """Collective. pi_prox of all minibatches but the first: log-probability of answer tokens under the weights as
+        they are, nats. [S]; 0 in prompts, in answers that can't move the policy, and in the first minibatch, whose own
+        pass in `train_step` is under the same weights.
+
+        Raises DivergenceError, on every rank, when one is not finite.
+        """
+        ...
+
+    def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
+        """Collective. All PPO minibatches of the batch, an optimiser update each.
+
+        `proximal` is what `proximal_logprobs` gave for this batch; it is not looked at for the first minibatch, where
+        pi_prox is pi_theta before the update. None where the objective takes none, and where pi_behav stands in for it,
+        as nothing is stale.
+        Raises DivergenceError, on every rank and before the weights change, when a gradient is not finite, unless
+        training.on_divergence says that such an update is skipped.
+        """
+        ...
+
+    def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
+        """How far generator and trainer disagree on the same weights: (sum of k3 in nats, tokens), over loss tokens
+        that `version` sampled in the first of this rank's sequences that hold any, given that version's `weights`."""
+        ...
+
+    def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Collective. The sum over ranks, elementwise."""
+        ...
+
+    def compute_s(self) -> float:
+        """Seconds since the last call that this rank spent in passes over the model and in the optimiser."""
+        ...
+
+    def weights(self) -> dict[str, Float32Array]:
+        """Collective. A copy of the weights, by their names in transformers; on ranks other than 0 it may be empty."""
+        ...
+
+    def state(self) -> EngineState:
+        """Collective. A copy of the state, to be saved; on ranks other than 0 it may be empty."""
+        ...
+
+    def load_state(self, state: EngineState) -> None:
+        """Go on from a saved state. Raises ModelError when it is of another model."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group of ranks."""
+        ...
+
+
+def check_batch(batch: TrainingBatch, spec: ModelSpec) -> None:
+    """Raises ModelError, one line, for a batch that was not made for this model at this step: tokens outside of its
+    vocabulary, sequences longer than its context, versions that are not there yet."""
+    if not len(batch.tokens):
+        return
+    where, token = f"the batch of step {batch.step}", int(batch.tokens.max())
+    if token >= spec.vocab_size or batch.tokens.min() < 0:
+        token = token if token >= spec.vocab_size else int(batch.tokens.min())
+        raise ModelError(
+            f"{where} holds token {token}: must be from 0 to {spec.vocab_size - 1}, the model's vocabulary"
+        )
+    if (longest := int(batch.lengths.max())) > spec.context:
+        raise ModelError(f"{where} holds a sequence of {longest} tokens: the model's context is {spec.context}")
+    if (newest := int(batch.versions.max())) >= batch.step:
+        raise ModelError(
+            f"{where} holds a token of version {newest}: must be at most {batch.step - 1}, the version trained on"
+        )
+
+
+def build_batch(
+    step: int,
+    shares: Sequence[Sequence[int]],
+    payloads: Mapping[int, GroupPayload],
+    advantages: NDArray[np.float64],
+    *,
+    capacity: int,
+    min_microbatches: int = 1,
+    mask_truncated: bool = False,
+    loss_mean: str = "token",
+    max_new_tokens: int = 1,
+    regularised: bool = False,
+    share_prompts: bool = False,
+) -> TrainingBatch:
+    """Lay out one rank's groups for training.
+
+    shares: this rank's groups by minibatch, as `batching.shard` gives them. payloads: those groups.
+    advantages: [P, G] of the global batch. mask_truncated: leave answers that were cut off out of the loss.
+    loss_mean: of algorithm.means, and max_new_tokens, the answers' limit that it may want. regularised: answers without
+    an advantage move the policy too. share_prompts: compute a group's prompt once for all of its answers.
+    """
+    members = [payloads[group] for share in shares for group in share]
+    assert all(len(group.prompt_tokens) and group.lengths.all() for group in members), "empty prompt or answer"
+    answers = _joined([group.lengths for group in members], np.int32)  # [N]
+    prompts = np.array([len(group.prompt_tokens) for group in members for _ in group.lengths], np.int32)  # [N]
+    sampled = np.repeat(np.tile([False, True], len(answers)), np.stack((prompts, answers), axis=1).ravel())  # [S]
+
+    def laid_out(in_answers: NDArray[Any], in_prompts: Any, dtype: type[np.generic]) -> NDArray[Any]:
+        values = np.empty(len(sampled), dtype)
+        values[sampled], values[~sampled] = in_answers, in_prompts
+        return values
+
+    counted = ~_joined([group.truncated & mask_truncated for group in members], np.bool_)
+    rewarded = _joined([advantages[group] for share in shares for group in share], np.float32)
+    mean = LOSS_MEANS[loss_mean](answers.astype(np.int64) * counted, max_new_tokens)
+    ends = np.cumsum([sum(len(payloads[group].lengths) for group in share) for share in shares]).tolist()
+    return TrainingBatch(
+        step=step,
+        tokens=laid_out(
+            _joined([group.tokens for group in members], np.int32),
+            _joined([np.tile(group.prompt_tokens, len(group.lengths)) for group in members], np.int32),
+            np.int32,
+        ),
+        lengths=prompts + answers,
+        prompt_lengths=prompts,
+        loss_mask=laid_out(np.repeat(counted, answers), False, np.bool_),
+        behaviour_logprobs=laid_out(_joined([group.logprobs for group in members], np.float32), 0.0, np.float32),
+        versions=laid_out(_joined([group.versions for group in members], np.int32), -1, np.int32),
+        advantages=laid_out(np.repeat(rewarded, answers), 0.0, np.float32),
+        weights=laid_out(np.repeat(mean.weights, answers), 0.0, np.float32),
+        masses=mean.masses,
+        regularised=regularised,
+        groups=np.repeat(np.arange(len(members)), [len(group.lengths) for group in members]).astype(np.int32)
+        if share_prompts
+        else None,
+        minibatches=tuple(tuple(range(start, end)) for start, end in zip([0, *ends], ends, strict=False)),
+        capacity=capacity,
+        min_microbatches=min_microbatches,
+    )
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)

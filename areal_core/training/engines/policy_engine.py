@@ -1,0 +1,345 @@
+"""A training step in terms of passes over micro-batches, whoever holds weights, gradient and optimiser."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal_core.algorithm.divergences import k3
+from areal_core.algorithm.losses import policy_loss
+from areal_core.algorithm.objectives import Tokens
+from areal_core.algorithm.statistics import LossStats
+from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.errors import DivergenceError, ModelError
+from areal_core.models.folders import ModelSpec, check_weights, weight_shapes
+from areal_core.training.batching.packing import Packed, idle
+from areal_core.training.distributed.ranks import RankGroup
+from areal_core.training.engines.engine import EngineState, StepStats, TrainingBatch
+from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.pointwise import is_compiled, kernels
+from areal_core.types import Float32Array
+
+_MISMATCH_SEQUENCES = 16  # a sample is enough to see that two engines disagree
+
+
+def learning_rate(config: TrainingConfig, update: int) -> float:
+    """Of optimiser update 0, 1, ...: a linear warm-up whose last update has the full rate, then constant."""
+    return config.learning_rate * min(1.0, (update + 1) / max(1, config.warmup_steps))
+
+
+def check_state(state: EngineState, spec: ModelSpec) -> None:
+    """Raise ModelError naming the first weight or moment that a saved state lacks or has in another shape."""
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        for name, shape in weight_shapes(spec).items():
+            values = state.arrays.get(f"{kind}/{name}")
+            if values is None or values.shape != shape:
+                found = "nothing" if values is None else f"shape {list(values.shape)}"
+                raise ModelError(f"{kind}/{name}: expected shape {list(shape)} in the saved state, got {found}")
+
+
+class PolicyEngine(ABC):
+    """`training.engine.TrainingEngine` but for what a way of training differs in: the methods that are abstract here.
+
+    The policy is the distribution that tokens are drawn from, at sampling's `temperature`. With `lockstep` a pass over
+    the model is collective: a rank that has fewer micro-batches than another makes up for it with idle ones.
+    """
+
+    lockstep = False
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor],
+        training: TrainingConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        temperature: float = 1.0,
+        ranks: RankGroup | None = None,
+        device: str = "cpu",
+    ) -> None:
+        check_weights(spec, weights)
+        self.spec, self.training, self.algorithm = spec, training, algorithm
+        self.temperature = temperature
+        self.ranks = ranks or RankGroup()
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, training.dtype)  # of passes over the model
+        self.updates = 0  # optimiser updates so far
+        self._compute_s = 0.0
+        # Version 0 as passes compute with it, whatever state is loaded later: all of it, on every rank.
+        kept = weight_shapes(spec) if algorithm.kl_coef else ()
+        self._reference = {name: weights[name].detach().to(self.device, self.dtype, copy=True) for name in kept}
+        self._hold(weights)
+        if is_compiled(self.device, self.dtype):
+            kernels()  # compiled or loaded here, not in the first step
+
+    # -- what differs ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _hold(self, weights: Mapping[str, Tensor]) -> None:
+        """The end of the constructor: keep the weights, in float32 and where passes find them, and an optimiser whose
+        moments are there from the start, so that a state can be saved and loaded at any time."""
+
+    @abstractmethod
+    def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the answer tokens, each [A], under the weights as they are."""
+
+    @abstractmethod
+    def start_gradient(self) -> None:
+        """Forget the gradient of the last update."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add a micro-batch's gradient. `last`: the ranks' gradients may be summed after this one."""
+
+    @abstractmethod
+    def reduce_gradient(self) -> float:
+        """Collective. Sum the gradient over the ranks; returns its norm."""
+
+    @abstractmethod
+    def apply_gradient(self, rate: float, norm: float) -> float:
+        """Collective. Clip the gradient, of that norm, to training.grad_clip and step the optimiser; returns the norm
+        of the weights' change."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Float32Array]: ...
+
+    @abstractmethod
+    def state(self) -> EngineState: ...
+
+    @abstractmethod
+    def load_state(self, state: EngineState) -> None: ...
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def proximal_logprobs(self, batch: TrainingBatch) -> Float32Array:
+        if len(batch.minibatches) == 1:
+            return np.zeros(len(batch.tokens), np.float32)
+        return self._recomputed(batch, batch.later, self._current, "proximal")
+
+    def logprobs(self, batch: TrainingBatch) -> Float32Array:
+        """Collective. As `proximal_logprobs`, of all minibatches."""
+        return self._recomputed(batch, _all(batch.microbatches), self._current, "proximal")
+
+    def reference_logprobs(self, batch: TrainingBatch) -> Float32Array:
+        """Collective. As `logprobs`, under version 0 of the run. For algorithm.kl_coef above 0."""
+        return self._recomputed(
+            batch, _all(batch.microbatches), lambda packed: self._evaluated(self._reference, packed), "reference"
+        )
+
+    def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
+        assert proximal is None or self.algorithm.takes_proximal
+        reference = self.reference_logprobs(batch) if self.algorithm.kl_coef else None
+        columns = _columns(batch, proximal, reference)
+        shares = np.array([batch.loss_tokens, batch.denominators], np.float64)
+        loss_tokens, denominators = self.all_sum(shares).tolist()
+        losses: list[float] = []
+        norms: list[float] = []
+        changes: list[float] = []
+        skipped = 0
+        stats = LossStats()
+        for number, (microbatches, denominator) in enumerate(zip(batch.microbatches, denominators, strict=True)):
+            if not denominator:
+                continue  # all its answers are masked out, on every rank
+            own = proximal is not None and number == 0
+            loss, sums = self._accumulate(columns, microbatches, denominator, own_proximal=own, untouched=not losses)
+            update = self._update(batch.step, loss)
+            if update is None:
+                skipped += 1
+                continue
+            norm, change = update
+            stats += sums
+            losses.append(loss)
+            norms.append(norm)
+            changes.append(change)
+        totals = self.all_sum(np.array(losses, np.float64)).tolist()
+        return self._step_stats(totals, norms, changes, skipped, int(sum(loss_tokens)), self._merged(stats))
+
+    @torch.no_grad()
+    def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
+        tensors = {name: torch.from_numpy(array).to(self.device, self.dtype) for name, array in weights.items()}
+        of_version = (batch.versions == version) & batch.loss_mask
+        holding = np.unique(np.repeat(np.arange(len(batch.lengths)), batch.lengths)[of_version])
+        total, tokens = 0.0, 0
+        for packed in batch.cut(holding[:_MISMATCH_SEQUENCES].tolist()):
+            with self._computing():
+                ours = self._evaluated(tensors, packed)
+            matched = torch.from_numpy(of_version[packed.source])
+            theirs = torch.from_numpy(batch.behaviour_logprobs[packed.source])
+            total += float(k3((ours.cpu().double() - theirs)[matched]).sum())
+            tokens += int(matched.sum())
+        return total, tokens
+
+    def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        start = time.perf_counter()
+        try:
+            return self.ranks.all_sum(values)
+        finally:
+            self._compute_s += time.perf_counter() - start  # next to all of it is waiting for ranks that still compute
+
+    def compute_s(self) -> float:
+        taken, self._compute_s = self._compute_s, 0.0
+        return taken
+
+    def close(self) -> None:
+        self.ranks.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _evaluated(self, weights: Mapping[str, Tensor], packed: Packed) -> Tensor:
+        """Log-probability of the answer tokens, [A], under other weights than the engine's own."""
+        return answer_logprobs(self.spec, weights, packed, temperature=self.temperature)[0]
+
+    def _passes(self, microbatches: Sequence[Packed]) -> Iterator[tuple[bool, Packed | None]]:
+        """(whether it is the last, micro-batch), with None for an idle pass; at least as many on every rank where a
+        pass is collective."""
+        count = len(microbatches)
+        if self.lockstep:
+            count = max(1, int(self.ranks.all_max(np.array([count]))[0]))
+        for index in range(count):
+            yield index + 1 == count, microbatches[index] if index < len(microbatches) else None
+
+    def _current(self, packed: Packed) -> Tensor:
+        return self.forward(packed)[0]
+
+    def _recomputed(
+        self, batch: TrainingBatch, microbatches: Sequence[Packed], forward: Callable[[Packed], Tensor], policy: str
+    ) -> Float32Array:
+        """Log-probabilities of the batch's answers in these micro-batches. [S]; 0 elsewhere."""
+        recomputed = np.zeros(len(batch.tokens), np.float32)
+        with torch.no_grad(), self._computing():
+            for _, packed in self._passes(microbatches):
+                logprobs = forward(packed or idle())
+                if packed is not None:
+                    recomputed[packed.source] = logprobs.float().cpu().numpy()
+        finite = self.all_sum(np.array([np.isfinite(recomputed).all()], np.float64))[0] == self.ranks.size
+        if not finite:
+            raise DivergenceError(f"{policy} log-probabilities of step {batch.step} are not finite")
+        return recomputed
+
+    def _accumulate(
+        self,
+        columns: Mapping[str, NDArray[Any]],
+        microbatches: Sequence[Packed],
+        denominator: float,
+        *,
+        own_proximal: bool,
+        untouched: bool,
+    ) -> tuple[float, LossStats]:
+        """Loss and gradient of a minibatch's local share. `own_proximal`: pi_prox is what its own pass gives.
+        `untouched`: the step has made no update yet."""
+        total, stats = 0.0, LossStats()
+        with self._computing():
+            self.start_gradient()
+            for last, packed in self._passes(microbatches):
+                if packed is None:
+                    self.backward(0.0 * self.forward(idle())[0].sum(), last=last)
+                    continue
+                current, entropy = self.forward(packed)
+                known = {
+                    name: torch.from_numpy(values[packed.source]).to(self.device) for name, values in columns.items()
+                }
+                if own_proximal:
+                    known["proximal"] = current.detach()
+                tokens = Tokens(current=current, entropy=entropy, **known)
+                loss, sums = policy_loss(tokens, self.algorithm, denominator=denominator, untouched=untouched)
+                self.backward(loss, last=last)
+                total += float(loss.detach())
+                stats += sums
+        return total, stats
+
+    def _update(self, step: int, loss: float) -> tuple[float, float] | None:
+        """One optimiser update. Returns the norms of the gradient, before clipping, and of the weights' change; None
+        where it was skipped."""
+        with self._computing():
+            norm = self.reduce_gradient()
+        if not math.isfinite(norm):
+            if self.training.on_divergence == "skip":
+                return None
+            raise DivergenceError(
+                f"step {step}, update {self.updates}: loss {loss} and gradient norm {norm} must be finite"
+            )
+        with self._computing():
+            change = self.apply_gradient(learning_rate(self.training, self.updates), norm)
+        self.updates += 1
+        return norm, change
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Counts the seconds within as arithmetic: forward, backward and optimiser."""
+        start = time.perf_counter()
+        try:
+            with self.ranks.naming():  # with `lockstep` passes are collective, and updates may be
+                yield
+        finally:
+            self._compute_s += time.perf_counter() - start
+
+    def _merged(self, stats: LossStats) -> LossStats:
+        """Over all ranks; one all-reduce carries sums and maximum alike, as each rank fills a row of its own."""
+        values = stats.values()
+        rows = np.zeros((self.ranks.size, len(values)))
+        rows[self.ranks.rank] = values
+        return sum((LossStats.from_values(row) for row in self.all_sum(rows)), LossStats())
+
+    def _step_stats(
+        self,
+        losses: list[float],
+        norms: list[float],
+        changes: list[float],
+        skipped: int,
+        loss_tokens: int,
+        stats: LossStats,
+    ) -> StepStats:
+        updates, tokens = len(losses), max(stats.tokens, 1.0)
+        return StepStats(
+            loss=sum(losses) / max(updates, 1),
+            grad_norm=sum(norms) / max(updates, 1),
+            update_norm=sum(changes) / max(updates, 1),
+            learning_rate=learning_rate(self.training, max(self.updates - 1, 0)),
+            updates=updates,
+            skipped=skipped,
+            loss_tokens=loss_tokens,
+            trained_tokens=int(stats.tokens),
+            clip_fraction=(stats.clipped_low + stats.clipped_high) / tokens,
+            clip_low_fraction=stats.clipped_low / tokens,
+            clip_high_fraction=stats.clipped_high / tokens,
+            cap_fraction=stats.capped / tokens,
+            mask_fraction=stats.masked / tokens,
+            entropy=stats.entropy / tokens,
+            approx_kl=stats.kl / tokens,
+            reference_kl=stats.reference_kl / tokens,
+            mismatch_kl=stats.mismatch / stats.matched if stats.matched else None,
+            mismatch_tokens=int(stats.matched),
+            ess=stats.ess,
+            weight_p01=stats.weight_quantile(0.01),
+            weight_p50=stats.weight_quantile(0.5),
+            weight_p99=stats.weight_quantile(0.99),
+            weight_max=stats.weight_max,
+        )
+
+
+def _all(cuts: Iterable[Iterable[Packed]]) -> list[Packed]:
+    return [packed for cut in cuts for packed in cut]
+
+
+def _columns(
+    batch: TrainingBatch, proximal: Float32Array | None, reference: Float32Array | None
+) -> dict[str, NDArray[Any]]:
+    """What an objective is told of the batch's tokens, [S] each, by the fields of objectives.Tokens."""
+    columns: dict[str, NDArray[Any]] = {
+        "behaviour": batch.behaviour_logprobs,
+        "advantages": batch.advantages,
+        "mask": batch.loss_mask,
+        "weights": batch.weights,
+        "staleness": batch.step - 1 - batch.versions,
+    }
+    recomputed = {"proximal": proximal, "reference": reference}
+    return columns | {name: values for name, values in recomputed.items() if values is not None}

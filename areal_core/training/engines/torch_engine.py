@@ -1,0 +1,129 @@
+"""The plain torch engine: float32 weights, AdamW, every rank with all of them, on a core or on a GPU.
+
+All parameters are views into one flat buffer, and so are their gradients: the all-reduce, the gradient norm and the
+optimiser each are one operation on one tensor. With training.dtype=bfloat16 the passes see a copy of the weights in
+bfloat16, made anew after every update, and what a micro-batch adds to the copy's gradient is added to the float32 one:
+weights, gradient and optimiser are float32 throughout (mixed precision as in Micikevicius et al., 2017, arXiv
+1710.03740; bfloat16 has float32's range and needs no scaling of the loss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from areal_core.models.folders import weight_shapes
+from areal_core.training.batching.packing import Packed
+from areal_core.training.engines.engine import EngineState
+from areal_core.training.engines.policy_engine import PolicyEngine, check_state
+from areal_core.training.model.forward import answer_logprobs
+from areal_core.types import Float32Array
+
+
+class TorchEngine(PolicyEngine):
+    """Data-parallel, a core or a GPU for each rank. On a core the same state and batch give bitwise the same weights;
+    on a GPU they do with torch.use_deterministic_algorithms, for some of its sums have no fixed order otherwise."""
+
+    def _hold(self, weights: Mapping[str, Tensor]) -> None:
+        self._shapes = {name: weights[name].shape for name in weight_shapes(self.spec)}
+        self._flat = torch.cat([weights[name].detach().float().flatten() for name in self._shapes]).to(self.device)
+        self._gradient = torch.zeros_like(self._flat)
+        # What passes compute with, and its gradient: in float32 the same tensors.
+        self._working = self._flat.to(self.dtype)
+        self._working_gradient = self._gradient.to(self.dtype)
+        self._parameters = _views(self._working, self._shapes)
+        for name, gradient in _views(self._working_gradient, self._shapes).items():
+            self._parameters[name].requires_grad_().grad = gradient
+        self._moments = {moment: torch.zeros_like(self._flat) for moment in ("exp_avg", "exp_avg_sq")}
+        self._steps = torch.zeros((), device=self.device)
+
+    def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        return answer_logprobs(
+            self.spec,
+            self._parameters,
+            packed,
+            temperature=self.temperature,
+            recompute_layers=self.training.checkpoint_activations and torch.is_grad_enabled(),
+        )
+
+    def start_gradient(self) -> None:
+        self._gradient.zero_()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+        if self._working_gradient is not self._gradient:
+            self._gradient += self._working_gradient
+            self._working_gradient.zero_()
+
+    def reduce_gradient(self) -> float:
+        self.ranks.sum_into(self._gradient)
+        return float(self._gradient.norm())
+
+    def apply_gradient(self, rate: float, norm: float) -> float:
+        self._gradient.mul_(min(1.0, self.training.grad_clip / (norm + 1e-6)))
+        before = self._flat.clone()
+        self._step(rate)
+        self._refresh()
+        return float(before.sub_(self._flat).norm())
+
+    def weights(self) -> dict[str, Float32Array]:
+        return self._named(self._flat)
+
+    def state(self) -> EngineState:
+        arrays: dict[str, NDArray[Any]] = {"rng": torch.get_rng_state().numpy()}
+        for kind, flat in self._saved().items():
+            arrays |= {f"{kind}/{name}": values for name, values in self._named(flat).items()}
+        return EngineState(arrays=arrays, scalars={"updates": self.updates})
+
+    def load_state(self, state: EngineState) -> None:
+        check_state(state, self.spec)
+        for kind, flat in self._saved().items():
+            for name, view in _views(flat, self._shapes).items():
+                view.copy_(torch.from_numpy(state.arrays[f"{kind}/{name}"]))
+        self._refresh()
+        self.updates = state.scalars["updates"]
+        self._steps.fill_(self.updates)
+        torch.set_rng_state(torch.from_numpy(state.arrays["rng"]))
+
+    def _step(self, rate: float) -> None:
+        """AdamW, as a function: the class brings torch's compiler along, seconds of every start."""
+        config = self.training
+        adamw(
+            [self._flat],
+            [self._gradient],
+            [self._moments["exp_avg"]],
+            [self._moments["exp_avg_sq"]],
+            [],
+            [self._steps],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=rate,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
+
+    def _refresh(self) -> None:
+        """Have passes see the weights as they are."""
+        if self._working is not self._flat:
+            self._working.copy_(self._flat)
+
+    def _saved(self) -> dict[str, Tensor]:
+        return {"weight": self._flat, **self._moments}
+
+    def _named(self, flat: Tensor) -> dict[str, Float32Array]:
+        copy = flat.detach().to("cpu", copy=True)
+        return {name: view.numpy() for name, view in _views(copy, self._shapes).items()}
+
+
+def _views(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The tensors that lie end to end in `flat`, sharing its memory."""
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

@@ -1,0 +1,164 @@
+"""Causal attention within each sequence of a pack, without padding.
+
+Half precision on a GPU has a kernel that takes sequences of any lengths at once, and so has float32 on a core, where
+sequences may attend to a prompt that they share too. Everything else runs once for each block of sequences of the same
+length, which are contiguous. Axes: T packed tokens, N sequences, H query heads, K key-value heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal_core.training.batching.packing import Blocks
+from areal_core.training.model.pointwise import flat, is_compiled, kernels
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]  # query, key, value, bounds [N + 1], longest sequence
+
+_KERNEL_WIDTHS = range(8, 257, 8)  # of a head
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
+    """query [T, H, D], key and value [T, K, D] -> [T, H, D]; H is a multiple of K."""
+    if has_kernel(query):
+        longest = max(block.tokens for block in blocks)
+        return _kernel()(query, key, value, bounds(blocks, query.device), longest)
+    if is_compiled(query.device, query.dtype):
+        return _Attention.apply(query, key, value, blocks)  # type: ignore[no-any-return]
+    return attention_by_block(query, key, value, blocks)
+
+
+def has_kernel(query: Tensor) -> bool:
+    """Whether sequences of different lengths can be attended to in one call."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _KERNEL_WIDTHS
+
+
+class _Attention(torch.autograd.Function):
+    """By the kernels of a core; the weights are made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
+        out, norms = torch.zeros_like(query), query.new_empty(*query.shape[:2], 2)
+        kernels().attend(*_of_kernel(query, key, value, blocks), flat(out), flat(norms))
+        ctx.save_for_backward(query, key, value, out, norms)
+        ctx.blocks = blocks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, out, norms = ctx.saved_tensors
+        made = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        read = _of_kernel(query, key, value, ctx.blocks)
+        kernels().attend_backward(*read, *map(flat, (out, norms, gradients[0], *made)))
+        return *made, None
+
+
+def _of_kernel(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> tuple[Any, ...]:
+    """What both directions read."""
+    sizes = query.shape[1], key.shape[1], query.shape[2]
+    return flat(query), flat(key), flat(value), _texts(blocks), sizes, sizes[-1] ** -0.5
+
+
+@functools.lru_cache(maxsize=16)
+def _texts(blocks: Blocks) -> NDArray[np.int64]:
+    """[N, 4]: of each sequence the first of its tokens and how many, and the same of the prompt that it shares."""
+    texts: list[tuple[int, int, int, int]] = []
+    start = 0
+    for block in blocks:
+        prompt, shared, *_ = (0, 0) if block.prompt is None else texts[block.prompt]
+        for _ in range(block.sequences):
+            texts.append((start, block.tokens, prompt, shared))
+            start += block.tokens
+    return np.array(texts, np.int64)
+
+
+def attention_by_block(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
+    """What `causal_attention` returns, by one call for each block."""
+    shared_heads = query.shape[1] // key.shape[1]
+    if shared_heads > 1 and query.is_cuda:  # where but half precision's kernel none that saves memory takes them
+        key, value = _spread(key, shared_heads), _spread(value, shared_heads)
+    sizes = [block.sequences * block.tokens for block in blocks]
+    prompts = _prompts(key, value, blocks)
+    outputs = []
+    for block, *parts in zip(blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+        q, k, v = (part.unflatten(0, (block.sequences, block.tokens)) for part in parts)
+        future = None
+        if block.prompt is not None:
+            k, v = (
+                torch.cat((own.expand(block.sequences, *own.shape), part), dim=1)
+                for own, part in zip(prompts[block.prompt], (k, v), strict=True)
+            )
+            future = _future(k.shape[1], q)[-block.tokens :]
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=future, is_causal=future is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(mixed.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
+
+
+def _prompts(key: Tensor, value: Tensor, blocks: Blocks) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of the prompts that are attended to by others, [tokens, K, D] each; they come first."""
+    whole = [block for block in blocks if block.prompt is None]
+    if len(whole) == len(blocks):
+        return []
+    lengths = [block.tokens for block in whole for _ in range(block.sequences)]
+    lengths.append(key.shape[0] - sum(lengths))
+    return list(zip(key.split(lengths)[:-1], value.split(lengths)[:-1], strict=True))
+
+
+def _future(tokens: int, like: Tensor) -> Tensor:
+    """What is added to the scores of the last tokens of a text, for each of its tokens: -inf for those that come
+    later. [tokens, tokens]; rows of it are those of the last tokens."""
+    size = 1 << (tokens - 1).bit_length()
+    return _causal_mask(size, like.dtype, like.device)[:tokens, :tokens]
+
+
+@functools.lru_cache(maxsize=16)
+def _causal_mask(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)
+
+
+@functools.lru_cache(maxsize=16)
+def bounds(blocks: Blocks, device: torch.device) -> Tensor:
+    """[N + 1], int32: where each sequence begins, and where the last one ends. Made once for all layers of a pass."""
+    assert all(block.prompt is None for block in blocks), "the kernel knows no shared prompts"
+    ends = np.cumsum(np.repeat([block.tokens for block in blocks], [block.sequences for block in blocks]))
+    return torch.tensor([0, *ends.tolist()], dtype=torch.int32, device=device)
+
+
+def causal_kernel(varlen_attn: Callable[..., Any]) -> Kernel:
+    """torch's `varlen_attn` for causal self-attention, asked in the words of the installed version: torch 2.10 has
+    `is_causal` and later ones a window; those that know no `enable_gqa` get a key and a value for every query head."""
+    known = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
+        options, shared = causal, query.shape[1] // key.shape[1]
+        if shared > 1 and "enable_gqa" in known:
+            options = causal | {"enable_gqa": True}
+        elif shared > 1:
+            key, value = _spread(key, shared), _spread(value, shared)
+        return varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+
+    return attend
+
+
+def _spread(tensor: Tensor, shared: int) -> Tensor:
+    """[T, K, D] -> [T, K * shared, D]: each key-value head for all query heads that share it."""
+    return tensor.repeat_interleave(shared, dim=1)
+
+
+@functools.cache
+def _kernel() -> Kernel:
+    from torch.nn.attention.varlen import varlen_attn  # brings torch's compiler along: seconds
+
+    return causal_kernel(varlen_attn)

@@ -1,0 +1,174 @@
+"""The forward pass of training: sequences packed without padding.
+
+Linear layers see all tokens of a micro-batch as one matrix; attention stays within sequences. Everything is computed in
+the precision of the weights but for log-probabilities and entropies, which are float32 at least. Axes: T packed input
+tokens, A answer tokens (the targets), H heads, D width of a head.
+
+`answer_logprobs` runs a whole model; its parts stand alone for an engine that has the weights of one layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from areal_core.models.folders import ModelSpec, rope_tables
+from areal_core.training.batching.packing import Blocks, Packed
+from areal_core.training.model.attention import causal_attention
+from areal_core.training.model.pointwise import rms_norm, rotate, swiglu
+
+_LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at any moment: what a core's cache makes quick work of
+_LOGITS_AT_ONCE_GPU = 1 << 27  # enough rows for a full-sized product, half a gigabyte
+
+
+def answer_logprobs(
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    packed: Packed,
+    *,
+    temperature: float = 1.0,
+    recompute_layers: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each answer token and entropy of the distribution it was drawn from: softmax(logits /
+    temperature).
+
+    Returns ([A], [A]), nats, in the order of `packed.rows`. Both are differentiable; an entropy that no loss depends on
+    costs nothing in the backward pass. With `recompute_layers` their graph holds the input of each layer alone.
+    """
+    head = weights["model.embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"]
+    hidden = hidden_states(spec, weights, packed, recompute_layers=recompute_layers)
+    return target_logprobs(head, hidden, packed, temperature=temperature)
+
+
+def hidden_states(
+    spec: ModelSpec, weights: Mapping[str, Tensor], packed: Packed, *, recompute_layers: bool = False
+) -> Tensor:
+    """Qwen2 or Llama up to the last norm. Returns [T, hidden_size]."""
+    x = embed(weights["model.embed_tokens.weight"], packed)
+    cos, sin = rotations(spec, packed, x)
+    for layer in range(spec.layers):
+        inputs = spec, layer_weights(weights, layer), x, cos, sin, packed.blocks
+        x = recomputed(decoder_layer, *inputs) if recompute_layers else decoder_layer(*inputs)
+    return rms_norm(x, weights["model.norm.weight"], spec.rms_eps)
+
+
+def recomputed(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """`layer(*inputs)`, of which the backward pass has the inputs alone and computes the rest again: the same gradient
+    for a third more arithmetic and a fraction of the memory. The layer must not draw random numbers."""
+    output: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return output
+
+
+def layer_weights(weights: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """Those of one decoder layer, by their names within it ("self_attn.q_proj.weight")."""
+    at = f"model.layers.{layer}."
+    return {name.removeprefix(at): tensor for name, tensor in weights.items() if name.startswith(at)}
+
+
+def embed(table: Tensor, packed: Packed) -> Tensor:
+    """[T, hidden_size]."""
+    return F.embedding(torch.from_numpy(packed.inputs).to(table.device), table)
+
+
+def rotations(spec: ModelSpec, packed: Packed, x: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles of every input, each [T, 1, D], of x's kind and where x is."""
+    positions = torch.from_numpy(packed.positions).to(x.device)
+    tables = rope_tables(spec, packed.context, x.device)
+    cos, sin = (table[positions, None].to(x) for table in tables)
+    return cos, sin
+
+
+def decoder_layer(
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    blocks: Blocks,
+) -> Tensor:
+    """One layer of Qwen2 or Llama, its weights by their names within it. [T, hidden_size] -> [T, hidden_size]."""
+
+    def linear(name: str, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    normed = rms_norm(x, weights["input_layernorm.weight"], spec.rms_eps)
+    query = linear("self_attn.q_proj", normed).unflatten(-1, (spec.heads, spec.head_dim))
+    key = linear("self_attn.k_proj", normed).unflatten(-1, (spec.kv_heads, spec.head_dim))
+    value = linear("self_attn.v_proj", normed).unflatten(-1, (spec.kv_heads, spec.head_dim))
+    mixed = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, blocks)
+    x = x + linear("self_attn.o_proj", mixed.flatten(-2))
+    normed = rms_norm(x, weights["post_attention_layernorm.weight"], spec.rms_eps)
+    return x + linear("mlp.down_proj", swiglu(linear("mlp.gate_proj", normed), linear("mlp.up_proj", normed)))
+
+
+def target_logprobs(head: Tensor, hidden: Tensor, packed: Packed, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """What `answer_logprobs` returns, from the hidden states after the last norm, [T, hidden_size]."""
+    rows, targets = (torch.from_numpy(values).to(hidden.device) for values in (packed.rows, packed.targets))
+    hidden = hidden.index_select(0, rows)
+    if temperature != 1.0:
+        hidden = hidden / temperature  # logits are linear in it
+    logprobs, entropy = _TargetLogprobs.apply(hidden, head, targets)  # type: ignore[misc]
+    return logprobs, entropy
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """log_softmax(hidden @ head.T)[target] and its entropy, a slice of rows at a time in both directions: the logits,
+    vocabulary wide, are made again in the backward pass rather than kept. The entropy's gradient is made where it is
+    asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropies, normalisers = [], [], []
+        for rows in _slices(hidden, head):
+            logits = _logits(hidden[rows], head)
+            normaliser = logits.logsumexp(-1)
+            logprobs.append(logits.gather(-1, targets[rows, None]).squeeze(-1) - normaliser)
+            entropies.append(normaliser - ((logits - normaliser[:, None]).exp_() * logits).sum(-1))
+            normalisers.append(normaliser)
+        entropy = torch.cat(entropies)
+        ctx.save_for_backward(hidden, head, targets, torch.cat(normalisers), entropy)
+        ctx.set_materialize_grads(False)  # an output that no loss depends on has None for a gradient
+        return torch.cat(logprobs), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        hidden, head, targets, normalisers, entropy = ctx.saved_tensors
+        of_logprobs = torch.zeros_like(normalisers) if gradients[0] is None else gradients[0]
+        of_entropy = gradients[1]
+        hidden_gradient = torch.empty_like(hidden)
+        head_gradient = torch.zeros_like(head, dtype=_at_least_float32(head.dtype))
+        for rows in _slices(hidden, head):
+            # d logprob / d logits = one_hot(target) - softmax; d entropy / d logits = -softmax (log softmax + entropy)
+            scores = _logits(hidden[rows], head).sub_(normalisers[rows, None])
+            if of_entropy is None:
+                logits_gradient = scores.exp_().mul_(-of_logprobs[rows, None])
+            else:
+                factors = (scores + entropy[rows, None]).mul_(of_entropy[rows, None]).add_(of_logprobs[rows, None])
+                logits_gradient = scores.exp_().mul_(factors.neg_())
+            logits_gradient.scatter_add_(-1, targets[rows, None], of_logprobs[rows, None])
+            logits_gradient = logits_gradient.to(head.dtype)
+            hidden_gradient[rows] = logits_gradient @ head
+            if head_gradient.dtype == head.dtype:
+                head_gradient.addmm_(logits_gradient.T, hidden[rows])
+            else:
+                head_gradient += logits_gradient.T @ hidden[rows]
+        return hidden_gradient, head_gradient.to(head.dtype), None
+
+
+def _logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """A product in the precision of the weights, for sums over the vocabulary in float32 at least."""
+    return (hidden @ head.T).to(_at_least_float32(head.dtype))
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _slices(hidden: Tensor, head: Tensor) -> list[slice]:
+    size = max(1, (_LOGITS_AT_ONCE_GPU if head.is_cuda else _LOGITS_AT_ONCE) // head.shape[0])
+    return [slice(start, start + size) for start in range(0, max(1, hidden.shape[0]), size)]

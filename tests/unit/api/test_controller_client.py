@@ -1,0 +1,101 @@
+"""The client against a server that comes, goes and moves, as a restarted controller does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from areal_core.api.controller_client import ControllerClient
+from areal_core.errors import ProcessError, RunFinished
+from areal_core.storage.rundir import RunDir, write_json
+
+Answer = Callable[[str], tuple[int, bytes]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    folder = RunDir(tmp_path)
+    folder.ready.mkdir()
+    return folder
+
+
+@pytest.fixture
+def serve(run: RunDir) -> Iterator[Callable[[Answer], ThreadingHTTPServer]]:
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: Answer) -> ThreadingHTTPServer:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                status, body = answer(self.path)
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        servers.append(server)
+        write_json(run.ready_file("controller"), {"pid": 0, "url": f"http://127.0.0.1:{server.server_port}"})
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+MANIFEST = {
+    "step": 1,
+    "groups": [{"group_id": 7, "lengths": [3, 1], "rewards": [1.0, 0.0], "ready_version": 0, "prompt_tokens": 5}],
+}
+
+
+def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]) -> None:
+    answers = iter([(204, b""), (204, b""), (200, json.dumps(MANIFEST).encode())])
+    serve(lambda path: next(answers))
+    manifest = ControllerClient(run).batch(1)
+    assert manifest.step == 1
+    assert manifest.groups[0].group_id == 7
+    assert manifest.groups[0].rewards == (1.0, 0.0)
+
+
+def test_the_end_of_the_run_and_a_refusal_are_told_apart(
+    run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]
+) -> None:
+    serve(lambda path: (410, b"score") if "batch" in path else (400, b"no such group"))
+    client = ControllerClient(run)
+    with pytest.raises(RunFinished, match=r"^score$"):
+        client.batch(3)
+    with pytest.raises(ProcessError, match=r"GET /groups/9 answered 400: no such group"):
+        client.group(9)
+
+
+def test_a_restarted_controller_is_found_on_its_new_port(
+    run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]
+) -> None:
+    first = serve(lambda path: (200, b"old"))
+    client = ControllerClient(run, patience_s=10.0)
+    assert client.group(1) == b"old"
+    first.shutdown()
+    first.server_close()
+    client.close()  # the kept-alive connection would outlive a server thread, not a killed process
+    serve(lambda path: (200, b"new"))
+    assert client.group(1) == b"new"
+
+
+def test_patience_ends_with_one_line_that_names_the_call(run: RunDir) -> None:
+    with pytest.raises(
+        ProcessError, match=r"controller: no answer to GET /groups/1 within 0 s \(the controller is not"
+    ):
+        ControllerClient(run, patience_s=0.0).group(1)

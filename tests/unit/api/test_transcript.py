@@ -1,0 +1,200 @@
+"""Answers from several servers: what is kept, what is asked for, and what it comes to."""
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from areal_core.api import transcript as module
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import Answer, encode_generation, join_answers
+from areal_core.errors import GenerationError
+from areal_core.types import GenerationRequest
+
+STOP = 1
+REQUEST = GenerationRequest(
+    request_id="r", token_ids=(7, 8, 9), n=2, max_tokens=6, seed=5, stop_token_ids=(STOP, 2), temperature=0.5
+)
+
+
+def answer(tokens, version, finish_reason):
+    """One whose log-probabilities say the token: -t / 8."""
+    return Answer(
+        token_ids=np.array(tokens, np.int32),
+        logprobs=-np.array(tokens, np.float32) / 8,
+        versions=np.full(len(tokens), version, np.int32),
+        finish_reason=finish_reason,
+    )
+
+
+def body(*answers, version=3):
+    return encode_generation(REQUEST, [answer(tokens, version, why) for tokens, why in answers], logprobs=True)
+
+
+def begun(*answers, **changes):
+    transcript = Transcript(dataclasses.replace(REQUEST, n=len(answers), **changes))
+    transcript.begin(body(*answers))
+    return transcript
+
+
+def joined(transcript):
+    return [(one.token_ids.tolist(), one.finish_reason) for one in join_answers(transcript.answers())]
+
+
+def test_a_body_that_is_complete_is_kept_as_it_is(monkeypatch):
+    monkeypatch.setattr(module, "_decode", None)  # any use of it fails
+    whole = body(([4, 5], "length"), ([6, STOP], "stop"))
+    transcript = Transcript(REQUEST)
+    assert not transcript.begun
+    transcript.begin(whole)
+    assert transcript.begun
+    assert (transcript.unfinished(), transcript.held_tokens) == ([], 0)
+    assert [one.segments for one in transcript.answers()] == [((whole, 0),), ((whole, 1),)]
+    assert transcript.answers()[0].segments[0][0] is whole
+    assert joined(transcript) == [([4, 5], "length"), ([6, STOP], "stop")]
+
+
+def test_interrupted_answers_are_gone_on_with_and_others_are_left_alone():
+    transcript = begun(([4, 5], "abort"), ([6, STOP], "stop"), ([], "abort"))
+    assert transcript.unfinished() == [0, 2]
+    assert transcript.held_tokens == 4
+    transcript.extend(2, body(([11, 12], "abort"), version=4))
+    transcript.extend(0, body(([6], "abort"), version=4))
+    assert (transcript.unfinished(), transcript.held_tokens) == ([0, 2], 7)
+    transcript.extend(0, body(([7, STOP], "stop"), version=6))
+    assert (transcript.unfinished(), transcript.held_tokens) == ([2], 9)
+    transcript.extend(2, body(([13, 14, 15, 16], "length"), version=6))
+    assert (transcript.unfinished(), transcript.held_tokens) == ([], 0)
+    answers = join_answers(transcript.answers())
+    assert [one.token_ids.tolist() for one in answers] == [[4, 5, 6, 7, STOP], [6, STOP], [11, 12, 13, 14, 15, 16]]
+    assert [one.versions.tolist() for one in answers] == [[3, 3, 4, 6, 6], [3, 3], [4, 4, 6, 6, 6, 6]]
+    assert [one.finish_reason for one in answers] == ["stop", "stop", "length"]
+    for one in answers:
+        assert one.logprobs.tolist() == (-one.token_ids / 8).tolist()
+        assert (one.token_ids.dtype, one.logprobs.dtype, one.versions.dtype) == (np.int32, np.float32, np.int32)
+    assert transcript.sampled_tokens() == 13
+
+
+def test_a_continuation_asks_for_the_rest():
+    transcript = begun(([4, 5], "abort"), ([], "abort"))
+    first, second = transcript.continuation(0), transcript.continuation(1)
+    assert first == dataclasses.replace(
+        REQUEST, request_id="r-0-2", token_ids=(7, 8, 9, 4, 5), n=1, max_tokens=4, seed=first.seed
+    )
+    assert second == dataclasses.replace(REQUEST, request_id="r-1-0", n=1, seed=second.seed)
+    transcript.extend(0, body(([6], "abort")))
+    third = transcript.continuation(0)
+    assert (third.request_id, third.token_ids, third.max_tokens) == ("r-0-3", (7, 8, 9, 4, 5, 6), 3)
+
+
+def test_the_seed_of_a_continuation_depends_on_seed_place_and_offset_alone():
+    def seed(index, *tokens, **changes):
+        return begun(*[(tokens, "abort")] * 2, **changes).continuation(index).seed
+
+    seeds = [seed(0, 4, 5), seed(1, 4, 5), seed(0, 4), seed(0, 4, 5, seed=6), REQUEST.seed]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= value < 2**63 for value in seeds)
+    assert seed(0, 4, 5) == seed(0, 10, 11) == seed(0, 4, 5, request_id="other")
+
+
+@pytest.mark.parametrize("stop", REQUEST.stop_token_ids)
+def test_an_answer_that_was_interrupted_after_its_stop_token_is_finished(stop):
+    transcript = begun(([4, stop], "abort"), ([4], "abort"))
+    assert (transcript.unfinished(), transcript.held_tokens) == ([1], 3)
+    transcript.extend(1, body(([stop], "abort")))
+    assert transcript.unfinished() == []
+    assert joined(transcript) == [([4, stop], "stop"), ([4, stop], "stop")]
+
+
+def test_an_answer_that_was_interrupted_at_its_limit_is_finished():
+    transcript = begun(([4] * 6, "abort"), ([4] * 5, "abort"))
+    assert transcript.unfinished() == [1]
+    transcript.extend(1, body(([5], "abort")))
+    assert transcript.unfinished() == []
+    assert joined(transcript) == [([4] * 6, "length"), ([4] * 5 + [5], "length")]
+
+
+def test_a_stop_token_at_the_limit_is_a_stop():
+    assert joined(begun(([4] * 5 + [STOP], "abort"))) == [([4] * 5 + [STOP], "stop")]
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (body(([4], "abort")), "1 answers where 2 were asked for"),
+        (body(*[([4], "abort")] * 3), "3 answers where 2 were asked for"),
+        (b"an abort, but not JSON", "not an answer of /inference/v1/generate: .*JSON"),
+        (b'{"abort": []}', "not an answer of /inference/v1/generate: .*choices"),
+        (b'{"choices": [{"finish_reason": "abort"}]}', "not an answer of /inference/v1/generate: .*token_ids"),
+        (body(([4], "abort"), ([], "length")), r"answer 1 ended \(length\) without a token"),
+    ],
+)
+def test_what_can_not_be_gone_on_from_is_refused(answers, said):
+    transcript = Transcript(REQUEST)
+    with pytest.raises(GenerationError, match=said) as caught:
+        transcript.begin(answers)
+    assert "\n" not in str(caught.value)
+    assert not transcript.begun
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        (body(), "not one answer"),
+        (body(([4], "stop"), ([4], "stop")), "not one answer"),
+        (b"not JSON", "not an answer of /inference/v1/generate"),
+        (body(([], "length")), r"answer 0 ended \(length\) without a token"),
+    ],
+)
+def test_a_rest_that_is_none_leaves_the_answer_as_it_was(rest, said):
+    transcript = begun(([4], "abort"), ([5, STOP], "stop"))
+    before, asked = transcript.answers(), transcript.continuation(0)
+    with pytest.raises(GenerationError, match=said):
+        transcript.extend(0, rest)
+    assert (transcript.answers(), transcript.unfinished()) == (before, [0])
+    assert transcript.continuation(0) == asked
+
+
+def test_what_was_refused_halfway_leaves_nothing_behind():
+    transcript = Transcript(REQUEST)
+    with pytest.raises(GenerationError):
+        transcript.begin(body(([4, 5], "abort"), ([], "length")))
+    transcript.begin(body(([6], "abort"), ([7, STOP], "stop")))
+    assert joined(transcript) == [([6], "abort"), ([7, STOP], "stop")]
+    assert transcript.held_tokens == transcript.sampled_tokens() == 3
+
+
+def test_held_are_all_tokens_of_a_request_until_it_is_finished():
+    transcript = begun(([4, 5], "abort"), ([6, STOP], "stop"))
+    assert transcript.held_tokens == 4  # a server has counted the finished answer as handed over
+    transcript.extend(0, body(([7], "abort")))
+    assert transcript.held_tokens == 5
+    transcript.extend(0, body(([8], "length")))
+    assert transcript.held_tokens == 0
+
+
+def test_a_complete_body_with_too_few_answers_shows_when_it_is_read():
+    transcript = Transcript(REQUEST)
+    transcript.begin(body(([4], "stop")))
+    with pytest.raises(GenerationError, match="1 answers where 2 were asked for"):
+        transcript.sampled_tokens()
+    with pytest.raises(GenerationError, match="fewer choices than asked for"):
+        join_answers(transcript.answers())
+
+
+def test_tokens_are_counted_whatever_the_answers_have_come_to():
+    assert Transcript(REQUEST).sampled_tokens() == 0
+    assert begun(([4, 5], "abort"), ([], "abort")).sampled_tokens() == 2
+    assert begun(([4, 5], "length"), ([6, STOP], "stop")).sampled_tokens() == 4
+
+
+def test_answers_travel_with_one_copy_of_a_body_that_they_share():
+    transcript = begun(([4] * 5, "abort"), ([6, STOP], "stop"))
+    transcript.extend(0, body(([7], "length")))
+    sent = pickle.dumps(transcript.answers())
+    bodies = [text for one in pickle.loads(sent) for text, _ in one.segments]
+    assert len(bodies) == 3
+    assert bodies[0] is bodies[2]
+    assert len(sent) < sum(map(len, bodies))
+    assert join_answers(pickle.loads(sent))[1].token_ids.tolist() == [6, STOP]

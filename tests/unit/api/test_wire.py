@@ -1,0 +1,90 @@
+"""Bodies of /inference/v1/generate: what is encoded is parsed back exactly, what is damaged is refused."""
+
+import numpy as np
+import orjson
+import pytest
+
+from areal_core.api.wire import Answer, encode_generation, encode_request, parse_generation, version_spans
+from areal_core.errors import GenerationError
+from areal_core.types import GenerationRequest
+
+REQUEST = GenerationRequest(request_id="r-1", token_ids=(3, 4), n=2, max_tokens=8, seed=5, stop_token_ids=(1,))
+
+
+def answer(tokens, versions, finish_reason="stop"):
+    logprobs = -np.random.default_rng(len(tokens)).exponential(size=len(tokens)).astype(np.float32)
+    return Answer(
+        token_ids=np.array(tokens, dtype=np.int32),
+        logprobs=logprobs,
+        versions=np.array(versions, dtype=np.int32),
+        finish_reason=finish_reason,
+    )
+
+
+ANSWERS = [answer([7, 8, 9, 1], [3, 3, 4, 6]), answer([2, 2], [4, 4], "length"), answer([], [], "abort")]
+
+
+def encode(**changes):
+    body = orjson.loads(encode_generation(REQUEST, ANSWERS, logprobs=True, eos_token_ids=(1,)))
+    body["choices"][0] |= changes
+    return orjson.dumps(body)
+
+
+def test_answers_survive_the_wire_to_the_bit():
+    parsed = parse_generation(encode_generation(REQUEST, ANSWERS, logprobs=True, eos_token_ids=(1,)))
+    assert len(parsed) == len(ANSWERS)
+    for got, sent in zip(parsed, ANSWERS, strict=True):
+        for field in ("token_ids", "logprobs", "versions"):
+            assert getattr(got, field).dtype == getattr(sent, field).dtype
+            np.testing.assert_array_equal(getattr(got, field), getattr(sent, field))
+        assert got.finish_reason == sent.finish_reason
+
+
+def test_fields_are_those_of_vllm():
+    body = orjson.loads(encode_generation(REQUEST, ANSWERS, logprobs=True, eos_token_ids=(1,)))
+    assert body["request_id"] == "generate-tokens-r-1"
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    first = body["choices"][0]
+    assert first["weight_versions"] == [
+        {"version": "3", "start": 0, "end": 2},
+        {"version": "4", "start": 2, "end": 3},
+        {"version": "6", "start": 3, "end": 4},
+    ]
+    assert first["logprobs"]["content"][3]["token_id"] == 1
+    assert first["stop_reason"] is None
+
+
+def test_a_stop_token_other_than_the_models_end_is_the_stop_reason():
+    body = orjson.loads(encode_generation(REQUEST, ANSWERS, logprobs=False, eos_token_ids=()))
+    assert [choice["stop_reason"] for choice in body["choices"]] == [1, None, None]
+    assert body["choices"][0]["logprobs"] is None
+
+
+def test_a_request_says_all_that_sampling_depends_on():
+    params = orjson.loads(encode_request(REQUEST))["sampling_params"]
+    assert (params.pop("n"), params.pop("max_tokens"), params.pop("seed")) == (2, 8, 5)
+    assert params == {"temperature": 1.0, "stop_token_ids": [1], "ignore_eos": True, "logprobs": 0}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"not JSON",
+        b"[]",
+        b"{}",
+        encode(logprobs=None),
+        encode(weight_versions=None),
+        encode(weight_versions=[{"version": "3", "start": 0, "end": 3}]),
+        encode(weight_versions=[{"version": "default", "start": 0, "end": 4}]),
+        encode(logprobs={"content": [{"token_id": 1, "logprob": -1.0}]}),
+        encode(logprobs={"content": [{"token_id": 1, "logprob": None}] * 4}),
+        encode(token_ids="abcd"),
+    ],
+)
+def test_bodies_without_a_logprob_and_a_version_for_every_token_are_refused(body):
+    with pytest.raises(GenerationError, match="not an answer"):
+        parse_generation(body)
+
+
+def test_version_spans_of_nothing_is_nothing():
+    assert version_spans(np.zeros(0, dtype=np.int32)) == []

@@ -1,0 +1,230 @@
+"""Fields that only make sense together, and what follows from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal_core.config.schema import load
+from areal_core.errors import ConfigError
+
+EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated"}}
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        ({"top_p": 0.9}, "generation.top_p: must be 1, got 0.9; the trainer gives every token a probability"),
+        ({"top_k": 50}, "generation.top_k: must be 0, got 50; the trainer gives every token a probability"),
+        ({"temperature": 0.0}, "generation.temperature: must be at least 0.01, got 0.0"),
+        ({"interruption": "abort"}, "generation.interruption: must be one of recompute, resubmit, keep, wait, got"),
+        ({"vllm": {"arguments": "--name 'x"}}, 'generation.vllm.arguments: No closing quotation, in "--name \'x"'),
+        ({"vllm": {"memory_share": 1.5}}, "generation.vllm.memory_share: must be "),
+        ({"engine": "vllm", "temperature": 3.0}, "generation.temperature: vLLM takes 2 at most, got 3"),
+        ({"engine": "vllm", "slots": 15}, "generation.slots: must be at least algorithm.group_size (16) with"),
+        ({"transfer": "nccl"}, "generation.transfer: must be files with generation.engine=embedded, got 'nccl'"),
+    ],
+)
+def test_what_is_wrong_with_generation_is_one_line_that_names_it(generation: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"generation": generation})
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_score_stops_a_run_that_has_none() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"evaluation": {"enabled": False}, "stop": {"score": 0.9}})
+    assert str(caught.value) == "stop.score: must be null with evaluation.enabled=false, got 0.9"
+
+
+def test_sampling_that_is_not_cut_off_is_accepted() -> None:
+    config = load({"generation": {"top_p": 1.0, "top_k": -1, "temperature": 0.7}})
+    assert (config.generation.top_k, config.generation.temperature) == (-1, 0.7)
+
+
+def test_a_zero_stage_needs_deepspeed() -> None:
+    assert load({"training": {"engine": "deepspeed", "zero_stage": 3}}).training.zero_stage == 3
+    with pytest.raises(
+        ConfigError, match=r"^training.zero_stage: needs training.engine=deepspeed, got 3 with .*torch$"
+    ):
+        load({"training": {"zero_stage": 3}})
+
+
+@pytest.mark.parametrize("interruption", ["recompute", "resubmit", "keep", "wait"])
+def test_nothing_is_interrupted_in_synchronous_mode(interruption: str) -> None:
+    generation = {"interruption": interruption}
+    assert load({"mode": "async", "generation": generation}).interruption == interruption
+    assert load({"mode": "sync", "generation": generation}).interruption == "wait"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"generation": {"sleep": True}}, "generation.sleep: must be false with mode=async"),
+        (
+            {"generation": {"engine": "vllm", "transfer": "nccl"}},
+            "generation.transfer: must be files with launch.accelerator=cpu, got 'nccl'",
+        ),
+        (
+            {"generation": {"engine": "vllm", "transfer": "nccl", "vllm": {"python": "p"}}},
+            "generation.vllm.python: must be null with generation.transfer=nccl",
+        ),
+        (
+            {"generation": {"engine": "vllm", "transfer": "ipc"}, "launch": {"accelerator": "cuda"}},
+            "generation.transfer: nccl needs servers and trainer on different GPUs",
+        ),
+        (
+            {"launch": {"accelerator": "cuda", "devices": 1}},
+            "launch.devices: must be at least 2 (1 GPUs generate and 1",
+        ),
+        (
+            {
+                "generation": {"engine": "vllm", "servers": 3, "vllm": {"tensor_parallel": 2}},
+                "launch": {"accelerator": "cuda", "devices": 6},
+            },
+            "launch.devices: must be at least 7 (6 GPUs generate and 1 train), got 6",
+        ),
+    ],
+)
+def test_what_can_not_work_together_on_gpus_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(values)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ({"clip_eps_high": 0.1}, "algorithm.clip_eps_high: must be at least algorithm.clip_eps (0.2), got 0.1"),
+        (
+            {"behaviour_cap": 2.0, "behaviour_mask_high": 5.0},
+            "algorithm.behaviour_cap: must be null with algorithm.behaviour_mask_low or behaviour_mask_high: ",
+        ),
+        (
+            {"behaviour_mask_low": 5.0, "behaviour_mask_high": 0.5},
+            "algorithm.behaviour_mask_low: must be below algorithm.behaviour_mask_high (0.5), got 5",
+        ),
+        (
+            {"objective": "naive", "behaviour_cap": 2.0},
+            "algorithm.behaviour_cap: must be null with algorithm.objective=naive, which has no pi_prox / pi_behav",
+        ),
+        (
+            {"objective": "naive", "behaviour_mask_low": 0.5},
+            "algorithm.behaviour_mask_low: must be null with algorithm.objective=naive, which has no pi_prox",
+        ),
+        (
+            {"objective": "naive", "behaviour_mask_high": 5.0},
+            "algorithm.behaviour_mask_high: must be null with algorithm.objective=naive, which has no pi_prox",
+        ),
+        ({"overlong_cache": 113}, "algorithm.overlong_cache: must be at most task.max_new_tokens (112), got 113"),
+        ({"kl_coef": -0.1}, "algorithm.kl_coef: must be at least 0.0, got -0.1"),
+        ({"group_size": 1}, "algorithm.group_size: must be at least 2 with algorithm.advantage=group, got 1"),
+        (
+            {"group_size": 1, "advantage": "group_mean"},
+            "algorithm.group_size: must be at least 2 with algorithm.advantage=group_mean, got 1",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_algorithm_is_one_line_that_names_it(algorithm: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"algorithm": algorithm})
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_algorithms_that_may_seem_wrong_and_are_not() -> None:
+    load({"algorithm": {"kl_estimator": "k1"}})
+    load({"algorithm": {"objective": "a3po"}, "mode": "sync"})
+    load({"algorithm": {"objective": "a3po", "behaviour_cap": 2.0}})
+    load({"algorithm": {"clip_eps_high": 0.2, "overlong_cache": 112}})
+    load({"algorithm": {"group_size": 1, "advantage": "batch"}})
+
+
+@pytest.mark.parametrize(
+    ("values", "recomputes"),
+    [
+        ({}, True),
+        ({"mode": "sync"}, False),  # nothing is stale
+        ({"mode": "sync", "algorithm": {"behaviour_cap": 2.0}}, True),  # what engines differ in is
+        ({"mode": "sync", "algorithm": {"behaviour_mask_low": 0.5}}, True),
+        ({"algorithm": {"objective": "naive"}}, False),
+        ({"algorithm": {"objective": "a3po"}}, False),
+        ({"algorithm": {"objective": "a3po", "behaviour_cap": 2.0}, "mode": "sync"}, False),
+        ({"algorithm": {"objective": "reinforce"}}, True),
+        ({"algorithm": {"objective": "reinforce"}, "mode": "sync"}, False),
+    ],
+)
+def test_a_proximal_policy_is_recomputed_where_the_objective_weighs_with_it(
+    values: dict[str, Any], recomputes: bool
+) -> None:
+    assert load(values).recomputes_proximal == recomputes
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"rollout": {"dynamic_sampling": True}, "algorithm": {"group_size": 1, "advantage": "batch"}},
+            "algorithm.group_size: must be at least 2 with rollout.dynamic_sampling=true, got 1",
+        ),
+        (
+            {"rollout": {"dynamic_sampling": True}, **EMULATED},
+            "rollout.dynamic_sampling: must be false where accelerators are emulated and nothing is learnt, got true",
+        ),
+        (
+            {"algorithm": {"kl_coef": 0.1}, **EMULATED},
+            "algorithm.kl_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1",
+        ),
+        (
+            {"algorithm": {"entropy_coef": 0.1}, **EMULATED},
+            "algorithm.entropy_coef: must be 0 where accelerators are emulated and nothing is learnt, got 0.1",
+        ),
+    ],
+)
+def test_what_needs_answers_that_differ_is_refused_where_none_do(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(values)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"launch": {"elsewhere": "evaluator"}}, "launch.elsewhere: must be one of none, generation, trainer, both"),
+        ({"launch": {"address": "head"}}, "launch.address: must be an IP address of this machine, got 'head'"),
+        ({"launch": {"address": "0.0.0.0"}}, "launch.address: must be an IP address of this machine, got '0.0.0.0'"),
+        ({"training": {"hosts": 0}}, "training.hosts: must be at least 1, got 0"),
+        (
+            {"training": {"ranks": 2, "hosts": 2}, "launch": {"elsewhere": "generation"}},
+            "training.hosts: must be 1 unless other machines train (launch.elsewhere=trainer or both), got 2",
+        ),
+        (
+            {"training": {"ranks": 3, "hosts": 2}, "launch": {"elsewhere": "trainer"}},
+            "training.ranks: must be a multiple of training.hosts (2), got 3",
+        ),
+        (
+            {
+                "generation": {"engine": "vllm", "transfer": "nccl"},
+                "launch": {"accelerator": "cuda", "elsewhere": "generation"},
+            },
+            "generation.transfer: must be files with launch.elsewhere=generation, got 'nccl'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_several_machines_is_one_line_that_names_it(
+    groups: dict[str, dict[str, Any]], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(groups)
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_follows_from_roles_elsewhere() -> None:
+    assert load({}).elsewhere == frozenset()
+    assert load({"launch": {"elsewhere": "generation"}}).elsewhere == {"generation"}
+    config = load({"training": {"ranks": 4, "hosts": 2}, "launch": {"elsewhere": "both", "address": "fd00::1"}})
+    assert config.elsewhere == {"generation", "trainer"}
+    assert config.ranks_per_host == 2

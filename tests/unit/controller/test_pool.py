@@ -1,0 +1,380 @@
+"""The pool of servers, against servers that do as they are told."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import join_answers
+from areal_core.controller import pool as module
+from areal_core.controller.pool import GenerationPool
+from areal_core.errors import GenerationError, ServerLostError
+from areal_core.generation.client import GenerationClient
+from tests.support.generation import request
+from tests.support.servers import FakeServer, version
+
+WHOLE = list(range(5, 29))  # what a server makes of `request`, interrupted or not
+
+
+@pytest.fixture
+async def servers():
+    async with FakeServer() as first, FakeServer() as second:
+        yield first, second
+
+
+@pytest.fixture
+async def pool():
+    pool = GenerationPool(answers_per_server=10, patience_s=5)
+    yield pool
+    await pool.close()
+
+
+async def ask(pool, request_id="r", **changes):
+    """The tokens of the answers to a request."""
+    return await finish(pool, Transcript(request(request_id, **changes)))
+
+
+async def finish(pool, transcript):
+    await pool.generate(transcript)
+    return tokens(transcript)
+
+
+def tokens(transcript):
+    return [answer.token_ids.tolist() for answer in join_answers(transcript.answers())]
+
+
+async def interrupt(server):
+    """End what runs at a server, behind the pool's back."""
+    client = GenerationClient(server.url)
+    await client.abort_all()
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    "path", ["/start_weight_update", "/update_weights", "/pause", "/finish_weight_update", "/resume"]
+)
+@pytest.mark.parametrize("status", [400, 500])
+async def test_a_server_that_fails_a_phase_is_lost_and_the_others_go_on(servers, pool, path, status):
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, lambda: version(0))
+    servers[0].broken[path] = status
+    await pool.load_version(version(1))
+    assert (pool.version, pool.capacity) == (1, 10)
+    servers[1].release.clear()
+    async with servers[1].runs(ask(pool)) as call:
+        pass
+    assert call.result() == [WHOLE]
+
+
+async def test_requests_go_to_the_server_with_the_fewest_answers(servers, pool):
+    for name, server in zip("ab", servers, strict=True):
+        server.release.clear()
+        await pool.join(name, server.url, lambda: version(0))
+    calls = [asyncio.ensure_future(ask(pool, "big", n=5))]
+    await servers[0].started("big")
+    calls += [asyncio.ensure_future(ask(pool, f"small-{i}", n=2)) for i in range(3)]
+    await servers[1].started("small-0", "small-1", "small-2")
+    calls.append(asyncio.ensure_future(ask(pool, "last", n=1)))
+    await servers[0].started("last")
+    for server in servers:
+        server.release.set()
+    assert await asyncio.gather(*calls) == [[WHOLE] * n for n in (5, 2, 2, 2, 1)]
+
+
+async def test_a_refused_request_does_not_cost_the_server_its_place(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    servers[0].broken["/inference/v1/generate"] = 400
+    with pytest.raises(GenerationError):
+        await ask(pool)
+    assert pool.capacity == 10
+
+
+async def test_requests_wait_for_a_server_and_give_up(servers):
+    pool = GenerationPool(answers_per_server=10, patience_s=0.05)
+    with pytest.raises(GenerationError, match="no generation server joined"):
+        await ask(pool)
+    pool = GenerationPool(answers_per_server=10, patience_s=5)
+    call = asyncio.ensure_future(ask(pool))
+    await asyncio.sleep(0)
+    await pool.join("a", servers[0].url, lambda: None)
+    assert await call == [WHOLE]
+    await pool.close()
+
+
+async def test_a_cancelled_request_is_ended_at_its_server(servers, pool):
+    servers[0].release.clear()
+    await pool.join("a", servers[0].url, lambda: version(0))
+    call = asyncio.ensure_future(ask(pool))
+    await servers[0].started("r")
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    async with asyncio.timeout(5):
+        while servers[0].cancelled < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert (pool.capacity, pool.held_tokens) == (10, 0)
+
+
+async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(3))
+    assert servers[0].label == "3"
+    await pool.load_version(version(4))
+    await pool.join("b", servers[1].url, lambda: version(4))
+    assert (servers[1].label, pool.version) == ("4", 4)
+    updates = servers[1].updates()
+    await pool.load_version(version(4))
+    assert servers[1].updates() == updates
+
+
+async def test_version_0_is_sent_only_to_servers_that_have_another(servers, pool):
+    servers[1].label = "5"
+    await pool.join("a", servers[0].url, lambda: version(0))
+    await pool.join("b", servers[1].url, lambda: version(0))
+    assert servers[0].updates() == [("/resume", None)]
+    assert servers[1].label == "0"
+
+
+async def test_a_server_that_fails_to_join_takes_no_work(servers, pool):
+    servers[0].broken["/update_weights"] = 400
+    with pytest.raises(ServerLostError):
+        await pool.join("a", servers[0].url, lambda: version(1))
+    assert (pool.capacity, pool.version) == (0, 1)
+
+
+async def test_the_version_is_the_lowest_that_a_server_has(servers, pool):
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, lambda: version(1))
+    loading = asyncio.ensure_future(pool.load_version(version(2)))
+    while not loading.done():
+        have = sorted((servers[0].label, servers[1].label))
+        assert pool.version <= int(have[0])
+        await asyncio.sleep(0)
+    assert pool.version == 2
+
+
+async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(servers, pool):
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, lambda: version(0))
+    assert [load.generated_tokens for load in await pool.loads()] == [1, 1]
+    await pool.abort_all()
+    assert servers[1].calls[-2:] == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
+    servers[0].broken["/load"] = 500
+    assert len(await pool.loads()) == 1
+    assert pool.capacity == 10
+
+
+async def test_what_failed_is_lost_until_it_joins_again(servers, pool):
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, lambda: version(0))
+    servers[0].broken["/health"] = 503
+    await pool.check()
+    assert pool.lost == (servers[0].url,)
+    assert pool.capacity == 10
+    servers[0].broken["/weight_info"] = 500
+    with pytest.raises(ServerLostError):
+        await pool.join("a", servers[0].url, lambda: version(0))
+    assert pool.lost == (servers[0].url,)
+    servers[0].broken.clear()
+    await pool.join("a", servers[0].url, lambda: version(0))
+    await pool.leave("b")
+    assert pool.lost == ()
+
+
+# -- answers that were interrupted -------------------------------------------------------------------------------------
+
+
+async def test_the_rest_of_interrupted_answers_goes_to_the_servers_with_the_least_to_do(servers, pool):
+    servers[0].release.clear()
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, lambda: version(0))
+    call = asyncio.ensure_future(ask(pool, n=4))
+    await servers[0].started("r")
+    servers[1].release.clear()
+    await interrupt(servers[0])
+    await servers[0].started("r-0-2", "r-2-2")
+    await servers[1].started("r-1-2", "r-3-2")
+    assert pool.held_tokens == 8
+    assert [load.recomputed_tokens for load in await pool.loads()] == [1 + 2 * 5, 1 + 2 * 5]  # a prompt of 3, 2 sampled
+    for server in servers:
+        server.release.set()
+    assert await call == [WHOLE] * 4
+    assert pool.held_tokens == 0
+    again = servers[1].requests["r-3-2"]
+    assert (again["token_ids"], again["sampling_params"]["n"]) == ([2, 3, 4, 5, 6], 1)
+
+
+async def test_an_update_that_resubmits_has_every_token_under_the_version_that_sampled_it(servers):
+    pool = GenerationPool(answers_per_server=10, interruption="resubmit", patience_s=5)
+    await pool.join("a", servers[0].url, lambda: version(0))
+    servers[0].release.clear()
+    transcript = Transcript(request())
+    async with servers[0].runs(finish(pool, transcript)) as call:
+        await pool.load_version(version(1))
+        await servers[0].started("r-0-2")
+        await pool.load_version(version(2))
+        await servers[0].started("r-0-4")
+        assert (await pool.loads())[0].recomputed_tokens == 1 + 7  # since the last update
+    assert call.result() == [WHOLE]
+    assert join_answers(transcript.answers())[0].versions.tolist() == [0] * 2 + [1] * 2 + [2] * 20
+    await pool.close()
+
+
+async def test_others_go_on_with_what_a_server_that_leaves_has_sampled(servers, pool):
+    servers[0].release.clear()
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, lambda: version(0))
+    call = asyncio.ensure_future(ask(pool, n=2))
+    await servers[0].started("r")
+    await pool.leave("a")
+    assert await call == [WHOLE] * 2
+    assert servers[1].requests.keys() == {"r-0-2", "r-1-2"}
+    assert (pool.capacity, pool.lost) == (10, ())
+
+
+async def test_a_server_goes_on_where_the_one_that_it_replaces_has_ended(servers, pool):
+    servers[0].release.clear()
+    await pool.join("a", servers[0].url, lambda: version(0))
+    call = asyncio.ensure_future(ask(pool))
+    await servers[0].started("r")
+    await pool.join("a", servers[1].url, lambda: version(0))
+    assert await call == [WHOLE]
+    assert servers[1].requests.keys() == {"r-0-2"}
+
+
+async def test_requests_that_a_leaving_server_does_not_answer_fail(servers, pool, monkeypatch):
+    monkeypatch.setattr(module, "_HAND_OVER_S", 0.05)
+    await pool.join("a", servers[0].url, lambda: version(0))
+    client = GenerationClient(servers[0].url)
+    await client.pause()  # what comes now waits
+    await client.close()
+    servers[0].hanging.add("/resume")
+    call = asyncio.ensure_future(ask(pool))
+    await servers[0].started("r")
+    async with asyncio.timeout(5):
+        await pool.leave("a")
+    with pytest.raises(ServerLostError, match="taken out while it served r"):
+        await call
+
+
+async def test_giving_up_on_a_leaving_server_ends_no_request(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    client = GenerationClient(servers[0].url)
+    await client.pause()
+    call = asyncio.ensure_future(ask(pool))
+    await servers[0].started("r")
+    leaving = asyncio.ensure_future(pool.leave("a"))
+    async with asyncio.timeout(5):
+        while len(servers[0].updates()) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+    leaving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await leaving
+    await client._control("POST", "/resume")
+    assert await call == [WHOLE]
+    await client.close()
+
+
+async def test_what_was_sampled_before_a_server_was_lost_is_gone_on_with(servers, pool):
+    servers[0].release.clear()
+    await pool.join("a", servers[0].url, lambda: version(0))
+    transcript = Transcript(request(n=2))
+    call = asyncio.ensure_future(pool.generate(transcript))
+    await servers[0].started("r")
+    await interrupt(servers[0])
+    await servers[0].started("r-0-2", "r-1-2")
+    await servers[0].__aexit__()
+    with pytest.raises(ServerLostError):
+        await call
+    assert (transcript.held_tokens, pool.held_tokens, pool.lost) == (4, 0, (servers[0].url,))
+    await pool.join("b", servers[1].url, lambda: version(0))
+    assert await finish(pool, transcript) == [WHOLE] * 2
+    assert servers[1].requests.keys() == {"r-0-2", "r-1-2"}
+
+
+async def test_an_answer_that_fails_does_not_keep_others_from_being_finished(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    servers[0].release.clear()
+    transcript = Transcript(request(n=2))
+    call = asyncio.ensure_future(pool.generate(transcript))
+    await servers[0].started("r")
+    servers[0].refused.add("r-0-2")
+    servers[0].release_after_abort = True
+    await interrupt(servers[0])
+    with pytest.raises(GenerationError, match="400"):
+        await call
+    assert transcript.unfinished() == [0]
+    servers[0].refused.clear()
+    assert await finish(pool, transcript) == [WHOLE] * 2
+    assert [call for call in servers[0].calls if isinstance(call, str)] == ["r", "r-0-2", "r-1-2", "r-0-2"]
+
+
+async def test_what_is_aborted_at_the_end_stays_so(servers, pool):
+    for server, name in zip(servers, "ab", strict=True):
+        await pool.join(name, server.url, lambda: version(0))
+    servers[0].release.clear()
+    transcript = Transcript(request(n=2))
+    call = asyncio.ensure_future(pool.generate(transcript))
+    await servers[0].started("r")
+    await pool.abort_all()
+    await call
+    assert transcript.unfinished() == [0, 1]
+    assert (transcript.sampled_tokens(), pool.held_tokens) == (4, 0)
+    assert servers[0].requests.keys() | servers[1].requests.keys() == {"r"}
+
+
+async def test_a_server_with_other_routes_does_not_join(pool):
+    async with FakeServer("0.31.0") as other:
+        with pytest.raises(GenerationError, match=r"runs vLLM 0\.31\.0; needed is vLLM 0\.32\.0"):
+            await pool.join("a", other.url, lambda: version(0))
+    assert (pool.capacity, pool.lost) == (0, ())
+
+
+async def test_a_server_that_left_may_come_back(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    await pool.leave("a")
+    await pool.join("a", servers[0].url, lambda: version(0))
+    async with asyncio.timeout(5):
+        assert await ask(pool) == [WHOLE]
+
+
+async def test_a_join_that_is_asked_for_again_changes_nothing(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(3))
+    asked = len(servers[0].calls)
+    servers[0].release.clear()
+    async with servers[0].runs(ask(pool)) as answer:
+        await pool.join("a", servers[0].url, lambda: version(3))
+        assert servers[0].calls[asked:] == ["r", ("/weight_info", None)]
+    assert await answer == [WHOLE]
+    servers[0].label = "0"  # another one was started in its place
+    await pool.join("a", servers[0].url, lambda: version(3))
+    assert servers[0].label == "3"
+
+
+async def test_a_server_that_has_become_something_else_is_taken_out(servers, pool):
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, lambda: version(0))
+    servers[0].broken["/health"] = 404
+    await pool.check()
+    assert pool.lost == (servers[0].url,)
+
+
+async def test_servers_sleep_until_they_are_woken(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    await pool.sleep()
+    await pool.sleep()
+    assert [path for path, _ in servers[0].updates()].count("/sleep?level=1&mode=abort") == 1
+    await pool.join("b", servers[1].url, lambda: version(0))
+    assert servers[1].sleeping  # one that comes meanwhile, too
+    await pool.wake_up()
+    assert not servers[0].sleeping
+    assert not servers[1].sleeping
+
+
+async def test_a_server_that_sleeps_for_a_controller_that_is_gone_is_woken_before_it_is_used(servers, pool):
+    servers[0].sleeping = True
+    await pool.join("a", servers[0].url, lambda: version(1))
+    assert servers[0].updates()[0] == ("/wake_up", None)
+    assert not servers[0].sleeping
+    assert await ask(pool) == [WHOLE]

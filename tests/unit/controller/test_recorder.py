@@ -1,0 +1,227 @@
+"""What a run writes down: rates, stop conditions, the summary; and that it survives a restart of the controller."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_core.api.wire import ServerLoad
+from areal_core.config.schema import load
+from areal_core.controller.recorder import Recorder
+from areal_core.rollout.ledger import Selection, TrajectoryLedger
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import Evaluation, GroupSummary, PolicyVersion, Prompt
+
+CONFIG = load(
+    {
+        "algorithm": {"group_size": 2},
+        "rollout": {"batch_size": 2, "max_staleness": 1},
+        "training": {"minibatches": 1, "steps": 4},
+        "stop": {"score": 0.8, "minutes": 1.0},
+        "tracking": {"table_every": 2},
+    }
+)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[TrajectoryLedger]:
+    opened = TrajectoryLedger(tmp_path / "ledger.sqlite", group_size=2)
+    opened.publish(PolicyVersion(version=0, path="base", sha256="0"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Iterator[Outbox]:
+    opened = Outbox(tmp_path / "outbox.sqlite", "r")
+    yield opened
+    opened.close()
+
+
+def train(ledger: TrajectoryLedger, step: int, *, version: int = 0) -> None:
+    """A batch of one group with 10 tokens, sampled by `version`, and the version that it makes."""
+    group = ledger.admit()
+    summary = GroupSummary(
+        lengths=(7, 3),
+        rewards=(1.0, 0.0),
+        tokens=10,
+        min_version=version,
+        max_version=version,
+        correct=1,
+        truncated=1,
+        samples=(("1=1#1", 1.0, f"{version}:0-7"),),
+    )
+    ledger.ready(group.group_id, summary, b"", version=version)
+    assert ledger.fix_batch(step, Selection(groups=1, policy="admit", max_staleness=1, max_requeues=0))
+    ledger.publish(PolicyVersion(version=step, path=f"v{step}", sha256=str(step)))
+
+
+def server(generated: int, idle_s: float) -> ServerLoad:
+    return ServerLoad(
+        answer_s=8 * idle_s,
+        running=0,
+        waiting=0,
+        generated_tokens=generated,
+        unfinished_tokens=4,
+        idle_s=idle_s,
+        paused_s=0.0,
+        swap_ms=1.0,
+        recompute_ms=2.0,
+        recomputed_tokens=3,
+    )
+
+
+def evaluation(version: int, accuracy: float) -> Evaluation:
+    return Evaluation(version=version, sha256=str(version), accuracy=accuracy, prompts=10, mean_tokens=5.0, wall_s=0.1)
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(index=index, prompt_id="x", text="1=", token_ids=(1,), answer="1")
+
+
+def points(path: Path) -> dict[tuple[str, int], float]:
+    with sqlite3.connect(path) as outbox:
+        return {(key, step): value for key, step, value in outbox.execute("SELECT key, step, value FROM metrics")}
+
+
+def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> None:
+    clock = Clock()
+    recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r"), clock=clock)
+    recorder.start_clock()
+    for step, generated, idle_s in ((1, 10, 0.0), (2, 40, 1.0)):
+        clock.now += 2.0
+        train(ledger, step)
+        manifest = ledger.batch(step)
+        assert manifest is not None
+        recorder.batch_fixed(manifest, prompt)
+        recorder.published(step, [server(generated, idle_s)], held_tokens=5)
+    logged = points(tmp_path / "outbox.sqlite")
+    assert logged["reward/mean", 2] == 0.5
+    assert logged["answer/tokens_mean", 2] == 5.0
+    assert logged["answer/truncated", 2] == 0.5
+    assert logged["staleness/oldest_token_max", 2] == 1  # sampled by version 0, trained on version 1
+    assert logged["staleness/groups_over_bound", 2] == 0
+    assert logged["throughput/effective_tokens_per_s", 2] == 5.0
+    assert logged["throughput/generated_tokens_per_s", 2] == 15.0
+    assert logged["bubble/generation_idle", 2] == 0.5
+    assert logged["ledger/consumed_tokens", 2] == 20
+    assert logged["ledger/in_flight_tokens", 2] == 4 + 5  # those that servers have, and those that they handed back
+    assert logged["ledger/generated_tokens", 2] == 29
+    assert logged["weights/recomputed_tokens", 2] == 3
+    assert logged["time/elapsed_s", 2] == 4.0
+    with sqlite3.connect(tmp_path / "outbox.sqlite") as outbox:
+        kinds = outbox.execute("SELECT kind, step FROM documents ORDER BY step").fetchall()
+    assert kinds == [("trajectories", 1), ("trajectories", 2)]
+
+
+def test_the_run_stops_at_its_score_or_after_its_minutes(ledger: TrajectoryLedger, outbox: Outbox) -> None:
+    clock = Clock()
+    recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
+    recorder.start_clock()
+    recorder.evaluated(evaluation(0, 0.79))
+    assert recorder.reason_to_stop() is None
+    clock.now += 60.0
+    assert recorder.reason_to_stop() == "minutes"
+    recorder.evaluated(evaluation(1, 0.8))
+    assert recorder.reason_to_stop() == "score"
+
+
+def test_a_controller_counts_once_and_only_when_it_gets_to_work(ledger: TrajectoryLedger, outbox: Outbox) -> None:
+    Recorder(CONFIG, ledger, outbox, clock=Clock())  # ended before a server took work
+    recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
+    recorder.start_clock()
+    recorder.start_clock()
+    recorder.evaluated(evaluation(0, 0.1))
+    assert recorder.summary(run_id="r", reason="steps", version=0, model_url="final").starts == 1
+
+
+def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedger, outbox: Outbox) -> None:
+    clock = Clock()
+    before = Recorder(CONFIG, ledger, outbox, clock=clock)
+    before.start_clock()
+    before.evaluated(evaluation(0, 0.1))
+    clock.now += 3.0
+    train(ledger, 1)
+    before.published(1, [])
+    before.staleness(1, {"0": 10})
+
+    clock.now = 0.0
+    after = Recorder(CONFIG, ledger, outbox, clock=clock)
+    after.start_clock()
+    after.evaluated(evaluation(0, 0.9))  # handed in again: the first one stands
+    after.staleness(1, {"0": 10})  # replayed: counted once
+    clock.now += 2.0
+    train(ledger, 2)
+    after.published(2, [])
+    after.staleness(2, {"0": 5, "2": 5})
+    after.evaluated(evaluation(1, 0.85))
+    after.evaluated(evaluation(2, 0.7))
+    summary = after.summary(run_id="r", reason="steps", version=2, model_url="final")
+    assert (summary.accuracy_before, summary.accuracy_after, summary.best_accuracy) == (0.1, 0.7, 0.85)
+    assert summary.rl_wall_s == 5.0
+    assert summary.time_to_score_s == 3.0
+    assert summary.staleness_mean == 0.5
+    assert summary.staleness_max == 2
+    assert summary.effective_tokens_per_s == 4.0
+    assert summary.starts == 2
+    status = after.status(version=2, finished=None, lost_servers=())
+    assert (status.step, status.accuracy) == (2, 0.7)
+
+
+def test_tokens_a_second_are_those_of_the_emulated_cluster(ledger: TrajectoryLedger, outbox: Outbox) -> None:
+    engines = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated", "minibatches": 1}}
+    changed = engines | {"emulation": {"speed": 50.0, "tokens_per_token": 200}, "stop": {"score": None}}
+    values = CONFIG.to_dict()
+    config = load(values | {name: values[name] | given for name, given in changed.items()})
+    clock = Clock()
+    recorder = Recorder(config, ledger, outbox, clock=clock)
+    recorder.start_clock()
+    clock.now += 5.0
+    train(ledger, 1)
+    recorder.published(1, [])
+    summary = recorder.summary(run_id="r", reason="steps", version=1, model_url="final")
+    assert summary.effective_tokens_per_s == summary.tokens.consumed / 5.0 * 200 / 50
+    assert outbox.history()["throughput/effective_tokens_per_s"] == [(1, summary.effective_tokens_per_s)]
+    assert (summary.accuracy_before, summary.accuracy_after, summary.best_accuracy) == (None, None, None)
+    assert summary.emulated == "qwen-1.5b on 2 h800, 50 s in one, 200 tokens as one"
+    assert recorder.status(version=1, finished=None, lost_servers=()).emulated
+
+
+def test_an_epoch_forgets_the_scores_of_weights_that_are_gone(ledger: TrajectoryLedger, outbox: Outbox) -> None:
+    recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
+    recorder.start_clock()
+    for version, accuracy in ((0, 0.1), (1, 0.5), (2, 0.9)):
+        if version:
+            train(ledger, version)
+            recorder.published(version, [])
+            recorder.staleness(version, {"0": 10})
+        recorder.evaluated(evaluation(version, accuracy))
+    recorder.forget(2)
+    assert not recorder.has_published(2)
+    assert recorder.has_published(1)
+    recorder.evaluated(evaluation(2, 0.2))
+    recorder.staleness(2, {"1": 10})
+    summary = recorder.summary(run_id="r", reason="steps", version=2, model_url="final")
+    assert (summary.accuracy_after, summary.best_accuracy) == (0.2, 0.5)
+    assert summary.staleness_max == 1
+
+
+def test_an_outbox_that_is_locked_costs_points_and_not_the_run(ledger: TrajectoryLedger, tmp_path: Path) -> None:
+    recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r", timeout_s=0.0), clock=Clock())
+    with sqlite3.connect(tmp_path / "outbox.sqlite", isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        recorder.evaluated(evaluation(0, 0.5))
+        other.execute("ROLLBACK")
+    recorder.evaluated(evaluation(1, 0.6))
+    assert [known.version for known in recorder.evaluations] == [0, 1]
+    assert {step for _, step in points(tmp_path / "outbox.sqlite")} == {1}

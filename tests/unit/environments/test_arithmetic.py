@@ -1,0 +1,73 @@
+import random
+from collections import Counter
+
+import pytest
+
+from areal_core.environments.arithmetic import Chain, draw, held_out_chains, is_held_out, training_chain
+from areal_core.errors import ConfigError
+
+
+def test_the_documented_example():
+    chain = Chain((1, 1, 7), "--")
+    assert chain.prompt == "1-1-7="
+    assert chain.worked == "1-1=0;0-7=3#3"
+    assert chain.direct == "#3"
+    assert chain.answer == "3"
+
+
+def test_operators_have_no_precedence():
+    assert Chain((2, 3, 4), "+*").worked == "2+3=5;5*4=0#0"
+
+
+def test_the_worked_answer_is_right_at_every_step():
+    rng = random.Random(0)
+    for _ in range(200):
+        chain = draw(rng, max_operations=16, decay=0.85)
+        steps, _, answer = chain.worked.partition("#")
+        value = str(chain.digits[0])
+        for step, operator, digit in zip(steps.split(";"), chain.operators, chain.digits[1:], strict=True):
+            left, _, result = step.partition("=")
+            assert left == f"{value}{operator}{digit}"
+            assert int(result) == eval(left) % 10
+            value = result
+        assert answer == value == chain.answer
+
+
+def test_lengths_are_geometric_up_to_the_limit():
+    rng = random.Random(1)
+    counts = Counter(len(draw(rng, max_operations=3, decay=0.5).operators) for _ in range(7000))
+    assert set(counts) == {1, 2, 3}
+    for operations, expected in ((1, 4000), (2, 2000), (3, 1000)):
+        assert counts[operations] == pytest.approx(expected, rel=0.1)
+
+
+def test_training_chains_are_a_pure_function_of_seed_and_index():
+    def first(seed):
+        return [training_chain(seed, i, 16, 0.85) for i in range(50)]
+
+    assert first(1) == first(1)
+    assert training_chain(1, 49, 16, 0.85) == first(1)[49]
+    assert len({c.prompt for c in first(1)} & {c.prompt for c in first(2)}) < 25
+
+
+def test_training_never_sees_what_is_held_out():
+    prompts = {training_chain(1, i, 4, 0.85).prompt for i in range(3000)}
+    assert not any(map(is_held_out, prompts))
+    assert not prompts & {chain.prompt for chain in held_out_chains(1024, 4, 0.85)}
+
+
+def test_a_tenth_is_held_out():
+    rng = random.Random(2)
+    texts = [draw(rng, 16, 1.0).prompt for _ in range(5000)]
+    assert sum(map(is_held_out, texts)) / len(texts) == pytest.approx(0.1, abs=0.015)
+
+
+def test_held_out_chains_are_distinct_and_a_shorter_list_is_their_beginning():
+    chains = held_out_chains(1024, 16, 0.85)
+    assert len({chain.prompt for chain in chains}) == 1024
+    assert held_out_chains(100, 16, 0.85) == chains[:100]
+
+
+def test_more_held_out_prompts_than_the_task_has_is_refused():
+    with pytest.raises(ConfigError, match=r"^task\.held_out: .*max_operations=1"):
+        held_out_chains(1024, 1, 0.85)

@@ -1,0 +1,434 @@
+"""The embedded engine against transformers, and against itself in other company."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.errors import DivergenceError, GenerationError
+from areal_core.generation.engines import embedded as engine_module
+from areal_core.generation.engines.embedded import Engine
+from areal_core.generation.engines.torch_decoder import TorchDecoder
+from tests.support.generation import LLAMA_GQA, QWEN2, QWEN2_GQA, SPECS, Reference, request, weights
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class TorchEngine(Engine):
+    """The decoder of other devices, on this one."""
+
+    def prepare(self, weights):
+        return TorchDecoder(self.spec, weights, self.context, "cpu", deterministic=self._deterministic)
+
+
+KINDS = {"cpu": (Engine, False), "torch": (TorchEngine, False), "torch-deterministic": (TorchEngine, True)}
+
+
+def engine(spec=QWEN2, seed=1, kind="cpu", **options):
+    made, deterministic = KINDS[kind]
+    return made(spec, weights(spec, seed), **({"slots": 8, "deterministic": deterministic} | options))
+
+
+def finish(engine, done=()):
+    done = list(done)
+    while engine.running or engine.waiting:
+        done += engine.step()
+    return {generation.request.request_id: generation for generation in done}
+
+
+def mixed_requests():
+    """More answers than slots, prompts of 1 to 13 tokens, groups, limits below and above a block of the cache."""
+    return [request(f"r{i}", range(2, 3 + 3 * i), n=1 + 2 * i, max_tokens=10 + 15 * i, seed=i) for i in range(5)]
+
+
+def as_lists(answers):
+    return [(a.token_ids.tolist(), a.logprobs.tolist(), a.versions.tolist(), a.finish_reason) for a in answers]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_logprobs_are_those_of_transformers_before_across_and_after_interruptions(tmp_path, spec, kind):
+    reference = Reference(tmp_path, spec, {0: 1, 3: 2, 4: 3})
+    served = engine(spec, kind=kind)
+    for item in mixed_requests():
+        served.add(item)
+    done = []
+    for version, seed in ((3, 2), (4, 3)):
+        for _ in range(6):
+            done += served.step()
+        served.swap(served.prepare(weights(spec, seed)), version)
+        assert served.running  # the swap interrupted something
+    generations = finish(served, done)
+
+    assert len(generations) == 5
+    spans = set()
+    for generation in generations.values():
+        assert len(generation.answers) == generation.request.n
+        for answer in generation.answers:
+            assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) > 0
+            assert (np.diff(answer.versions) >= 0).all()
+            spans.add(tuple(np.unique(answer.versions).tolist()))
+            reference.check(generation.request, answer)
+    assert any(len(span) > 1 for span in spans)
+    assert {version for span in spans for version in span} == {0, 3, 4}
+
+
+def test_versions_change_at_the_token_where_the_weights_did():
+    served = engine()
+    served.add(request(max_tokens=9, stop_token_ids=()))
+    for _ in range(4):
+        served.step()
+    served.swap(served.prepare(weights(QWEN2, 2)), 7)
+    [answer] = finish(served)["r"].answers
+    assert answer.versions.tolist() == [0] * 4 + [7] * 5
+    assert served.stats.recomputed_tokens == 3 + 4 - 1  # all but the last, which the next step feeds
+
+
+def test_the_prompt_of_a_group_is_recomputed_once():
+    served = engine()
+    served.add(request(n=3, max_tokens=9, stop_token_ids=()))
+    for _ in range(4):
+        served.step()
+    served.swap(served.prepare(weights(QWEN2, 2)), 7)
+    assert served.stats.recomputed_tokens == (3 + 4 - 1) + 2 * (4 - 1)
+    finish(served)
+    spent_ms = served.stats.recompute_ms
+    assert spent_ms > 0
+    served.add(request("later", prompt=range(2, 12), max_tokens=3))
+    finish(served)
+    assert served.stats.recompute_ms == spent_ms  # reading a new prompt is no recomputation
+
+
+def test_without_recompute_the_old_keys_and_values_stay(tmp_path):
+    reference = Reference(tmp_path, QWEN2, {0: 1, 1: 2})
+    answers = {}
+    for recompute in (True, False):
+        served = engine()
+        served.add(request(max_tokens=30, stop_token_ids=()))
+        for _ in range(15):
+            served.step()
+        served.swap(served.prepare(weights(QWEN2, 2)), 1, recompute=recompute)
+        [answers[recompute]] = finish(served)["r"].answers
+    reference.check(request(), answers[True])
+    with pytest.raises(AssertionError):
+        reference.check(request(), answers[False])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_that_wait_for_slots_are_read_again_after_an_update(tmp_path, kind):
+    reference = Reference(tmp_path, QWEN2, {0: 1, 1: 2})
+    served = engine(kind=kind, slots=2)
+    served.add(request(prompt=range(2, 12), n=6, max_tokens=8))  # 4 answers wait, sharing the prompt's cache
+    served.step()
+    served.swap(served.prepare(weights(QWEN2, 2)), 1)
+    generation = finish(served)["r"]
+    for answer in generation.answers:
+        reference.check(generation.request, answer)
+    assert {version for answer in generation.answers for version in answer.versions.tolist()} == {0, 1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_the_most_probable_tokens(tmp_path, kind):
+    reference = Reference(tmp_path, QWEN2_GQA, {0: 1})
+    greedy = request(greedy=True, max_tokens=20, n=2)
+    company = [request(f"company-{i}", (5, 6), n=2, seed=i) for i in range(2)]
+    answers = engine(QWEN2_GQA, kind=kind).generate([greedy, *company])[0]
+    text = list(greedy.token_ids)
+    for token in answers[0].token_ids.tolist():
+        assert reference.logits(0, text)[-1].argmax() == token
+        text.append(token)
+    reference.check(greedy, answers[0])
+    assert as_lists(answers[:1]) == as_lists(answers[1:])
+
+
+@pytest.mark.parametrize(("kind", "temperature"), [("cpu", 0.8), ("cpu", 1.0), ("cpu", 3.0), ("torch", 0.8)])
+def test_sampling_follows_the_models_distribution_at_the_temperature(tmp_path, temperature, kind):
+    prompt, draws = (2, 3, 4), 8000
+    logits = Reference(tmp_path, QWEN2, {0: 1}).logits(0, prompt)[-1]
+    served = engine(kind=kind, slots=128)
+    [answers] = served.generate([request(prompt=prompt, n=draws, max_tokens=1, seed=3, temperature=temperature)])
+    counts = np.bincount([answer.token_ids[0] for answer in answers], minlength=QWEN2.vocab_size)
+    expected = draws * (logits.double() / temperature).softmax(-1).numpy()
+    assert expected.min() > 5
+    assert ((counts - expected) ** 2 / expected).sum() < 54  # chi-square, 22 degrees of freedom: p = 1.7e-4
+
+
+def test_answers_depend_on_seed_and_index_and_the_first_is_that_of_a_single_answer():
+    def sample(**changes):
+        return [a.token_ids.tolist() for a in engine().generate([request(max_tokens=20, **changes)])[0]]
+
+    group = sample(n=4)
+    assert group == sample(n=4)
+    assert group[:1] == sample(n=1)
+    assert group != sample(n=4, seed=8)
+    assert len({tuple(answer) for answer in group}) == 4
+
+
+def test_in_other_company_the_same_tokens_are_sampled():
+    alone = engine().generate([request(n=4)])[0]
+    crowded = engine(slots=5).generate([*mixed_requests(), request(n=4)])[-1]
+    for one, other in zip(alone, crowded, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"), [*(("cpu", seed) for seed in range(6)), ("torch", 0), ("torch", 1), ("torch-deterministic", 0)]
+)
+def test_answers_are_the_same_in_any_company_and_however_they_are_disturbed(monkeypatch, seed, kind):
+    """Prompts and limits around the blocks of the cache, answers of a group that start together and one by one, prompts
+    longer than what one pass reads, arrivals, aborts and forgotten caches. To the bit, where that is promised."""
+    monkeypatch.setattr(engine_module, "_READ_TOKENS", 40)
+    rng = random.Random(seed)
+    spec = dataclasses.replace((QWEN2, QWEN2_GQA)[seed % 2], context=260)
+    requests = [
+        request(
+            f"r{i}",
+            [rng.randrange(2, spec.vocab_size) for _ in range(rng.choice([1, 15, 16, 17, 64, 65, 128]))],
+            n=rng.choice([1, 3, 9]),
+            max_tokens=rng.choice([1, 15, 16, 17, 64, 90]),
+            seed=i,
+            stop_token_ids=(),
+            temperature=rng.choice([0.7, 1.0]),
+        )
+        for i in range(10)
+    ]
+    alone = engine(spec, kind=kind, slots=7)
+    wanted = {each.request_id: alone.generate([each])[0] for each in requests}
+    served = engine(spec, kind=kind, slots=7)
+    arriving, done, cleared = list(requests), [], 0
+    while arriving or served.running or served.waiting:
+        if arriving and (rng.random() < 0.2 or not (served.running or served.waiting)):
+            served.add(arriving.pop(0))
+        done += served.step()
+        if rng.random() < 0.05 and kind != "torch-deterministic":
+            served.clear_cache()
+            cleared += served.running > 0
+        if rng.random() < 0.01:
+            done += served.abort(None if rng.random() < 0.3 else [rng.choice(requests).request_id])
+    assert cleared > 3 or kind == "torch-deterministic"
+    assert {generation.request.request_id for generation in done} == wanted.keys()
+    for generation in done:
+        for answer, other in zip(generation.answers, wanted[generation.request.request_id], strict=True):
+            length = len(answer.token_ids)
+            assert answer.finish_reason == "abort" or length == len(other.token_ids)
+            assert answer.token_ids.tolist() == other.token_ids[:length].tolist()
+            np.testing.assert_allclose(
+                answer.logprobs, other.logprobs[:length], atol=2e-4 if kind == "torch" else 0, rtol=0
+            )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "torch-deterministic"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_answers_are_the_same_to_the_bit_in_any_company_and_slot(spec, kind):
+    wanted = request("wanted", range(2, 9), n=3, max_tokens=40)
+    alone = engine(spec, kind=kind, slots=12).generate([wanted])
+    for shift in range(4):
+        company = [request(f"c{i}", range(3, 6 + i), n=3, seed=i, max_tokens=5 + 9 * i) for i in range(2 * shift)]
+        served = engine(spec, kind=kind, slots=12)
+        for item in company:
+            served.add(item)
+        done = [generation for _ in range(shift) for generation in served.step()]
+        served.add(wanted)
+        assert as_lists(finish(served, done)["wanted"].answers) == as_lists(alone[0])
+
+
+def test_stop_tokens_end_an_answer_and_are_part_of_it():
+    free = engine().generate([request(max_tokens=30, stop_token_ids=())])[0][0].token_ids.tolist()
+    assert len(free) == 30
+    stop = free[11]
+    [answer] = engine().generate([request(max_tokens=30, stop_token_ids=(stop, 22))])[0]
+    assert answer.token_ids.tolist() == free[: free.index(stop) + 1]
+    assert answer.finish_reason == "stop"
+
+
+def test_a_stop_token_at_the_length_limit_is_a_stop():
+    free = engine().generate([request(max_tokens=5, stop_token_ids=())])[0][0]
+    assert free.finish_reason == "length"
+    last = int(free.token_ids[-1])
+    if last in free.token_ids[:-1]:
+        pytest.fail("choose another seed: the last token must be new")
+    [answer] = engine().generate([request(max_tokens=5, stop_token_ids=(last,))])[0]
+    assert answer.finish_reason == "stop"
+    assert len(answer.token_ids) == 5
+
+
+def test_the_context_cuts_answers_off():
+    prompt = [2 + i % 20 for i in range(QWEN2.context - 3)]
+    [answer] = engine().generate([request(prompt=prompt, max_tokens=50, stop_token_ids=())])[0]
+    assert len(answer.token_ids) == 3
+    assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"prompt": ()}, "token_ids"),
+        ({"prompt": (2, 23)}, "token_ids"),
+        ({"prompt": (-1,)}, "token_ids"),
+        ({"prompt": (2,) * 96}, "token_ids"),
+        ({"stop_token_ids": (23,)}, "stop_token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "n"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_by_field(changes, named):
+    served = engine()
+    with pytest.raises(GenerationError, match=rf"^{named}: ") as raised:
+        served.add(request(**changes))
+    assert "\n" not in str(raised.value)
+    assert served.waiting == 0
+
+
+def test_a_request_id_can_be_used_again_but_not_twice_at_once():
+    served = engine()
+    served.add(request())
+    with pytest.raises(GenerationError, match="request_id"):
+        served.add(request())
+    finish(served)
+    served.add(request())
+
+
+def test_abort_returns_what_there_is_and_leaves_the_others_alone(tmp_path):
+    undisturbed = engine().generate([request("kept", n=2, max_tokens=40, stop_token_ids=())])[0]
+    served = engine(slots=4)
+    served.add(request("ended", n=2, stop_token_ids=()))
+    served.add(request("kept", n=2, max_tokens=40, stop_token_ids=()))
+    served.add(request("waits", n=3))
+    for _ in range(5):
+        served.step()
+    ended = {generation.request.request_id: generation for generation in served.abort(["ended", "waits", "unknown"])}
+
+    assert [len(answer.token_ids) for answer in ended["ended"].answers] == [5, 5]
+    assert [len(answer.token_ids) for answer in ended["waits"].answers] == [0, 0, 0]
+    assert {answer.finish_reason for generation in ended.values() for answer in generation.answers} == {"abort"}
+    assert (served.running, served.waiting) == (2, 0)
+    kept = finish(served)["kept"].answers
+    assert [a.token_ids.tolist() for a in kept] == [a.token_ids.tolist() for a in undisturbed]
+
+
+def test_abort_of_a_group_of_which_some_answers_are_finished_and_some_wait():
+    served = engine(slots=2)
+    served.add(request(n=5, max_tokens=3, stop_token_ids=()))
+    for _ in range(4):
+        served.step()
+    [generation] = served.abort()
+    assert [(len(a.token_ids), a.finish_reason) for a in generation.answers] == [
+        (3, "length"), (3, "length"), (1, "abort"), (1, "abort"), (0, "abort"),
+    ]  # fmt: skip
+    assert (served.running, served.waiting) == (0, 0)
+    assert served.step() == []
+
+
+def test_without_admission_running_answers_finish_and_waiting_ones_stay():
+    served = engine(slots=2)
+    served.add(request(n=5, max_tokens=3, stop_token_ids=()))
+    served.step()
+    served.admitting = False
+    for _ in range(5):
+        served.step()
+    assert (served.running, served.waiting) == (0, 3)
+    served.admitting = True
+    assert len(finish(served)["r"].answers) == 5
+
+
+def test_tokens_of_unfinished_requests_are_known():
+    served = engine(slots=2)
+    served.add(request("r", n=3, max_tokens=4, stop_token_ids=()))
+    for _ in range(5):
+        served.step()
+    assert served.unfinished_tokens == served.stats.generated_tokens == 4 + 4 + 1
+    finish(served)
+    assert served.unfinished_tokens == 0
+
+
+def test_every_sampled_token_is_counted():
+    served = engine(slots=3)
+    answers = served.generate(mixed_requests())
+    assert served.stats.generated_tokens == sum(len(a.token_ids) for group in answers for a in group)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight"])
+def test_logits_that_are_not_finite_are_an_error(tensor, number, kind):
+    broken = weights(QWEN2, 1)
+    broken[tensor] = torch.full_like(broken[tensor], number)
+    with pytest.raises(DivergenceError, match="version 5"):
+        KINDS[kind][0](QWEN2, broken, slots=2, version=5).generate([request()])
+
+
+def test_log_probabilities_are_those_of_the_distribution_at_the_temperature_in_one_batch_of_several(tmp_path):
+    reference = Reference(tmp_path, LLAMA_GQA, {0: 1})
+    temperatures = (0.01, 0.3, 1.0, 2.5, 100.0)
+    requests = [request(f"r{i}", n=2, seed=i, temperature=t) for i, t in enumerate(temperatures)]
+    for each, answers in zip(requests, engine(LLAMA_GQA, slots=10).generate(requests), strict=True):
+        for answer in answers:
+            reference.check(each, answer)
+    [[greedy]] = engine(LLAMA_GQA).generate([request(greedy=True, temperature=5.0)])
+    reference.check(request(), greedy)
+
+
+def test_long_texts_agree_with_transformers(tmp_path):
+    """Attention over many blocks of the cache, heads wider than a vector and not of a whole number of them."""
+    for head_dim in (24, 64):
+        spec = dataclasses.replace(
+            LLAMA_GQA, hidden_size=48, heads=6, head_dim=head_dim, intermediate_size=50, context=700
+        )
+        reference = Reference(tmp_path / str(head_dim), spec, {0: 1, 1: 2})
+        served = engine(spec, slots=3)
+        requests = [
+            request("long", [2 + i % 20 for i in range(400)], n=2, max_tokens=250, stop_token_ids=()),
+            request("longer", [3 + i % 19 for i in range(599)], max_tokens=101, stop_token_ids=()),
+        ]
+        for each in requests:
+            served.add(each)
+        done = [generation for _ in range(40) for generation in served.step()]
+        served.swap(served.prepare(weights(spec, 2)), 1)
+        generations = finish(served, done)
+        for each in requests:
+            for answer in generations[each.request_id].answers:
+                assert len(answer.token_ids) == each.max_tokens
+                reference.check(each, answer)
+
+
+def test_the_prompt_of_a_group_is_read_once_and_again_after_an_update():
+    served = engine(slots=4)
+    ran = []
+    gather = served._batch.gather
+    served._batch.gather = lambda running: ran.append(gather(running)) or ran[-1]
+    served.add(request(prompt=range(2, 22), n=6, max_tokens=5, stop_token_ids=()))
+    served.step()
+    assert len(ran[-1][0].tokens) == 20  # for four answers
+    assert len(ran[-1][1]) == 4
+    for _ in range(5):
+        served.step()
+    assert [len(rows.tokens) for rows, _, _ in ran[1:]] == [4, 4, 4, 4, 2]  # nothing is read for those that come later
+    served.swap(served.prepare(weights(QWEN2, 2)), 1)
+    finish(served)
+    assert [len(rows.tokens) for rows, _, _ in ran[6:]] == [20 + 1, 2, 2, 2, 1]
+
+
+def test_decoding_goes_on_while_long_prompts_are_read(monkeypatch):
+    monkeypatch.setattr(engine_module, "_READ_TOKENS", 8)
+    served = engine(slots=2)
+    served.add(request("short", max_tokens=9, stop_token_ids=()))
+    served.step()
+    served.add(request("long", [2] * 60, max_tokens=3, stop_token_ids=()))
+    for _ in range(5):
+        served.step()
+    assert served.unfinished_tokens == 6  # all of them of the short one
+
+
+def test_a_context_shorter_than_the_models_is_kept():
+    served = engine(dataclasses.replace(QWEN2), context=10)
+    [answer] = served.generate([request(max_tokens=50, stop_token_ids=())])[0]
+    assert len(answer.token_ids) == 7

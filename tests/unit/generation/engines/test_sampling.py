@@ -1,0 +1,47 @@
+"""Random numbers that depend on (seed, answer, position) alone."""
+
+import numpy as np
+
+from areal_core.generation.engines.sampling import stream_seed, uniforms
+
+
+def streams(*seeds):
+    return np.array(seeds, dtype=np.uint64)
+
+
+def test_a_stream_is_the_splitmix64_generator_of_its_seed():
+    # First outputs of SplitMix64 for seed 1234567 (the reference implementation's own test vector), cut to 52 bits.
+    outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    drawn = uniforms(streams(*[1234567] * 4), np.arange(4))
+    assert drawn.tolist() == [(output >> 12) / 2**52 for output in outputs]
+
+
+def test_a_number_does_not_depend_on_its_company():
+    seeds, positions = streams(5, 6, 7, 2**64 - 1), np.array([0, 3, 2, 9])
+    together = uniforms(seeds, positions)
+    alone = [uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(4)]
+    assert together.tolist() == alone
+
+
+def test_stream_seeds_differ_between_answers_and_requests_and_fit_64_bits():
+    seeds = {stream_seed(seed, answer) for seed in (0, 1, 2, 2**63, -1) for answer in range(200)}
+    assert len(seeds) == 5 * 200
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_numbers_are_uniform_and_uncorrelated_between_neighbours():
+    answers = streams(*(stream_seed(11, answer) for answer in range(200)))
+    grid = np.stack([uniforms(answers, np.full(200, position)) for position in range(200)])
+    assert grid.min() >= 0
+    assert grid.max() < 1
+    counts, _ = np.histogram(grid, bins=50, range=(0, 1))
+    expected = grid.size / 50
+    assert ((counts - expected) ** 2 / expected).sum() < 94  # chi-square, 49 degrees of freedom: p = 1e-4
+    for first, second in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1])):
+        assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02  # 4 standard errors
+
+
+def test_the_largest_number_times_any_total_stays_below_the_total():
+    largest = 1 - 2.0**-52
+    totals = np.random.default_rng(0).uniform(0.5, 2, 10_000)
+    assert (largest * totals < totals).all()

@@ -1,0 +1,95 @@
+"""The engine's thread outlives callers that go away, and a drain ends however its last answers do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.generation.engines.embedded import EngineStats
+from areal_core.generation.server.engine_thread import EngineThread
+from areal_core.tracking.timeline import TimelineWriter, read_timeline
+
+
+class Stepping:
+    """An engine whose answers run until they are aborted; a step waits for leave to end."""
+
+    waiting = unfinished_tokens = 0
+    admitting = True
+    stats = EngineStats()
+
+    def __init__(self) -> None:
+        self.running = 4
+        self.may_step = threading.Semaphore(0)
+
+    def step(self) -> list[Any]:
+        self.may_step.acquire(timeout=0.02)
+        return []
+
+    def clear_cache(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def thread():
+    failures: list[BaseException] = []
+    engine: Any = Stepping()
+    started = EngineThread(engine, asyncio.get_running_loop(), deliver=lambda done: None, failed=failures.append)
+    started.start()
+    yield started
+    started.stop()
+    await asyncio.sleep(0)
+    assert failures == []
+
+
+def finish(engine: Any) -> None:
+    engine.running = 0
+
+
+async def test_a_caller_that_goes_away_ends_nothing(thread: EngineThread) -> None:
+    calls: list[Callable[[], Any]] = [thread.load, lambda: thread.pause("wait", clear_cache=True)]
+    for call in calls:
+        task = asyncio.ensure_future(call())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    thread.tell(finish)
+    assert (await asyncio.wait_for(thread.load(), 10)).running == 0
+
+
+async def test_a_drain_ends_when_its_last_answers_are_aborted(thread: EngineThread) -> None:
+    draining = asyncio.ensure_future(thread.pause("wait", clear_cache=True))
+    await thread.load()  # commands are carried out in order: the thread drains now
+    thread.tell(finish)
+    await asyncio.wait_for(draining, 10)
+    assert thread.is_paused
+
+
+async def test_the_timeline_tells_generating_from_waiting_and_updating(tmp_path: Path) -> None:
+    engine: Any = Stepping()
+    thread = EngineThread(
+        engine,
+        asyncio.get_running_loop(),
+        deliver=lambda done: None,
+        failed=lambda error: None,
+        timeline=TimelineWriter(tmp_path / "generation-0.jsonl"),
+    )
+    thread.start()
+    await asyncio.sleep(0.01)
+    await thread.pause("keep", clear_cache=False)
+    await asyncio.sleep(0.01)
+    await thread.resume()
+    await asyncio.sleep(0.01)
+    await thread.ask(finish)
+    await asyncio.sleep(0.01)
+    await asyncio.to_thread(thread.stop)
+    spans = read_timeline(tmp_path)
+    if spans[0].kind == "wait":  # the thread was slow to start
+        del spans[0]
+    assert [span.kind for span in spans] == ["generate", "update", "generate", "wait"]
+    assert all(before.end_s <= after.start_s + 1e-6 for before, after in pairwise(spans))

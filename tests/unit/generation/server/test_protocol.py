@@ -1,0 +1,60 @@
+"""What requests mean once they are read; the refusals are tested through the server."""
+
+import orjson
+import pytest
+
+from areal_core.api.wire import encode_request
+from areal_core.generation.server.protocol import RequestError, parse_request
+from areal_core.types import GenerationRequest
+
+
+def parse(body):
+    return parse_request(orjson.loads(orjson.dumps(body)), eos_token_ids=(1, 2), default_id="ff")
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("stop_token_ids", [(), (1,), (5, 6)])
+def test_a_request_survives_the_wire(greedy, stop_token_ids):
+    sent = GenerationRequest(
+        request_id="r", token_ids=(3, 4), n=3, max_tokens=9, seed=2**60, stop_token_ids=stop_token_ids, greedy=greedy
+    )
+    wanted = parse_request(orjson.loads(encode_request(sent)), eos_token_ids=(1, 2), default_id="ff")
+    assert wanted.request == sent
+    assert wanted.logprobs
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.6, 1, 100])
+def test_temperatures_survive_the_wire(temperature):
+    sent = GenerationRequest(
+        request_id="r", token_ids=(3,), n=1, max_tokens=9, seed=1, stop_token_ids=(), temperature=temperature
+    )
+    assert parse_request(orjson.loads(encode_request(sent)), eos_token_ids=(), default_id="ff").request == sent
+
+
+@pytest.mark.parametrize("temperature", [0.009, 101, -1, None, True, "0.5", 1e400])
+def test_temperatures_that_are_not_served_are_refused_by_name(temperature):
+    with pytest.raises(RequestError, match=r"^temperature: must be from 0\.01 to 100 or, for greedy decoding, 0, got"):
+        parse_request(
+            {"token_ids": [3], "sampling_params": {"temperature": temperature}}, eos_token_ids=(), default_id="ff"
+        )
+
+
+def test_defaults_are_those_of_vllm():
+    wanted = parse({"token_ids": [3]})
+    assert wanted.request == GenerationRequest(
+        request_id="ff", token_ids=(3,), n=1, max_tokens=16, seed=0xFF, stop_token_ids=(1, 2)
+    )
+    assert not wanted.logprobs
+
+
+def test_end_tokens_are_added_once_unless_ignored():
+    body = {"token_ids": [3], "sampling_params": {"stop_token_ids": [7, 2]}}
+    assert parse(body).request.stop_token_ids == (7, 2, 1)
+    body["sampling_params"]["ignore_eos"] = True
+    assert parse(body).request.stop_token_ids == (7, 2)
+
+
+def test_an_error_names_its_field():
+    with pytest.raises(RequestError, match=r"^top_k: must be 0 or left out, got 5$") as raised:
+        parse({"token_ids": [3], "sampling_params": {"top_k": 5}})
+    assert (raised.value.param, raised.value.status) == ("top_k", 400)

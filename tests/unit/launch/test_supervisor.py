@@ -1,0 +1,400 @@
+"""The parent's side, with real processes and real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.config.schema import LaunchConfig
+from areal_core.errors import ProcessError
+from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
+from areal_core.storage.rundir import RunDir
+
+PATIENCE_S = 30.0
+ADOPT = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from areal_core.launch import process
+ready, scratch = Path(sys.argv[1]), Path(sys.argv[2])
+process.adopt(ready)
+"""
+READY = ADOPT + "process.announce_ready(ready, 'http://127.0.0.1:7');"
+SERVE = READY + "time.sleep(600)"
+# Goes on once its on_ready was called: by then priority and affinity, which the parent sets, are there.
+SETTLED = (
+    READY
+    + """
+while not (scratch / "go").exists():
+    time.sleep(0.01)
+"""
+)
+# Fails at its first `times` starts, then succeeds.
+FLAKY = (
+    ADOPT
+    + """
+starts = scratch / "starts"
+with starts.open("a") as file:
+    file.write(os.environ["AREAL_ATTEMPT"] + "\\n")
+print("some talk", flush=True)
+if len(starts.read_text().split()) <= {times}:
+    raise SystemExit("no luck")
+"""
+)
+
+
+class Rig:
+    """A run folder, and supervisors in it whose logs and ready calls are recorded."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = RunDir(root / "run")
+        self.scratch = root / "scratch"
+        for folder in (self.run.ready, self.run.logs, self.scratch):
+            folder.mkdir(parents=True)
+        self.stop = StopSignal()
+        self.lines: list[str] = []
+        self.ready: list[tuple[int, dict[str, Any]]] = []
+        self.on_ready: Callable[[], None] = lambda: None
+
+    def supervisor(self, code: str, launch: LaunchConfig, **spec: Any) -> Supervisor:
+        def argv(index: int) -> list[str]:
+            return [sys.executable, "-c", code, str(self.run.ready_file("role", index)), str(self.scratch)]
+
+        def on_ready(index: int, info: dict[str, Any]) -> None:
+            self.ready.append((index, info))
+            self.on_ready()
+
+        role = RoleSpec(name="role", argv=argv, **spec)
+        return Supervisor(self.run, role, launch, stop=self.stop, on_ready=on_ready, log=self.lines.append)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def pids(rig: Rig) -> list[int]:
+    return [json.loads(file.read_text())["pid"] for file in rig.run.ready.glob("*.json")]
+
+
+def launch(**changes: Any) -> LaunchConfig:
+    return LaunchConfig(**{"restarts": 0, "start_timeout_s": PATIENCE_S, "stop_timeout_s": PATIENCE_S, **changes})
+
+
+def gone(pid: int) -> bool:
+    """Whether `pid` is no process any more, waiting for its end within our patience."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended = bool(select.select([pidfd], [], [], PATIENCE_S)[0])
+    if not ended:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
+    return ended
+
+
+def test_returns_when_every_process_has_exited_with_0(rig: Rig) -> None:
+    rig.on_ready = (rig.scratch / "go").touch
+    rig.supervisor(SETTLED + "print(ready.stem, sys.stdin.read() == '', flush=True)", launch(), count=2).run()
+    assert sorted(rig.lines) == [f"role-{i}: role-{i} True" for i in range(2)]
+    assert rig.run.log_file("role", 1).read_text() == "role-1 True\n"
+
+
+def test_a_process_is_nice_once_it_is_ready(rig: Rig) -> None:
+    """By its own value and by that of its session, where the kernel weighs sessions against each other."""
+    rig.on_ready = (rig.scratch / "go").touch
+    look = """
+group = Path("/proc/self/autogroup")
+print(os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split()[-1] if group.exists() else "-", flush=True)
+"""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    rig.supervisor(ADOPT + look + SETTLED.removeprefix(ADOPT) + look, launch(), nice=own + 3).run()
+    groups = Path("/proc/self/autogroup").exists()
+    assert rig.lines == [f"role-0: {own} {0 if groups else '-'}", f"role-0: {own + 3} {own + 3 if groups else '-'}"]
+
+
+def test_a_kernel_that_refuses_a_nice_value_is_told_and_ends_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    rig.on_ready = (rig.scratch / "go").touch
+    rig.supervisor(SETTLED + "print('done')", launch(), nice=3).run()
+    assert rig.lines == ["role-0 goes on without nice 3: [Errno 1] Operation not permitted", "role-0: done"]
+
+
+def test_pins_and_sets_the_environment(rig: Rig) -> None:
+    rig.on_ready = (rig.scratch / "go").touch
+    core = min(os.sched_getaffinity(0))
+    code = SETTLED + "print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'], os.environ['EXTRA'])"
+    rig.supervisor(code, launch(), cpus=frozenset({core}), env=lambda index: {"EXTRA": "yes"}).run()
+    assert rig.lines == [f"role-0: {{{core}}} 1 yes"]
+
+
+def test_on_ready_gets_the_address_and_stop_ends_the_process(rig: Rig) -> None:
+    rig.on_ready = rig.stop.set
+    rig.supervisor(SERVE, launch()).run()
+    ((index, info),) = rig.ready
+    assert (index, info["url"]) == (0, "http://127.0.0.1:7")
+    assert gone(info["pid"])
+
+
+def test_a_process_that_ignores_sigterm_is_killed(rig: Rig) -> None:
+    rig.on_ready = rig.stop.set
+    code = ADOPT + "signal.signal(signal.SIGTERM, signal.SIG_IGN); process.announce_ready(ready); time.sleep(600)"
+    rig.supervisor(code, launch(stop_timeout_s=0.3)).run()
+    assert gone(rig.ready[0][1]["pid"])
+    assert rig.lines == ["role-0 did not end within 0.3 s of SIGTERM: killed"]
+
+
+def test_nothing_is_started_once_stop_is_set(rig: Rig) -> None:
+    rig.stop.set()
+    rig.supervisor(FLAKY.format(times=0), launch()).run()
+    assert not (rig.scratch / "starts").exists()
+
+
+def test_a_failed_process_is_started_again(rig: Rig) -> None:
+    rig.supervisor(FLAKY.format(times=2), launch(restarts=2)).run()
+    starts = (rig.scratch / "starts").read_text().split()
+    assert len(starts) == len(set(starts)) == 3
+    assert "role-0 exited with code 1: restart 2 of 2" in rig.lines
+
+
+def test_error_names_role_code_and_last_log_lines_when_restarts_are_spent(rig: Rig) -> None:
+    with pytest.raises(ProcessError, match=r"^role-0 exited with code 1 after 1 restarts; ") as caught:
+        rig.supervisor(FLAKY.format(times=9), launch(restarts=1)).run()
+    message = str(caught.value)
+    assert message.endswith("role-0.log ends: some talk | no luck")  # of the last start only
+    assert "\n" not in message
+    assert len((rig.scratch / "starts").read_text().split()) == 2
+
+
+def test_error_names_the_signal(rig: Rig) -> None:
+    with pytest.raises(ProcessError, match=r"role-0 was killed by SIGKILL; .* ends: \(it is empty\)"):
+        rig.supervisor(READY + "os.kill(os.getpid(), signal.SIGKILL)", launch()).run()
+
+
+def test_a_server_that_exits_has_failed_even_with_0(rig: Rig) -> None:
+    with pytest.raises(ProcessError, match="role-0 exited with code 0"):
+        rig.supervisor(READY, launch(), exits=False).run()
+
+
+def test_a_process_that_is_never_ready_is_an_error(rig: Rig) -> None:
+    code = ADOPT + "(scratch / 'pid').write_text(str(os.getpid())); time.sleep(600)"
+    with pytest.raises(ProcessError, match=r"role-0 was not ready within 2 s \(launch.start_timeout_s\)"):
+        rig.supervisor(code, launch(start_timeout_s=2)).run()
+    assert gone(int((rig.scratch / "pid").read_text()))
+
+
+def test_a_program_that_is_absent_is_an_error(rig: Rig) -> None:
+    role = RoleSpec(name="role", argv=lambda index: ["/nowhere/program"])
+    with pytest.raises(ProcessError, match=r"role-0 can't be started: .*'/nowhere/program'"):
+        Supervisor(rig.run, role, launch(), stop=rig.stop).run()
+
+
+def test_ready_files_of_other_processes_do_not_count(rig: Rig) -> None:
+    rig.run.ready_file("role").write_text('{"pid": 1, "url": "stale"}')
+    orphan = "from areal_core.storage.rundir import write_json; write_json(ready, {'pid': 1, 'url': 'of an orphan'});"
+    late = ADOPT + orphan + "time.sleep(600)"
+    with pytest.raises(ProcessError, match="was not ready"):
+        rig.supervisor(late, launch(start_timeout_s=1.5)).run()
+    assert rig.ready == []
+
+
+def test_a_gang_is_started_again_as_a_whole(rig: Rig) -> None:
+    code = (
+        READY
+        + """
+with (scratch / f"starts-{ready.stem}").open("a") as file:
+    file.write(os.environ["AREAL_ATTEMPT"] + "\\n")
+if len((scratch / f"starts-{ready.stem}").read_text().split()) == 1:
+    if ready.stem == "role-1":
+        while not (scratch / "starts-role-0").exists():
+            time.sleep(0.01)
+        raise SystemExit(3)
+    time.sleep(600)
+"""
+    )
+    rig.supervisor(code, launch(restarts=1), count=2, gang=True).run()
+    starts = [(rig.scratch / f"starts-role-{i}").read_text().split() for i in range(2)]
+    assert starts[0] == starts[1]
+    assert len(set(starts[0])) == 2
+
+
+def test_other_processes_end_when_one_has_failed(rig: Rig) -> None:
+    code = READY + "sys.exit(3) if ready.stem == 'role-1' else time.sleep(600)"
+    with pytest.raises(ProcessError, match="role-1 exited with code 3"):
+        rig.supervisor(code, launch(), count=2).run()
+    assert all(gone(pid) for pid in pids(rig))
+
+
+def test_grandchildren_in_the_group_end_with_the_process(rig: Rig) -> None:
+    rig.on_ready = rig.stop.set
+    code = (
+        ADOPT
+        + "child = subprocess.Popen(['sleep', '600']); (scratch / 'pid').write_text(str(child.pid));"
+        + "process.announce_ready(ready); time.sleep(600)"
+    )
+    rig.supervisor(code, launch()).run()
+    assert gone(int((rig.scratch / "pid").read_text()))
+
+
+def test_a_flood_of_log_is_forwarded_in_part(rig: Rig) -> None:
+    rig.supervisor(READY + "print(('x' * 9999 + '\\n') * 99)", launch()).run()
+    assert len(rig.lines) < 99
+    assert all(len(line) <= 520 for line in rig.lines)
+    assert rig.run.log_file("role").stat().st_size > 99 * 9999
+
+
+def test_a_log_that_fails_leaves_no_process(rig: Rig) -> None:
+    def broken(line: str) -> None:
+        raise BrokenPipeError
+
+    code = READY + "print('talk', flush=True); time.sleep(600)"
+    supervisor = rig.supervisor(code, launch(), count=2)
+    supervisor._log = broken
+    with pytest.raises(BrokenPipeError):
+        supervisor.run()
+    assert all(gone(pid) for pid in pids(rig))
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from areal_core.config.schema import LaunchConfig
+from areal_core.launch.supervisor import RoleSpec, StopSignal, Supervisor
+from areal_core.storage.rundir import RunDir
+run = RunDir(Path(sys.argv[1]))
+argv = [sys.executable, "-c", sys.argv[2], str(run.ready_file("role")), sys.argv[3]]
+role = RoleSpec(name="role", argv=lambda index: argv)
+Supervisor(run, role, LaunchConfig(stop_timeout_s=0.5), stop=StopSignal(), log=lambda line: None,
+           on_ready=lambda index, info: print(info["pid"], flush=True)).run()
+"""
+# A child with a grandchild in a session of its own, which is ready before the child is.
+FAMILY = (
+    ADOPT
+    + """
+grandchild = '''
+from areal_core.launch import process; {prelude}
+process.adopt(); print("tied", flush=True); import time; time.sleep(600)
+'''
+{prelude}
+started = subprocess.Popen([sys.executable, "-c", grandchild], start_new_session=True, stdout=subprocess.PIPE,
+                           pass_fds={pass_fds})
+started.stdout.readline()
+(scratch / "pid").write_text(str(started.pid))
+process.announce_ready(ready); time.sleep(600)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("prelude", "pass_fds"),
+    [
+        pytest.param("process.die_with_parent = lambda signum: None", "process.lifeline_fds()", id="lifeline"),
+        pytest.param("pass", "()", id="pdeathsig"),
+    ],
+)
+def test_children_and_grandchildren_in_other_sessions_end_with_a_killed_launcher(
+    rig: Rig, prelude: str, pass_fds: str
+) -> None:
+    code = FAMILY.format(prelude=prelude, pass_fds=pass_fds)
+    argv = [sys.executable, "-c", LAUNCHER, str(rig.run.root), code, str(rig.scratch)]
+    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    child = int(launcher.stdout.readline())
+    grandchild = int((rig.scratch / "pid").read_text())
+    launcher.kill()
+    launcher.wait()
+    assert gone(child)
+    assert gone(grandchild)
+
+
+def test_a_killed_child_takes_its_grandchildren_along(rig: Rig) -> None:
+    code = FAMILY.format(prelude="process.die_with_parent = lambda signum: None", pass_fds="process.lifeline_fds()")
+    rig.on_ready = lambda: os.kill(rig.ready[0][1]["pid"], signal.SIGKILL)
+    with pytest.raises(ProcessError, match="SIGKILL"):
+        rig.supervisor(code, launch()).run()
+    assert gone(int((rig.scratch / "pid").read_text()))
+
+
+def test_stop_signal_wakes_a_waiter() -> None:
+    stop = StopSignal()
+    assert not stop.is_set()
+    assert not stop.wait(0.01)
+    waiter = threading.Thread(target=stop.wait, args=(PATIENCE_S,))
+    waiter.start()
+    stop.set()
+    waiter.join(PATIENCE_S)
+    assert not waiter.is_alive()
+    assert stop.is_set()
+
+
+def test_file_lock_is_held_until_every_process_that_inherited_it_is_gone(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock", timeout_s=0.0, busy="the run is busy")
+    child = subprocess.Popen(["sleep", "600"], pass_fds=(lock.fd,))
+    lock.release()
+    with pytest.raises(ProcessError, match=re.escape("the run is busy")):
+        FileLock(tmp_path / "lock", timeout_s=0.2, busy="the run is busy")
+    child.kill()
+    child.wait()
+    FileLock(tmp_path / "lock", timeout_s=0.0, busy="the run is busy").release()
+
+
+def test_who_only_looks_sees_a_file_lock_and_does_not_take_it(tmp_path: Path) -> None:
+    assert not FileLock.is_held(tmp_path / "lock")
+    with FileLock(tmp_path / "lock", timeout_s=0.0, busy="taken"):
+        assert FileLock.is_held(tmp_path / "lock")
+    assert not FileLock.is_held(tmp_path / "lock")
+    with FileLock(tmp_path / "lock", timeout_s=0.0, busy="taken"):
+        pass
+
+
+def test_processes_are_numbered_from_the_first(rig: Rig) -> None:
+    rig.supervisor(READY + "print(ready.stem, flush=True)", launch(), count=2, first=3).run()
+    assert sorted(rig.lines) == ["role-3: role-3", "role-4: role-4"]
+    assert sorted(rig.ready)[0][0] == 3
+
+
+def test_a_process_that_has_had_restarts_of_its_own_gets_none(rig: Rig) -> None:
+    code = ADOPT + "print('ranks failed', flush=True); sys.exit(3)"
+    with pytest.raises(ProcessError, match=r"^role-0 exited with code 3; .* ends: ranks failed$"):
+        rig.supervisor(code, launch(restarts=2), final=3).run()
+    with pytest.raises(ProcessError, match="role-0 exited with code 3 after 1 restarts"):
+        rig.supervisor(code, launch(restarts=1), final=4).run()
+
+
+# Starts a process in a session of its own, which is stopped, and goes on as it is told.
+STRAYS = (
+    ADOPT
+    + """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+child.send_signal(signal.SIGSTOP)
+(scratch / "child").write_text(str(child.pid))
+process.announce_ready(ready)
+{then}
+"""
+)
+
+
+@pytest.mark.parametrize("then", ["time.sleep(600)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_stopped_grandchild_in_a_session_of_its_own_does_not_outlive_the_process(rig: Rig, then: str) -> None:
+    supervisor = rig.supervisor(STRAYS.format(then=then), launch(restarts=0), sessions=True)
+    if "SIGKILL" in then:
+        with pytest.raises(ProcessError, match="was killed by SIGKILL"):
+            supervisor.run()
+    else:
+        rig.on_ready = rig.stop.set
+        supervisor.run()
+    assert gone(int((rig.scratch / "child").read_text()))

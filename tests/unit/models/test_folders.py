@@ -1,0 +1,160 @@
+"""Model folders: what is written loads in transformers with the same logits, and what is broken is refused by name."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from areal_core.errors import ModelError
+from areal_core.models import folders
+from areal_core.models.folders import ModelSpec
+
+SPEC = ModelSpec(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=23,
+    hidden_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    rope_theta=10000.0,
+    rms_eps=1e-6,
+    qkv_bias=True,
+    tie_embeddings=True,
+    context=64,
+    eos_token_ids=(1,),
+)
+LLAMA = dataclasses.replace(
+    SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False, rope_theta=5e5, eos_token_ids=(1, 4)
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folders.write_model(tmp_path, SPEC, folders.init_weights(SPEC, seed=0), None)
+    return tmp_path
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value != "remove"}))
+
+
+@pytest.mark.parametrize("spec", [SPEC, LLAMA], ids=["qwen2-tied", "llama"])
+def test_written_model_is_read_back_and_loads_in_transformers(tmp_path, spec):
+    from transformers import AutoModelForCausalLM
+
+    weights = folders.init_weights(spec, seed=3)
+    weights |= {name: torch.randn(tensor.shape) for name, tensor in weights.items() if name.endswith("bias")}
+    folders.write_model(tmp_path, spec, weights, None)
+
+    assert folders.read_spec(tmp_path) == spec
+    read = folders.read_weights(tmp_path, spec)
+    assert set(read) == set(weights)
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+    reference, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    state = reference.state_dict()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    assert reference.config.rope_parameters["rope_theta"] == spec.rope_theta
+    assert sum(p.numel() for p in reference.parameters()) == spec.parameters
+
+
+def test_written_tokenizer_loads_in_transformers(tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer
+
+    source = tmp_path / "source.json"
+    Tokenizer(models.WordLevel({"a": 0, "<eos>": 1, "b": 2}, unk_token="a")).save(str(source))
+    folders.write_model(tmp_path / "model", SPEC, folders.init_weights(SPEC, seed=0), source)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.eos_token_id == 1
+    assert tokenizer("b")["input_ids"] == [2]
+
+
+def test_rope_tables_are_those_of_transformers(folder):
+    from transformers import AutoModelForCausalLM
+
+    rotary = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
+    cos, sin = rotary(torch.zeros(1), torch.arange(SPEC.context)[None])
+    ours = folders.rope_tables(SPEC, SPEC.context)
+    assert torch.equal(ours[0], cos[0])
+    assert torch.equal(ours[1], sin[0])
+
+
+def test_init_weights_is_a_function_of_the_seed():
+    first, again, other = (folders.init_weights(SPEC, seed)["model.embed_tokens.weight"] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_sharded_weights_and_older_rope_field_are_read(folder):
+    from safetensors.torch import save_file
+
+    weights = folders.read_weights(folder, SPEC)
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({name: weights[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    edit_config(folder, rope_parameters="remove", rope_theta=123.0)
+
+    assert folders.read_spec(folder).rope_theta == 123.0
+    again = folders.read_weights(folder, SPEC)
+    assert all(torch.equal(again[name], weights[name]) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type"),
+        ({"vocab_size": "remove"}, "vocab_size"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 7}, "head_dim"),
+    ],
+)
+def test_unsupported_config_is_refused_in_one_line(folder, changes, named):
+    edit_config(folder, **changes)
+    with pytest.raises(ModelError, match=named) as raised:
+        folders.read_spec(folder)
+    assert str(folder) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_and_broken_files_are_refused(folder):
+    with pytest.raises(ModelError, match=r"nowhere.*config\.json"):
+        folders.read_spec(folder / "nowhere")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        folders.read_spec(folder)
+    (folder / "model.safetensors").write_bytes(b"\x08")
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        folders.read_weights(folder, SPEC)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no such file"):
+        folders.read_weights(folder, SPEC)
+
+
+def test_check_weights_names_the_tensor():
+    weights = folders.init_weights(SPEC, seed=0)
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ModelError, match=rf"{name}.*\[48, 32\]"):
+        folders.check_weights(SPEC, weights | {name: torch.zeros(32, 48)})
+    with pytest.raises(ModelError, match="extra"):
+        folders.check_weights(SPEC, weights | {"extra": torch.zeros(1)})
+    del weights[name]
+    with pytest.raises(ModelError, match=rf"{name}.*missing"):
+        folders.check_weights(SPEC, weights)

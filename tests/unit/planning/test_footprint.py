@@ -1,0 +1,199 @@
+"""What fits and what does not, and the one line that says by how much."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from areal_core.config.schema import RunConfig, load
+from areal_core.errors import ConfigError
+from areal_core.models.spec import ModelSpec
+from areal_core.planning.footprint import GIB, MARGIN, SLEEPING, check_footprint, footprint
+from areal_core.planning.memory import answer_bytes, server_state, training_pass, training_state
+
+# Seven billion parameters, as Qwen2.5-7B: 7,615,616,512.
+SPEC = ModelSpec(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=152064,
+    hidden_size=3584,
+    layers=28,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    intermediate_size=18944,
+    rope_theta=1e6,
+    rms_eps=1e-6,
+    qkv_bias=True,
+    tie_embeddings=False,
+    context=32768,
+    eos_token_ids=(0,),
+)
+EIGHTY = 80 * GIB
+
+
+def config(mode: str = "async", **groups: dict[str, Any]) -> RunConfig:
+    """Eight GPUs, six of which generate, answers of 7168 tokens to prompts of 1024; DeepSpeed at stage 3."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {"path": "m", "context": 8192},
+        "task": {"max_prompt_tokens": 1024, "max_new_tokens": 7168},
+        "generation": {"engine": "vllm", "slots": 128},
+        "training": {
+            "engine": "deepspeed", "zero_stage": 3, "dtype": "bfloat16", "checkpoint_activations": True,
+            "microbatch_tokens": 8192, "ranks": 2,
+        },
+        "launch": {"accelerator": "cuda", "devices": 8},
+    }  # fmt: skip
+    return load({"mode": mode} | {name: values.get(name, {}) | groups.get(name, {}) for name in values | groups})
+
+
+def refusal(chosen: RunConfig, memory: float = EIGHTY, **options: float) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_footprint(chosen, SPEC, memory, **options)
+    return str(caught.value)
+
+
+def test_every_need_is_the_sum_of_its_terms_and_the_margin() -> None:
+    chosen = config(training={"ranks": 4})
+    found = check_footprint(chosen, SPEC, EIGHTY)
+    rank, server = found.needs
+    assert (rank.who, server.who) == ("rank", "server")
+    terms = training_state(chosen, SPEC) | training_pass(chosen, SPEC)
+    assert rank.total == pytest.approx(sum(terms.values()) + MARGIN * EIGHTY)
+    assert rank.limit == EIGHTY
+    terms = server_state(chosen, SPEC)
+    assert server.total == pytest.approx(sum(terms.values()) + answer_bytes(chosen, SPEC) + MARGIN * EIGHTY)
+    assert server.limit == 0.85 * EIGHTY  # generation.vllm.memory_share
+    # 68 GiB, less weights, a step (8192 tokens x (3 x 18944 + 4 x 3584) x 2 bytes, 128 slots x 152064 x 12) and the
+    # margin, in answers of 8192 tokens x 57344 bytes.
+    left = 68 * GIB - 2 * 7_615_616_512 - 8192 * 71168 * 2 - 128 * 152064 * 12 - 6.4 * GIB
+    assert found.answers == int(left // (8192 * 57344)) == 105
+
+
+@pytest.mark.parametrize(
+    ("training", "memory", "said"),
+    [
+        (
+            {"zero_stage": 2},  # 14.19 + 14.19 + 42.56 + 28.37 + 3.73 + 6.4 = 109.43
+            80,
+            "training.zero_stage: rank needs 109.4 GiB of 80.0 GiB, 29.4 too many: weights 14.2, gradients 14.2, "
+            "optimiser 42.6, update 28.4, collectives 3.7, margin 6.4; raise zero_stage or ranks",
+        ),
+        (
+            {"zero_stage": 2, "ranks": 6, "microbatch_tokens": 32768},
+            40,
+            "training.zero_stage: rank needs 56.9 GiB of 40.0 GiB, 16.9 too many: weights 14.2, gradients 4.7, "
+            "optimiser 14.2, activations 16.8, collectives 3.7, margin 3.2; raise zero_stage or ranks or lower "
+            "microbatch_tokens",
+        ),
+        (
+            {"ranks": 1},
+            80,
+            "training.ranks: rank needs 147.1 GiB of 80.0 GiB, 67.1 too many: weights 14.2, gradients 28.4, "
+            "optimiser 85.1, update 7.5, collectives 5.6, margin 6.4; raise ranks",
+        ),
+        (
+            {"engine": "torch", "zero_stage": 2},
+            80,
+            "training.engine: rank needs 176.6 GiB of 80.0 GiB, 96.6 too many: weights 14.2, gradients 42.6, "
+            "optimiser 85.1, update 28.4, margin 6.4; every rank of torch's has all of it; deepspeed shares it out "
+            "among several",
+        ),
+        (
+            {"ranks": 4, "checkpoint_activations": False, "microbatch_tokens": 16384},
+            80,
+            "training.checkpoint_activations: rank needs 154.7 GiB of 80.0 GiB, 74.7 too many: weights 3.5, gradients "
+            "7.1, optimiser 21.3, activations 110.8, collectives 5.6, margin 6.4; set it, or lower microbatch_tokens",
+        ),
+        (
+            {"ranks": 4, "microbatch_tokens": 131072},
+            80,
+            "training.microbatch_tokens: rank needs 110.0 GiB of 80.0 GiB, 30.0 too many: weights 3.5, gradients 7.1, "
+            "optimiser 21.3, activations 66.1, collectives 5.6, margin 6.4; lower it, to 8192 at the least",
+        ),
+        (
+            {"ranks": 6, "dtype": "float32"},
+            24,
+            "training.ranks: rank needs 43.5 GiB of 24.0 GiB, 19.5 too many: weights 4.7, gradients 4.7, optimiser "
+            "14.2, activations 8.6, collectives 9.3, margin 1.9; raise ranks or lower microbatch_tokens",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_fit(training: dict[str, Any], memory: float, said: str) -> None:
+    assert refusal(config(training=training), memory * GIB) == said
+
+
+def test_answers_that_are_too_long_to_train_on() -> None:
+    long = config(
+        model={"context": 262144},
+        task={"max_new_tokens": 261120},
+        training={"ranks": 4, "microbatch_tokens": 262144},
+    )
+    assert refusal(long).startswith("task.max_new_tokens: rank needs ")
+
+
+def test_a_reference_model_is_counted() -> None:
+    without, beside = (
+        footprint(config(training={"ranks": 4}, algorithm={"kl_coef": kl}), SPEC, EIGHTY).needs[0].parts
+        for kl in (0.0, 0.1)
+    )
+    assert beside == without | {"reference": 2 * 7_615_616_512}
+
+
+def test_a_server_that_does_not_fit() -> None:
+    chosen = config(training={"ranks": 4}, generation={"vllm": {"memory_share": 0.2}})
+    assert refusal(chosen) == (
+        "generation.vllm.tensor_parallel: server needs 22.3 GiB of 16.0 GiB, 6.3 too many: weights 14.2, step 1.3, "
+        "cache 0.4, margin 6.4; raise it, or generation.vllm.memory_share"
+    )
+    embedded = config(training={"ranks": 4}, generation={"engine": "embedded", "slots": 64})
+    assert refusal(embedded) == (
+        "generation.slots: server needs 119.4 GiB of 80.0 GiB, 39.4 too many: weights 56.7, step 0.2, cache 56.0, "
+        "margin 6.4; lower it, or generate with vllm"
+    )
+
+
+# -- both on one GPU ---------------------------------------------------------------------------------------------------
+
+SMALL = dataclasses.replace(SPEC, layers=4)
+
+
+def shared(**generation: Any) -> RunConfig:
+    return config(
+        "sync", launch={"devices": 1}, training={"engine": "torch", "zero_stage": 2, "ranks": 1}, generation=generation
+    )
+
+
+def test_a_server_that_sleeps_gives_its_memory_to_the_rank() -> None:
+    chosen = shared(sleep=True, vllm={"memory_share": 0.25})
+    training, generating, server = check_footprint(chosen, SMALL, EIGHTY).needs
+    state, run = training_state(chosen, SMALL), training_pass(chosen, SMALL)
+    assert training.parts == state | run | {"sleeping server": SLEEPING, "margin": MARGIN * EIGHTY}
+    assert generating.parts == state | {"server": 20 * GIB, "margin": MARGIN * EIGHTY}
+    assert server.limit == 20 * GIB
+
+
+def test_a_server_takes_more_than_the_rank_leaves() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_footprint(shared(sleep=True), SMALL, EIGHTY)
+    assert str(caught.value) == (  # 0.85 of 80 GiB
+        "generation.vllm.memory_share: server beside a rank needs 112.1 GiB of 80.0 GiB, 32.1 too many: weights 3.8, "
+        "gradients 11.3, optimiser 22.6, server 68.0, margin 6.4; lower it"
+    )
+
+
+@pytest.mark.parametrize("generation", [{"vllm": {"memory_share": 0.25}}, {"engine": "embedded", "slots": 16}])
+def test_awake_both_have_all_of_theirs_at_once(generation: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^generation\.sleep: rank beside a server needs .* too many: .*; set it"):
+        check_footprint(shared(**generation), SMALL, 60 * GIB)
+    assert check_footprint(shared(**generation), SMALL, 160 * GIB).placement.shared
+
+
+def test_the_table_says_what_does_not_fit() -> None:
+    lines = footprint(config(training={"zero_stage": 2}), SPEC, EIGHTY).table().splitlines()
+    assert lines[0] == (
+        "1 machine: 6 x 1 GPUs generate, and 2 train; the cache of a server holds 105 answers of 8192 tokens"
+    )
+    assert lines[1].startswith("rank: 109.4 of 80.0 GiB, 29.4 too many: weights 14.2, ")
+    assert lines[2].startswith("server: 22.3 of 68.0 GiB, fits: weights 14.2, ")

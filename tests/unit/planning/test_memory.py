@@ -1,0 +1,267 @@
+"""Every term against numbers worked out by hand, and the training ones against the bytes of tensors in a real pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from areal_core.config.schema import RunConfig, load
+from areal_core.models.folders import init_weights
+from areal_core.models.spec import ModelSpec
+from areal_core.planning.memory import (
+    LOGITS_AT_ONCE,
+    answer_bytes,
+    backward_buffers,
+    head_buffers,
+    kv_bytes,
+    layer_activations,
+    layer_parameters,
+    server_state,
+    training_pass,
+    training_state,
+)
+from areal_core.training.batching.packing import Packed, pack
+from areal_core.training.engines.torch_engine import TorchEngine
+from areal_core.training.model import attention, forward, pointwise
+from tests.support.live_memory import LiveMemory
+
+SPEC = ModelSpec(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=1000,
+    hidden_size=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate_size=100,
+    rope_theta=1e4,
+    rms_eps=1e-6,
+    qkv_bias=True,
+    tie_embeddings=False,
+    context=4096,
+    eos_token_ids=(0,),
+)
+# q 64 x 64 + 64, k and v each 32 x 64 + 32, o 64 x 64, two norms of 64, three matrices of 100 x 64.
+LAYER = 4160 + 2 * 2080 + 4096 + 128 + 19200  # 31,744
+P = 2 * 1000 * 64 + 64 + 2 * LAYER  # 191,552
+LARGE = dataclasses.replace(
+    SPEC,
+    vocab_size=152064,
+    hidden_size=5120,
+    layers=64,
+    heads=40,
+    kv_heads=8,
+    head_dim=128,
+    intermediate_size=27648,
+)  # 32 billion
+
+
+def config(*, generation: dict[str, Any] | None = None, **training: Any) -> RunConfig:
+    """Of a jsonl task with answers of 24 tokens to prompts of 8; four ranks, so that each has a quarter."""
+    return load(
+        {
+            "model": {"path": "m", "context": 32},
+            "task": {"max_prompt_tokens": 8, "max_new_tokens": 24},
+            "training": {"ranks": 4, "microbatch_tokens": 1024} | training,
+            "generation": generation or {},
+        }
+    )
+
+
+def test_parameters_of_the_example() -> None:
+    assert (SPEC.parameters, layer_parameters(SPEC)) == (P, LAYER)
+    tied = dataclasses.replace(SPEC, tie_embeddings=True)
+    assert (tied.parameters, layer_parameters(tied)) == (P - 64000, LAYER)
+
+
+@pytest.mark.parametrize(
+    ("training", "weights", "gradients", "optimiser"),
+    [
+        # The weights are the optimiser's own.
+        ({"engine": "torch"}, 4 * P, 4 * P, 8 * P),
+        # A copy of the weights for passes, and the gradient of a micro-batch beside the sum.
+        ({"engine": "torch", "dtype": "bfloat16"}, 2 * P, 6 * P, 12 * P),
+        # The optimiser's own weights, and what layers round of them.
+        ({"engine": "deepspeed", "dtype": "bfloat16", "zero_stage": 0}, 6 * P, 4 * P, 8 * P),
+        ({"engine": "deepspeed", "dtype": "bfloat16", "zero_stage": 1}, 2 * P, 6 * P, 12 * P / 4),
+        ({"engine": "deepspeed", "dtype": "bfloat16", "zero_stage": 2}, 2 * P, 4 * P / 4, 12 * P / 4),
+        ({"engine": "deepspeed", "dtype": "bfloat16", "zero_stage": 3}, 2 * P / 4, 4 * P / 4, 12 * P / 4),
+        ({"engine": "deepspeed", "zero_stage": 3}, 4 * P / 4, 4 * P / 4, 12 * P / 4),
+        ({"engine": "deepspeed", "zero_stage": 0}, 4 * P, 4 * P, 8 * P),
+    ],
+)
+def test_state_of_a_rank(training: dict[str, Any], weights: float, gradients: float, optimiser: float) -> None:
+    state = training_state(config(**training), SPEC)
+    assert state == {"weights": weights, "gradients": gradients, "optimiser": optimiser, "reference": 0.0}
+    reference = (2.0 if training.get("dtype") == "bfloat16" else 4.0) * P
+    assert training_state(config(**training), SPEC, reference=True) == state | {"reference": reference}
+
+
+def test_a_model_of_seven_billion_at_zero_3() -> None:
+    seven = dataclasses.replace(LARGE, hidden_size=3584, layers=28, heads=28, kv_heads=4, intermediate_size=18944)
+    assert seven.parameters == 7_615_616_512
+    state = training_state(config(engine="deepspeed", dtype="bfloat16", zero_stage=3, ranks=8), seven)
+    assert sum(state.values()) == 18 * 7_615_616_512 / 8  # 17 GB
+
+
+def test_activations_of_a_layer() -> None:
+    # bfloat16, a token: two norms keep 64 x (4 + 4 + 2) + 4 each; q three times 64, k and v 32 each, the MLP 4 x 100,
+    # two bytes each; four heads 4 bytes each.
+    assert layer_activations(SPEC, 10, 2) == 10 * (2 * 644 + 2 * (192 + 64 + 400) + 16)
+    assert layer_activations(SPEC, 10, 4) == 10 * (2 * 772 + 4 * (192 + 64 + 400) + 16)
+
+
+def test_buffers_of_the_way_back() -> None:
+    assert backward_buffers(SPEC, 10, 2) == 10 * 2 * (200 + 128) + 2 * LAYER
+    # The last norm, hidden states twice, the matrix's gradient in float32 and bfloat16, three slices of ten rows.
+    assert head_buffers(SPEC, 10, 2) == 10 * 644 + 2 * 10 * 64 * 2 + 6 * 64000 + 12 * 10 * 1000
+    assert head_buffers(SPEC, 10, 4) == 10 * 772 + 2 * 10 * 64 * 4 + 4 * 64000 + 12 * 10 * 1000
+    assert head_buffers(SPEC, 1 << 20, 4) - (1 << 20) * (772 + 512) == 4 * 64000 + 12 * LOGITS_AT_ONCE
+
+
+def test_a_pass_keeps_all_layers_or_their_inputs() -> None:
+    layer, back, head = (f(SPEC, 1024, 2) for f in (layer_activations, backward_buffers, head_buffers))
+    assert head > back
+    assert layer + back < head
+    kept = training_pass(config(engine="deepspeed", dtype="bfloat16"), SPEC)
+    again = training_pass(config(engine="deepspeed", dtype="bfloat16", checkpoint_activations=True), SPEC)
+    assert kept["activations"] == 2 * layer + head
+    assert again["activations"] == 2 * 1024 * 64 * 2 + head
+    wide = dataclasses.replace(SPEC, vocab_size=10)  # where the head is nothing
+    layer, back = layer_activations(wide, 1024, 2), backward_buffers(wide, 1024, 2)
+    again = training_pass(config(engine="deepspeed", dtype="bfloat16", checkpoint_activations=True), wide)
+    assert again["activations"] == 2 * 1024 * 64 * 2 + layer + back
+
+
+def test_what_is_gathered_and_reduced() -> None:
+    def collectives(spec: ModelSpec, **training: Any) -> float:
+        return training_pass(config(microbatch_tokens=32768, **training), spec)["collectives"]
+
+    assert collectives(SPEC, engine="torch") == 0.0
+    # Small models: all of it, in two buckets and in float32; and gathered, at stage 3.
+    assert collectives(SPEC, engine="deepspeed", dtype="bfloat16", zero_stage=2) == 8 * P
+    assert collectives(SPEC, engine="deepspeed", dtype="bfloat16", zero_stage=3) == 8 * P + 2 * P
+    # 32 billion: buckets of 5e8; a layer (q and o 5120 x 5120, k and v 1024 x 5120, three of 27648 x 5120, biases of
+    # 7168, norms of 10240) with a vocabulary matrix.
+    assert layer_parameters(LARGE) == 487_605_248
+    found = collectives(LARGE, engine="deepspeed", dtype="bfloat16", zero_stage=3, ranks=8)
+    assert found == 8 * 5e8 + 2 * (487_605_248 + 152064 * 5120)
+
+
+def test_an_update_may_need_more_than_a_pass() -> None:
+    deep = dataclasses.replace(SPEC, layers=200)
+    assert "activations" in training_pass(config(engine="torch", microbatch_tokens=1024), deep)
+    again = config(engine="torch", microbatch_tokens=32, checkpoint_activations=True)
+    assert training_pass(again, deep) == {
+        "update": 4.0 * deep.parameters,
+        "collectives": 0.0,
+    }
+    for stage, share in ((0, 1), (1, 4), (2, 4), (3, 4)):
+        chosen = config(engine="deepspeed", microbatch_tokens=32, zero_stage=stage, checkpoint_activations=True)
+        assert training_pass(chosen, deep)["update"] == 8.0 * deep.parameters / share
+    chosen = config(engine="deepspeed", dtype="bfloat16", zero_stage=3, microbatch_tokens=32)
+    assert training_pass(chosen, LARGE)["update"] == 8e9  # of eight billion weights a billion at a time
+
+
+@pytest.mark.parametrize(("degree", "heads"), [(1, 2), (2, 1), (4, 1)])
+def test_a_server_of_vllm(degree: int, heads: int) -> None:
+    vllm = config(generation={"engine": "vllm", "slots": 16, "vllm": {"tensor_parallel": degree}})
+    token = 2 * 2 * heads * 16 * 2  # keys and values, layers, heads of this GPU, width, bytes
+    assert kv_bytes(vllm, SPEC) == token
+    assert answer_bytes(vllm, SPEC) == 32 * token
+    assert server_state(vllm, SPEC) == {
+        "weights": 2 * P / degree,
+        "step": 8192 * (300 / degree + 256) * 2 + 12 * 16 * 1000,
+    }
+
+
+def test_a_server_of_another_type() -> None:
+    vllm = config(generation={"engine": "vllm", "vllm": {"dtype": "float32"}})
+    assert server_state(vllm, SPEC)["weights"] == 4 * P
+    assert kv_bytes(vllm, SPEC) == 2 * 2 * 2 * 16 * 4
+    embedded = config(generation={"slots": 16})
+    assert server_state(embedded, SPEC) == {"weights": 8 * P, "step": 24 * 16 * 1000}
+
+
+# -- in fact -----------------------------------------------------------------------------------------------------------
+
+REAL = dataclasses.replace(SPEC, layers=4, vocab_size=2000, intermediate_size=352)
+TOKENS = 1024
+
+
+def packed(spec: ModelSpec) -> Packed:
+    """Four sequences, all but one token of each an answer's."""
+    lengths, prompts = np.full(4, TOKENS // 4), np.full(4, 1)
+    return pack(np.arange(TOKENS, dtype=np.int32) % spec.vocab_size, lengths, prompts, range(4))
+
+
+def test_no_pass_makes_more_logits_at_once() -> None:
+    assert max(forward._LOGITS_AT_ONCE, forward._LOGITS_AT_ONCE_GPU) == LOGITS_AT_ONCE
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes keep what they keep on a GPU."""
+    for module in (pointwise, attention):
+        monkeypatch.setattr(module, "is_compiled", lambda device, dtype: False)
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_a_pass_and_an_update_of_the_torch_engine() -> None:
+    chosen = config(engine="torch", ranks=1)
+    engine = TorchEngine(REAL, init_weights(REAL, 0), chosen.training, chosen.algorithm)
+    known = (engine._flat, engine._gradient, *engine._saved().values())
+    assert sum(tensor.nbytes for tensor in dict.fromkeys(known)) == sum(training_state(chosen, REAL).values())
+    with LiveMemory(*known) as a_pass:
+        engine.start_gradient()
+        logprobs, _ = engine.forward(packed(REAL))
+        engine.backward(logprobs.sum(), last=True)
+    predicted = training_pass(chosen, REAL)["activations"]
+    assert a_pass.peak == pytest.approx(predicted, rel=0.08)
+    with LiveMemory(*known) as update:
+        engine.apply_gradient(1e-5, engine.reduce_gradient())
+    assert update.peak == pytest.approx(4 * REAL.parameters, rel=0.01)
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pass_with_layers_kept_or_computed_again(dtype: str, checkpointed: bool) -> None:
+    assert 0.93 < _of_predicted(dtype, checkpointed) < 1.07
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_kernels_of_a_core_keep_less(checkpointed: bool) -> None:
+    assert 0.7 < _of_predicted("float32", checkpointed) < 0.9
+
+
+def _of_predicted(dtype: str, checkpointed: bool) -> float:
+    """The memory of a pass and of the way back, as a part of what is predicted."""
+    spec = dataclasses.replace(REAL, vocab_size=100)  # so that layers are what counts
+    chosen = config(engine="deepspeed", dtype=dtype, checkpoint_activations=checkpointed)
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in init_weights(spec, 0).items()}
+    for tensor in weights.values():
+        tensor.requires_grad_().grad = torch.zeros_like(tensor)
+    known = [each for tensor in weights.values() if tensor.grad is not None for each in (tensor, tensor.grad)]
+    with LiveMemory(*known) as live:
+        _logprobs(spec, weights, packed(spec), checkpointed).float().sum().backward()
+    return live.peak / training_pass(chosen, spec)["activations"]
+
+
+def _logprobs(spec: ModelSpec, weights: dict[str, Tensor], batch: Packed, checkpointed: bool) -> Tensor:
+    x = forward.embed(weights["model.embed_tokens.weight"], batch)
+    cos, sin = forward.rotations(spec, batch, x)
+    for layer in range(spec.layers):
+        inputs = spec, forward.layer_weights(weights, layer), x, cos, sin, batch.blocks
+        if checkpointed:
+            x = checkpoint(forward.decoder_layer, *inputs, use_reentrant=False)
+        else:
+            x = forward.decoder_layer(*inputs)
+    x = forward.rms_norm(x, weights["model.norm.weight"], spec.rms_eps)
+    return forward.target_logprobs(weights["lm_head.weight"], x, batch, temperature=1.0)[0]

@@ -1,0 +1,151 @@
+"""Advice on how to share devices out, from made-up measurements whose best split is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_core.config.schema import load
+from areal_core.errors import ConfigError
+from areal_core.planning.split import advice, decode_pace, generation_used, rates, splits, splits_of_run
+from areal_core.storage.rundir import RunDir
+from tests.support.splits import (
+    ANSWER_S,
+    FIXED_S,
+    GENERATED,
+    RUNNING,
+    SLOTS,
+    TRAINED,
+    config,
+    curves,
+    measured,
+    recorded_run,
+)
+
+
+@pytest.mark.parametrize(("servers", "ranks"), [(2, 6), (4, 4), (5, 3), (7, 1)])
+def test_the_best_split_is_found_from_any_other(servers: int, ranks: int) -> None:
+    """Of eight devices: 3 x 5000 against 5 x 4000, 4 x 5000 against 4 x 4000, and so on: four each is the best."""
+    found = splits(config(servers, ranks), measured(servers, ranks))
+    assert (found[0].servers, found[0].ranks) == (4, 4)
+    assert found[0].ratio == pytest.approx(4 * TRAINED / min(servers * GENERATED, ranks * TRAINED))
+    assert [split.servers + split.ranks for split in found] == [8] * 7
+    assert found[0].overrides == ["generation.servers=4", "training.ranks=4"]
+
+
+def test_what_the_staleness_bound_admits_is_shared_out() -> None:
+    """4.5 batches of 64 answers, of which four fifths run: six servers would have 38 each, half of what they can."""
+    tight = config(6, 2, batch_size=64, max_staleness=4)
+    found = splits(tight, measured(6, 2))
+    per_server = {servers: min(SLOTS, RUNNING * 288 / servers) for servers in range(1, 8)}
+    able = {s: s * n / (FIXED_S + n * ANSWER_S) for s, n in per_server.items()}
+    best = max(able, key=lambda s: min(able[s], (8 - s) * TRAINED))
+    assert found[0].servers == best
+
+
+def test_answers_that_have_ended_hold_places_until_their_group_has() -> None:
+    """With a quarter of each group's answers running, half of a server's slots are in use."""
+    few = dataclasses.replace(measured(4, 4), running_share=0.25)
+    half = 50 / (FIXED_S + 50 * ANSWER_S)
+    found = {split.servers: split.ratio for split in splits(config(4, 4), few)}
+    for servers in (1, 2, 3):
+        assert found[servers] == pytest.approx(servers * half / min(4 * half, 4 * TRAINED))
+    assert generation_used(config(4, 4), few) == pytest.approx(min(1.0, 4 * TRAINED / (4 * half)))
+
+
+def test_splits_that_the_run_does_not_allow_are_left_out() -> None:
+    """Two groups in a minibatch keep two ranks busy at most."""
+    small = config(6, 2, batch_size=32)
+    assert {split.ranks for split in splits(small, measured(6, 2))} == {1, 2}
+
+
+def test_servers_of_several_devices() -> None:
+    wide = load(
+        {
+            "launch": {"accelerator": "cuda", "devices": 8},
+            "generation": {"engine": "vllm", "slots": SLOTS, "vllm": {"tensor_parallel": 2}},
+            "training": {"ranks": 2, "minibatches": 1},
+            "rollout": {"batch_size": 1024},
+        }
+    )
+    assert {(split.servers, split.ranks) for split in splits(wide, measured(3, 2))} == {
+        (3, 1), (3, 2), (2, 3), (2, 4), (1, 5), (1, 6),
+    }  # fmt: skip
+
+
+def test_the_pace_of_decoding_is_the_line_through_what_was_seen() -> None:
+    answers = np.array([10.0, 40.0, 80.0, 95.0])
+    found = decode_pace(answers, FIXED_S + ANSWER_S * answers, [1.0, 2.0, 1.0, 5.0])
+    assert (found.fixed_s, found.answer_s) == (pytest.approx(FIXED_S), pytest.approx(ANSWER_S))
+    assert found.tokens_per_s(SLOTS) == pytest.approx(GENERATED)
+
+
+def test_neither_part_of_the_pace_is_negative() -> None:
+    faster_with_more = decode_pace([10.0, 100.0], [0.02, 0.01], [1.0, 1.0])
+    assert (faster_with_more.fixed_s, faster_with_more.answer_s) == (pytest.approx(0.015), 0.0)
+    all_of_it_grows = decode_pace([10.0, 100.0], [0.001, 0.02], [1.0, 1.0])
+    assert all_of_it_grows.fixed_s == pytest.approx(0.0)
+    assert all_of_it_grows.answer_s > 0
+
+
+def test_loads_that_are_alike_say_nothing_of_other_loads() -> None:
+    found = decode_pace([50.0, 51.0], [0.015, 0.016], [1.0, 1.0])
+    assert (found.fixed_s, found.answer_s) == (pytest.approx(0.0155), 0.0)
+
+
+def test_rates_are_those_of_the_metrics() -> None:
+    found = rates(config(7, 1), curves(7, 1, 25))
+    assert found is not None
+    assert found.effective_tokens_per_s == pytest.approx(TRAINED)
+    assert found.trained_share == pytest.approx(1.0)
+    assert generation_used(config(7, 1), found) < 0.5  # 7 servers make what one would nearly make
+
+
+def test_the_ends_of_a_run_are_left_out() -> None:
+    """For the last eta + 1 steps nothing more is admitted: servers run empty. The first ones wait for the first
+    answers."""
+    chosen = config(4, 4)
+    logged = curves(4, 4, chosen.training.steps)
+    steps, eta = chosen.training.steps, chosen.max_staleness
+    last = dict.fromkeys((*range(2, eta + 2), *range(steps - eta, steps + 1)), 0.1)
+    for key in ("throughput/generated_tokens_per_s", "rollout/running_answers"):
+        logged[key] = [(step, value * last.get(step, 1.0)) for step, value in logged[key]]
+    found = rates(chosen, logged)
+    assert found is not None
+    assert found.generated_tokens_per_s == pytest.approx(4 * TRAINED)
+
+
+def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 2, 6)
+    best = splits_of_run(run)[0]
+    assert (best.servers, best.ranks) == (4, 4)
+    with pytest.raises(ConfigError, match="there is none in "):
+        splits_of_run(RunDir(tmp_path / "runs" / "other"))
+    run.outbox.unlink()
+    with pytest.raises(ConfigError, match="says nothing of a split; it takes a run whose servers and ranks"):
+        splits_of_run(run)
+
+
+@pytest.mark.parametrize("fields", [{"mode": "sync"}, {"rollout": {"max_staleness": 0}}, {}])
+def test_where_stages_share_devices_there_is_no_split(fields: dict[str, Any]) -> None:
+    assert rates(load(fields), curves(2, 2, 9)) is None
+
+
+def test_too_little_was_measured() -> None:
+    assert rates(config(4, 4), {}) is None
+    empty = curves(4, 4, 9) | {"throughput/generated_tokens_per_s": [(step, 0.0) for step in range(2, 10)]}
+    assert rates(config(4, 4), empty) is None
+
+
+def test_the_advice_is_one_sentence() -> None:
+    assert advice(config(6, 2), measured(6, 2)) == (
+        "By these rates 4 servers and 4 ranks would be 2.00 times as fast as 6 and 2 (generation.servers=4 "
+        "training.ranks=4)."
+    )
+    assert advice(config(4, 4), measured(4, 4)) == (
+        "Of all splits of its 8 devices this one is the best by these rates."
+    )

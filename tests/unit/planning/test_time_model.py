@@ -1,0 +1,135 @@
+"""The time model against arithmetic by hand, and model shapes against the parameters that the real models have."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from areal_core.config.schema import EmulationConfig
+from areal_core.errors import ConfigError
+from areal_core.models.spec import ModelSpec
+from areal_core.planning.time_model import ACCELERATORS, MODELS, AnswerLengths, Pace, TimeModel
+from tests.support.emulation import Clock
+
+# Round numbers: 3.35e12 * 0.8 = 2.68e12 bytes/s, 989e12 operations/s.
+PLAIN = EmulationConfig(
+    decode_overhead_s=0.01, bandwidth_share=0.8, prefill_share=0.5, training_share=0.4, memory_share=0.9
+)
+WEIGHTS = 2 * 1_777_088_000  # bytes
+KV = 2 * 28 * 2 * 128 * 2  # bytes a token: keys and values, layers, heads, numbers of a head, bytes of a number
+MATRICES = 1_777_088_000 - 151_936 * 1536 - 28 * (2 * 1536 + 2048) - 1536  # without embeddings, norms and biases
+
+
+def test_choices_of_the_configuration_are_the_data_sheets() -> None:
+    choices = {field.name: field.metadata.get("choices", ()) for field in dataclasses.fields(EmulationConfig)}
+    assert set(choices["accelerator"]) == set(ACCELERATORS)
+    assert set(choices["model"]) == set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_tensors(name: str) -> None:
+    shape = MODELS[name]
+    spec = ModelSpec(
+        architecture="Qwen2ForCausalLM",
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        rope_theta=1e4,
+        rms_eps=1e-6,
+        qkv_bias=True,
+        tie_embeddings=False,
+        context=32768,
+        eos_token_ids=(),
+    )
+    assert shape.parameters == spec.parameters
+
+
+def test_published_sizes() -> None:
+    sizes = {name: round(shape.parameters / 1e9, 2) for name, shape in MODELS.items()}
+    assert sizes == {"qwen-1.5b": 1.78, "qwen-7b": 7.62, "qwen-14b": 14.77, "qwen-32b": 32.76}
+    assert MODELS["qwen-1.5b"].kv_bytes == KV
+    assert MODELS["qwen-1.5b"].flops_per_token == 2 * MATRICES
+    assert MODELS["qwen-1.5b"].weight_bytes == WEIGHTS
+
+
+def test_a_decode_step_reads_matrices_and_cache_and_looks_embeddings_up() -> None:
+    model = TimeModel(PLAIN)
+    assert model.decode_s(64, 300_000) == pytest.approx(0.01 + (2 * MATRICES + 300_000 * KV) / 2.68e12)
+    # Every step adds a token to each of two answers: 1000, 1002, 1004.
+    assert model.decode_s(2, 1000, steps=3) == pytest.approx(3 * 0.01 + (6 * MATRICES + 3006 * KV) / 2.68e12)
+    assert model.decode_s(2, 1000, steps=3) == pytest.approx(sum(model.decode_s(2, 1000 + 2 * i) for i in range(3)))
+
+
+def test_many_answers_at_once_are_bound_by_arithmetic() -> None:
+    attention = 4 * 28 * 12 * 128
+    busy = (5000 * 2 * MATRICES + 10_000 * attention) / 989e12
+    assert TimeModel(PLAIN).decode_s(5000, 10_000) == pytest.approx(0.01 + busy)
+
+
+def test_a_second_accelerator_halves_what_is_not_overhead() -> None:
+    two = TimeModel(dataclasses.replace(PLAIN, tensor_parallel=2))
+    one = TimeModel(PLAIN)
+    assert two.decode_s(8, 9000) - 0.01 == pytest.approx((one.decode_s(8, 9000) - 0.01) / 2)
+    assert two.prefill_s([500]) == pytest.approx(one.prefill_s([500]) / 2)
+    assert two.transfer_s() == pytest.approx(one.transfer_s() / 2)
+
+
+def test_prefill_training_and_transfer() -> None:
+    model = TimeModel(PLAIN)
+    flops = 3000 * 2 * MATRICES + (1000**2 + 2000**2) / 2 * 4 * 28 * 12 * 128
+    assert model.prefill_s([1000, 2000]) == pytest.approx(flops / (0.5 * 989e12))
+    assert model.forward_s([1000, 2000], accelerators=4) == pytest.approx(flops / (0.4 * 989e12 * 4))
+    assert model.train_s([1000, 2000], accelerators=4) == pytest.approx(3 * flops / (0.4 * 989e12 * 4))
+    assert model.transfer_s() == pytest.approx(WEIGHTS / 50e9)
+
+
+def test_what_the_weights_leave_is_for_the_cache() -> None:
+    assert TimeModel(PLAIN).kv_tokens == int((0.9 * 80e9 - WEIGHTS) // KV)
+    with pytest.raises(ConfigError, match=r"^emulation.tensor_parallel: qwen-32b does not fit into 1 x h800$"):
+        TimeModel(dataclasses.replace(PLAIN, model="qwen-32b", memory_share=0.7))
+
+
+def test_lengths_have_the_median_and_the_spread_that_were_asked_for() -> None:
+    lengths = AnswerLengths(dataclasses.replace(PLAIN, length_median=1000.0, length_sigma=0.5))
+    assert lengths.quantile(0.5) == 1000
+    assert lengths.quantile(0.8413447) == pytest.approx(1000 * 2.718281828**0.5, rel=1e-3)  # one sigma up
+    assert lengths.quantile(0.0) == 1
+
+
+def test_recorded_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text("30\n10 20\n40\n")
+    lengths = AnswerLengths(dataclasses.replace(PLAIN, lengths_path=str(file)))
+    assert [lengths.quantile(share) for share in (0.0, 0.24, 0.25, 0.5, 0.99)] == [10, 10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("text", [None, "", "ten", "0 1"])
+def test_a_file_without_lengths_is_named(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "lengths"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"^emulation\.lengths_path: [^\n]*lengths[^\n]*$"):
+        AnswerLengths(dataclasses.replace(PLAIN, lengths_path=str(file)))
+
+
+def test_lateness_is_made_up_for_within_bounds() -> None:
+    clock = Clock()
+    pace = Pace(10.0, clock=clock.now, sleep=clock.sleep)
+    pace.spend(1.0)
+    assert clock.now_s == pytest.approx(0.1)
+    clock.now_s += 0.03  # the machine was busy
+    pace.spend(1.0)
+    assert clock.now_s == pytest.approx(0.2)
+    clock.now_s += 5.0  # nobody asked for anything
+    pace.spend(1.0)
+    assert clock.now_s == pytest.approx(5.25)
+    clock.now_s = 6.0
+    pace.restart()
+    pace.spend(1.0)
+    assert clock.now_s == pytest.approx(6.1)

@@ -1,0 +1,349 @@
+"""How a run of stand-in roles ends."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.config.schema import RunConfig, load
+from areal_core.errors import ProcessError
+from areal_core.launch.supervisor import RoleSpec
+from areal_core.run import launcher as run_module
+from areal_core.run.launcher import Run
+from areal_core.run.roles import role_specs
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import RunSummary, TokenLedger
+
+PATIENCE_S = 30.0
+
+
+def config(root: Path, **fields: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "state_dir": str(root / "state"),
+        "generation": {"servers": 1},
+        "training": {"ranks": 1},
+        "launch": {"restarts": 0, "stop_timeout_s": 5.0},
+    }
+    for name, value in fields.items():
+        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
+    return load(values)
+
+
+def folder(settings: RunConfig, **info: Any) -> RunDir:
+    return RunDir.create(settings, RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r", **info))
+
+
+SUMMARY = RunSummary(
+    run_id="r", name="n", mode="async", seed=1, reason="steps", steps=2, accuracy_before=0.1, accuracy_after=0.9,
+    best_accuracy=0.9, rl_wall_s=1.0, time_to_score_s=None, effective_tokens_per_s=1.0, generated_tokens_per_s=1.0,
+    staleness_mean=0.5, staleness_max=1, model_url="/store/r/final", epochs=0,
+    tokens=TokenLedger(generated=3, consumed=2, dropped=1, buffered=0, in_flight=0),
+)  # fmt: skip
+
+# The trainer waits for `servers` servers at the controller's, of which there were `controllers`; the controller for the
+# trainer; the evaluator for it. A server may be introduced to a controller more than once.
+STAND_IN = """
+import http.server, json, os, sys, threading, time
+from pathlib import Path
+from areal_core.launch import process
+from areal_core.storage.rundir import RunDir, write_json
+from areal_core.tracking.outbox import Outbox
+role, index, run, plan = sys.argv[1], int(sys.argv[2]), RunDir(Path(sys.argv[3])), json.loads(sys.argv[4])
+process.adopt(run.ready_file(role, index))
+trained, joined = run.root / "trained", run.root / "joined"
+
+def wait_for(condition):
+    while not condition():
+        time.sleep(0.02)
+
+def introductions():
+    return [line.split() for line in joined.read_text().splitlines()] if joined.exists() else []
+
+def arrivals():
+    return {(name, url) for _, name, url in introductions()}
+
+def rejoined():
+    "A server has come back under another URL; the same one may be introduced twice."
+    return len({name for name, _ in arrivals()}) < len(arrivals())
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self, body):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+    def do_GET(self):
+        step = 0 if plan.get("stall") else time.monotonic_ns()
+        unknown = "reward accuracy staleness effective_tokens_per_s generated_tokens_per_s eta_s finished".split()
+        hung = plan.get("loses a server") and not rejoined()
+        lost = [url for name, url in arrivals() if name == "generation-0"] if hung else []
+        values = {"step": step, "steps": 2, "version": 0, "elapsed_s": 1.0, "lost_servers": lost}
+        self.answer({**values, **dict.fromkeys(unknown)})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with joined.open("a") as file:
+            file.write(f"{os.getpid()} {body['name']} {body['url']}\\n")
+        self.answer({})
+    def log_message(self, *_):
+        pass
+
+if role == "controller":
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    process.announce_ready(run.ready_file(role, index), f"http://127.0.0.1:{server.server_port}")
+    wait_for(trained.exists)
+    if plan.get("early summary"):
+        write_json(run.summary, plan["summary"])
+        time.sleep(600)
+    if not plan.get("no summary"):
+        write_json(run.summary, plan["summary"])
+    sys.exit()
+if role == "trainer" and plan.get("trainer") == "starts late":
+    time.sleep(1.0)
+    write_json(run.root / "seen.json", joined.exists())
+process.announce_ready(run.ready_file(role, index), f"http://{os.getpid()}.test" if role == "generation" else None)
+if role == "generation":
+    time.sleep(600)
+elif role == "trainer":
+    wait_for(lambda: len(arrivals()) >= plan["servers"])
+    wait_for(lambda: rejoined() or not plan.get("loses a server"))
+    wait_for(lambda: len({controller for controller, _, _ in introductions()}) >= plan.get("controllers", 1))
+    if plan.get("trainer") == "fails":
+        sys.exit("the loss is not finite")
+    wait_for(lambda: plan.get("trainer") != "hangs")
+    trained.touch()
+    if plan.get("trainer") == "fails late":
+        wait_for(run.summary.exists)
+        sys.exit("too late")
+elif role == "evaluator":
+    wait_for(run.summary.exists)
+elif role == "tracker":
+    if plan.get("tracker") == "fails":
+        sys.exit("no tracking today")
+    outbox = Outbox(run.outbox, "r")
+    wait_for(outbox.ended)
+    (run.root / "tracked").write_text(outbox.ended())
+"""
+
+
+class Stage:
+    """A run whose roles are stand-ins that follow `plan`."""
+
+    def __init__(self, settings: RunConfig, patch: pytest.MonkeyPatch, plan: dict[str, Any]) -> None:
+        self.dir = folder(settings, tracking_uri="sqlite:///none", tracking_run_id="t")
+        self.lines: list[str] = []
+        plan = {"servers": settings.generation_servers, "summary": dataclasses.asdict(SUMMARY), **plan}
+
+        def specs(run: RunDir, config: RunConfig, cores: list[int]) -> dict[str, RoleSpec]:
+            def argv(role: str) -> Callable[[int], list[str]]:
+                return lambda index: [sys.executable, "-c", STAND_IN, role, str(index), str(run.root), json.dumps(plan)]
+
+            real = role_specs(run, config, cores)
+            return {name: dataclasses.replace(spec, argv=argv(name), nice=0) for name, spec in real.items()}
+
+        patch.setattr(run_module, "role_specs", specs)
+        self.run = Run(self.dir, log=self.lines.append)
+
+    def play(self, meanwhile: Callable[[], None] = lambda: None) -> dict[str, BaseException | None]:
+        """Each role's exception once all have ended."""
+        roles = (self.run.track, self.run.rollout, self.run.generate, self.run.train, self.run.evaluate)
+        with concurrent.futures.ThreadPoolExecutor(len(roles)) as threads:
+            running = {role.__name__: threads.submit(role) for role in roles}
+            try:
+                meanwhile()
+                return {name: future.exception(PATIENCE_S) for name, future in running.items()}
+            except BaseException:
+                self.run.stop("the test failed")
+                raise
+
+    def pids(self) -> list[int]:
+        return [json.loads(file.read_text())["pid"] for file in self.dir.ready.glob("*.json")]
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.lines
+            time.sleep(0.02)
+
+    def joined(self) -> list[list[str]]:
+        file = self.dir.root / "joined"
+        return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stage]:
+    def make(plan: dict[str, Any] | None = None, **fields: Any) -> Stage:
+        return Stage(config(tmp_path, **fields), monkeypatch, plan or {})
+
+    return make
+
+
+def nothing_left(stage: Stage) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in stage.pids())
+
+
+def test_an_orderly_run_ends_with_its_summary(stage: Callable[..., Stage]) -> None:
+    played = stage(generation={"servers": 2})
+    assert set(played.play().values()) == {None}
+    assert played.run.report() == SUMMARY
+    assert {name for _, name, _ in played.joined()} == {"generation-0", "generation-1"}
+    assert (played.dir.root / "tracked").read_text() == "FINISHED"
+    assert len(played.pids()) == 6
+    assert nothing_left(played)
+
+
+def test_the_first_failure_is_the_one_that_every_role_reports(stage: Callable[..., Stage]) -> None:
+    played = stage({"trainer": "fails"})
+    errors = played.play()
+    with pytest.raises(ProcessError, match=r"trainer-0 exited with code 1; .* ends: the loss is not finite") as caught:
+        played.run.report()
+    assert errors == {
+        "track": None,
+        "rollout": caught.value,
+        "generate": caught.value,
+        "train": caught.value,
+        "evaluate": caught.value,
+    }
+    assert (played.dir.root / "tracked").read_text() == "FAILED"
+    assert not played.dir.summary.exists()
+    assert nothing_left(played)
+
+
+def test_a_failed_run_leaves_no_summary_even_if_it_was_written(stage: Callable[..., Stage]) -> None:
+    played = stage({"trainer": "fails late", "early summary": True})
+    played.play()
+    with pytest.raises(ProcessError, match="too late"):
+        played.run.report()
+    assert not played.dir.summary.exists()
+
+
+def test_a_controller_without_a_summary_has_failed(stage: Callable[..., Stage]) -> None:
+    played = stage({"no summary": True})
+    assert str(played.play()["rollout"]) == "controller-0 exited with code 0 and left no summary.json"
+
+
+def test_a_run_without_progress_fails(stage: Callable[..., Stage]) -> None:
+    played = stage({"trainer": "hangs", "stall": True}, launch={"stall_timeout_s": 0.5})
+    error = played.play()["train"]
+    assert isinstance(error, ProcessError)
+    assert re.match(
+        r"no new step (after step 0 of \d+|since the start) for 0\.5 s \(launch\.stall_timeout_s\)", str(error)
+    )
+    assert nothing_left(played)
+
+
+def test_servers_take_work_once_the_trainer_is_there(stage: Callable[..., Stage]) -> None:
+    played = stage({"trainer": "starts late"})
+    assert set(played.play().values()) == {None}
+    assert json.loads((played.dir.root / "seen.json").read_text()) is False  # what had joined when it was ready
+    assert len({name for _, name, _ in played.joined()}) == played.run.config.generation_servers
+
+
+def test_a_server_that_the_controller_has_lost_is_started_again(stage: Callable[..., Stage]) -> None:
+    played = stage({"loses a server": True, "servers": 2}, launch={"restarts": 2})
+    assert set(played.play().values()) == {None}
+    assert any("taken out by the controller: killed" in line for line in played.lines)
+    assert len(played.joined()) >= 2
+    assert nothing_left(played)
+
+
+def test_stop_ends_the_roles_and_the_run_can_be_resumed(stage: Callable[..., Stage]) -> None:
+    played = stage({"trainer": "hangs"})
+
+    def meanwhile() -> None:
+        played.wait_for(played.joined)
+        status = played.run.status()
+        assert status is not None
+        assert status.steps == 2
+        played.run.stop("enough")
+
+    assert set(played.play(meanwhile).values()) == {None}
+    with pytest.raises(ProcessError, match=r"run r was stopped \(enough\); it can be resumed"):
+        played.run.report()
+    assert played.run.status() is None
+    assert (played.dir.root / "tracked").read_text() == "KILLED"
+    assert nothing_left(played)
+
+
+def test_servers_are_introduced_again_to_a_restarted_controller(stage: Callable[..., Stage]) -> None:
+    played = stage({"controllers": 2}, launch={"restarts": 1})
+
+    def meanwhile() -> None:
+        played.wait_for(played.joined)
+        os.kill(int(played.joined()[0][0]), signal.SIGKILL)
+
+    assert set(played.play(meanwhile).values()) == {None}
+    (first, name, url), *again = played.joined()
+    assert {pid for pid, _, _ in again} - {first}  # the second one knows it, by one or two introductions
+    assert again[-1][1:] == [name, url]
+    assert "controller-0 was killed by SIGKILL: restart 1 of 1" in played.lines
+
+
+def test_a_tracker_that_fails_stops_nothing(stage: Callable[..., Stage]) -> None:
+    played = stage({"tracker": "fails"})
+    assert set(played.play().values()) == {None}
+    assert played.run.report() == SUMMARY
+    assert any("the run goes on untracked" in line for line in played.lines)
+
+
+def test_a_tracker_that_does_not_end_is_stopped(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outbox, "end", lambda self, status: None)
+    played = stage(tracking={"flush_timeout_s": 0.1}, launch={"stop_timeout_s": 1.0})
+    assert set(played.play().values()) == {None}
+    assert nothing_left(played)
+
+
+def test_who_was_ready_before_is_forgotten(tmp_path: Path) -> None:
+    run = folder(config(tmp_path))
+    for role in ("trainer", "generation", "rendezvous", "controller"):
+        write_json(run.ready_file(role), {"pid": 1, "url": "http://of-last-week.test"})
+    Run(run).stop("it was enough to start")
+    assert not list(run.ready.iterdir())
+
+
+def test_a_run_has_one_launcher_at_a_time(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> None:
+    played = stage({"trainer": "fails"}, launch={"stop_timeout_s": 1.0})
+    monkeypatch.setattr("areal_core.run.prepare._OWNER_S", -1.0)
+    with pytest.raises(ProcessError, match="run_id: r is running already"):
+        Run(played.dir, log=played.lines.append)
+    played.play()
+    Run(played.dir, log=played.lines.append)  # free again
+
+
+LAUNCHER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import pytest
+from pathlib import Path
+from test_run import Stage, config
+stage = Stage(config(Path(sys.argv[2])), pytest.MonkeyPatch(), {"trainer": "hangs"})
+stage.play()
+"""
+
+
+def test_nothing_is_left_of_a_run_whose_launcher_is_killed(tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(Path(__file__).parent), str(tmp_path)])
+    run = RunDir(tmp_path / "state" / "runs" / "r")
+    deadline = time.monotonic() + PATIENCE_S
+    while len(list(run.ready.glob("[!.]*.json"))) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pidfds = [os.pidfd_open(json.loads(file.read_text())["pid"]) for file in run.ready.glob("[!.]*.json")]
+    launcher.kill()
+    launcher.wait()
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], PATIENCE_S)[0]
+        os.close(pidfd)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich.console import Console
+
+from areal_core.run.progress import RunProgress, conclude, describe
+from areal_core.types import RunStatus, RunSummary, TokenLedger
+
+STATUS = RunStatus(
+    step=7, steps=35, version=6, reward=0.4125, accuracy=None, staleness=0.834, effective_tokens_per_s=12345.0,
+    generated_tokens_per_s=None, elapsed_s=20.0, eta_s=62.4, finished=None,
+)  # fmt: skip
+LINE = "step 7/35  reward 0.412  accuracy -  staleness 0.83  12.3k tokens/s  1:02 left"
+
+
+def shown(*statuses: RunStatus, terminal: bool) -> str:
+    text = io.StringIO()
+    with RunProgress(Console(file=text, force_terminal=terminal, width=120)) as progress:
+        for status in statuses:
+            progress.update(status)
+            progress.log("server [1] says: [/nothing] [bold]")
+    return text.getvalue()
+
+
+def test_describe() -> None:
+    assert describe(STATUS) == LINE
+    assert describe(dataclasses.replace(STATUS, eta_s=3725.0)).endswith("1:02:05 left")
+    assert describe(dataclasses.replace(STATUS, finished="score")).endswith("finishing: score")
+    assert "  12.3k emulated tokens/s  " in describe(dataclasses.replace(STATUS, emulated=True))
+
+
+def test_without_a_terminal_a_line_a_step() -> None:
+    ahead = dataclasses.replace(STATUS, step=8)
+    lines = shown(STATUS, STATUS, ahead, terminal=False).splitlines()
+    assert [line for line in lines if line.startswith("step")] == [LINE, LINE.replace("7/35", "8/35")]
+    assert lines[1] == "server [1] says: [/nothing] [bold]"
+
+
+def test_on_a_terminal_a_live_line() -> None:
+    text = shown(STATUS, terminal=True)
+    assert LINE in text
+    assert "server [1] says: [/nothing] [bold]" in text
+
+
+def test_conclude() -> None:
+    summary = RunSummary(
+        run_id="r", name="n", mode="async", seed=1, reason="score", steps=12, accuracy_before=0.1712,
+        accuracy_after=0.8, best_accuracy=0.81, rl_wall_s=61.0, time_to_score_s=50.0, effective_tokens_per_s=20000.4,
+        generated_tokens_per_s=21000.0, staleness_mean=0.5, staleness_max=2, model_url="/store/r/final", epochs=0,
+        tokens=TokenLedger(generated=3, consumed=2, dropped=1, buffered=0, in_flight=0),
+    )  # fmt: skip
+    lines = conclude(summary).splitlines()
+    assert lines[:3] == [
+        "run r ended (score): 12 steps in 1:01",
+        "  held-out accuracy 0.171 -> 0.800, best 0.810",
+        "  score reached after 0:50",
+    ]
+    assert lines[-1] == "  model /store/r/final"
+    told = conclude(dataclasses.replace(summary, bound="Generation bounded this run. " * 9)).splitlines()
+    assert told[: len(lines)] == lines
+    assert " ".join(line.strip() for line in told[len(lines) :]) == ("Generation bounded this run. " * 9).strip()
+    assert max(map(len, told)) <= 120
+    assert "score reached" not in conclude(dataclasses.replace(summary, time_to_score_s=None))
+    unscored = {"accuracy_before": None, "accuracy_after": None, "best_accuracy": None}
+    emulated = dataclasses.replace(summary, emulated="qwen-7b on 8 h800", **unscored)
+    assert conclude(emulated).splitlines()[1:3] == [
+        "  emulated: qwen-7b on 8 h800",
+        "  held-out accuracy - -> -, best -",
+    ]

@@ -1,0 +1,292 @@
+"""Taking over a role of a run: what is refused, and how a machine's part in a run goes and ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.errors import ProcessError
+from areal_core.launch.supervisor import FileLock, RoleSpec
+from areal_core.run import remote_worker as command
+from areal_core.run.remote_worker import Host
+from areal_core.run.roles import host_generation
+from areal_core.storage.rundir import RunDir, write_json
+from tests.support.heads import PATIENCE_S, Head, wait_for
+
+SERVER = """
+import os, sys, time
+from pathlib import Path
+from areal_core.launch import process
+process.adopt(Path(sys.argv[1]))
+if sys.argv[2] == "fails":
+    sys.exit("no memory today")
+process.announce_ready(Path(sys.argv[1]), f"http://{os.getpid()}.test")
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Head]:
+    made = Head(tmp_path)
+    yield made
+    made.close()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "launch", "line"),
+    [
+        ([], {}, "the following arguments are required: role"),
+        (["generation"], {}, "the following arguments are required: --run-dir, --address"),
+        (
+            ["generation", "--address", "here"],
+            {},
+            "argument --address: must be an IP address, got 'here'; "
+            "see python -m areal_core.run.remote_worker generation --help",
+        ),
+        (
+            ["trainer", "--address", "203.0.113.9"],
+            {},
+            "--address: no network interface of this machine has 203.0.113.9",
+        ),
+        (
+            ["generation", "--address", "127.0.0.1"],
+            {"elsewhere": "trainer"},
+            "launch.elsewhere: must be generation or both for another machine to take that role over, got 'trainer'",
+        ),
+        (
+            ["trainer", "--address", "127.0.0.1", "--node", "1"],
+            {},
+            "--node: must be at most 0 (training.hosts), got 1",
+        ),
+        (
+            ["generation", "--address", "127.0.0.1", "--first", "1"],
+            {},
+            "--first: servers 1 to 3 are more than the run has, 3 (generation.servers)",
+        ),
+        (
+            ["generation", "--address", "127.0.0.1", "--servers", "0"],
+            {},
+            "argument --servers: must be a whole number, 1 at least, got '0'",
+        ),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], launch: dict[str, Any], line: str
+) -> None:
+    head = Head(tmp_path, **launch)
+    if "--address" in arguments:
+        arguments = [*arguments, "--run-dir", str(head.run.root)]
+    assert command.main(arguments) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"areal: error: {line}")
+
+
+def test_a_controller_that_no_other_machine_reaches_is_refused(
+    head: Head, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "interface", lambda address: "eth0")
+    assert command.main(["generation", "--run-dir", str(head.run.root), "--address", "203.0.113.9"]) == 2
+    assert "launch.address: must be an address that other machines reach, got '127.0.0.1'" in capsys.readouterr().err
+
+
+def test_a_run_that_nobody_heads(head: Head, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head.end(summary=False)
+    for folder in (head.run.root, tmp_path / "nowhere"):
+        options = ("--run-dir", str(folder), "--address", "127.0.0.1", "--wait", "0.1")
+        assert command.main(["generation", *options]) == 2
+        assert f"--run-dir: nobody has started a run in {folder} within 0.1 s" in capsys.readouterr().err
+
+
+def test_an_address_that_the_head_can_not_reach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = Head(tmp_path, address="203.0.113.1")
+    assert command.main(["generation", "--run-dir", str(head.run.root), "--address", "127.0.0.1"]) == 2
+    line = "--address: must be an address that the head, 203.0.113.1, reaches, got '127.0.0.1'"
+    assert line in capsys.readouterr().err
+
+
+def test_the_loopback_will_do_on_the_heads_own_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = Head(tmp_path, address="203.0.113.1", stop_timeout_s=0.1)
+    monkeypatch.setattr(command, "is_own", lambda address: address == "203.0.113.1")
+    monkeypatch.setattr(command, "_OWNER_S", 0.0)
+    with FileLock(head.run.root / "host-trainer-0.lock", timeout_s=0.0, busy=""):  # so that nothing is started
+        assert command.main(["trainer", "--run-dir", str(head.run.root), "--address", "127.0.0.1"]) == 1
+    assert "is run by another command already" in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_is_not_waited_for(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    head.end(summary=True)
+    assert command.main(["generation", "--run-dir", str(head.run.root), "--address", "127.0.0.1"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["run r has ended"]
+
+
+def test_shares_that_overlap_refuse_each_other(
+    head: Head, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_OWNER_S", -head.config.launch.stop_timeout_s)
+    options = ("--run-dir", str(head.run.root), "--address", "127.0.0.1")
+    with FileLock(head.run.root / "host-generation-1.lock", timeout_s=0.0, busy=""):  # --first 1 --servers 1
+        assert command.main(["generation", *options, "--first", "0", "--servers", "2"]) == 1
+    assert "--run-dir: generation 1 of run r is run by another command already" in capsys.readouterr().err
+
+
+def test_a_share_has_one_command(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    with FileLock(head.run.root / "host-trainer-0.lock", timeout_s=0.0, busy=""):
+        assert command.main(["trainer", "--run-dir", str(head.run.root), "--address", "127.0.0.1"]) == 1
+    assert "--run-dir: trainer 0 of run r is run by another command already" in capsys.readouterr().err
+
+
+# -- a part in a run ---------------------------------------------------------------------------------------------------
+
+
+class Part:
+    """A machine that generates, with stand-ins for servers, in a thread of this process."""
+
+    def __init__(
+        self,
+        head: Head,
+        patch: pytest.MonkeyPatch,
+        *,
+        first: int = 0,
+        count: int = 1,
+        server: str = "serves",
+        locks: tuple[int, ...] = (),
+    ):
+        def spec(run: RunDir, *arguments: Any, **options: Any) -> RoleSpec:
+            def argv(index: int) -> list[str]:
+                return [sys.executable, "-c", SERVER, str(run.ready_file("generation", index)), server]
+
+            return dataclasses.replace(host_generation(run, *arguments, **options), argv=argv)
+
+        patch.setattr(command, "host_generation", spec)
+        self.lines: list[str] = []
+        self.head = head
+        part = Host(head.run, head.config, locks=locks, log=self.lines.append)
+        self._thread = ThreadPoolExecutor(1)
+        self.running = self._thread.submit(part.generate, "127.0.0.1", first, count)
+
+    def end(self) -> BaseException | None:
+        error = self.running.exception(PATIENCE_S)
+        self._thread.shutdown()
+        infos = [json.loads(file.read_text()) for file in self.head.run.ready.glob("generation-*.json")]
+        assert not any(Path(f"/proc/{info['pid']}").exists() for info in infos)
+        assert not [thread for thread in threading.enumerate() if thread.name in ("introduce", "watch")]
+        return error
+
+
+@pytest.fixture
+def part(head: Head, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Part]]:
+    made: list[Part] = []
+
+    def make(**options: Any) -> Part:
+        made.append(Part(head, monkeypatch, **options))
+        return made[-1]
+
+    yield make
+    write_json(head.run.summary, {})  # whatever the test did: it ends now
+    for one in made:
+        one.running.exception(PATIENCE_S)
+
+
+def test_servers_join_once_the_trainer_is_ready_and_end_with_the_run(head: Head, part: Callable[..., Part]) -> None:
+    controller = head.start_controller()
+    played = part(first=1, count=2)
+    wait_for(lambda: all(head.run.ready_info("generation", index) for index in (1, 2)))
+    assert not controller.joined
+    head.trainer_is_ready()
+    wait_for(lambda: len(controller.joined) == 2)
+    assert {name for name, _ in controller.joined} == {"generation-1", "generation-2"}
+    head.end(summary=True)
+    assert played.end() is None
+    assert played.lines[-1] == "run r has ended"
+
+
+def test_servers_join_a_controller_that_was_started_again(head: Head, part: Callable[..., Part]) -> None:
+    head.trainer_is_ready()
+    first = head.start_controller()
+    played = part()
+    wait_for(lambda: first.joined)
+    second = head.start_controller()
+    wait_for(lambda: second.joined)
+    assert second.joined == first.joined
+    head.end(summary=True)
+    assert played.end() is None
+
+
+def test_a_server_that_was_lost_is_started_again_and_joins_anew(head: Head, part: Callable[..., Part]) -> None:
+    head.trainer_is_ready()
+    controller = head.start_controller()
+    played = part()
+    wait_for(lambda: controller.joined)
+    name, url = controller.joined[0]
+    head.lost.extend(["http://elsewhere.test", url])
+    wait_for(lambda: len(controller.joined) > 1)
+    assert controller.joined[-1][0] == name
+    assert controller.joined[-1][1] != url
+    assert f"the generation server at {url} was taken out by the controller: killed" in played.lines
+    head.end(summary=True)
+    assert played.end() is None
+
+
+def test_a_run_that_ends_without_a_summary(
+    head: Head, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_HEADLESS_S", 0.2)
+    played = part()
+    wait_for(lambda: head.run.ready_info("generation"))
+    head.end(summary=False)
+    error = played.end()
+    assert isinstance(error, ProcessError)
+    assert str(error) == "run r has ended and left no summary"
+
+
+def test_a_machine_whose_restarts_are_spent(head: Head, part: Callable[..., Part]) -> None:
+    error = part(server="fails").end()
+    assert isinstance(error, ProcessError)
+    assert str(error).startswith("generation-0 exited with code 1 after 2 restarts; ")
+    assert str(error).endswith("no memory today")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("where", "thread"),
+    [
+        ("areal_core.run.remote_worker._lost", "watch"),
+        ("areal_core.run.remote_worker.Introductions._ready", "introduce"),
+    ],
+)
+def test_a_thread_that_fails_ends_the_part(
+    head: Head, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch, where: str, thread: str
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no\nluck")
+
+    monkeypatch.setattr(where, fails)
+    head.start_controller()
+    error = part().end()
+    assert isinstance(error, ProcessError)
+    assert str(error) == f"{thread}: RuntimeError: no luck"
+
+
+def test_servers_hold_the_locks_of_their_share(head: Head, part: Callable[..., Part]) -> None:
+    path = head.run.root / "host-generation-0.lock"
+    lock = FileLock(path, timeout_s=0.0, busy="")
+    played = part(locks=(lock.fd,))
+    wait_for(lambda: head.run.ready_info("generation"))
+    lock.release()
+    assert FileLock.is_held(path)
+    head.end(summary=True)
+    assert played.end() is None
+    assert not FileLock.is_held(path)

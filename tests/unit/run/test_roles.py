@@ -1,0 +1,187 @@
+"""What processes are started with: those of the machine that heads a run, and those of others."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from areal_core.config.schema import RunConfig, load
+from areal_core.errors import ConfigError
+from areal_core.run.roles import host_generation, host_trainer, interface, role_specs
+from areal_core.storage.rundir import RunDir, RunInfo
+
+EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated"}}
+
+
+def config(root: Path, **fields: Any) -> RunConfig:
+    return load({"state_dir": str(root), **fields})
+
+
+def folder(settings: RunConfig) -> RunDir:
+    return RunDir.create(settings, RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r"))
+
+
+def prepared(root: Path, **launch: Any) -> tuple[RunDir, RunConfig]:
+    launch = {"elsewhere": "both", "address": "127.0.0.1", "devices": 8} | launch
+    settings = config(root, launch=launch, training={"ranks": 4, "hosts": 2, "minibatches": 1})
+    return folder(settings), settings
+
+
+def option(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_command_lines(tmp_path: Path) -> None:
+    settings = config(tmp_path, mode="sync", generation={"slots": 7, "deterministic": True})
+    run = folder(settings)
+    specs = role_specs(run, settings, [0, 1])
+    assert {name: spec.count for name, spec in specs.items()} == {
+        "generation": 2,
+        "controller": 1,
+        "trainer": 2,
+        "rendezvous": 1,
+        "evaluator": 1,
+        "tracker": 1,
+    }
+    server = specs["generation"].argv(1)
+    assert server[:3] == [sys.executable, "-m", "areal_core.generation.server.routes"]
+    assert option(server, "--model") == "/models/base"
+    assert option(server, "--ready-file") == str(run.ready_file("generation", 1))
+    assert option(server, "--slots") == "7"
+    assert option(server, "--context") == str(settings.task.max_prompt_tokens + settings.task.max_new_tokens)
+    assert "--deterministic" in server
+    assert not specs["generation"].exits
+    assert specs["trainer"].argv(1)[1:] == [
+        "-m",
+        "areal_core.training.trainer",
+        "--run-dir",
+        str(run.root),
+    ]
+    ranks = [specs["trainer"].env(rank) for rank in (0, 1)]  # as torchrun would tell them
+    assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in ranks] == [("0", "0", "2"), ("1", "1", "2")]
+    assert specs["trainer"].gang
+    for name, module in {"controller": "service", "evaluator": "evaluation", "tracker": "tracking"}.items():
+        assert specs[name].argv(0)[1:] == ["-m", f"areal_core.{module}", "--run-dir", str(run.root)]
+
+
+def test_emulated_servers_read_what_to_emulate_from_the_configuration(tmp_path: Path) -> None:
+    real, settings = config(tmp_path), config(tmp_path, **EMULATED)
+    run = folder(settings)
+    assert option(role_specs(run, settings, [0, 1])["generation"].argv(0), "--emulate") == str(run.root / "config.json")
+    assert "--emulate" not in role_specs(run, real, [0, 1])["generation"].argv(0)
+
+
+@pytest.mark.parametrize(
+    ("python", "found"), [(None, sys.executable), ("venv/bin/python", os.path.abspath("venv/bin/python"))]
+)
+def test_servers_of_vllm_get_what_its_command_line_needs(tmp_path: Path, python: str | None, found: str) -> None:
+    vllm = {"python": python, "dtype": "float16", "tensor_parallel": 2, "kv_cache_gib": 3, "arguments": "--seed 4"}
+    generation = {"engine": "vllm", "slots": 37, "vllm": vllm}
+    settings = config(tmp_path, generation=generation)
+    run = folder(settings)
+    server = role_specs(run, settings, [0, 1])["generation"].argv(0)
+    assert server[:3] == [sys.executable, "-m", "areal_core.generation.vllm.server"]
+    wanted = {
+        "--python": found,
+        "--model": "/models/base",
+        "--slots": "37",
+        "--dtype": "float16",
+        "--tensor-parallel": "2",
+        "--kv-cache-gib": "3",
+        "--log-file": str(run.log_file("vllm", 0)),
+    }
+    assert {name: option(server, name) for name in wanted} == wanted
+    assert "--arguments=--seed 4" in server
+    assert "--sleep" not in server
+    sleeping = config(tmp_path, mode="sync", generation={**generation, "sleep": True})
+    assert "--sleep" in role_specs(run, sleeping, [0, 1])["generation"].argv(0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "servers", "ranks", "cores", "nice"),
+    [
+        pytest.param({}, 2, 2, {3, 5}, 10, id="async: both on all cores, generation behind training"),
+        pytest.param({"launch": {"devices": 3}}, 3, 2, {3, 5, 6}, 10, id="a rank for four groups of a minibatch"),
+        pytest.param(
+            {"launch": {"devices": 6}, "training": {"minibatches": 1}}, 6, 6, {3, 5, 6, 7}, 10, id="more than cores"
+        ),
+        pytest.param({"training": {"ranks": 1}}, 2, 1, {3, 5}, 10, id="one rank"),
+        pytest.param({"rollout": {"batch_size": 64}}, 2, 1, {3, 5}, 10, id="a rank at least"),
+        pytest.param({"mode": "sync"}, 2, 2, {3, 5}, 0, id="sync: in turns"),
+        pytest.param({"launch": {"devices": 4}} | EMULATED, 3, 1, None, 0, id="emulated devices are no cores"),
+        pytest.param({"launch": {"devices": 4, "accelerator": "cuda"}}, 3, 1, None, 0, id="GPUs are not shared"),
+    ],
+)
+def test_who_runs_where(
+    tmp_path: Path, fields: dict[str, Any], servers: int, ranks: int, cores: set[int] | None, nice: int
+) -> None:
+    settings = config(tmp_path, **fields)
+    specs = role_specs(folder(settings), settings, [3, 5, 6, 7])
+    assert (specs["generation"].count, specs["trainer"].count) == (servers, ranks)
+    assert specs["generation"].cpus == specs["trainer"].cpus == cores
+    assert specs["controller"].cpus is specs["evaluator"].cpus is None
+    assert (specs["trainer"].nice, specs["controller"].nice, specs["generation"].nice) == (0, 0, nice)
+    assert specs["evaluator"].nice == settings.launch.evaluator_nice > nice
+
+
+def test_processes_see_the_gpus_that_the_launcher_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    settings = config(tmp_path, launch={"accelerator": "cuda", "devices": 3})
+    specs = role_specs(folder(settings), settings, [0, 1])
+    servers = [specs["generation"].env(index)["CUDA_VISIBLE_DEVICES"] for index in range(specs["generation"].count)]
+    assert servers == ["2", "5"]
+    assert specs["trainer"].env(0)["CUDA_VISIBLE_DEVICES"] == "7"
+    synchronous = config(tmp_path, mode="sync", launch={"accelerator": "cuda", "devices": 2})
+    specs = role_specs(folder(synchronous), synchronous, [0, 1])
+    assert [specs["trainer"].env(rank)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["2", "5"]
+    on_cores = config(tmp_path)
+    assert "CUDA_VISIBLE_DEVICES" not in role_specs(folder(on_cores), on_cores, [0, 1])["generation"].env(0)
+
+
+# -- other machines ----------------------------------------------------------------------------------------------------
+
+
+def test_servers_of_another_machine_listen_on_its_address_and_have_numbers_of_their_own(tmp_path: Path) -> None:
+    run, config = prepared(tmp_path)
+    spec = host_generation(run, config, address="10.0.0.2", first=2, count=2)
+    assert list(spec.indices) == [2, 3]
+    assert option(spec.argv(3), "--host") == "10.0.0.2"
+    assert option(spec.argv(3), "--ready-file") == str(run.ready_file("generation", 3))
+    assert spec.cpus is None
+    head = role_specs(run, config, [0, 1])["generation"]
+    assert option(head.argv(0), "--host") == "127.0.0.1"
+
+
+def test_a_machines_gpus_are_counted_from_its_first_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    run, config = prepared(tmp_path, accelerator="cuda")
+    servers = host_generation(run, config, address="10.0.0.2", first=2, count=2)
+    assert [servers.env(index)["CUDA_VISIBLE_DEVICES"] for index in servers.indices] == ["4", "5"]
+    assert host_trainer(run, config, address="127.0.0.1", node=1).env(1)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    run, config = prepared(tmp_path, accelerator="cuda", elsewhere="trainer")
+    assert role_specs(run, config, [0])["generation"].env(1)["CUDA_VISIBLE_DEVICES"] == "5"
+
+
+def test_ranks_of_another_machine_talk_through_the_interface_of_its_address(tmp_path: Path) -> None:
+    run, config = prepared(tmp_path)
+    spec = host_trainer(run, config, address="127.0.0.1", node=1)
+    assert list(spec.indices) == [1]
+    assert spec.env(1)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert spec.argv(1)[1:] == [
+        *("-m", "areal_core.training.distributed.node"),
+        *("--run-dir", str(run.root), "--address", "127.0.0.1"),
+    ]
+
+
+def test_interfaces_by_address() -> None:
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family.name == "AF_INET":
+                assert interface(one.address) == name
+    with pytest.raises(ConfigError, match=r"^--address: no network interface of this machine has 203\.0\.113\.9$"):
+        interface("203.0.113.9")

@@ -1,0 +1,59 @@
+"""Tensor files: what the safetensors library reads, hashed as written, bfloat16 as torch rounds."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
+
+from areal_core.storage import tensorfile
+from areal_core.storage.tensorfile import read_tensors, to_bfloat16, write_tensors
+
+TENSORS = {
+    "rng": np.arange(7, dtype=np.uint8),
+    "b": np.arange(6, dtype=np.float32).reshape(2, 3).T,  # not contiguous
+    "a": np.array([True, False]),
+    "scalar": np.float32(3.5).reshape(()),
+    "empty": np.zeros((0, 4), np.float32),
+    "long": np.array([2**40, -1]),
+}
+
+
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    written = write_tensors(tmp_path / "t", TENSORS)
+    data = (tmp_path / "t").read_bytes()
+    assert (written.bytes, written.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    for found in (load_file(tmp_path / "t"), read_tensors(data)):
+        assert found.keys() == TENSORS.keys()
+        for name, array in TENSORS.items():
+            assert found[name].dtype == array.dtype
+            np.testing.assert_array_equal(found[name], array)
+
+
+def test_the_order_of_the_tensors_does_not_matter(tmp_path: Path) -> None:
+    first = write_tensors(tmp_path / "one", TENSORS)
+    assert write_tensors(tmp_path / "other", dict(reversed(TENSORS.items()))) == first
+
+
+def test_bfloat16_is_rounded_as_torch_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorfile, "_PIECE", 1000)  # several pieces
+    bits = np.random.default_rng(0).integers(0, 2**32, 5000, dtype=np.uint32)
+    values = bits.view(np.float32)
+    values[:6] = [0.0, -0.0, np.inf, -np.inf, 1 + 2**-8, 1 + 3 * 2**-8]  # the last two are ties
+    write_tensors(tmp_path / "t", {"w": values, "n": np.array([1, 2])}, dtype="bfloat16")
+    expected = torch.from_numpy(values).bfloat16()
+    found = load_torch(tmp_path / "t")
+    assert found["w"].dtype == torch.bfloat16
+    assert found["n"].tolist() == [1, 2]
+    torch.testing.assert_close(found["w"], expected, rtol=0, atol=0, equal_nan=True)
+    np.testing.assert_array_equal(read_tensors((tmp_path / "t").read_bytes())["w"], expected.float().numpy())
+
+
+def test_a_nan_stays_one() -> None:
+    quiet, full = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    assert (to_bfloat16(np.array([quiet, full], np.float32)) == 0x7FC0).all()

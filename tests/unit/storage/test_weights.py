@@ -1,0 +1,100 @@
+"""Published weights: complete or absent, the same bytes for the same tensors, damage noticed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_core.errors import StorageError
+from areal_core.storage import weights
+
+
+def tensors(value: float = 1.0) -> dict[str, np.ndarray]:
+    return {
+        "b.weight": np.full((2, 3), value, np.float32),
+        "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3).T,  # not contiguous
+    }
+
+
+def test_what_is_published_is_loaded(tmp_path: Path) -> None:
+    version = weights.publish(tmp_path, 7, tensors())
+
+    assert version.path == str(tmp_path / "v000007")
+    assert weights.read_manifest(tmp_path / "v000007") == version
+    loaded = weights.load(version)
+    assert loaded.keys() == tensors().keys()
+    for name, array in tensors().items():
+        np.testing.assert_array_equal(loaded[name], array)
+
+
+def test_same_weights_again_are_not_written_again(tmp_path: Path) -> None:
+    first = weights.publish(tmp_path, 1, tensors())
+    written = (tmp_path / "v000001" / "model.safetensors").stat()
+
+    again = weights.publish(tmp_path, 1, dict(reversed(tensors().items())))
+
+    assert again == first
+    assert (tmp_path / "v000001" / "model.safetensors").stat().st_ino == written.st_ino
+
+
+def test_other_weights_replace_a_version(tmp_path: Path) -> None:
+    first = weights.publish(tmp_path, 1, tensors(1.0))
+    second = weights.publish(tmp_path, 1, tensors(2.0))
+
+    assert second.sha256 != first.sha256
+    assert weights.load(second)["b.weight"][0, 0] == 2.0
+    with pytest.raises(StorageError, match="is damaged"):
+        weights.load(first)
+
+
+def test_newest_is_the_highest_complete_version(tmp_path: Path) -> None:
+    assert weights.newest(tmp_path / "absent") is None
+    for number in (2, 9, 10, 11, 12):
+        weights.publish(tmp_path, number, tensors(number))
+    (tmp_path / "v000012" / "manifest.json").unlink()
+    (tmp_path / "v000011" / "model.safetensors").write_bytes(b"short")
+    (tmp_path / "visitors").mkdir()
+
+    found = weights.newest(tmp_path)
+
+    assert found is not None
+    assert found.version == 10
+
+
+def test_changed_byte_is_noticed(tmp_path: Path) -> None:
+    version = weights.publish(tmp_path, 3, tensors())
+    path = tmp_path / "v000003" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+    with pytest.raises(StorageError, match=r"model\.safetensors is damaged"):
+        weights.load(version)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"version": 1, "sha256": "x"})])
+def test_broken_manifest_is_refused(tmp_path: Path, content: str) -> None:
+    weights.publish(tmp_path, 1, tensors())
+    (tmp_path / "v000001" / "manifest.json").write_text(content)
+
+    with pytest.raises(StorageError, match="is no manifest of weights"):
+        weights.read_manifest(tmp_path / "v000001")
+
+
+def test_release_deletes_and_tolerates_absence(tmp_path: Path) -> None:
+    weights.publish(tmp_path, 1, tensors())
+    kept = weights.publish(tmp_path, 2, tensors())
+
+    weights.release(tmp_path, [0, 1])
+
+    assert [path.name for path in tmp_path.iterdir()] == ["v000002"]
+    assert weights.newest(tmp_path) == kept
+
+
+def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(StorageError, match=r"can't publish version 1 in .*Not a directory") as caught:
+        weights.publish(tmp_path / "file", 1, tensors())
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,98 @@
+"""Batches one ahead of the step, in order, with whatever stopped them told to the step."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+
+from areal_core.errors import LedgerError, ProcessError, RunFinished
+from areal_core.training.batching.feed import BatchFeed
+from areal_core.types import BatchManifest
+from tests.support.training import batch
+
+PATIENCE_S = 20.0
+
+
+class Controller:
+    """Says which steps it is asked for; refuses those from `end` on."""
+
+    def __init__(self, end: int = 100) -> None:
+        self.asked: queue.Queue[int] = queue.Queue()
+        self._end = end
+
+    def batch(self, step: int) -> BatchManifest:
+        self.asked.put(step)
+        if step >= self._end:
+            raise RunFinished("score")
+        return BatchManifest(step=step, groups=())
+
+
+def feed(controller: Any, *, last: int = 10, build: Any = None) -> BatchFeed:
+    return BatchFeed(controller, build or (lambda manifest: batch(manifest.step)), first=3, last=last)
+
+
+def following(batches: BatchFeed) -> int:
+    step = batches.next()[0].step
+    batches.ahead()
+    return step
+
+
+def test_the_next_batch_is_fetched_while_this_one_trains_and_no_further() -> None:
+    controller = Controller()
+    batches = feed(controller)
+    assert controller.asked.get(timeout=PATIENCE_S) == 3
+    with pytest.raises(queue.Empty):
+        controller.asked.get(timeout=0.2)
+    manifest, share = batches.next()
+    assert (manifest.step, share.step) == (3, 3)
+    with pytest.raises(queue.Empty):  # not before it is told to: it may be put together anew
+        controller.asked.get(timeout=0.2)
+    batches.ahead()
+    assert controller.asked.get(timeout=PATIENCE_S) == 4  # nobody has asked for it yet
+    with pytest.raises(queue.Empty):
+        controller.asked.get(timeout=0.2)
+    assert batches.next()[0].step == 4
+
+
+def test_nothing_is_fetched_beyond_the_last_step() -> None:
+    controller = Controller()
+    batches = feed(controller, last=4)
+    assert [following(batches) for _ in range(2)] == [3, 4]
+    assert [controller.asked.get(timeout=PATIENCE_S) for _ in range(2)] == [3, 4]
+    with pytest.raises(queue.Empty):
+        controller.asked.get(timeout=0.2)
+
+
+def test_the_end_of_the_run_comes_after_the_batches_that_were_fixed_before() -> None:
+    batches = feed(Controller(end=5))
+    assert [following(batches) for _ in range(2)] == [3, 4]
+    for _ in range(2):
+        with pytest.raises(RunFinished, match="score"):
+            batches.next()
+
+
+def test_a_batch_that_cannot_be_laid_out_is_the_steps_failure() -> None:
+    def build(_: BatchManifest) -> Any:
+        raise LedgerError("group_id: no payload is kept for group 7")
+
+    with pytest.raises(LedgerError, match="group 7"):
+        feed(Controller(), build=build).next()
+
+
+def test_what_else_fails_while_a_batch_is_waited_for_is_raised() -> None:
+    never = threading.Event()
+
+    class Waiting(Controller):
+        def batch(self, step: int) -> BatchManifest:
+            never.wait(PATIENCE_S)
+            return super().batch(step)
+
+    def look() -> None:
+        raise ProcessError("the version was not published")
+
+    with pytest.raises(ProcessError, match="the version was not published"):
+        feed(Waiting()).next(look)
+    never.set()

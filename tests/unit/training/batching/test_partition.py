@@ -1,0 +1,58 @@
+import pytest
+
+from areal_core.errors import ConfigError
+from areal_core.training.batching.partition import allocate, cut_minibatches, partition, shard
+
+
+def test_algorithm_1_by_hand():
+    # Longest first: 9, 7, 5, 4, 3, 2 in capacity 12 with at least two micro-batches.
+    # 9 and 7 open one each; 5 fits only beside 7 (12); 4 fits nowhere and opens the third; 3 fits beside 9 and beside
+    # 4, which hold one sequence each: the first; 2 fits only beside 4.
+    assert allocate([4, 9, 2, 7, 3, 5], 12, 2) == [[1, 4], [3, 5], [0, 2]]
+
+
+def test_the_microbatch_with_the_fewest_sequences_is_preferred():
+    # 8 and 6 don't fit together, 3 fits beside 6 only; both then have room for 1, and 8 is alone.
+    assert allocate([8, 6, 3, 1], 10) == [[0, 3], [1, 2]]
+
+
+def test_min_microbatches_opens_more_than_capacity_asks_for():
+    assert allocate([2, 2, 2, 2], 100, 3) == [[0, 3], [1], [2]]
+    assert allocate([2, 2], 100, 5) == [[0], [1]]  # never an empty one
+
+
+def test_nothing_to_allocate():
+    assert allocate([], 10) == []
+
+
+def test_a_sequence_over_capacity_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"training\.microbatch_tokens: must hold the longest sequence, 11 tokens, got 10"
+    ):
+        allocate([3, 11], 10)
+
+
+def test_minibatches_are_keyed_by_seed_and_step():
+    # Fixed values: the order is part of what a resumed run must reproduce.
+    assert cut_minibatches(8, 3, seed=1, step=1) == [[3, 2], [4, 6, 1], [5, 7, 0]]
+    assert cut_minibatches(8, 3, seed=1, step=2) != cut_minibatches(8, 3, seed=1, step=1)
+    assert cut_minibatches(8, 3, seed=2, step=1) != cut_minibatches(8, 3, seed=1, step=1)
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_impossible_minibatches_are_refused(count: int):
+    with pytest.raises(ConfigError, match=r"training\.minibatches: must be between 1 and the groups in a batch \(4\)"):
+        cut_minibatches(4, count, seed=0, step=0)
+
+
+def test_partition_by_hand():
+    # 9 -> rank 0, 7 -> rank 1, 5 -> rank 1 (12), 4 -> rank 0 (13), 3 -> rank 1 (15), 2 -> rank 0 (15)
+    assert partition([4, 9, 2, 7, 3, 5], 2) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_shard_cuts_the_same_minibatches_for_any_number_of_ranks():
+    tokens = [5, 80, 20, 35, 60, 10, 15, 40]
+    alone = shard(tokens, 2, 1, seed=3, step=4)
+    both = shard(tokens, 2, 2, seed=3, step=4)
+    for minibatch in range(2):
+        assert sorted(both[0][minibatch] + both[1][minibatch]) == alone[0][minibatch]

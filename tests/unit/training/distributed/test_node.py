@@ -1,0 +1,87 @@
+"""torchrun's agent of one machine: its settings, its wait for the rendezvous, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from areal_core.config.schema import RunConfig, load
+from areal_core.errors import ProcessError
+from areal_core.launch.process import SPENT
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
+from areal_core.training.distributed import node, rounds
+
+PATIENCE_S = 90.0
+
+
+def prepared(root: Path, **launch: Any) -> tuple[RunDir, RunConfig]:
+    launch = {"elsewhere": "trainer", "restarts": 1, "stop_timeout_s": 9.0, "start_timeout_s": 30.0} | launch
+    config = load({"state_dir": str(root), "launch": launch, "training": {"ranks": 4, "hosts": 2, "minibatches": 1}})
+    return RunDir.create(config, RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r")), config
+
+
+def test_settings(tmp_path: Path) -> None:
+    run, config = prepared(tmp_path, stall_timeout_s=40.0)
+    settings = node.settings(run, config, "10.0.0.1:700", "10.0.0.3")
+    assert (settings.min_nodes, settings.max_nodes, settings.nproc_per_node) == (2, 2, 2)
+    assert (settings.run_id, settings.rdzv_backend, settings.rdzv_endpoint) == ("r", rounds.BACKEND, "10.0.0.1:700")
+    assert settings.rdzv_configs["is_host"] is False
+    for patience in ("join_timeout", "read_timeout"):
+        assert settings.rdzv_configs[patience] > config.launch.stall_timeout_s
+    assert (settings.max_restarts, settings.local_addr, settings.virtual_local_rank) == (1, "10.0.0.3", False)
+    assert settings.shutdown_timeout is not None
+    assert settings.shutdown_timeout < config.launch.stop_timeout_s
+
+
+def test_where_the_rendezvous_is(tmp_path: Path) -> None:
+    run, _ = prepared(tmp_path)
+    with pytest.raises(ProcessError, match=r"^no rendezvous in 0\.1 s \(launch\.start_timeout_s\)"):
+        node.meeting_place(run, 0.1)
+    write_json(run.ready_file("rendezvous"), {"pid": 1, "url": "tcp://10.0.0.1:700"})
+    assert node.meeting_place(run, 0.1) == "10.0.0.1:700"
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_too_often_end_it_with_a_status_of_its_own(tmp_path: Path) -> None:
+    run, _ = prepared(tmp_path)  # there is no model: every rank fails at once
+    module = "areal_core.training.distributed.rendezvous"
+    options = ("--address", "127.0.0.1", "--ready-file", str(run.ready_file("rendezvous")))
+    rendezvous = subprocess.Popen([sys.executable, "-m", module, *options])
+    command = [
+        sys.executable,
+        "-m",
+        "areal_core.training.distributed.node",
+        "--run-dir",
+        str(run.root),
+        "--address",
+        "127.0.0.1",
+    ]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    agents = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    try:
+        outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in agents]
+    finally:
+        for process in (*agents, rendezvous):
+            process.kill()
+            process.wait()
+    codes = [agent.returncode for agent in agents]
+    assert SPENT in codes, outputs
+    assert all(codes), outputs
+    spent = outputs[codes.index(SPENT)]
+    assert spent.splitlines()[-1].startswith("areal: error: rank ")
+    assert "exited with code 1" in spent.splitlines()[-1]
+
+
+def test_the_end_of_a_rank_is_told_on_one_line() -> None:
+    ends = {3: ProcessFailure(1, 41, -signal.SIGKILL, ""), 1: ProcessFailure(0, 40, 1, "")}
+    assert node._described(ChildFailedError("ranks", ends)) == "rank 1 exited with code 1; rank 3 was killed by SIGKILL"

@@ -1,0 +1,182 @@
+"""Ranks that sum, and what the others say of one that hangs, dies or never comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_core.training.distributed.ranks import meeting_point
+
+pytestmark = pytest.mark.slow  # ranks import torch, one process each
+
+PATIENCE_S = 60.0
+TIMEOUT_S = 4.0
+
+# Sums once, says so, then sums again as soon as it is told to, which some never are.
+RANK = f"""
+import sys, time
+from pathlib import Path
+import numpy as np
+from areal_core.errors import ProcessError
+from areal_core.training.distributed.ranks import RankGroup
+rank, size, where, go = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+try:
+    group = RankGroup(rank, size, rendezvous=where if where.count(":") else Path(where), timeout_s={TIMEOUT_S},
+                      join_s=float(sys.argv[5]))
+    print("sum", *group.all_sum(np.array([rank, 1.0])), "max", *group.all_max(np.array([rank])), flush=True)
+    while not go.exists():
+        time.sleep(0.01)
+    print("sum", *group.all_sum(np.array([rank, 1.0])), flush=True)
+    group.close()
+except ProcessError as error:
+    sys.exit(f"{{error}}")
+"""
+
+
+class Ranks:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.started: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, rank: int, size: int, *, where: str | None = None, join_s: float = PATIENCE_S) -> None:
+        where = where or str(self._folder / "rendezvous")
+        command = [sys.executable, "-c", RANK, rank, size, where, self._folder / "go", join_s]
+        self.started[rank] = subprocess.Popen(
+            list(map(str, command)),
+            env={**os.environ, "AREAL_ADDRESS": f"10.0.0.{rank}", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self, rank: int) -> str:
+        stdout = self.started[rank].stdout
+        assert stdout is not None
+        return stdout.readline().strip()
+
+    def go(self) -> None:
+        (self._folder / "go").touch()
+
+    def error(self, rank: int) -> str:
+        """What a rank ends with."""
+        _, text = self.started[rank].communicate(timeout=PATIENCE_S)
+        assert self.started[rank].returncode == 1
+        return text.strip().splitlines()[-1]
+
+    def kill(self) -> None:
+        for process in self.started.values():
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def rendezvous(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that all of them meet at; `where` says where it is."""
+    module = "areal_core.training.distributed.rendezvous"
+    options = ("--address", "127.0.0.1", "--ready-file", str(tmp_path / "ready.json"))
+    process = subprocess.Popen([sys.executable, "-m", module, *options])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def where(process: subprocess.Popen[bytes], folder: Path) -> str:
+    wait_for((folder / "ready.json").exists)
+    info = json.loads((folder / "ready.json").read_text())
+    assert info["pid"] == process.pid
+    assert info["url"].startswith("tcp://127.0.0.1:")
+    return info["url"].removeprefix("tcp://") + "/127.0.0.1:4711"
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_rank_that_hangs_is_named_by_all_others(ranks: Ranks) -> None:
+    for rank in range(3):
+        ranks.start(rank, 3)
+    assert [ranks.line(rank) for rank in range(3)] == ["sum 3.0 3.0 max 2"] * 3
+    ranks.started[1].send_signal(signal.SIGSTOP)
+    ranks.go()
+    errors = [ranks.error(rank) for rank in (0, 2)]
+    for error in errors:  # whoever times out first closes its connections, which is how the other hears of it
+        assert error.startswith("rank 1 (host 10.0.0.1) did not reach sum 3 ")
+    assert any(error.endswith(f"within {TIMEOUT_S:g} s (training.collective_timeout_s)") for error in errors)
+
+
+def test_a_rank_that_has_died_is_named(ranks: Ranks) -> None:
+    for rank in range(2):
+        ranks.start(rank, 2)
+    assert ranks.line(0) == "sum 1.0 2.0 max 1"
+    assert ranks.line(1) == "sum 1.0 2.0 max 1"
+    ranks.started[0].kill()
+    ranks.started[0].wait()
+    ranks.go()
+    assert ranks.error(1) == (
+        "rank 0 (host 10.0.0.0) did not reach sum 3 where the others wait, and a connection was closed"
+    )
+
+
+def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
+    ranks.start(0, 3, join_s=15.0)
+    ranks.start(2, 3, join_s=15.0)
+    for rank in (0, 2):
+        assert ranks.error(rank) == "rank 1 did not come to the rendezvous within 15 s"
+
+
+def test_ranks_meet_at_a_process_that_listens_on_its_address_alone(
+    ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    place = where(rendezvous, tmp_path)
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.Process(rendezvous.pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening == ["127.0.0.1"]
+    ranks.go()
+    for rank in range(2):
+        ranks.start(rank, 2, where=place)
+    for rank in range(2):
+        output, _ = ranks.started[rank].communicate(timeout=PATIENCE_S)
+        assert output.splitlines() == ["sum 1.0 2.0 max 1", "sum 1.0 2.0"]
+
+
+@pytest.mark.parametrize("ends", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rendezvous_that_is_lost_too_holds_nobody_up(
+    ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path, ends: signal.Signals
+) -> None:
+    place = where(rendezvous, tmp_path)
+    for rank in range(2):
+        ranks.start(rank, 2, where=place)
+    assert ranks.line(0) == ranks.line(1) == "sum 1.0 2.0 max 1"
+    ranks.started[1].send_signal(signal.SIGSTOP)
+    rendezvous.send_signal(ends)
+    ranks.go()
+    assert ranks.error(0) == "rank 0 has lost the rendezvous and, in sum 3, the other ranks"
+
+
+def test_where_ranks_meet(tmp_path: Path) -> None:
+    assert meeting_point({}, tmp_path) == tmp_path / "rendezvous-0"
+    assert meeting_point({"AREAL_ATTEMPT": "4f"}, tmp_path) == tmp_path / "rendezvous-4f"
+    by_torchrun = {"AREAL_RENDEZVOUS": "10.0.0.1:700", "MASTER_ADDR": "10.0.0.3", "MASTER_PORT": "4711"}
+    assert meeting_point(by_torchrun | {"AREAL_ATTEMPT": "4f"}, tmp_path) == "10.0.0.1:700/10.0.0.3:4711"

@@ -1,0 +1,114 @@
+"""Rounds of torchrun's agents: one that ends leaves the rendezvous open."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PATIENCE_S = 60.0
+# An agent of two, whose one rank says in which round it is, and then does as it is told.
+AGENT = f"""
+import sys
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from areal_core.training import rounds
+rounds.register()
+settings = LaunchConfig(
+    min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="r", rdzv_backend=rounds.BACKEND, rdzv_endpoint=sys.argv[1],
+    rdzv_configs={{"is_host": False, "join_timeout": {PATIENCE_S:.0f}, "read_timeout": {PATIENCE_S:.0f},
+                  "keep_alive_interval": 1, "keep_alive_max_attempt": int(sys.argv[4])}},
+    max_restarts=int(sys.argv[2]), local_addr="127.0.0.1",
+)
+try:
+    elastic_launch(settings, sys.executable)("-c", sys.argv[3])
+except ChildFailedError:
+    sys.exit("spent")
+"""
+WORKS = "import os, time; print('works', os.getpid(), flush=True); time.sleep(600)"
+WORKING = re.compile(r"works (\d+)")
+FAILS = "raise SystemExit(1)"
+
+
+class Rendezvous:
+    """The process of a run, and agents that meet there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.agents: list[subprocess.Popen[bytes]] = []
+        self.agent_lives_s = 3  # without a heartbeat, of which there is one a second
+        ready = folder / "rendezvous.json"
+        options = ("--address", "127.0.0.1", "--ready-file", str(ready))
+        self.process = subprocess.Popen([sys.executable, "-m", "areal_core.training.distributed.rendezvous", *options])
+        self.wait_for(ready.exists)
+        self._where = json.loads(ready.read_text())["url"].removeprefix("tcp://")
+
+    def agent(self, rank: str, restarts: int = 0) -> Path:
+        """Start one; returns where it and its rank write."""
+        output = self._folder / f"agent-{len(self.agents)}.txt"
+        with output.open("wb") as file:
+            command = [sys.executable, "-c", AGENT, self._where, str(restarts), rank, str(self.agent_lives_s)]
+            self.agents.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+        return output
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, [file.read_text() for file in self._folder.glob("agent-*.txt")]
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        for agent in self.agents:
+            agent.terminate()  # it ends its rank
+        for agent in self.agents:
+            try:
+                agent.wait(PATIENCE_S / 4)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
+    made = Rendezvous(tmp_path)
+    yield made
+    made.close()
+
+
+def works(output: Path) -> bool:
+    return bool(WORKING.search(output.read_text()))
+
+
+@pytest.mark.slow
+def test_a_round_forms_again_after_the_store_did_not_answer(rendezvous: Rendezvous) -> None:
+    outputs = [rendezvous.agent(WORKS, restarts=1) for _ in range(2)]
+    rendezvous.wait_for(lambda: all(works(output) for output in outputs))
+    rendezvous.process.send_signal(signal.SIGSTOP)
+    time.sleep(2 * rendezvous.agent_lives_s)
+    rendezvous.process.send_signal(signal.SIGCONT)
+    for output in outputs:  # as ranks do when one of them is missing
+        os.kill(int(WORKING.findall(output.read_text())[0]), signal.SIGKILL)
+    rendezvous.wait_for(lambda: all(len(WORKING.findall(output.read_text())) == 2 for output in outputs))
+    assert [agent.poll() for agent in rendezvous.agents] == [None, None]
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) -> None:
+    rendezvous.agent_lives_s = 15  # one that is thought dead comes back when its rank misses another: these never do
+    stays, spent = rendezvous.agent(WORKS), rendezvous.agent(FAILS)
+    assert rendezvous.agents[1].wait(PATIENCE_S) == 1
+    assert spent.read_text().rstrip().endswith("spent")
+    again = rendezvous.agent(WORKS)
+    rendezvous.wait_for(lambda: works(again))
+    assert works(stays)
+    assert rendezvous.agents[0].poll() is None

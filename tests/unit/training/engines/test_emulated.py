@@ -1,0 +1,53 @@
+"""The emulated trainer takes the accelerators' time and leaves the weights alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from areal_core.errors import ModelError
+from areal_core.training.engines.emulated import EmulatedTrainingEngine
+from areal_core.training.engines.engine import EngineState
+from tests.support.emulation import CONFIG, MODEL, SCALE, Clock, pace
+from tests.support.training import batch
+
+WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
+
+
+def engine(clock: Clock, *, switches: bool = False) -> EmulatedTrainingEngine:
+    return EmulatedTrainingEngine(WEIGHTS, CONFIG, replicas=2, switches=switches, learning_rate=1e-4, pace=pace(clock))
+
+
+@pytest.mark.parametrize("switches", [False, True])
+def test_a_step_takes_the_time_of_its_passes(switches: bool) -> None:
+    clock, share = Clock(), batch(3)
+    trainer = engine(clock, switches=switches)
+    lengths = [SCALE * length for length in share.lengths.tolist()]
+    proximal = trainer.proximal_logprobs(share)
+    later = [lengths[index] for index in share.minibatches[1]]
+    assert clock.now_s * CONFIG.speed == pytest.approx(MODEL.forward_s(later, 2))
+    assert (proximal[share.versions >= 0] < 0).all()
+    assert not proximal[share.versions < 0].any()
+    clock.now_s = 100.0  # what lies between is the trainer's own time
+    stats = trainer.train_step(share, proximal)
+    expected_s = MODEL.train_s(lengths, 2) + (2 * CONFIG.switch_s if switches else 0.0)
+    assert (clock.now_s - 100.0) * CONFIG.speed == pytest.approx(expected_s)
+    assert stats.updates == 2
+    assert stats.loss_tokens == sum(share.loss_tokens)
+    assert stats.mismatch_kl is None
+
+
+def test_weights_stay_and_the_state_goes_on() -> None:
+    first, second = engine(Clock()), engine(Clock())
+    first.train_step(batch(1), None)
+    for name, array in first.weights().items():
+        assert np.array_equal(array, WEIGHTS[name])
+    state = first.state()
+    assert set(state.arrays) == {"weight/a", "weight/b"}  # as the controller restores a version from them
+    second.load_state(state)
+    assert second.state().scalars == {"updates": 2}
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"^weight/a: expected shape \[2, 3\] in the saved state$"):
+        engine(Clock()).load_state(EngineState(arrays={"weight/a": np.zeros(6)}, scalars={"updates": 1}))

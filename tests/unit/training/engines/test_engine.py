@@ -1,0 +1,83 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from areal_core.errors import ModelError
+from areal_core.training.engines.engine import build_batch, check_batch
+from areal_core.types import GroupPayload
+from tests.support.training import SPEC, batch
+
+GROUP = GroupPayload(
+    prompt_tokens=np.array([7, 8], np.int32),
+    lengths=np.array([3, 1], np.int32),
+    tokens=np.array([10, 11, 1, 12], np.int32),
+    logprobs=np.array([-0.1, -0.2, -0.3, -0.4], np.float32),
+    versions=np.array([4, 4, 5, 5], np.int32),
+    rewards=np.array([1, 0], np.float32),
+    truncated=np.array([False, True]),
+)
+OTHER = replace(GROUP, prompt_tokens=np.array([9], np.int32))
+ADVANTAGES = np.array([[0.5, -0.5], [0.0, 0.0], [2.0, -2.0]])
+
+
+def test_layout_of_a_share():
+    batch = build_batch(6, [[2], [], [0]], {0: GROUP, 2: OTHER}, ADVANTAGES, capacity=64)
+    assert batch.step == 6
+    assert batch.tokens.tolist() == [9, 10, 11, 1, 9, 12, 7, 8, 10, 11, 1, 7, 8, 12]
+    assert batch.lengths.tolist() == [4, 2, 5, 3]
+    assert batch.prompt_lengths.tolist() == [1, 1, 2, 2]
+    assert batch.loss_mask.tolist() == [bool(b) for b in (0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 0, 1)]
+    assert batch.versions.tolist() == [-1, 4, 4, 5, -1, 5, -1, -1, 4, 4, 5, -1, -1, 5]
+    np.testing.assert_allclose(batch.behaviour_logprobs[:6], [0, -0.1, -0.2, -0.3, 0, -0.4])
+    assert batch.advantages.tolist() == [0, 2, 2, 2, 0, -2, 0, 0, 0.5, 0.5, 0.5, 0, 0, -0.5]
+    assert batch.minibatches == ((0, 1), (), (2, 3))
+    assert batch.loss_tokens == [4, 0, 4]
+
+
+def test_truncated_answers_can_be_masked_out():
+    batch = build_batch(6, [[0]], {0: GROUP}, ADVANTAGES, capacity=64, mask_truncated=True)
+    assert batch.loss_mask.tolist() == [False, False, True, True, True, False, False, False]
+    assert batch.loss_tokens == [3]
+
+
+def test_a_rank_without_groups():
+    batch = build_batch(6, [[], []], {}, ADVANTAGES, capacity=64)
+    assert batch.minibatches == ((), ())
+    assert batch.loss_tokens == [0, 0]
+    assert batch.tokens.shape == (0,)
+
+
+@pytest.mark.parametrize("field", ["prompt_tokens", "lengths"])
+def test_empty_prompts_and_answers_never_reach_training(field: str):
+    broken = replace(GROUP, **{field: np.zeros(0 if field == "prompt_tokens" else 2, np.int32)})
+    with pytest.raises(AssertionError, match="empty prompt or answer"):
+        build_batch(6, [[0]], {0: broken}, ADVANTAGES, capacity=64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec", "said"),
+    [
+        ({"tokens": 23}, {}, "the batch of step 3 holds token 23: must be from 0 to 22, the model's vocabulary"),
+        ({"tokens": -1}, {}, "the batch of step 3 holds token -1: must be from 0 to 22, the model's vocabulary"),
+        ({}, {"context": 5}, r"the batch of step 3 holds a sequence of \d+ tokens: the model's context is 5"),
+        (
+            {"versions": 3},
+            {},
+            "the batch of step 3 holds a token of version 3: must be at most 2, the version trained on",
+        ),
+    ],
+)
+def test_a_batch_that_is_not_of_this_model_or_step_is_refused(
+    fields: dict[str, int], spec: dict[str, int], said: str
+) -> None:
+    share = batch(3)
+    check_batch(share, SPEC)
+    broken = {}
+    for name, value in fields.items():
+        broken[name] = getattr(share, name).copy()
+        broken[name][np.flatnonzero(share.loss_mask)[-1]] = value
+    for name, values in broken.items():
+        object.__setattr__(share, name, values)
+    with pytest.raises(ModelError, match=f"^{said}$"):
+        check_batch(share, replace(SPEC, **spec))

@@ -1,0 +1,319 @@
+"""A training step of every kind: the cut of a batch never matters, version 0 stays version 0, nothing to learn is no
+update."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from areal_core.algorithm.losses import policy_loss
+from areal_core.algorithm.objectives import OBJECTIVES, Tokens
+from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.errors import DivergenceError
+from areal_core.training.batching.packing import pack
+from areal_core.training.batching.partition import shard
+from areal_core.training.distributed.ranks import RankGroup
+from areal_core.training.engines.engine import StepStats, TrainingBatch, build_batch
+from areal_core.training.engines.torch_engine import TorchEngine
+from areal_core.training.model.forward import answer_logprobs
+from tests.support.training import GROUPS, SPEC, TRAINING, payload, weights
+
+LIMIT = 12  # tokens of an answer
+# SGD-like: with a large epsilon, Adam's step is as smooth in the gradient as a comparison needs.
+SMOOTH = replace(TRAINING, adam_eps=1.0, grad_clip=1e9)
+MEANS = ["token", "sequence", "constant"]
+EVERYTHING = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.05, clip_eps_high=0.3, behaviour_cap=1.5)
+
+
+def share(
+    algorithm: AlgorithmConfig, *, step: int = 3, rank: int = 0, ranks: int = 1, minibatches: int = 1, **cut: Any
+) -> TrainingBatch:
+    """Groups of which one is masked out in part, one has no advantage, and whose tokens are 0 to 2 versions old."""
+    payloads = {group: payload(100 * step + group) for group in range(GROUPS)}
+    payloads = {
+        group: replace(one, versions=(step - 1 - np.arange(len(one.tokens)) % 3).astype(np.int32))
+        for group, one in payloads.items()
+    }
+    tokens = [int(group.lengths.sum()) for group in payloads.values()]
+    advantages = np.array([[1.0, -0.5, 0.0, 2.0]] * GROUPS)
+    advantages[1] = 0.0
+    return build_batch(
+        step,
+        shard(tokens, minibatches, ranks, seed=0, step=step)[rank],
+        payloads,
+        advantages,
+        capacity=cut.get("capacity", 64),
+        min_microbatches=cut.get("least", 1),
+        mask_truncated=True,
+        loss_mean=algorithm.loss_mean,
+        max_new_tokens=LIMIT,
+        regularised=algorithm.regularised,
+        share_prompts=cut.get("share_prompts", False),
+    )
+
+
+def engine(
+    algorithm: AlgorithmConfig, ranks: RankGroup | None = None, training: TrainingConfig = SMOOTH
+) -> TorchEngine:
+    return TorchEngine(SPEC, weights(), training, algorithm, ranks=ranks)
+
+
+def step(one: TorchEngine, batch: TrainingBatch) -> StepStats:
+    return one.train_step(batch, one.proximal_logprobs(batch) if one.algorithm.takes_proximal else None)
+
+
+def gradient(one: TorchEngine) -> dict[str, np.ndarray]:
+    """Of the last update of an engine whose only update it was."""
+    arrays = one.state().arrays
+    return {
+        name.removeprefix("exp_avg/"): values / (1 - TRAINING.beta1)
+        for name, values in arrays.items()
+        if name.startswith("exp_avg/")
+    }
+
+
+def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    """Relative to the largest entry of all."""
+    largest = max(np.abs(values).max() for values in expected.values())
+    assert largest > 0
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=tolerance * largest, err_msg=name)
+
+
+class ThreadRanks(RankGroup):
+    """A rank that is a thread."""
+
+    def __init__(self, rank: int, size: int, rows: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.rank, self.size, self._rows, self._barrier = rank, size, rows, barrier
+
+    def _all(self, value: Any) -> list[Any]:
+        self._rows[self.rank] = value
+        self._barrier.wait()
+        rows = list(self._rows)
+        self._barrier.wait()
+        return rows
+
+    def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        rows = torch.stack(self._all(tensor.clone()))
+        tensor.copy_(rows.amax(0) if operation == dist.ReduceOp.MAX else rows.sum(0))
+
+
+def on_ranks(size: int, work: Callable[[RankGroup], Any]) -> list[Any]:
+    rows: list[Any] = [None] * size
+    barrier = threading.Barrier(size, timeout=60)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: work(ThreadRanks(rank, size, rows, barrier)), range(size)))
+
+
+# -- the cut ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    objective=st.sampled_from(list(OBJECTIVES)),
+    mean=st.sampled_from(MEANS),
+    estimator=st.sampled_from(["k1", "k2", "k3"]),
+    regularised=st.booleans(),
+    ranks=st.integers(1, 4),
+    capacity=st.integers(17, 80),
+    least=st.integers(1, 4),
+    minibatches=st.integers(1, 5),
+    lockstep=st.booleans(),
+    share_prompts=st.booleans(),
+)
+def test_any_cut_gives_the_same_step(
+    objective, mean, estimator, regularised, ranks, capacity, least, minibatches, lockstep, share_prompts
+):
+    """Whatever the objective, the mean and the terms: micro-batches, prompts that are shared, ranks and ranks without
+    work don't matter."""
+    algorithm = AlgorithmConfig(objective=objective, loss_mean=mean, kl_estimator=estimator)
+    if regularised:
+        algorithm = replace(algorithm, kl_coef=0.1, entropy_coef=0.05)
+    whole = engine(algorithm)
+    expected = step(whole, share(algorithm, minibatches=minibatches))
+
+    def work(group: RankGroup) -> tuple[StepStats, dict[str, np.ndarray]]:
+        one = engine(algorithm, group)
+        one.lockstep = lockstep
+        part = share(
+            algorithm,
+            rank=group.rank,
+            ranks=group.size,
+            minibatches=minibatches,
+            capacity=capacity,
+            least=least,
+            share_prompts=share_prompts,
+        )
+        return step(one, part), gradient(one)
+
+    for stats, moments in on_ranks(ranks, work):
+        found, wanted = asdict(stats), asdict(expected)
+        for name in ("weight_p01", "weight_p50", "weight_p99"):  # rounding may take a token over the edge of a bin
+            assert found.pop(name) == pytest.approx(wanted.pop(name), rel=0.1)
+        assert found == pytest.approx(wanted, rel=2e-4, abs=1e-6)
+        assert_close(moments, gradient(whole), 1e-4)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_the_loss_is_the_mean_that_it_is_called(mean: str):
+    """Behaviour is the policy itself, so that a token's term is its advantage: answer by answer."""
+    algorithm = AlgorithmConfig(objective="naive", loss_mean=mean)
+    one, batch = engine(algorithm), share(algorithm)
+    batch = replace(batch, behaviour_logprobs=one.logprobs(batch))
+    answers = []
+    ends = np.cumsum(batch.lengths)
+    for start, end in zip(ends - batch.lengths, ends, strict=True):
+        mask = batch.loss_mask[start:end]
+        if mask.any():
+            answers.append(batch.advantages[start:end][mask].tolist())
+    assert 0 < len(answers) < len(batch.lengths)
+    total = sum(sum(answer) for answer in answers)
+    expected = {
+        "token": total / sum(len(answer) for answer in answers),
+        "sequence": sum(sum(answer) / len(answer) for answer in answers) / len(answers),
+        "constant": total / (len(answers) * LIMIT),
+    }[mean]
+    assert one.train_step(batch, None).loss == pytest.approx(-expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("mean", MEANS)
+def test_gradient_is_that_of_the_whole_minibatch(mean: str, estimator: str):
+    """Against plain autograd over all sequences at once, those without an advantage included; version 0 is another."""
+    algorithm = replace(EVERYTHING, loss_mean=mean, kl_estimator=estimator)
+    batch = share(algorithm)
+    assert batch.has_gradient.sum() > share(replace(algorithm, kl_coef=0.0, entropy_coef=0.0)).has_gradient.sum()
+    one = engine(algorithm)
+    later = TorchEngine(SPEC, weights(seed=1), SMOOTH, algorithm)
+    one.load_state(later.state())
+    stats = step(one, batch)
+
+    leaves = {name: tensor.requires_grad_() for name, tensor in weights(seed=1).items()}
+    everything = pack(batch.tokens, batch.lengths, batch.prompt_lengths, range(len(batch.lengths)))
+    current, entropy = answer_logprobs(SPEC, leaves, everything)
+    known = {
+        "behaviour": batch.behaviour_logprobs,
+        "advantages": batch.advantages,
+        "mask": batch.loss_mask,
+        "weights": batch.weights,
+        "staleness": batch.step - 1 - batch.versions,
+    }
+    tokens = Tokens(
+        current=current,
+        entropy=entropy,
+        proximal=current.detach(),
+        reference=answer_logprobs(SPEC, weights(), everything)[0].detach(),
+        **{name: torch.from_numpy(values[everything.source]) for name, values in known.items()},
+    )
+    loss, expected = policy_loss(tokens, algorithm, denominator=float(batch.masses.sum()))
+    loss.backward()
+    assert stats.loss == pytest.approx(loss.item(), rel=1e-4)
+    assert stats.reference_kl == pytest.approx(expected.reference_kl / expected.tokens, rel=1e-4)
+    assert stats.trained_tokens == stats.loss_tokens == batch.loss_mask.sum()
+    assert stats.cap_fraction > 0
+    assert_close(
+        gradient(one), {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}, 1e-4
+    )
+
+
+# -- version 0 -------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_version_0_also_after_a_resume():
+    algorithm = AlgorithmConfig(kl_coef=0.1)
+    batch = share(algorithm)
+    one = engine(algorithm)
+    base = one.logprobs(batch)
+    np.testing.assert_array_equal(one.reference_logprobs(batch), base)
+    step(one, batch)
+    np.testing.assert_array_equal(one.reference_logprobs(batch), base)
+    assert np.abs(one.logprobs(batch) - base).max() > 1e-3
+    resumed = engine(algorithm)  # made of the base model's folder, as a restarted trainer is
+    resumed.load_state(one.state())
+    np.testing.assert_array_equal(resumed.logprobs(batch), one.logprobs(batch))
+    np.testing.assert_array_equal(resumed.reference_logprobs(batch), base)
+    assert step(resumed, batch) == step(one, batch)
+
+
+def test_the_divergence_from_version_0_grows_less_where_it_costs():
+    def after(coefficient: float) -> float:
+        algorithm = AlgorithmConfig(kl_coef=coefficient)
+        one = engine(algorithm, training=TRAINING)
+        return [step(one, share(algorithm)).reference_kl for _ in range(4)][-1]
+
+    assert after(10.0) < 0.5 * after(1e-9)
+
+
+def test_no_coefficient_no_reference():
+    one = engine(AlgorithmConfig())
+    assert not one._reference
+    assert step(one, share(AlgorithmConfig())).reference_kl == 0
+
+
+def test_a_reference_that_is_not_finite_raises():
+    algorithm = AlgorithmConfig(kl_coef=0.1)
+    one = engine(algorithm)
+    one._reference["model.norm.weight"][:] = np.nan
+    with pytest.raises(DivergenceError, match="reference log-probabilities of step 3 are not finite"):
+        step(one, share(algorithm))
+
+
+def test_the_bonus_raises_the_entropy():
+    def after(coefficient: float) -> float:
+        algorithm = AlgorithmConfig(entropy_coef=coefficient)
+        one = engine(algorithm, training=TRAINING)
+        still = replace(share(algorithm), regularised=True)
+        still = replace(still, advantages=np.zeros_like(still.advantages))
+        return [step(one, still).entropy for _ in range(6)][-1]
+
+    assert after(1.0) > after(1e-9) + 0.05
+
+
+# -- nothing to learn ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [AlgorithmConfig(), EVERYTHING], ids=["plain", "regularised"])
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_batch_without_loss_tokens_is_no_update(algorithm: AlgorithmConfig, lockstep: bool):
+    """Every answer was cut off, and those are masked: the step passes, and leaves everything as it was."""
+
+    class Engine(TorchEngine):
+        pass
+
+    Engine.lockstep = lockstep
+    batch = share(algorithm, minibatches=2)
+    nothing = replace(batch, loss_mask=np.zeros_like(batch.loss_mask), masses=np.zeros_like(batch.masses))
+    one = Engine(SPEC, weights(), TRAINING, algorithm)
+    before = one.state()
+    stats = step(one, nothing)
+    assert (stats.updates, stats.loss_tokens, stats.trained_tokens) == (0, 0, 0)
+    assert (stats.loss, stats.grad_norm, stats.update_norm, stats.reference_kl) == (0, 0, 0, 0)
+    assert (stats.ess, stats.weight_p01, stats.weight_p99, stats.mismatch_kl) == (1, 1, 1, None)
+    assert all(np.isfinite(value) for value in asdict(stats).values() if value is not None)
+    after = one.state()
+    assert after.scalars == {"updates": 0}
+    for name, values in before.arrays.items():
+        np.testing.assert_array_equal(after.arrays[name], values)
+
+
+def test_a_batch_without_advantages_steps_the_optimiser_alone():
+    algorithm = AlgorithmConfig()
+    one, batch = engine(algorithm, training=TRAINING), share(algorithm)
+    step(one, batch)
+    before = one.weights()
+    still = replace(batch, advantages=np.zeros_like(batch.advantages))
+    stats = step(one, still)
+    assert (stats.updates, stats.grad_norm, stats.loss, stats.trained_tokens) == (1, 0, 0, 0)
+    assert stats.loss_tokens == batch.loss_mask.sum()
+    assert stats.update_norm > 0
+    assert any((one.weights()[name] != values).any() for name, values in before.items())

@@ -1,0 +1,63 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.errors import ModelError
+from areal_core.models.folders import ModelSpec, weight_shapes
+from areal_core.training.batching.packing import Packed
+from areal_core.training.engines.policy_module import PolicyModule
+from areal_core.training.model.forward import answer_logprobs
+from tests.support.training import SPEC, batch, weights
+
+UNTIED = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False)
+
+
+def packed() -> Packed:
+    share = batch()
+    return share.cut(range(len(share.lengths)))[0]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=["tied", "untied"])
+def test_the_module_is_the_forward_pass(spec: ModelSpec, recompute: bool):
+    tensors = {name: tensor.requires_grad_() for name, tensor in weights(spec).items()}
+    expected = answer_logprobs(spec, tensors, packed(), temperature=0.7)
+    expected[0].sum().backward()
+    module = PolicyModule(spec, weights(spec), temperature=0.7, checkpoint_activations=recompute)
+    logprobs, entropy = module(packed())
+    logprobs.sum().backward()
+    torch.testing.assert_close((logprobs, entropy), expected, rtol=0, atol=0)
+    for name, parameter in module.named_weights.items():
+        assert parameter.grad is not None
+        assert (parameter.grad - tensors[name].grad).norm() <= 1e-5 * tensors[name].grad.norm()
+
+
+@pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=["tied", "untied"])
+def test_every_parameter_has_one_name_and_one_home(spec: ModelSpec):
+    """A tied table belongs to both ends of the model, and counts once."""
+    module = PolicyModule(spec, weights(spec))
+    assert list(module.named_weights) == list(weight_shapes(spec))
+    assert {id(parameter) for parameter in module.parameters()} == {id(each) for each in module.named_weights.values()}
+    parts = [module.embedding, *module.layers, module.head]
+    own = [parameter for part in parts for parameter in part.parameters(recurse=False)]
+    assert len(own) == len(module.named_weights) + spec.tie_embeddings
+
+
+def test_passes_may_be_less_precise_than_parameters():
+    module = PolicyModule(SPEC, weights(), dtype=torch.bfloat16)
+    logprobs, _ = module(packed())
+    logprobs.float().sum().backward()
+    table = module.named_weights["model.embed_tokens.weight"]
+    assert table.dtype == torch.float32
+    assert table.grad is not None
+    assert table.grad.dtype == torch.float32
+    exact, _ = answer_logprobs(SPEC, weights(), packed())
+    error = np.abs(logprobs.detach().float().numpy() - exact.numpy()).max()
+    assert 0 < error < 0.2  # logits of some units, with 8 bits
+
+
+def test_weights_of_another_shape_are_refused():
+    with pytest.raises(ModelError, match=r"model.embed_tokens.weight: expected shape \[23, 16\], got \[40, 16\]"):
+        PolicyModule(SPEC, weights(replace(SPEC, vocab_size=40)))

@@ -1,0 +1,379 @@
+import subprocess
+import sys
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.algorithm.losses import policy_loss
+from areal_core.algorithm.objectives import Tokens
+from areal_core.config.schema import AlgorithmConfig, TrainingConfig
+from areal_core.errors import DivergenceError, ModelError
+from areal_core.training.batching.packing import pack
+from areal_core.training.engines.engine import StepStats, TrainingEngine, build_batch
+from areal_core.training.engines.policy_engine import learning_rate
+from areal_core.training.model.forward import answer_logprobs
+from tests.support.training import GROUP_SIZE, SPEC, TRAINING, batch, engine, payload, train, weights
+
+NAIVE = AlgorithmConfig(objective="naive")
+HALF = replace(TRAINING, dtype="bfloat16")
+
+
+def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
+    """Relative to the largest entry of each tensor."""
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        np.testing.assert_allclose(other[name], values, rtol=0, atol=tolerance * np.abs(values).max(), err_msg=name)
+
+
+def test_it_is_a_training_engine():
+    fits: TrainingEngine = engine()
+    assert fits.weights().keys() == engine().weights().keys()
+
+
+def test_learning_rate_warms_up_linearly_then_stays():
+    config = TrainingConfig(learning_rate=1.0, warmup_steps=4)
+    assert [learning_rate(config, update) for update in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert learning_rate(replace(config, warmup_steps=0), 0) == 1
+
+
+def test_on_policy_step_by_definition():
+    """Behaviour = proximal and one minibatch: every ratio is 1, and the loss is minus the mean advantage of a token."""
+    one = engine()
+    share = batch(minibatches=1)
+    proximal = one.logprobs(share)
+    assert not proximal[~share.loss_mask].any()
+    stats = one.train_step(replace(share, behaviour_logprobs=proximal), proximal)
+    tokens = share.loss_mask.sum()
+    assert stats.loss == pytest.approx(-share.advantages.sum() / tokens, rel=1e-5, abs=1e-7)
+    assert stats.loss_tokens == stats.mismatch_tokens == tokens
+    assert (stats.updates, stats.clip_fraction, stats.cap_fraction) == (1, 0, 0)
+    assert stats.learning_rate == pytest.approx(1e-2 / 4)
+    assert stats.mismatch_kl == pytest.approx(0, abs=1e-12)
+    assert stats.approx_kl == pytest.approx(0, abs=1e-9)
+    assert (stats.ess, stats.weight_max) == (pytest.approx(1), 1)
+    assert 0 < stats.entropy < np.log(SPEC.vocab_size)
+
+
+def test_gradient_is_that_of_eq5_over_the_whole_minibatch():
+    """Against plain autograd over all sequences at once, those without a gradient of their own included."""
+    share = batch(minibatches=1)
+    idle = np.repeat(np.arange(len(share.lengths)) % 3 == 0, share.lengths)
+    share = replace(share, advantages=np.where(idle, np.float32(0), share.advantages))
+    assert 0 < share.has_gradient.sum() < len(share.lengths)
+    share = replace(share, minibatches=((), *share.minibatches))  # not the first: pi_prox is what it is given
+    one = engine(replace(TRAINING, grad_clip=1e9))
+    shift = np.float32(0.25) * np.sin(np.arange(len(share.tokens), dtype=np.float32))  # so that some ratios are clipped
+    proximal = one.proximal_logprobs(share) + shift
+
+    leaves = {name: tensor.requires_grad_() for name, tensor in weights().items()}
+    everything = pack(share.tokens, share.lengths, share.prompt_lengths, range(len(share.lengths)))
+    source = everything.source
+    current, entropy = answer_logprobs(SPEC, leaves, everything)
+    known = {
+        "proximal": proximal,
+        "behaviour": share.behaviour_logprobs,
+        "advantages": share.advantages,
+        "mask": share.loss_mask,
+        "weights": share.weights,
+        "staleness": share.versions,
+    }
+    columns = {name: torch.from_numpy(values[source]) for name, values in known.items()}
+    tokens = Tokens(current=current, entropy=entropy, **columns)
+    loss, _ = policy_loss(tokens, AlgorithmConfig(), denominator=len(source))
+    loss.backward()
+    gradient = {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
+
+    stats = one.train_step(share, proximal)
+    assert stats.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
+    assert stats.loss_tokens == len(source)
+    ratios = np.exp((proximal - share.behaviour_logprobs)[share.loss_mask & (share.advantages != 0)].astype(np.float64))
+    assert stats.ess == pytest.approx(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()))
+    assert (proximal[idle] == shift[idle]).all()  # answers that move nothing are not recomputed
+    assert 0 < stats.clip_fraction < 1
+    assert stats.grad_norm == pytest.approx(sum((values**2).sum() for values in gradient.values()) ** 0.5, rel=1e-5)
+    moments = {name: one.state().arrays[f"exp_avg/{name}"] / (1 - TRAINING.beta1) for name in gradient}
+    assert_close(gradient, moments)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_the_first_minibatch_is_its_own_proximal_policy(share_prompts: bool):
+    """As if it were not the first: after an empty one, all of pi_prox is recomputed."""
+    share = batch(capacity=40, share_prompts=share_prompts)
+    behind = replace(share, minibatches=((), *share.minibatches))
+    one, other = engine(), engine()
+    recomputed, later = other.proximal_logprobs(behind), one.proximal_logprobs(share)
+    first = np.isin(np.repeat(np.arange(len(share.lengths)), share.lengths), share.minibatches[0])
+    assert (recomputed[share.loss_mask & share.advantages.astype(bool)] < 0).all()
+    np.testing.assert_allclose(later, np.where(first, 0, recomputed), atol=1e-5)
+    stats, expected = one.train_step(share, later), other.train_step(behind, recomputed)
+    assert astuple(stats) == pytest.approx(astuple(expected), rel=1e-5, abs=1e-7)
+    assert_close(other.weights(), one.weights(), 1e-5)
+    unlike = engine()
+    unlike.train_step(share, np.where(first, np.float32(np.nan), later))  # whatever is given for it
+    assert_close(one.weights(), unlike.weights(), 0)
+
+
+def test_nothing_is_recomputed_for_a_single_minibatch():
+    one = engine()
+    assert not one.proximal_logprobs(batch(minibatches=1)).any()
+    assert not one.compute_s()
+
+
+def test_first_update_by_hand():
+    """The gradient is clipped to its norm, then AdamW: w (1 - lr decay) - lr g / (|g| + eps), moments corrected."""
+    one, share = engine(replace(TRAINING, grad_clip=1e-3)), batch(minibatches=1)
+    stats = one.train_step(share, one.logprobs(share))
+    assert stats.grad_norm > 0.1
+    arrays = one.state().arrays
+    clipped = {name: arrays[f"exp_avg/{name}"] / (1 - TRAINING.beta1) for name in weights()}
+    assert sum((values**2).sum() for values in clipped.values()) ** 0.5 == pytest.approx(1e-3, rel=1e-3)
+    rate = 1e-2 / 4  # the first of four warm-up updates
+    for name, before in weights().items():
+        gradient = clipped[name]
+        step = rate * gradient / (np.abs(gradient) + TRAINING.adam_eps)
+        expected = before.numpy() * (1 - rate * TRAINING.weight_decay) - step
+        np.testing.assert_allclose(arrays[f"weight/{name}"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_training_raises_the_probability_of_good_answers():
+    one = engine()
+    share = batch()
+    before = one.logprobs(share)
+    one.train_step(share, before)
+    change = one.logprobs(share) - before
+    assert change[share.advantages > 0].mean() > change[share.advantages < 0].mean()
+
+
+@pytest.mark.parametrize("algorithm", [AlgorithmConfig(), NAIVE], ids=lambda algorithm: algorithm.objective)
+def test_any_cut_into_microbatches_gives_the_same_step(algorithm: AlgorithmConfig):
+    def after(capacity: int, least: int) -> tuple[StepStats, dict[str, np.ndarray]]:
+        # SGD-like: with a large epsilon, Adam's step is as smooth in the gradient as the comparison needs.
+        config = replace(TRAINING, adam_eps=1.0, minibatches=1)
+        one, share = engine(config, algorithm), batch(minibatches=1, capacity=capacity, least=least)
+        stats = one.train_step(share, None if algorithm is NAIVE else one.logprobs(share))
+        return stats, {name: values for name, values in one.state().arrays.items() if name.startswith("exp_avg/")}
+
+    whole, gradient = after(10_000, 1)
+    for capacity, least in ((17, 1), (40, 1), (10_000, 7)):
+        stats, other = after(capacity, least)
+        assert astuple(stats) == pytest.approx(astuple(whole), rel=1e-5, abs=1e-7)
+        assert_close(gradient, other)
+
+
+@pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
+def test_same_state_and_batch_give_the_same_bits(training: TrainingConfig):
+    one, other = engine(training), engine(training)
+    train(one, range(1, 3))
+    train(other, range(1, 3))
+    for name, values in one.weights().items():
+        assert values.tobytes() == other.weights()[name].tobytes()
+
+
+@pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
+def test_a_loaded_state_goes_on_bitwise(training: TrainingConfig):
+    straight, first, resumed = engine(training), engine(training), engine(training)
+    expected = train(straight, range(1, 5))[2:]
+    train(first, range(1, 3))
+    state = first.state()
+    assert state.scalars == {"updates": 4}
+    resumed.load_state(state)
+    assert train(resumed, range(3, 5)) == expected
+    for name, values in straight.state().arrays.items():
+        assert values.tobytes() == resumed.state().arrays[name].tobytes(), name
+
+
+def test_a_saved_state_is_a_copy():
+    one = engine()
+    state = one.state()
+    weights = one.weights()
+    train(one, range(1, 2))
+    np.testing.assert_array_equal(state.arrays["weight/model.norm.weight"], weights["model.norm.weight"])
+    assert (one.weights()["model.norm.weight"] != weights["model.norm.weight"]).any()
+
+
+def test_a_state_of_another_model_is_refused():
+    state = engine(spec=replace(SPEC, vocab_size=40)).state()
+    with pytest.raises(
+        ModelError, match=r"weight/model.embed_tokens.weight: expected shape \[23, 16\].*got shape \[40"
+    ):
+        engine().load_state(state)
+
+
+def test_divergence_raises_and_leaves_the_weights():
+    one = engine()
+    share = batch()
+    proximal = one.logprobs(share)
+    broken = share.behaviour_logprobs.copy()
+    broken[np.flatnonzero(share.loss_mask)[0]] = np.nan
+    before = one.weights()
+    with pytest.raises(DivergenceError, match="step 1, update 0: loss nan"):
+        one.train_step(replace(share, behaviour_logprobs=broken, minibatches=share.minibatches[:1]), proximal)
+    for name, values in one.weights().items():
+        np.testing.assert_array_equal(values, before[name])
+
+
+def test_an_update_that_is_not_finite_can_be_skipped_and_is_counted():
+    one, share = engine(replace(TRAINING, on_divergence="skip")), batch()
+    proximal = one.logprobs(share)
+    broken = share.behaviour_logprobs.copy()
+    own = {index for packed in share.microbatches[0] for index in packed.source.tolist()}
+    broken[min(own)] = np.nan
+    stats = one.train_step(replace(share, behaviour_logprobs=broken), proximal)
+    assert (stats.updates, stats.skipped) == (1, 1)
+    assert np.isfinite([stats.loss, stats.grad_norm, stats.update_norm, stats.entropy, stats.ess]).all()
+    assert one.state().scalars == {"updates": 1}
+    other = engine()  # the same as if the first minibatch had never been
+    second = replace(share, minibatches=share.minibatches[1:])
+    assert other.train_step(second, proximal).loss == stats.loss
+    assert_close(one.weights(), other.weights(), 0)
+
+
+def test_update_norm_is_that_of_the_change_of_all_weights():
+    one, share = engine(), batch(minibatches=1)
+    stats = one.train_step(share, one.logprobs(share))
+    change = sum(((values - weights()[name].numpy()) ** 2).sum() for name, values in one.weights().items()) ** 0.5
+    assert stats.update_norm == pytest.approx(change, rel=1e-4)
+
+
+def test_log_probabilities_that_are_not_finite_raise():
+    one = engine()
+    state = one.state()
+    state.arrays["weight/model.norm.weight"][:] = np.nan
+    one.load_state(state)
+    with pytest.raises(DivergenceError, match="proximal log-probabilities of step 1 are not finite"):
+        one.logprobs(batch())
+
+
+def test_masked_answers_have_no_effect():
+    """A minibatch without loss tokens is no update, and what a masked answer holds does not matter."""
+    group = replace(payload(5), truncated=np.array([True, False, True, False]))
+    all_cut = replace(payload(6), truncated=np.ones(GROUP_SIZE, bool))
+    advantages = np.array([[1.0, -1.0, 0.5, 2.0], [1.0, -1.0, 0.5, 2.0]])
+    share = build_batch(1, [[0], [1]], {0: group, 1: all_cut}, advantages, capacity=64, mask_truncated=True)
+    garbage = np.where(share.loss_mask, share.advantages, np.nan)
+    one, other = engine(), engine()
+    stats = one.train_step(share, one.logprobs(share))
+    assert (stats.updates, stats.loss_tokens) == (1, share.loss_tokens[0])
+    assert other.train_step(replace(share, advantages=garbage), other.logprobs(share)) == stats
+    assert_close(one.weights(), other.weights(), 0)
+
+
+@pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
+def test_layers_computed_again_change_no_bit(training: TrainingConfig):
+    one, other = engine(training), engine(replace(training, checkpoint_activations=True))
+    assert train(one, range(1, 3)) == train(other, range(1, 3))
+    for name, values in one.weights().items():
+        assert values.tobytes() == other.weights()[name].tobytes()
+
+
+def test_a_bfloat16_step_is_near_the_float32_step():
+    one, other = engine(replace(TRAINING, adam_eps=1.0)), engine(replace(HALF, adam_eps=1.0))
+    share = batch(minibatches=1)
+    proximal = one.logprobs(share)
+    error = np.abs(other.logprobs(share) - proximal)[share.loss_mask]
+    assert 1e-4 < error.mean() < 0.05
+    assert error.max() < 0.3
+    stats, half = one.train_step(share, proximal), other.train_step(share, proximal)
+    assert half.loss == pytest.approx(stats.loss, abs=0.02)
+    assert half.grad_norm == pytest.approx(stats.grad_norm, rel=0.05)
+    ours, theirs = (
+        np.concatenate(
+            [array.ravel() for name, array in sorted(a.state().arrays.items()) if name.startswith("exp_avg/")]
+        )
+        for a in (one, other)
+    )
+    assert ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs) > 0.99
+
+
+def test_bfloat16_weights_take_updates_that_bfloat16_can_not_hold():
+    """Weights, moments and what is published are float32: steps of 1e-6 add up."""
+    one = engine(replace(HALF, learning_rate=1e-6, warmup_steps=0, weight_decay=0.0))
+    before = one.weights()
+    train(one, range(1, 6))  # ten updates
+    for name, values in one.weights().items():
+        assert values.dtype == np.float32
+        if name.endswith("norm.weight"):  # near 1, where bfloat16 has steps of 1/128
+            assert 0 < np.abs(values - before[name]).max() < 2e-5
+    assert all(array.dtype == np.float32 for name, array in one.state().arrays.items() if name != "rng")
+
+
+def test_bfloat16_gradients_add_up_in_float32():
+    """256 micro-batches of 1/256 each: in bfloat16, 1 + 1/256 is 1."""
+    one = engine(HALF)
+    [[packed, *_], *_] = batch().microbatches
+
+    def add(share: float) -> None:
+        one.backward(one.forward(packed)[0].sum() * share, last=False)
+
+    one.start_gradient()
+    add(1.0)
+    whole = one.reduce_gradient()
+    for _ in range(256):
+        add(1 / 256)
+    assert one.reduce_gradient() == pytest.approx(2 * whole, rel=1e-4)
+    one.start_gradient()
+    add(1.0)
+    assert one.reduce_gradient() == whole
+
+
+def test_mismatch_is_measured_in_the_precision_of_training():
+    share = batch()
+    one, half = engine(), engine(HALF)
+    logprobs = half.logprobs(share)
+    share = replace(share, behaviour_logprobs=logprobs)
+    total, tokens = half.mismatch(share, half.weights(), 0)
+    sampled = int(share.lengths[:16].sum())
+    assert (total, tokens) == (pytest.approx(0, abs=1e-12), int(share.loss_mask[:sampled].sum()))
+    assert one.mismatch(share, one.weights(), 0)[0] > 1e-6
+
+
+def test_mismatch_is_measured_where_the_version_has_sampled():
+    share, one = batch(), engine()
+    share = replace(share, behaviour_logprobs=one.logprobs(share), versions=np.where(share.loss_mask, 3, -1))
+    start = int(share.lengths[:-1].sum())
+    share.versions[start:][share.loss_mask[start:]] = 5  # the last sequence alone
+    assert one.mismatch(share, one.weights(), 5) == (pytest.approx(0, abs=1e-9), int(share.loss_mask[start:].sum()))
+    assert one.mismatch(share, one.weights(), 4) == (0.0, 0)
+
+
+def test_naive_measures_the_mismatch_before_its_first_update_only():
+    one, share = engine(algorithm=NAIVE), batch()
+    stats = one.train_step(share, None)
+    assert stats.updates == 2
+    assert stats.mismatch_tokens == share.loss_tokens[0]
+    assert one.train_step(batch(step=1), None).mismatch_kl != stats.mismatch_kl
+    stale = replace(share, versions=share.versions - 1)
+    assert engine(algorithm=NAIVE).train_step(stale, None).mismatch_kl is None
+
+
+@pytest.mark.parametrize("minibatches", [2, 5])
+def test_two_ranks_give_what_one_rank_gives(minibatches: int, tmp_path: Path):
+    """Five minibatches of one group each leave one rank without work in every minibatch; it must still take part."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.training", *map(str, (rank, 2, minibatches, 3, tmp_path))]
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    saved = [dict(np.load(tmp_path / f"rank-{rank}.npz")) for rank in range(2)]
+    reports = [eval(str(arrays.pop("stats")), {"StepStats": StepStats}) for arrays in saved]
+    assert reports[0] == reports[1]
+    alone = engine()
+    for stats, expected in zip(reports[0], train(alone, range(1, 4), minibatches=minibatches), strict=True):
+        assert astuple(stats) == pytest.approx(astuple(expected), rel=1e-4)
+    assert_close(alone.weights(), saved[0], 1e-4)
+    for name, values in saved[0].items():
+        assert values.tobytes() == saved[1][name].tobytes(), name
+
+
+def test_a_rank_starts_without_torchs_compiler():
+    """Whose import takes seconds."""
+    code = (
+        "import sys; from tests.support.training import engine, train; train(engine(), range(1, 2)); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -1,0 +1,274 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.models.folders import ModelSpec, weight_shapes
+from areal_core.training.batching.packing import Block, Packed, pack, pack_shared
+from areal_core.training.model import attention, forward
+from areal_core.training.model.forward import answer_logprobs
+from tests.support.training import SPEC, weights
+
+LLAMA = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False, kv_heads=4, head_dim=8)
+# Three sequences of 4, 7 and 4 tokens with prompts of 1, 3 and 2.
+LENGTHS, PROMPTS = np.array([4, 7, 4]), np.array([1, 3, 2])
+TOKENS = np.random.default_rng(0).integers(0, SPEC.vocab_size, 15).astype(np.int32)
+
+
+def reference(spec: ModelSpec, tokens: np.ndarray, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each token after the first and entropy of its distribution, from transformers in float64, of
+    which norms and angles are float32 all the same."""
+    import transformers
+
+    shape = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate_size,
+        "rms_norm_eps": spec.rms_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "max_position_embeddings": spec.context,
+        "tie_word_embeddings": spec.tie_embeddings,
+    }
+    family = spec.architecture.removesuffix("ForCausalLM")
+    model = getattr(transformers, spec.architecture)(getattr(transformers, f"{family}Config")(**shape)).eval()
+    model.load_state_dict(weights(spec), strict=not spec.tie_embeddings)
+    model.tie_weights()
+    model.double()
+    with torch.no_grad():
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        scores = model(ids).logits[0, :-1].div(temperature).log_softmax(-1)
+    return scores.gather(-1, ids[0, 1:, None])[:, 0], -(scores.exp() * scores).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("spec", [SPEC, LLAMA], ids=lambda spec: spec.architecture)
+def test_forward_agrees_with_transformers(spec: ModelSpec, temperature: float):
+    packed = pack(TOKENS, LENGTHS, PROMPTS, [2, 0, 1])
+    logprobs, entropy = np.full(15, np.nan), np.full(15, np.nan)
+    exact = {name: tensor.double() for name, tensor in weights(spec).items()}
+    results = answer_logprobs(spec, exact, packed, temperature=temperature)
+    logprobs[packed.source], entropy[packed.source] = (tensor.numpy() for tensor in results)
+    for start, length, prompt in zip([0, 4, 11], LENGTHS, PROMPTS, strict=True):
+        expected = reference(spec, TOKENS[start : start + length], temperature)
+        answer = slice(start + prompt, start + length)
+        np.testing.assert_allclose(logprobs[answer], expected[0][prompt - 1 :], atol=1e-6)
+        np.testing.assert_allclose(entropy[answer], expected[1][prompt - 1 :], atol=1e-6)
+        assert np.isnan(logprobs[start : start + prompt]).all()
+
+
+def test_pack_layout():
+    packed = pack(TOKENS, LENGTHS, PROMPTS, [1, 0, 2])
+    assert packed.blocks == (Block(2, 3), Block(1, 6))  # sequences 0 and 2, then 1; their last tokens are targets only
+    assert packed.inputs.tolist() == [*TOKENS[0:3], *TOKENS[11:14], *TOKENS[4:10]]
+    assert packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert packed.rows.tolist() == [0, 1, 2, 4, 5, 8, 9, 10, 11]
+    assert packed.source.tolist() == [1, 2, 3, 13, 14, 7, 8, 9, 10]
+    assert packed.targets.tolist() == TOKENS[packed.source].tolist()
+
+
+# Answers of 3, 1 and 3 tokens to a prompt of 1, of 5, 2, 5 and 9 to one of 4, of 1 and 1 to one of 7.
+GROUPS = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
+SHARED_PROMPTS = np.array([1, 1, 1, 4, 4, 4, 4, 7, 7])
+SHARED_LENGTHS = SHARED_PROMPTS + np.array([3, 1, 3, 5, 2, 5, 9, 1, 1])
+
+
+def same_prompts() -> np.ndarray:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, SPEC.vocab_size, SHARED_PROMPTS[members[0]]) for members in GROUPS]
+    answers = [rng.integers(0, SPEC.vocab_size, length) for length in SHARED_LENGTHS - SHARED_PROMPTS]
+    parts = [(prompt, answers[index]) for prompt, members in zip(prompts, GROUPS, strict=True) for index in members]
+    return np.concatenate([part for pair in parts for part in pair]).astype(np.int32)
+
+
+def test_shared_layout():
+    """Prompts once and first, then the answers' inputs, by group and length."""
+    tokens = same_prompts()
+    starts = np.cumsum(SHARED_LENGTHS) - SHARED_LENGTHS
+    packed = pack_shared(tokens, SHARED_LENGTHS, SHARED_PROMPTS, GROUPS)
+    prompts = (Block(1, 1), Block(1, 4), Block(1, 7))
+    assert packed.blocks == (*prompts, Block(2, 2, 0), Block(1, 1, 1), Block(2, 4, 1), Block(1, 8, 1))
+    first, second, third = (tokens[starts[at] : starts[at] + SHARED_PROMPTS[at]] for at in (0, 3, 7))
+    short = [*tokens[starts[0] + 1 :][:2], *tokens[starts[2] + 1 :][:2]]
+    own = [tokens[starts[at] + 4 : starts[at] + SHARED_LENGTHS[at] - 1] for at in (4, 3, 5, 6)]
+    assert packed.inputs.tolist() == [*first, *second, *third, *short, *np.concatenate(own)]
+    assert packed.positions.tolist() == [0, *range(4), *range(7), 1, 2, 1, 2, 4, *[4, 5, 6, 7] * 2, *range(4, 12)]
+    # The answers' first tokens are predicted by the prompts' last inputs: rows 0, 4 and 11.
+    own_rows = [
+        [0],
+        [12, 13],
+        [0],
+        [14, 15],
+        [4],
+        [16],
+        [4],
+        [17, 18, 19, 20],
+        [4],
+        [21, 22, 23, 24],
+        [4],
+        range(25, 33),
+    ]
+    assert packed.rows.tolist() == [0, *[row for rows in own_rows for row in rows], 11, 11]
+    assert packed.targets.tolist() == tokens[packed.source].tolist()
+    plain = pack(tokens, SHARED_LENGTHS, SHARED_PROMPTS, range(9))
+    assert sorted(packed.source) == sorted(plain.source)
+
+
+@pytest.mark.parametrize("spec", [SPEC, LLAMA], ids=lambda spec: spec.architecture)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_prompts_that_are_computed_once_change_nothing(spec: ModelSpec, dtype: torch.dtype, tolerance: float):
+    """Log-probabilities, entropies, and the gradient of each weight relative to its norm."""
+    tokens = same_prompts()
+    laid = tokens, SHARED_LENGTHS, SHARED_PROMPTS
+
+    def outcome(packed: Packed) -> tuple[np.ndarray, tuple[torch.Tensor, ...]]:
+        leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in weights(spec).items()}
+        made = answer_logprobs(spec, leaves, packed)
+        upstream = torch.from_numpy(np.sin(np.stack((packed.source, 2 * packed.source)))).to(dtype)
+        values = np.zeros((2, len(tokens)))
+        values[:, packed.source] = torch.stack(made).detach().numpy()
+        return values, torch.autograd.grad((torch.stack(made) * upstream).sum(), list(leaves.values()))
+
+    values, gradient = outcome(pack(*laid, range(9)))
+    shared, shared_gradient = outcome(pack_shared(*laid, GROUPS))
+    np.testing.assert_allclose(shared, values, rtol=0, atol=tolerance)
+    for one, other in zip(gradient, shared_gradient, strict=True):
+        assert (one - other).norm() <= tolerance * one.norm()
+
+
+@pytest.mark.parametrize("outputs", [(True, False), (False, True), (True, True)], ids=["logprobs", "entropy", "both"])
+def test_gradient_of_the_sliced_head_is_that_of_log_softmax(
+    outputs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(forward, "_LOGITS_AT_ONCE", 2 * SPEC.vocab_size)  # two rows at a time, nine in all
+    packed = pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2])
+    upstream = torch.randn(2, len(packed.rows), generator=torch.Generator().manual_seed(0))
+
+    def gradients(sliced: bool) -> tuple[torch.Tensor, ...]:
+        leaves = {name: tensor.double().requires_grad_() for name, tensor in weights().items()}
+        if sliced:
+            made = answer_logprobs(SPEC, leaves, packed)
+        else:
+            hidden = forward.hidden_states(SPEC, leaves, packed)[packed.rows]
+            scores = (hidden @ leaves["model.embed_tokens.weight"].T).log_softmax(-1)
+            logprobs = scores.gather(-1, torch.from_numpy(packed.targets)[:, None])[:, 0]
+            made = (logprobs, -(scores.exp() * scores).sum(-1))
+        loss = sum((one * row).sum() for one, row, wanted in zip(made, upstream, outputs, strict=True) if wanted)
+        return torch.autograd.grad(loss, list(leaves.values()))
+
+    for one, other in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradient_of_the_entropy_agrees_with_finite_differences():
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(rows, 5, generator=generator, dtype=torch.float64).requires_grad_() for rows in (3, 7))
+    targets = torch.tensor([0, 6, 2])
+
+    def outputs(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return forward._TargetLogprobs.apply(hidden, head, targets)
+
+    assert torch.autograd.gradcheck(outputs, (hidden, head))
+
+
+def test_neighbours_in_the_pack_do_not_matter():
+    alone = pack(TOKENS, LENGTHS, PROMPTS, [1])
+    together = pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2])
+    own = torch.from_numpy(np.isin(together.source, alone.source))
+    torch.testing.assert_close(
+        answer_logprobs(SPEC, weights(), together)[0][own], answer_logprobs(SPEC, weights(), alone)[0]
+    )
+
+
+def test_bfloat16_rounds_products_and_sums_in_float32():
+    """Against the same product in bfloat16 and log_softmax in float32; the gradient of the head, a sum over rows, does
+    not lose small terms to large ones."""
+    generator = torch.Generator().manual_seed(0)
+    packed = pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2])
+    hidden, head = (torch.randn(rows, 16, generator=generator).bfloat16() for rows in (len(packed.inputs), 23))
+    upstream = torch.randn(len(packed.rows), generator=generator)
+    leaves = hidden.requires_grad_(), head.requires_grad_()
+    logprobs, entropy = forward.target_logprobs(head, hidden, packed, temperature=1.0)
+    scores = (hidden[packed.rows] @ head.T).float().log_softmax(-1)
+    expected = scores.gather(-1, torch.from_numpy(packed.targets)[:, None])[:, 0]
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropy, -(scores.exp() * scores).sum(-1).detach())
+    for one, other in zip(
+        torch.autograd.grad(logprobs, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
+    ):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+def test_the_head_gradient_is_a_sum_in_float32(monkeypatch: pytest.MonkeyPatch):
+    """A slice a row: in bfloat16, 1 + 1/256 is 1, and a sum would stand still."""
+    rows = 257
+    packed = pack(np.zeros(rows + 1, np.int32), np.array([rows + 1]), np.array([1]), [0])
+    monkeypatch.setattr(forward, "_LOGITS_AT_ONCE", 2)
+    head = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.tensor([[1.0]] + [[1 / 256]] * (rows - 1), dtype=torch.bfloat16)
+    logprobs, _ = forward.target_logprobs(head, hidden, packed, temperature=1.0)
+    [gradient] = torch.autograd.grad(logprobs.sum(), [head])
+    assert gradient[0].item() == 1.0  # (1 + 256 / 256) (1 - 1/2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_computed_again_give_the_same_gradient(dtype: torch.dtype):
+    packed = pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2])
+
+    def gradients(recompute: bool) -> tuple[torch.Tensor, ...]:
+        leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in weights().items()}
+        logprobs, _ = answer_logprobs(SPEC, leaves, packed, recompute_layers=recompute)
+        return torch.autograd.grad(logprobs.sum(), list(leaves.values()))
+
+    for one, other in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_layers_computed_again_keep_their_inputs_alone():
+    packed = pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2])
+    leaves = {name: tensor.requires_grad_() for name, tensor in weights().items()}
+
+    def kept(recompute: bool) -> int:
+        """Numbers that the graph of the layers holds, weights aside."""
+        own, total = {leaf.data_ptr() for leaf in leaves.values()}, 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += 0 if tensor.data_ptr() in own else tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            forward.hidden_states(SPEC, leaves, packed, recompute_layers=recompute)
+        return total
+
+    assert kept(True) < kept(False) / 4
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_what_is_computed_stays_on_the_device(
+    kernel: bool, dtype: torch.dtype, recompute: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """On torch's device without numbers, which refuses those of another as a GPU does: shapes and types alone, through
+    torch's own kernel for sequences of any lengths too."""
+    monkeypatch.setattr(attention, "has_kernel", lambda query: kernel)
+    packed = pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2])
+    leaves = {
+        name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        for name, shape in weight_shapes(SPEC).items()
+    }
+    logprobs, entropy = answer_logprobs(SPEC, leaves, packed, temperature=0.7, recompute_layers=recompute)
+    assert logprobs.shape == entropy.shape == packed.rows.shape
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert logprobs.device.type == entropy.device.type == "meta"
+    logprobs.sum().backward()
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None, name
+        assert (leaf.grad.dtype, leaf.grad.device.type) == (dtype, "meta")
