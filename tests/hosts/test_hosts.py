@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 FIRST, SECOND = TRAINS  # rank 0 and rank 1: torchrun orders machines by address
 LIST_STORE = """
 import sys
-from areal_core import checkpoint
+from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 storage = Storage.open(*sys.argv[1:])
 newest = checkpoint.newest(storage)

@@ -212,7 +212,9 @@ async def test_refusals_are_errors_and_server_errors_and_lost_connections_are_lo
         await client.health()
 
 
-@pytest.mark.parametrize("module", ["generation.client", "generation.pool", "generation.vllm_server", "transcript"])
+@pytest.mark.parametrize(
+    "module", ["generation.client", "controller.pool", "generation.vllm.server", "api.transcript", "controller.service"]
+)
 def test_what_talks_to_servers_imports_without_torch(module):
     code = f"import areal_core.{module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

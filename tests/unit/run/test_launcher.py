@@ -328,7 +328,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import pytest
 from pathlib import Path
-from test_run import Stage, config
+from test_launcher import Stage, config
 stage = Stage(config(Path(sys.argv[2])), pytest.MonkeyPatch(), {"trainer": "hangs"})
 stage.play()
 """

@@ -65,7 +65,11 @@ def test_command_lines(tmp_path: Path) -> None:
     ranks = [specs["trainer"].env(rank) for rank in (0, 1)]  # as torchrun would tell them
     assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in ranks] == [("0", "0", "2"), ("1", "1", "2")]
     assert specs["trainer"].gang
-    for name, module in {"controller": "service", "evaluator": "evaluation", "tracker": "tracking"}.items():
+    for name, module in {
+        "controller": "controller.service",
+        "evaluator": "evaluation.evaluator",
+        "tracker": "tracking",
+    }.items():
         assert specs[name].argv(0)[1:] == ["-m", f"areal_core.{module}", "--run-dir", str(run.root)]
 
 

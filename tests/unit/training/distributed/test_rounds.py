@@ -20,7 +20,7 @@ AGENT = f"""
 import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from areal_core.training import rounds
+from areal_core.training.distributed import rounds
 rounds.register()
 settings = LaunchConfig(
     min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="r", rdzv_backend=rounds.BACKEND, rdzv_endpoint=sys.argv[1],
