@@ -53,6 +53,16 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the policy answered to a prompt: sampled tokens."""
+
+    token_ids: Int32Array  # [L] the end token included
+    logprobs: Float32Array  # [L] log-probability of the sampled distribution, nats
+    versions: Int32Array  # [L] policy version that sampled the token
+    finish_reason: str  # stop, length or abort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPayload:
     """What the trainer learns from: the answers of one group, laid end to end. Versions are per token."""
 

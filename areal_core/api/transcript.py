@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from areal_core.api.wire import SampledAnswer, Segment
+from areal_core.api.wire import BodyPart, SampledAnswer
 from areal_core.errors import GenerationError
 from areal_core.types import GenerationRequest
 
@@ -33,7 +33,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 @dataclass(slots=True)
 class _Answer:
-    segments: list[Segment] = field(default_factory=list[Segment])
+    segments: list[BodyPart] = field(default_factory=list[BodyPart])
     tokens: list[int] = field(default_factory=list[int])  # of an answer that is not finished
     count: int = 0  # tokens, as far as they were looked at
     finished: bool = False
@@ -116,7 +116,7 @@ class Transcript:
             total += len(choices[id(body)][place].token_ids)
         return total
 
-    def _add(self, index: int, segment: Segment, choice: _Choice) -> None:
+    def _add(self, index: int, segment: BodyPart, choice: _Choice) -> None:
         answer, request = self._answers[index], self.request
         if choice.token_ids:
             answer.segments.append(segment)

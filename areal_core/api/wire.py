@@ -14,28 +14,18 @@ import numpy as np
 import orjson
 
 from areal_core.errors import GenerationError
-from areal_core.types import Float32Array, GenerationRequest, Int32Array
+from areal_core.types import Completion, GenerationRequest, Int32Array
 
 MODEL_NAME = "policy"
 ROUTES_VERSION = "0.32.0"  # the vLLM whose routes and fields these are
-Segment = tuple[bytes, int]  # a body of /inference/v1/generate, and the place of a choice in it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One sampled answer."""
-
-    token_ids: Int32Array  # [L] the end token included
-    logprobs: Float32Array  # [L] log-probability of the sampled distribution, nats
-    versions: Int32Array  # [L] policy version that sampled the token
-    finish_reason: str  # stop, length or abort
+BodyPart = tuple[bytes, int]  # a body of /inference/v1/generate, and the place of a choice in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledAnswer:
     """One answer as servers gave it, not decoded: interrupted ones have several segments."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[BodyPart, ...]
     finish_reason: str | None = None  # None: what the last segment says
 
 
@@ -76,7 +66,7 @@ def encode_request(request: GenerationRequest) -> bytes:
 
 
 def encode_generation(
-    request: GenerationRequest, answers: Sequence[Answer], *, logprobs: bool, eos_token_ids: Sequence[int] = ()
+    request: GenerationRequest, answers: Sequence[Completion], *, logprobs: bool, eos_token_ids: Sequence[int] = ()
 ) -> bytes:
     """The body of an answer. As in vLLM, `stop_reason` names the stop token unless it is the model's own end token."""
     completion_tokens = sum(len(answer.token_ids) for answer in answers)
@@ -94,7 +84,7 @@ def encode_generation(
     )
 
 
-def parse_generation(body: bytes) -> list[Answer]:
+def parse_generation(body: bytes) -> list[Completion]:
     """The answers of a body, in order. Raises GenerationError when the body is not one that carries log-probabilities
     and a version for every token."""
     try:
@@ -108,19 +98,19 @@ def whole_answers(body: bytes, n: int) -> tuple[SampledAnswer, ...]:
     return tuple(SampledAnswer(segments=((body, place),)) for place in range(n))
 
 
-def join_answers(answers: Sequence[SampledAnswer]) -> list[Answer]:
+def join_answers(answers: Sequence[SampledAnswer]) -> list[Completion]:
     """Answers from their segments. Raises GenerationError as `parse_generation` does."""
     bodies = {id(body): body for answer in answers for body, _ in answer.segments}
     parsed = {key: parse_generation(body) for key, body in bodies.items()}
     return [_join(answer, parsed) for answer in answers]
 
 
-def _join(answer: SampledAnswer, parsed: dict[int, list[Answer]]) -> Answer:
+def _join(answer: SampledAnswer, parsed: dict[int, list[Completion]]) -> Completion:
     try:
         parts = [parsed[id(body)][place] for body, place in answer.segments]
     except IndexError:
         raise GenerationError("not an answer of /inference/v1/generate: it has fewer choices than asked for") from None
-    return Answer(
+    return Completion(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
         versions=np.concatenate([part.versions for part in parts]),
@@ -139,7 +129,7 @@ def version_spans(versions: Int32Array) -> list[tuple[int, int, int]]:
     return [(int(versions[start]), start, end) for start, end in itertools.pairwise(cuts)]
 
 
-def _encode_answer(index: int, answer: Answer, logprobs: bool, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+def _encode_answer(index: int, answer: Completion, logprobs: bool, eos_token_ids: Sequence[int]) -> dict[str, Any]:
     tokens = answer.token_ids.tolist()
     content = [
         {"token_id": token, "logprob": value} for token, value in zip(tokens, answer.logprobs.tolist(), strict=True)
@@ -158,7 +148,7 @@ def _encode_answer(index: int, answer: Answer, logprobs: bool, eos_token_ids: Se
     }
 
 
-def _parse_answer(choice: dict[str, Any]) -> Answer:
+def _parse_answer(choice: dict[str, Any]) -> Completion:
     token_ids = np.array(choice["token_ids"], dtype=np.int32)
     content = choice["logprobs"]["content"]
     spans = [(int(span["version"]), span["start"], span["end"]) for span in choice["weight_versions"]]
@@ -170,7 +160,7 @@ def _parse_answer(choice: dict[str, Any]) -> Answer:
         raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, {len(versions)} versions")
     if not np.isfinite(logprobs).all():
         raise ValueError("log-probabilities are not finite")
-    return Answer(
+    return Completion(
         token_ids=token_ids,
         logprobs=logprobs,
         versions=versions,

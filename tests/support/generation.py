@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_core.api.wire import Answer
 from areal_core.models import folders
 from areal_core.models.folders import ModelSpec
-from areal_core.types import GenerationRequest
+from areal_core.types import Completion, GenerationRequest
 
 QWEN2 = ModelSpec(
     architecture="Qwen2ForCausalLM",
@@ -71,12 +70,14 @@ class Reference:
         """[L, vocabulary] in float64"""
         return _logits(self._exact[version], token_ids)
 
-    def check(self, request: GenerationRequest, answer: Answer, *, noise: float = NOISE) -> None:
+    def check(self, request: GenerationRequest, answer: Completion, *, noise: float = NOISE) -> None:
         """Every token's log-probability is that of the version that it names, over the whole text before it."""
         expected, allowed = self.logprobs(request, answer, noise=noise)
         np.testing.assert_allclose(answer.logprobs, expected, atol=allowed, rtol=0)
 
-    def logprobs(self, request: GenerationRequest, answer: Answer, *, noise: float = NOISE) -> tuple[np.ndarray, float]:
+    def logprobs(
+        self, request: GenerationRequest, answer: Completion, *, noise: float = NOISE
+    ) -> tuple[np.ndarray, float]:
         """[L] what the answer's log-probabilities should be, and how far off rounding allows them to be, in nats."""
         found = [np.full(len(answer.token_ids), np.nan) for _ in range(2)]
         for version in np.unique(answer.versions).tolist():
@@ -93,7 +94,7 @@ def _logits(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
     return model(torch.tensor([list(token_ids)])).logits[0].double()
 
 
-def _logprobs(model: torch.nn.Module, request: GenerationRequest, answer: Answer) -> np.ndarray:
+def _logprobs(model: torch.nn.Module, request: GenerationRequest, answer: Completion) -> np.ndarray:
     """[L] at the temperature asked for."""
     logits = _logits(model, [*request.token_ids, *answer.token_ids.tolist()])[len(request.token_ids) - 1 : -1]
     logprobs = (logits / (1.0 if request.greedy else request.temperature)).log_softmax(-1)

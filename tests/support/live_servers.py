@@ -20,11 +20,11 @@ import numpy as np
 import orjson
 import pytest
 
-from areal_core.api.wire import Answer, ServerLoad
+from areal_core.api.wire import ServerLoad
 from areal_core.generation.client import GenerationClient
 from areal_core.models.folders import ModelSpec
 from areal_core.storage import weights as versions
-from areal_core.types import GenerationRequest, PolicyVersion
+from areal_core.types import Completion, GenerationRequest, PolicyVersion
 from tests.support.generation import LLAMA_GQA, Reference, weights, write
 
 CONTEXT = 4096
@@ -136,7 +136,7 @@ def digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def deviations(reference: Reference, asked: GenerationRequest, answer: Answer) -> np.ndarray:
+def deviations(reference: Reference, asked: GenerationRequest, answer: Completion) -> np.ndarray:
     """[L] between each log-probability and that of the version that the token names, over the whole text before it, at
     the temperature asked for, as multiples of what rounding allows: some 1e-4 nats."""
     expected, allowed = reference.logprobs(asked, answer)

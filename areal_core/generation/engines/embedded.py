@@ -19,14 +19,13 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from areal_core.api.wire import Answer
 from areal_core.errors import DivergenceError, GenerationError, ModelError
 from areal_core.generation.engines.decoder import CpuDecoder, Decoder
 from areal_core.generation.engines.engine import EngineStats, Generation, check_request
 from areal_core.generation.engines.slots import STOPPED, Batch, Slots
 from areal_core.generation.engines.torch_decoder import TorchDecoder
 from areal_core.models.folders import ModelSpec, read_weights
-from areal_core.types import Float32Array, GenerationRequest, Int32Array
+from areal_core.types import Completion, Float32Array, GenerationRequest, Int32Array
 
 _READ_TOKENS = 2048  # in one pass, beside one token of every answer: bounds the memory of activations
 
@@ -36,7 +35,7 @@ class _Group:
     """A request under way. Its answers start in order, as slots become free."""
 
     request: GenerationRequest
-    answers: list[Answer | None]
+    answers: list[Completion | None]
     started: int = 0
     missing: int = 0  # answers not finished
     reader: int | None = None  # slot that holds the prompt's keys and values, or will after the next pass
@@ -123,13 +122,13 @@ class Engine:
             return []
         return self._postprocess(*self._run())
 
-    def generate(self, requests: Iterable[GenerationRequest]) -> list[tuple[Answer, ...]]:
+    def generate(self, requests: Iterable[GenerationRequest]) -> list[tuple[Completion, ...]]:
         """Serve requests to their end; their answers in the order of the requests."""
         ids = []
         for request in requests:
             self.add(request)
             ids.append(request.request_id)
-        finished: dict[str, tuple[Answer, ...]] = {}
+        finished: dict[str, tuple[Completion, ...]] = {}
         while self.running or self._waiting:
             finished |= {generation.request.request_id: generation.answers for generation in self.step()}
         return [finished[request_id] for request_id in ids]
@@ -271,6 +270,6 @@ class Engine:
         )
 
 
-def _nothing() -> Answer:
+def _nothing() -> Completion:
     empty = np.zeros(0, dtype=np.int32)
-    return Answer(token_ids=empty, logprobs=np.zeros(0, dtype=np.float32), versions=empty, finish_reason="abort")
+    return Completion(token_ids=empty, logprobs=np.zeros(0, dtype=np.float32), versions=empty, finish_reason="abort")

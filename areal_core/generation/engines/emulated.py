@@ -19,14 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_core.api.wire import Answer
 from areal_core.config.schema import EmulationConfig
 from areal_core.errors import GenerationError
 from areal_core.generation.engines.engine import EngineStats, Generation, check_request
 from areal_core.generation.engines.sampling import stream_seed, uniforms
 from areal_core.models.spec import ModelSpec, check_shapes, header_shapes
 from areal_core.planning.time_model import AnswerLengths, Pace, TimeModel
-from areal_core.types import GenerationRequest
+from areal_core.types import Completion, GenerationRequest
 
 _SLICE_S = 0.004  # real seconds that a step takes at most, or one decode step: how soon commands are obeyed
 _LOGPROB = -0.1  # nats, of every token
@@ -39,7 +38,7 @@ class _Group:
     """A request under way."""
 
     request: GenerationRequest
-    answers: list[Answer | None]
+    answers: list[Completion | None]
     missing: int
     prompt_read: bool = False  # its keys and values are in the cache, for all of its answers
 
@@ -276,7 +275,7 @@ class EmulatedEngine:
             request=group.request, answers=tuple(answer for answer in group.answers if answer is not None)
         )
 
-    def _answer(self, sequence: _Sequence, finish_reason: str) -> Answer:
+    def _answer(self, sequence: _Sequence, finish_reason: str) -> Completion:
         request = sequence.group.request
         count = self._wire_tokens(sequence)
         tokens = np.full(count, self._filler(request), dtype=np.int32)
@@ -285,7 +284,7 @@ class EmulatedEngine:
         versions = np.full(count, self.version, dtype=np.int32)
         for end, version in reversed(sequence.versions):
             versions[:end] = version
-        return Answer(
+        return Completion(
             token_ids=tokens,
             logprobs=np.full(count, _LOGPROB, dtype=np.float32),
             versions=versions,

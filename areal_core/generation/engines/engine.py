@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_core.api.wire import Answer
 from areal_core.errors import GenerationError
 from areal_core.models.spec import ModelSpec
-from areal_core.types import GenerationRequest
+from areal_core.types import Completion, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +17,7 @@ class Generation:
     """A finished request with its answers, in order."""
 
     request: GenerationRequest
-    answers: tuple[Answer, ...]
+    answers: tuple[Completion, ...]
 
 
 @dataclass(slots=True)

@@ -11,11 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_core.api.wire import Answer
 from areal_core.generation.engines.decoder import Pass
 from areal_core.generation.engines.sampling import stream_seed, uniforms
 from areal_core.models.vectors import compiled
-from areal_core.types import GenerationRequest, Int32Array
+from areal_core.types import Completion, GenerationRequest, Int32Array
 
 STOPPED, CUT_OFF = 1, 2  # how `record` says that an answer is finished
 
@@ -50,9 +49,9 @@ class Slots:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
         self.stops[slots] = (*stops, *[-1] * (self.stops.shape[1] - len(stops)))
 
-    def answer(self, slot: int, finish_reason: str) -> Answer:
+    def answer(self, slot: int, finish_reason: str) -> Completion:
         span = slice(self.prompt[slot], self.length[slot])
-        return Answer(
+        return Completion(
             token_ids=self.tokens[slot, span].copy(),
             logprobs=self.logprobs[slot, span].copy(),
             versions=self.versions[slot, span].copy(),

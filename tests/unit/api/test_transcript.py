@@ -8,9 +8,9 @@ import pytest
 
 from areal_core.api import transcript as module
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import Answer, encode_generation, join_answers
+from areal_core.api.wire import encode_generation, join_answers
 from areal_core.errors import GenerationError
-from areal_core.types import GenerationRequest
+from areal_core.types import Completion, GenerationRequest
 
 STOP = 1
 REQUEST = GenerationRequest(
@@ -20,7 +20,7 @@ REQUEST = GenerationRequest(
 
 def answer(tokens, version, finish_reason):
     """One whose log-probabilities say the token: -t / 8."""
-    return Answer(
+    return Completion(
         token_ids=np.array(tokens, np.int32),
         logprobs=-np.array(tokens, np.float32) / 8,
         versions=np.full(len(tokens), version, np.int32),

@@ -4,16 +4,16 @@ import numpy as np
 import orjson
 import pytest
 
-from areal_core.api.wire import Answer, encode_generation, encode_request, parse_generation, version_spans
+from areal_core.api.wire import encode_generation, encode_request, parse_generation, version_spans
 from areal_core.errors import GenerationError
-from areal_core.types import GenerationRequest
+from areal_core.types import Completion, GenerationRequest
 
 REQUEST = GenerationRequest(request_id="r-1", token_ids=(3, 4), n=2, max_tokens=8, seed=5, stop_token_ids=(1,))
 
 
 def answer(tokens, versions, finish_reason="stop"):
     logprobs = -np.random.default_rng(len(tokens)).exponential(size=len(tokens)).astype(np.float32)
-    return Answer(
+    return Completion(
         token_ids=np.array(tokens, dtype=np.int32),
         logprobs=logprobs,
         versions=np.array(versions, dtype=np.int32),

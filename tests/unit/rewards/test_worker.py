@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import unpack_group
-from areal_core.api.wire import Answer, SampledAnswer, encode_generation, whole_answers
+from areal_core.api.wire import SampledAnswer, encode_generation, whole_answers
 from areal_core.config.schema import AlgorithmConfig, TaskConfig
 from areal_core.errors import GenerationError, RewardError
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards.worker import RewardPool, ScoredGroup, ScoreJob, score_group
 from areal_core.tracking.timeline import read_timeline
-from areal_core.types import GenerationRequest, GroupSummary
+from areal_core.types import Completion, GenerationRequest, GroupSummary
 
 END = char_tokenizer().token_id(EOS)
 BUSY_S = 0.05  # CPU seconds of a job that does nothing else
@@ -27,7 +27,7 @@ SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_vers
 
 def answer(text, versions, finish_reason="stop"):
     ids = [*char_tokenizer().encode(text), *([END] if finish_reason == "stop" else [])]
-    return Answer(
+    return Completion(
         token_ids=np.array(ids, np.int32),
         logprobs=-np.arange(len(ids), dtype=np.float32) / 8,
         versions=np.array(versions, np.int32),

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from areal_core.api.wire import Answer, version_spans
+from areal_core.api.wire import version_spans
 from areal_core.errors import GenerationError, ModelError
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation
 from areal_core.generation.engines.sampling import stream_seed, uniforms
 from areal_core.planning.time_model import AnswerLengths, TimeModel
-from areal_core.types import GenerationRequest
+from areal_core.types import Completion, GenerationRequest
 from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, pace, request
 from tests.support.models import SPEC
 
@@ -36,7 +36,7 @@ def wire_length(wanted: GenerationRequest, index: int) -> int:
     return min(-(-real_length(wanted, index) // SCALE), LIMIT)
 
 
-def run(served: EmulatedEngine) -> dict[str, tuple[Answer, ...]]:
+def run(served: EmulatedEngine) -> dict[str, tuple[Completion, ...]]:
     done: list[Generation] = []
     while served.running or served.waiting:
         done += served.step()
@@ -74,7 +74,7 @@ def test_answers_have_the_lengths_of_their_seed_in_any_company() -> None:
     assert together.unfinished_tokens == 0
 
 
-def run_alone(wanted: GenerationRequest) -> tuple[Answer, ...]:
+def run_alone(wanted: GenerationRequest) -> tuple[Completion, ...]:
     served = engine(Clock())
     served.add(wanted)
     return run(served)[wanted.request_id]
