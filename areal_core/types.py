@@ -63,31 +63,62 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPayload:
-    """What the trainer learns from: the answers of one group, laid end to end. Versions are per token."""
+class SampleRequest:
+    """What an environment asks of the policy: `n` completions of a text."""
 
-    prompt_tokens: Int32Array  # [L_prompt]
-    lengths: Int32Array  # [G] tokens per answer; T is their sum
-    tokens: Int32Array  # [T] sampled tokens, the end token included
-    logprobs: Float32Array  # [T] log-probability under the behaviour policy, nats
-    versions: Int32Array  # [T] policy version that sampled the token
+    token_ids: tuple[int, ...]
+    n: int
+    max_tokens: int  # of each completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of a trajectory that came from one side: the prompt, a message of the environment, or a completion."""
+
+    token_ids: Int32Array  # [L]
+    loss_mask: BoolArray  # [L] tokens that the policy is trained on; only tokens that it sampled
+    logprobs: Float32Array  # [L] under the behaviour policy, nats; 0 where it did not sample
+    versions: Int32Array  # [L] policy version that sampled the token; -1 where none did
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """What came of one rollout: segments in their order, the first of which is the prompt, and a reward."""
+
+    segments: tuple[Segment, ...]
+    reward: float
+    correct: bool  # for the curves of people; training sees the reward alone
+    truncated: bool = False  # it ran into the length limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPayload:
+    """What the trainer learns from: the trajectories of one group, without their prompt, laid end to end."""
+
+    prompt_tokens: Int32Array  # [L_prompt] the first segment, the same in all of them
+    lengths: Int32Array  # [G] tokens of each trajectory after its prompt; T is their sum
+    tokens: Int32Array  # [T] completions, end tokens included, and what the environment said between them
+    loss_mask: BoolArray  # [T] tokens that the policy is trained on
+    logprobs: Float32Array  # [T] log-probability under the behaviour policy, nats; 0 where it did not sample
+    versions: Int32Array  # [T] policy version that sampled the token; -1 where none did
     rewards: Float32Array  # [G]
-    truncated: BoolArray  # [G] the answer ran into its length limit
+    truncated: BoolArray  # [G] the trajectory ran into the length limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
     """What the ledger and the metrics need of a group without opening its payload."""
 
-    lengths: tuple[int, ...]  # [G] tokens per answer
+    lengths: tuple[int, ...]  # [G] tokens of each trajectory after its prompt
     rewards: tuple[float, ...]  # [G]
-    tokens: int  # T
+    tokens: int  # sampled ones of all trajectories
     min_version: int  # oldest token
     max_version: int
-    correct: int  # answers that were right, of G
-    truncated: int  # answers that were cut off, of G
+    correct: int  # trajectories that were right, of G
+    truncated: int  # trajectories that were cut off, of G
     prompt_tokens: int = 0  # tokens of the prompt
-    samples: tuple[tuple[str, float, str], ...] = ()  # (answer text, reward, version spans), a few for people
+    samples: tuple[tuple[str, float, str], ...] = ()  # (text after the prompt, reward, version spans), a few for people
+    unused_tokens: int = 0  # sampled ones that the environment took into no trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +126,7 @@ class BatchGroup:
     """One group's row of a fixed batch."""
 
     group_id: int
-    lengths: tuple[int, ...]  # [G] tokens per answer
+    lengths: tuple[int, ...]  # [G] tokens of each trajectory after its prompt
     rewards: tuple[float, ...]  # [G]
     ready_version: int  # policy version in force when the group entered the buffer
     prompt_tokens: int = 0  # tokens of the prompt

@@ -186,6 +186,7 @@ def make_batch(setting: Setting, seed: int) -> TrainingBatch:
             prompt_tokens=rng.integers(0, vocabulary, prompt).astype(np.int32),
             lengths=answers,
             tokens=rng.integers(0, vocabulary, tokens).astype(np.int32),
+            loss_mask=np.ones(tokens, np.bool_),
             logprobs=(rng.normal(size=tokens) / 10 - np.log(vocabulary)).astype(np.float32),
             versions=np.zeros(tokens, np.int32),
             rewards=np.arange(len(answers), dtype=np.float32) % 2,

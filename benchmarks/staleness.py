@@ -49,7 +49,7 @@ from areal_core.launch import process
 from areal_core.launch.supervisor import CHILD_ENV
 from areal_core.models.folders import read_spec, read_weights
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.worker import ScoredGroup, ScoreJob, score_group
+from areal_core.rewards.worker import GroupJob, ScoredGroup, score_group
 from areal_core.rollout.controller import trajectory_seed
 from areal_core.run.prepare import base_model, preflight
 from areal_core.storage import weights
@@ -242,10 +242,10 @@ class LaggedTraining:
         answers = self._generator.generate(requests)
         return [
             score_group(
-                ScoreJob(
-                    answers=whole_answers(encode_generation(request, group, logprobs=True), len(group)),
-                    prompt_token_ids=prompt.token_ids,
-                    gold=prompt.answer,
+                GroupJob(
+                    prompt=prompt,
+                    completions=whole_answers(encode_generation(request, group, logprobs=True), len(group)),
+                    environment=config.environment,
                     task=config.task,
                     algorithm=config.algorithm,
                     model_path=self._job.model_path,

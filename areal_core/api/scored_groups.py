@@ -9,12 +9,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from areal_core.errors import StorageError
-from areal_core.types import GroupPayload
+from areal_core.types import GroupPayload, GroupSummary
 
 _DTYPES = {
     "prompt_tokens": np.int32,
     "lengths": np.int32,
     "tokens": np.int32,
+    "loss_mask": np.bool_,
     "logprobs": np.float32,
     "versions": np.int32,
     "rewards": np.float32,
@@ -22,11 +23,19 @@ _DTYPES = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """A group whose rollouts have ended."""
+
+    payload: bytes  # of pack_group
+    summary: GroupSummary
+
+
 def pack_group(payload: GroupPayload) -> bytes:
     """The group as safetensors bytes, which `unpack_group` turns back into exactly the same arrays."""
     groups, tokens = (len(payload.lengths),), (int(payload.lengths.sum()),)
-    shapes = {"lengths": groups, "rewards": groups, "truncated": groups}
-    shapes |= {"tokens": tokens, "logprobs": tokens, "versions": tokens}
+    shapes: dict[str, tuple[int]] = {"lengths": groups, "rewards": groups, "truncated": groups}
+    shapes |= {"tokens": tokens, "loss_mask": tokens, "logprobs": tokens, "versions": tokens}
     arrays: dict[str, np.ndarray] = {}
     for field in dataclasses.fields(GroupPayload):
         array: np.ndarray = getattr(payload, field.name)

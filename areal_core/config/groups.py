@@ -36,7 +36,17 @@ class TaskConfig:
     answer_field: str = "answer"
     held_out: int = bounded(1024, low=1)  # prompts
     max_prompt_tokens: int = bounded(40, low=1)
-    max_new_tokens: int = bounded(112, low=1)
+    max_new_tokens: int = bounded(112, low=1)  # of a trajectory after its prompt, over all of its turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """What happens between a prompt and its rewards. Names are registered ones or import paths, package.module:name."""
+
+    name: str = "single_turn"  # single_turn, two_turn, or an import path
+    verifier: str | None = None  # exact_match, same_number, or an import path; None: the one task.name is written for
+    retry_message: str = "="  # two_turn: what the policy is told after a first try that is wrong
+    retry_score: float = bounded(0.5, low=0.0, high=1.0)  # two_turn: of a second try that is right
 
 
 @dataclass(frozen=True, kw_only=True)

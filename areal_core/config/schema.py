@@ -21,6 +21,7 @@ from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.config.fields import bounded, build, choice
 from areal_core.config.groups import (
     EmulationConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     GenerationConfig,
     LaunchConfig,
@@ -39,6 +40,7 @@ from areal_core.errors import ConfigError
 __all__ = [
     "AlgorithmConfig",
     "EmulationConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "GenerationConfig",
     "LaunchConfig",
@@ -70,6 +72,7 @@ class RunConfig:
     state_dir: str = ".areal"
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)

@@ -17,14 +17,13 @@ import json
 import logging
 import signal
 import sqlite3
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from safetensors.numpy import load_file
 
-from areal_core.api.wire import SampledAnswer
 from areal_core.config.schema import RunConfig
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
@@ -33,7 +32,7 @@ from areal_core.environments.source import PromptSource, open_source
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished
 from areal_core.launch import process
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.worker import RewardPool, ScoreJob
+from areal_core.rewards.worker import GroupJob, GroupSession, RewardPool
 from areal_core.rollout.controller import RolloutController, Signal
 from areal_core.rollout.ledger import TrajectoryLedger, snapshot
 from areal_core.storage import checkpoint, weights
@@ -41,32 +40,31 @@ from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
-from areal_core.types import Evaluation, GroupSummary, MetricRow, PolicyVersion, Prompt
+from areal_core.types import Evaluation, MetricRow, PolicyVersion, Prompt
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 5.0  # between two looks at the generation servers' health
 _VERSIONS_KEPT = 8  # at most, of the newest: servers may be staging one, and the trainer compares engines on old ones
 
 
-class GroupScorer:
-    """The reward service as the rollout core sees it: jobs for the reward workers."""
+class Environments:
+    """The reward workers as the rollout core sees them: a session for every group."""
 
     def __init__(self, config: RunConfig, model_path: str, pool: RewardPool) -> None:
         self._config = config
         self._model_path = model_path
         self._pool = pool
 
-    async def score(self, prompt: Prompt, answers: Sequence[SampledAnswer]) -> tuple[GroupSummary, bytes]:
-        job = ScoreJob(
-            answers=tuple(answers),
-            prompt_token_ids=prompt.token_ids,
-            gold=prompt.answer,
-            task=self._config.task,
-            algorithm=self._config.algorithm,
-            model_path=self._model_path,
+    def begin(self, prompt: Prompt) -> GroupSession:
+        return self._pool.begin(
+            GroupJob(
+                prompt=prompt,
+                environment=self._config.environment,
+                task=self._config.task,
+                algorithm=self._config.algorithm,
+                model_path=self._model_path,
+            )
         )
-        scored = await self._pool.score(job)
-        return scored.summary, scored.payload
 
 
 class Service:
@@ -101,7 +99,7 @@ class Service:
             config=self.config,
             source=self.source,
             engine=self.servers,
-            scorer=GroupScorer(self.config, self.info.model_path, self.rewards),
+            rewards=Environments(self.config, self.info.model_path, self.rewards),
             ledger=self.ledger,
             stop_token_ids=stop_token_ids(self.info.model_path),
         )

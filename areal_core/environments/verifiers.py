@@ -1,30 +1,22 @@
-"""Whether an answer is right, one verifier a task: pure functions of the answer's text and the gold answer."""
+"""Verifiers: the score of a completion, as pure functions of its text and of what the prompt's author holds true."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from areal_core.config.schema import TaskConfig
+from areal_core.environments.environment import Verifier
 from areal_core.environments.jsonl import final_number
-
-Verifier = Callable[[str, str], bool]
-
-
-def exact_match(answer: str, gold: str) -> bool:
-    """Whether the text after the last `#` is the gold answer, character by character."""
-    _, mark, conclusion = answer.rpartition("#")
-    return bool(mark) and conclusion == gold
+from areal_core.types import Prompt
 
 
-def same_number(answer: str, gold: str) -> bool:
-    r"""Whether both texts end on the same number (see `final_number`); 27, 27.0 and \boxed{27} are the same."""
-    found = final_number(answer)
-    return found is not None and found == final_number(gold)
+def exact_match(task: Prompt, completion: str) -> float:
+    """1 if the text after the last `#` is the gold answer, character by character, else 0."""
+    _, mark, conclusion = completion.rpartition("#")
+    return float(bool(mark) and conclusion == task.answer)
 
 
-_VERIFIERS: dict[str, Verifier] = {"arithmetic": exact_match, "jsonl": same_number}
+def same_number(task: Prompt, completion: str) -> float:
+    r"""1 if both texts end on the same number (see `final_number`), else 0; 27, 27.0 and \boxed{27} are the same."""
+    found = final_number(completion)
+    return float(found is not None and found == final_number(task.answer))
 
 
-def verifier(task: TaskConfig) -> Verifier:
-    """The verifier of a task: (answer text, gold answer) -> right or wrong."""
-    return _VERIFIERS[task.name]
+VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "same_number": same_number}

@@ -17,8 +17,8 @@ import torch
 
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
+from areal_core.environments.registry import open_verifier
 from areal_core.environments.source import open_source
-from areal_core.environments.verifiers import verifier
 from areal_core.errors import ArealError, RunFinished
 from areal_core.generation.engines.embedded import Engine
 from areal_core.launch import process
@@ -39,7 +39,7 @@ class Evaluator:
         self._config = config
         self._tokenizer = Tokenizer.from_folder(model_path)
         self._prompts = open_source(config, self._tokenizer).held_out()
-        self._verify = verifier(config.task)
+        self._verify = open_verifier(config.environment, config.task)
         self._spec = read_spec(model_path)
         self._engine = Engine(
             self._spec,
@@ -61,7 +61,7 @@ class Evaluator:
         correct = tokens = 0
         for prompt, (answer,) in zip(self._prompts, answers, strict=True):
             text = self._tokenizer.decode(answer.token_ids.tolist())
-            correct += answer.finish_reason == "stop" and self._verify(text, prompt.answer)
+            correct += answer.finish_reason == "stop" and self._verify(prompt, text) == 1.0
             tokens += len(answer.token_ids)
         return Evaluation(
             version=version.version,

@@ -1,137 +1,126 @@
-"""The reward service: decodes, verifies, scores and packs the answers of a group, in processes of its own.
+"""The reward service: rollouts of groups, their verification and packing, in processes of their own.
 
-A verifier may hang or take its process down. Each worker holds one job at a time, so that either costs one job: the
-worker is killed, another takes its place, and the caller gets a RewardError, which says nothing about the answers.
+A verifier may hang or take its process down. Each worker does one thing at a time, so that either costs the group that
+is at it, and those that are suspended in the same worker while the policy answers them: the worker is killed, another
+takes its place, and the callers get a RewardError, which says nothing about the completions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from areal_core.api.scored_groups import pack_group
-from areal_core.api.wire import SampledAnswer, join_answers, version_spans
-from areal_core.config.schema import AlgorithmConfig, TaskConfig
-from areal_core.environments.verifiers import verifier
+from areal_core.api.scored_groups import ScoredGroup
+from areal_core.api.wire import SampledAnswer
+from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.environments.environment import Environment
+from areal_core.environments.registry import open_environment
 from areal_core.errors import ArealError, RewardError
 from areal_core.models.tokenizer import Tokenizer
+from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.tracking.timeline import TimelineWriter
-from areal_core.types import GroupPayload, GroupSummary, Int32Array
+from areal_core.types import Prompt
 
-_SAMPLES = 2  # answers of a group that are kept as text
 _START_TIMEOUT_S = 120.0  # a worker imports numpy and tokenizers, on a machine that may be busy
 _spawn = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreJob:
-    """The answers of one group and all that it takes to score them."""
+class GroupJob:
+    """The completions that a group begins with, and all that it takes to go on from there."""
 
-    answers: tuple[SampledAnswer, ...]  # G, as servers gave them
-    prompt_token_ids: tuple[int, ...]
-    gold: str
+    group: int = 0  # by which a worker knows it again
+    prompt: Prompt
+    completions: tuple[SampledAnswer, ...] = ()  # G, as servers gave them
+    environment: EnvironmentConfig
     task: TaskConfig
     algorithm: AlgorithmConfig
     model_path: str  # folder that holds the tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredGroup:
-    payload: bytes  # packing.pack_group
-    summary: GroupSummary
+class _Answers:
+    """What the policy answered to the requests of a group that is suspended."""
+
+    group: int
+    completions: Sequence[Sequence[SampledAnswer]]
 
 
-def score_group(job: ScoreJob) -> ScoredGroup:
-    """Score a group. A truncated answer is flagged and wrong, whatever it says; whether it is masked in the loss too
-    (algorithm.truncated) is the trainer's business.
-
-    Raises GenerationError for a body that is not an answer and RewardError for answers that can't be scored.
-    """
-    choices = join_answers(job.answers)
-    for index, choice in enumerate(choices):
-        if choice.finish_reason not in ("stop", "length") or len(choice.token_ids) == 0:
-            raise RewardError(f"answer {index} is not finished: {choice.finish_reason}, {len(choice.token_ids)} tokens")
-    verify, tokenizer = verifier(job.task), _tokenizer(job.model_path)
-    texts = [tokenizer.decode(choice.token_ids.tolist()) for choice in choices]
-    truncated = [choice.finish_reason == "length" for choice in choices]
-    correct = [not cut and verify(text, job.gold) for text, cut in zip(texts, truncated, strict=True)]
-    rewards = np.where(correct, job.algorithm.reward_correct, job.algorithm.reward_wrong).astype(np.float32)
-    versions = np.concatenate([choice.versions for choice in choices]).astype(np.int32)
-    payload = GroupPayload(
-        prompt_tokens=np.array(job.prompt_token_ids, np.int32),
-        lengths=np.array([len(choice.token_ids) for choice in choices], np.int32),
-        tokens=np.concatenate([choice.token_ids for choice in choices]).astype(np.int32),
-        logprobs=np.concatenate([choice.logprobs for choice in choices]).astype(np.float32),
-        versions=versions,
-        rewards=rewards,
-        truncated=np.array(truncated, np.bool_),
-    )
-    summary = GroupSummary(
-        prompt_tokens=len(job.prompt_token_ids),
-        lengths=tuple(len(choice.token_ids) for choice in choices),
-        rewards=tuple(rewards.tolist()),
-        tokens=len(versions),
-        min_version=int(versions.min()),
-        max_version=int(versions.max()),
-        correct=sum(correct),
-        truncated=sum(truncated),
-        samples=tuple(
-            (text, reward, _spans(choice.versions))
-            for text, reward, choice in zip(texts[:_SAMPLES], rewards.tolist(), choices, strict=False)
-        ),
-    )
-    return ScoredGroup(payload=pack_group(payload), summary=summary)
+def score_group(job: GroupJob) -> ScoredGroup:
+    """Score a group that asks for no more than its first completions, in this process. Raises RewardError for one that
+    does, and what `GroupRollout.advance` raises."""
+    rollout = _rollout(job)
+    with asyncio.Runner() as runner:
+        outcome = runner.run(rollout.advance([job.completions]))
+    if not isinstance(outcome, ScoredGroup):
+        raise RewardError(
+            f"environment.name: {job.environment.name} asks for more completions, which nobody gives here"
+        )
+    return outcome
 
 
 class RewardPool:
-    """Processes that score groups. Make and close it in the thread that runs the event loop and outlives the pool: the
-    workers die with the thread that spawned them."""
+    """Processes that roll groups out. Make and close it in the thread that runs the event loop and outlives the pool:
+    the workers die with the thread that spawned them."""
 
     def __init__(
         self,
         workers: int,
         timeout_s: float,
         *,
-        function: Callable[[ScoreJob], ScoredGroup] = score_group,
+        function: Callable[[Any], Any] | None = None,
         timeline: Callable[[int], Path] | None = None,
     ) -> None:
-        """`timeline`: the file for what a worker does, by its place."""
+        """`function`: what workers do with a job, if not its rollouts. `timeline`: the file for what a worker does, by
+        its place."""
         self._timeout_s = timeout_s
-        self._function = function
+        self._function = function or _advance
         self._timeline = timeline
         self._workers = {self._started(place) for place in range(workers)}
-        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        for worker in self._workers:
-            self._idle.put_nowait(worker)
+        self._idle = set(self._workers)
+        self._waiting: deque[tuple[_Worker | None, asyncio.Future[_Worker]]] = deque()  # whom for; None: for any
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+        self._groups = itertools.count(1)
         self._closed = False
 
-    async def score(self, job: ScoreJob) -> ScoredGroup:
+    def begin(self, job: GroupJob) -> GroupSession:
+        """A group that waits for its first completions."""
+        return GroupSession(self, replace(job, group=next(self._groups)))
+
+    async def score(self, job: GroupJob) -> ScoredGroup:
         """Score a group in the next free worker. Raises RewardError when the verifier fails, takes longer than the
         timeout (waiting for a worker does not count) or loses its process."""
-        worker = await self._idle.get()
-        if not worker.process.is_alive():
-            worker = self._replace(worker)
+        return (await self.ask(job))[0]
+
+    async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
+        """Have a worker, or the `wanted` one, do something; also the worker that did. Raises as `score` does."""
+        worker = await self._take(wanted)
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, job, self._timeout_s)
-        except BaseException:  # it hangs, it is dead, or nobody waits for its answer any more
-            worker = self._replace(worker)
-            raise
+            if not worker.process.is_alive():
+                worker = self._replace(worker)
+                if wanted is not None:
+                    raise _lost()
+            ask = functools.partial(worker.ask, message, self._timeout_s)
+            try:
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+            except BaseException:  # it hangs, it is dead, or nobody waits for its answer any more
+                worker = self._replace(worker)
+                raise
         finally:
-            self._idle.put_nowait(worker)
+            self._put_back(worker)
         if isinstance(result, ArealError):
             raise result
-        return result
+        return result, worker
 
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
@@ -142,23 +131,82 @@ class RewardPool:
         for worker in self._workers:
             worker.kill()
 
+    async def _take(self, wanted: _Worker | None) -> _Worker:
+        if wanted is not None and wanted not in self._workers:
+            raise _lost()
+        if wanted in self._idle if wanted is not None else self._idle:
+            worker = wanted or next(iter(self._idle))
+            self._idle.discard(worker)
+            return worker
+        turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.append((wanted, turn))
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it was given one at the same moment
+                self._put_back(turn.result())
+            raise
+
+    def _put_back(self, worker: _Worker) -> None:
+        """Hand a worker to whoever has waited longest for it, or for any."""
+        for place, (wanted, turn) in enumerate(self._waiting):
+            if not turn.done() and wanted in (None, worker):
+                del self._waiting[place]
+                turn.set_result(worker)
+                return
+        self._idle.add(worker)
+
     def _replace(self, worker: _Worker) -> _Worker:
         worker.kill()
         if self._closed:
             return worker
         self._workers.remove(worker)
         self._workers.add(fresh := self._started(worker.place))
+        for wanted, turn in self._waiting:
+            if wanted is worker and not turn.done():
+                turn.set_exception(_lost())
+        self._waiting = deque(waiting for waiting in self._waiting if not waiting[1].done())
         return fresh
 
     def _started(self, place: int) -> _Worker:
         return _Worker(self._function, place, None if self._timeline is None else self._timeline(place))
 
 
+class GroupSession:
+    """The rollouts of one group, in the worker that took them up."""
+
+    def __init__(self, pool: RewardPool, job: GroupJob) -> None:
+        self._pool = pool
+        self._job = job
+        self._worker: _Worker | None = None  # where it is suspended
+
+    async def advance(self, completions: Sequence[tuple[SampledAnswer, ...]]) -> Requests | ScoredGroup:
+        """Go on with what the last requests brought, in their order; at first, with the completions of the prompt. To
+        be given up after an error. Raises GenerationError for a body that is no answer, and RewardError when rollouts
+        fail or can't be scored, take longer than the timeout, or lose their worker."""
+        if self._worker is None:
+            message = replace(self._job, completions=completions[0])
+        else:
+            message = _Answers(group=self._job.group, completions=completions)
+        worker, self._worker = self._worker, None  # after an error nothing of it is left there
+        outcome, worker = await self._pool.ask(message, worker)
+        if not isinstance(outcome, ScoredGroup):
+            self._worker = worker
+        return outcome
+
+    def close(self) -> None:
+        """Give the group up, wherever it stands."""
+        if self._worker is not None:
+            self._worker.forgotten.append(self._job.group)
+            self._worker = None
+
+
 class _Worker:
     """A process and the parent's end of the pipe to it."""
 
-    def __init__(self, function: Callable[[ScoreJob], ScoredGroup], place: int, timeline: Path | None) -> None:
+    def __init__(self, function: Callable[[Any], Any], place: int, timeline: Path | None) -> None:
         self.place = place
+        self.forgotten: list[int] = []  # groups suspended in it that nobody wants any more
         self._pipe, theirs = _spawn.Pipe()
         self._started = False
         self._cpu_s = 0.0  # that the process has used, as it says
@@ -168,7 +216,7 @@ class _Worker:
         self.process.start()
         theirs.close()  # so that the process' death reads as end-of-file
 
-    def ask(self, job: ScoreJob, timeout_s: float) -> ScoredGroup | ArealError:
+    def ask(self, message: Any, timeout_s: float) -> Any:
         """Blocks until the answer is there. Raises RewardError when it does not come."""
         try:
             if not self._started:
@@ -176,7 +224,8 @@ class _Worker:
                 self._started = True
                 self._timeline = None if self._file is None else TimelineWriter(self._file, cpu=lambda: self._cpu_s)
             start = time.monotonic()
-            self._pipe.send(job)
+            forgotten, self.forgotten = self.forgotten, []
+            self._pipe.send((forgotten, message))
             result = self._receive(timeout_s, "did not answer; rollout.reward_timeout_s is its limit")
             if self._timeline is not None:
                 self._timeline.span("score", start, time.monotonic())
@@ -195,36 +244,71 @@ class _Worker:
         return result
 
 
-def _serve(pipe: Connection, function: Callable[[ScoreJob], ScoredGroup]) -> None:
-    """The worker process: one job after the other until the pool is gone. With every answer go the CPU seconds that it
-    has used so far; the first one says that it is ready."""
+_lost = functools.partial(RewardError, "the reward worker that this group was suspended in is gone")
+
+
+def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
+    """The worker process: one message after the other until the pool is gone. With every answer go the CPU seconds that
+    it has used so far; the first one says that it is ready."""
     from areal_core.launch.process import die_with_parent
 
     die_with_parent()
     pipe.send((None, time.process_time()))
     while True:
         try:
-            job: ScoreJob = pipe.recv()
+            forgotten, message = pipe.recv()
         except EOFError:
             return
-        result = _attempt(function, job)
+        for group in forgotten:
+            if group in _suspended:
+                _suspended.pop(group).close()
+        result = _attempt(function, message)
         pipe.send((result, time.process_time()))
 
 
-def _attempt(function: Callable[[ScoreJob], ScoredGroup], job: ScoreJob) -> ScoredGroup | ArealError:
+def _attempt(function: Callable[[Any], Any], message: Any) -> Any:
     try:
-        return function(job)
+        return function(message)
     except ArealError as error:
         return error
     except Exception as error:  # noqa: BLE001 - the boundary: whatever a verifier does costs one group, not the worker
         return RewardError(f"the verifier failed: {type(error).__name__}: {error}")
 
 
+_suspended: dict[int, GroupRollout] = {}  # in a worker: groups that wait for the policy
+_loop = functools.cache(asyncio.new_event_loop)  # in a worker: where their coroutines live
+
+
+def _advance(message: GroupJob | _Answers) -> Requests | ScoredGroup:
+    """In a worker: take a group up, or go on with one, until it asks for something or is done."""
+    if isinstance(message, GroupJob):
+        rollout, completions = _rollout(message), [message.completions]
+    else:
+        rollout, completions = _suspended.pop(message.group), message.completions
+    outcome = _loop().run_until_complete(rollout.advance(completions))
+    if not isinstance(outcome, ScoredGroup):
+        _suspended[message.group] = rollout
+    return outcome
+
+
+def _rollout(job: GroupJob) -> GroupRollout:
+    tokenizer = _tokenizer(job.model_path)
+    return GroupRollout(
+        _environment(job.environment, job.task, job.algorithm, job.model_path),
+        tokenizer,
+        job.prompt,
+        n=len(job.completions),
+        max_new_tokens=job.task.max_new_tokens,
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _environment(
+    environment: EnvironmentConfig, task: TaskConfig, algorithm: AlgorithmConfig, model_path: str
+) -> Environment:
+    return open_environment(environment, task, algorithm, _tokenizer(model_path))
+
+
 @functools.lru_cache(maxsize=2)
 def _tokenizer(model_path: str) -> Tokenizer:
     return Tokenizer.from_folder(model_path)
-
-
-def _spans(versions: Int32Array) -> str:
-    """Per-token versions for people: "3:0-40 4:40-77"."""
-    return " ".join(f"{version}:{start}-{end}" for version, start, end in version_spans(versions))

@@ -1,8 +1,9 @@
 """The rollout controller's core: what flows where, and when it may.
 
-    prompt source --admit--> engine --answers--> scorer --scored group--> ledger --batch of a step--> trainer
-         ^                     ^                                                                        |
-         |                     +---- update: newest published version <----- publish --------------------+
+    prompt source --admit--> engine --completions--> environment --scored group--> ledger --batch of a step--> trainer
+         ^                    ^ ^                        |                                                     |
+         |                    | +---- further turns -----+                                                     |
+         |                    +---- update: newest published version <----- publish ---------------------------+
          +---- gate: admits while N_r <= (i + eta + 1) B
 
 Four coroutines move everything:
@@ -20,18 +21,21 @@ never changes; nothing here knows of threads, sockets or wall time, so that the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
+from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import SampledAnswer
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, GenerationError, RewardError, RunFinished
 from areal_core.rollout.gate import StalenessGate
 from areal_core.rollout.ledger import AdmittedGroup, Selection, TrajectoryLedger
-from areal_core.types import BatchManifest, GenerationRequest, GroupSummary, PolicyVersion, Prompt
+from areal_core.types import BatchManifest, GenerationRequest, GroupSummary, PolicyVersion, Prompt, SampleRequest
 
 logger = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 1.0
@@ -69,12 +73,23 @@ class Engine(Protocol):
         ...
 
 
-class Scorer(Protocol):
-    """The reward service."""
+class Session(Protocol):
+    """The rollouts of one group in its environment."""
 
-    async def score(self, prompt: Prompt, answers: Sequence[SampledAnswer]) -> tuple[GroupSummary, bytes]:
-        """Verify and pack the G answers of a group; raises RewardError, and GenerationError for what is no answer."""
+    async def advance(
+        self, completions: Sequence[tuple[SampledAnswer, ...]]
+    ) -> tuple[SampleRequest, ...] | ScoredGroup:
+        """Go on with what the last requests brought, in their order; at first, with the G completions of the prompt.
+        Raises RewardError, and GenerationError for what is no completion; to be closed then."""
         ...
+
+    def close(self) -> None: ...
+
+
+class Rewards(Protocol):
+    """The environments' workers."""
+
+    def begin(self, prompt: Prompt) -> Session: ...
 
 
 class Signal:
@@ -107,14 +122,14 @@ class RolloutController:
         config: RunConfig,
         source: Source,
         engine: Engine,
-        scorer: Scorer,
+        rewards: Rewards,
         ledger: TrajectoryLedger,
         stop_token_ids: tuple[int, ...],
     ) -> None:
         self._config = config
         self._source = source
         self._engine = engine
-        self._scorer = scorer
+        self._rewards = rewards
         self._ledger = ledger
         self._stop_token_ids = stop_token_ids
         self._group_size = config.algorithm.group_size
@@ -231,36 +246,33 @@ class RolloutController:
 
     async def _rollout(self, group: AdmittedGroup) -> None:
         prompt = self._source.prompt(group.prompt_index)
-        transcript = Transcript(self._request(group, prompt))
-        generated = False
-        while True:
-            try:
-                if not generated:
-                    self._generating.add(group.group_id)
-                    await self._generate(transcript)
-                    generated = True
-                    self._generating.discard(group.group_id)
-                    self._changed.notify()
-                if self._finished is not None:
-                    self._ledger.partial(group.group_id, transcript.sampled_tokens())
-                    return
-                summary, payload = await self._scorer.score(prompt, transcript.answers())
-            except (GenerationError, RewardError) as error:
-                if self._finished is not None:
-                    self._ledger.partial(group.group_id, _readable_tokens(transcript))
-                    return
-                if self._give_up(group, error, transcript):
-                    return
-                if generated and isinstance(error, GenerationError):  # what came can't be read: another try makes it
-                    transcript, generated = Transcript(transcript.request), False
-                continue
-            self._failed_in_a_row = 0
-            if self._config.rollout.dynamic_sampling and summary.correct in (0, self._group_size):
-                self._drop_uniform(group, summary)
-            else:
-                self._ledger.ready(group.group_id, summary, payload, version=self._engine.version)
-                self._uniform_in_a_row = 0
-            return
+        rollout = _Rollout(self._request(group, prompt))
+        try:
+            while True:
+                try:
+                    await self._generate(group, rollout)
+                    if self._finished is not None:
+                        self._ledger.partial(group.group_id, rollout.sampled_tokens())
+                        return
+                    session = rollout.session or self._rewards.begin(prompt)
+                    outcome = await rollout.advance(session)
+                    if isinstance(outcome, ScoredGroup):
+                        break
+                except (GenerationError, RewardError) as error:
+                    if self._finished is not None:
+                        self._ledger.partial(group.group_id, rollout.sampled_tokens())
+                        return
+                    if self._give_up(group, error, rollout):
+                        return
+        finally:
+            rollout.close()
+        self._failed_in_a_row = 0
+        summary = outcome.summary
+        if self._config.rollout.dynamic_sampling and summary.correct in (0, self._group_size):
+            self._drop_uniform(group, summary)
+        else:
+            self._ledger.ready(group.group_id, summary, outcome.payload, version=self._engine.version)
+            self._uniform_in_a_row = 0
 
     def _request(self, group: AdmittedGroup, prompt: Prompt) -> GenerationRequest:
         return GenerationRequest(
@@ -273,22 +285,33 @@ class RolloutController:
             temperature=self._config.generation.temperature,
         )
 
-    async def _generate(self, transcript: Transcript) -> None:
+    async def _generate(self, group: AdmittedGroup, rollout: _Rollout) -> None:
+        """Have the completions of the rollout's turn finished, as far as they are not."""
+        if not rollout.generating():
+            return
+        self._generating.add(group.group_id)
         timeout_s = self._config.rollout.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self._engine.generate(transcript)
+                asked = [self._engine.generate(transcript) for transcript in rollout.generating()]
+                failures = [
+                    error for error in await asyncio.gather(*asked, return_exceptions=True) if error is not None
+                ]
         except TimeoutError:
             raise GenerationError(f"rollout.request_timeout_s: no answer within {timeout_s} s") from None
+        if failures:
+            raise failures[0]
+        self._generating.discard(group.group_id)
+        self._changed.notify()
 
-    def _give_up(self, group: AdmittedGroup, error: ArealError, transcript: Transcript) -> bool:
+    def _give_up(self, group: AdmittedGroup, error: ArealError, rollout: _Rollout) -> bool:
         """Count a failed try; drop the group when its tries are spent. A run in which every group fails must end: after
         as many drops in a row as a batch has groups, the last error is the run's."""
-        tries = self._ledger.failed_try(group.group_id)
+        tries = self._ledger.failed_try(group.group_id, lost_tokens=rollout.take_lost_tokens())
         logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
         if tries < self._config.rollout.max_tries:
             return False
-        self._ledger.partial(group.group_id, _readable_tokens(transcript))
+        self._ledger.partial(group.group_id, rollout.sampled_tokens())
         self._ledger.drop(group.group_id, "generation" if isinstance(error, GenerationError) else "reward")
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self._config.groups_per_batch:
@@ -298,7 +321,7 @@ class RolloutController:
     def _drop_uniform(self, group: AdmittedGroup, summary: GroupSummary) -> None:
         """Give the place of a group whose answers are all right, or all wrong, to another prompt (DAPO's dynamic
         sampling). A run that finds no other groups must end."""
-        self._ledger.partial(group.group_id, summary.tokens)
+        self._ledger.partial(group.group_id, summary.tokens + summary.unused_tokens)
         self._ledger.drop(group.group_id, "uniform")
         self._uniform_in_a_row += 1
         if self._uniform_in_a_row >= self._config.rollout.max_uniform_groups and self._finished is None:
@@ -321,15 +344,81 @@ class RolloutController:
             self._changed.notify()
 
 
+class _Rollout:
+    """One group's rollouts: what the policy was asked so far, and the environment's session."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.session: Session | None = None  # open once the first turn has been answered
+        self._request = request
+        self._earlier: list[Transcript] = []  # of turns that the environment has taken
+        self._turn = [Transcript(request)]
+        self._turns = 0
+        self._lost_tokens = 0
+
+    def generating(self) -> list[Transcript]:
+        """What servers have to go on with."""
+        return [transcript for transcript in self._turn if not transcript.begun or transcript.unfinished()]
+
+    async def advance(self, session: Session) -> tuple[SampleRequest, ...] | ScoredGroup:
+        """Give the turn's completions to the environment; what it asks for is the next turn. After a RewardError the
+        environment starts again with the group's first completions; after a GenerationError, which says that they
+        can't be read, with others."""
+        self.session = session
+        try:
+            outcome = await session.advance([transcript.answers() for transcript in self._turn])
+        except (GenerationError, RewardError) as error:
+            self.close()
+            first, *later = self._earlier + self._turn
+            if isinstance(error, GenerationError):
+                first, later = Transcript(self._request), [first, *later]
+            self._lost_tokens += _readable_tokens(later)
+            self._earlier, self._turn, self._turns = [], [first], 0
+            raise
+        if not isinstance(outcome, ScoredGroup):
+            self._turns += 1
+            self._earlier += self._turn
+            self._turn = [Transcript(self._further(place, asked)) for place, asked in enumerate(outcome)]
+        return outcome
+
+    def sampled_tokens(self) -> int:
+        """Tokens of what servers have handed over and the environment has not lost."""
+        return _readable_tokens([*self._earlier, *self._turn])
+
+    def take_lost_tokens(self) -> int:
+        """Tokens of turns that a failure has made worthless, since this was last asked."""
+        lost, self._lost_tokens = self._lost_tokens, 0
+        return lost
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def _further(self, place: int, asked: SampleRequest) -> GenerationRequest:
+        name = f"turn/{self._request.seed}/{self._turns}/{place}".encode()
+        return replace(
+            self._request,
+            request_id=f"{self._request.request_id}-turn-{self._turns}-{place}",
+            token_ids=asked.token_ids,
+            n=asked.n,
+            max_tokens=asked.max_tokens,
+            seed=_seed(name),
+        )
+
+
+def _readable_tokens(transcripts: Sequence[Transcript]) -> int:
+    """Tokens of what servers have handed over, as far as it can be read: a failed try may have left anything."""
+    total = 0
+    for transcript in transcripts:
+        with contextlib.suppress(GenerationError):
+            total += transcript.sampled_tokens()
+    return total
+
+
 def trajectory_seed(run_seed: int, prompt_index: int, requeues: int) -> int:
     """Seed of a group's sampling streams, 63 bits: the same however often it is sent, and whoever serves it."""
-    name = f"{run_seed}/{prompt_index}/{requeues}".encode()
+    return _seed(f"{run_seed}/{prompt_index}/{requeues}".encode())
+
+
+def _seed(name: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
-
-
-def _readable_tokens(transcript: Transcript) -> int:
-    """Tokens of what servers have handed over, as far as it can be read: a failed try may have left anything."""
-    try:
-        return transcript.sampled_tokens()
-    except GenerationError:
-        return 0

@@ -135,10 +135,11 @@ class TrajectoryLedger:
         with self._transaction():
             self._expect(group_id, GroupState.INFLIGHT)
             self._db.execute(
-                "UPDATE groups SET state = 'ready', tokens = ?, min_version = ?, max_version = ?, ready_version = ?, "
-                "summary = ? WHERE group_id = ?",
+                "UPDATE groups SET state = 'ready', tokens = ?, lost_tokens = lost_tokens + ?, min_version = ?, "
+                "max_version = ?, ready_version = ?, summary = ? WHERE group_id = ?",
                 (
                     summary.tokens,
+                    summary.unused_tokens,
                     summary.min_version,
                     summary.max_version,
                     max(version, summary.max_version),  # `version` is the lowest of all servers

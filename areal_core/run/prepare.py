@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.config.schema import RunConfig
+from areal_core.environments.registry import open_environment
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError, ModelError, ProcessError
 from areal_core.generation.vllm.server import check_installed
@@ -33,6 +34,7 @@ from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.training.recipe import cache_key
+from areal_core.types import Prompt
 
 Log = Callable[[str], None]
 
@@ -72,7 +74,7 @@ def preflight(config: RunConfig) -> None:
         except ProcessError as error:
             raise ConfigError(f"generation.vllm.python: {error}") from None
     if config.model.path is None:
-        open_source(config, char_tokenizer())
+        _check_task(config, char_tokenizer())
     else:
         _check_model(Path(config.model.path), config)
         if config.launch.accelerator == "cuda" and not config.emulated:
@@ -187,7 +189,7 @@ def _check_model(folder: Path, config: RunConfig) -> None:
     if not spec.eos_token_ids:
         raise ModelError(f"model.path: {folder} names no eos_token_id, so that no answer would ever end")
     try:
-        prompts = open_source(config, tokenizer).held_out()
+        prompts = _check_task(config, tokenizer)
     except ModelError as error:
         raise ModelError(f"model.path: {folder}: {error}") from error
     highest = max((token for prompt in prompts for token in prompt.token_ids), default=0)
@@ -195,6 +197,12 @@ def _check_model(folder: Path, config: RunConfig) -> None:
         raise ModelError(
             f"model.path: {folder}: its tokenizer gives token {highest}, config.json has vocab_size {spec.vocab_size}"
         )
+
+
+def _check_task(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """Prompts, environment and verifier must be there and go with the tokenizer. Returns the held-out prompts."""
+    open_environment(config.environment, config.task, config.algorithm, tokenizer)
+    return open_source(config, tokenizer).held_out()
 
 
 def base_model(config: RunConfig, log: Log) -> Path:

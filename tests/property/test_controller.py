@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_core.api.wire import SampledAnswer
+from areal_core.api.scored_groups import ScoredGroup
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished
 from areal_core.rollout.controller import RolloutController, trajectory_seed
 from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
-from areal_core.types import BatchManifest, GenerationRequest, GroupState, GroupSummary, PolicyVersion, Prompt
-from tests.support.rollout import FIRST_TOKEN, FakeEngine, FakeScorer, Prompts
+from areal_core.types import BatchManifest, Completion, GenerationRequest, GroupState, PolicyVersion
+from tests.support.rollout import FIRST_TOKEN, FakeEngine, FakeRewards, Prompts
 from tests.support.virtual import run_virtual
 
 
@@ -42,6 +42,7 @@ def build(
     interrupts: bool = False,
     right: float = 0.0,
     max_uniform: int | None = None,
+    more: float = 0.0,
     **faults: float,
 ):
     """`max_uniform`: sample dynamically, and give up after so many groups in a row."""
@@ -65,7 +66,7 @@ def build(
         config=config,
         source=Prompts(),
         engine=engine,
-        scorer=FakeScorer(rng, fail=faults.get("reward", 0.0), right=right),
+        rewards=FakeRewards(rng, fail=faults.get("reward", 0.0), right=right, more=more),
         ledger=ledger,
         stop_token_ids=(1,),
     )
@@ -99,7 +100,8 @@ def check_books(
     tokens = ledger.tokens()
     assert tokens.balanced
     assert tokens.generated == engine.sampled, "tokens were sampled that the ledger does not know, or counted twice"
-    answers = controller._scorer.scored
+    assert controller._rewards.open == 0
+    answers = controller._rewards.scored
     scored = [token for _, tokens, _ in answers for token in tokens]
     assert len(set(scored)) == len(scored), "a token is in two answers"
     for prompt, tokens, versions in answers:
@@ -116,10 +118,13 @@ def check_books(
     policy=st.sampled_from(["admit", "wait", "drop"]),
     failing=st.booleans(),
     interrupts=st.booleans(),
+    more=st.sampled_from([0.0, 0.3]),
 )
-def test_any_timing_keeps_the_bound_and_the_books(seed, eta, policy, failing, interrupts):
+def test_any_timing_keeps_the_bound_and_the_books(seed, eta, policy, failing, interrupts, more):
     faults = {"generation": 0.05, "reward": 0.05} if failing else {}
-    _, rng, engine, ledger, controller = build(seed, steps=30, eta=eta, policy=policy, interrupts=interrupts, **faults)
+    _, rng, engine, ledger, controller = build(
+        seed, steps=30, eta=eta, policy=policy, interrupts=interrupts, more=more, **faults
+    )
     manifests = run_virtual(train(controller, rng, 30))
     check_books(controller, engine, ledger, manifests)
     for manifest in manifests:
@@ -153,7 +158,7 @@ def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, polic
     assert {summary.correct for summary in served} == {1}  # of two answers
     dropped = ledger.dropped()
     assert dropped["uniform"] > 0
-    of_uniform = controller._scorer.uniform_tokens
+    of_uniform = controller._rewards.uniform_tokens
     if set(dropped) == {"uniform"}:
         assert ledger.tokens().dropped == of_uniform
     else:  # a group that no server was there for has sampled nothing
@@ -322,11 +327,11 @@ def test_an_answer_that_can_not_be_read_is_generated_again(unreadable):
 def test_answers_that_were_being_scored_at_the_end_are_in_flight():
     _, _, engine, ledger, controller = build(2, steps=5, eta=1)
 
-    async def score(prompt: Prompt, answers: Sequence[SampledAnswer]) -> tuple[GroupSummary, bytes]:
+    async def score(turns: Sequence[tuple[tuple[int, ...], Completion]], n: int) -> ScoredGroup:
         await asyncio.sleep(100.0)
         raise RewardError("the verifier broke")
 
-    controller._scorer.score = score
+    controller._rewards.score = score
 
     async def main() -> None:
         running = asyncio.ensure_future(controller.run())
@@ -343,11 +348,11 @@ def test_slow_verifiers_keep_no_server_idle():
     _, _, engine, ledger, controller = build(4, steps=50, eta=5)
     engine.capacity = 8
 
-    async def score(prompt: Prompt, answers: Sequence[SampledAnswer]) -> tuple[GroupSummary, bytes]:
+    async def score(turns: Sequence[tuple[tuple[int, ...], Completion]], n: int) -> ScoredGroup:
         await asyncio.sleep(1000.0)
         raise AssertionError("not reached")
 
-    controller._scorer.score = score
+    controller._rewards.score = score
 
     async def main() -> None:
         running = asyncio.ensure_future(controller.run())

@@ -1,4 +1,4 @@
-"""Stand-ins for the parts around the rollout core, in virtual time: an engine, a scorer and a prompt source."""
+"""Stand-ins for the parts around the rollout core, in virtual time: an engine, an environment and a prompt source."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import orjson
 
+from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import SampledAnswer, join_answers
 from areal_core.errors import GenerationError, RewardError
-from areal_core.types import GenerationRequest, GroupSummary, PolicyVersion, Prompt
+from areal_core.types import Completion, GenerationRequest, GroupSummary, PolicyVersion, Prompt, SampleRequest
 
 FIRST_TOKEN = 100  # above the prompts' and the stop token
 
@@ -101,32 +102,67 @@ class FakeEngine:
         return tokens, finish
 
 
-class FakeScorer:
-    """Takes answers that are finished, and keeps them. An answer is right with probability `right`."""
+class FakeRewards:
+    """Takes completions that are finished, and keeps them. A trajectory is right with probability `right`; with
+    probability `more` the environment asks for more completions, again and again."""
 
-    def __init__(self, rng: random.Random, *, fail: float = 0.0, right: float = 0.0) -> None:
-        self.rng, self.fail, self.right = rng, fail, right
+    def __init__(self, rng: random.Random, *, fail: float = 0.0, right: float = 0.0, more: float = 0.0) -> None:
+        self.rng, self.fail, self.right, self.more = rng, fail, right, more
         self.uniform_tokens = 0  # of groups that were all right or all wrong
-        self.scored: list[tuple[tuple[int, ...], list[int], list[int]]] = []  # prompt, tokens and versions of an answer
+        self.further = 0  # completions of later turns
+        self.scored: list[
+            tuple[tuple[int, ...], list[int], list[int]]
+        ] = []  # text before a completion, tokens, versions
+        self.open = 0
 
-    async def score(self, prompt: Prompt, answers: Sequence[SampledAnswer]) -> tuple[GroupSummary, bytes]:
-        await asyncio.sleep(self.rng.uniform(0.0, 0.1))
-        if self.rng.random() < self.fail:
-            raise RewardError("the verifier broke")
-        joined = join_answers(answers)
-        assert {answer.finish_reason for answer in joined} <= {"stop", "length"}
-        versions = [version for answer in joined for version in answer.versions.tolist()]
+    def begin(self, prompt: Prompt) -> FakeSession:
+        self.open += 1
+        return FakeSession(self, prompt)
+
+    async def score(self, turns: Sequence[tuple[tuple[int, ...], Completion]], n: int) -> ScoredGroup:
+        """A group of `n`, from every completion that it took and the text before it."""
+        versions = [version for _, completion in turns for version in completion.versions.tolist()]
         # No draw where it would say nothing: it would change what all others draw.
-        correct = sum(self.rng.random() < self.right for _ in joined) if self.right else 0
-        self.uniform_tokens += len(versions) if correct in (0, len(joined)) else 0
-        self.scored += [(prompt.token_ids, answer.token_ids.tolist(), answer.versions.tolist()) for answer in joined]
+        correct = sum(self.rng.random() < self.right for _ in range(n)) if self.right else 0
+        self.uniform_tokens += len(versions) if correct in (0, n) else 0
+        self.scored += [(text, one.token_ids.tolist(), one.versions.tolist()) for text, one in turns]
         summary = GroupSummary(
-            lengths=tuple(len(answer.token_ids) for answer in joined),
-            rewards=(0.0,) * len(joined),
+            lengths=tuple(len(completion.token_ids) for _, completion in turns[:n]),
+            rewards=(0.0,) * n,
             tokens=len(versions),
             min_version=min(versions),
             max_version=max(versions),
             correct=correct,
             truncated=0,
         )
-        return summary, b""
+        return ScoredGroup(payload=b"", summary=summary)
+
+
+class FakeSession:
+    def __init__(self, rewards: FakeRewards, prompt: Prompt) -> None:
+        self.rewards, self.prompt = rewards, prompt
+        self.asked: tuple[SampleRequest, ...] | None = None
+        self.turns: list[tuple[tuple[int, ...], Completion]] = []
+        self.n = 0
+
+    async def advance(self, completions: Sequence[Sequence[SampledAnswer]]) -> tuple[SampleRequest, ...] | ScoredGroup:
+        rewards = self.rewards
+        await asyncio.sleep(rewards.rng.uniform(0.0, 0.1))
+        if rewards.rng.random() < rewards.fail:
+            raise RewardError("the verifier broke")
+        joined = [join_answers(part) for part in completions]
+        assert {one.finish_reason for part in joined for one in part} <= {"stop", "length"}
+        if self.asked is None:
+            self.n, texts = len(joined[0]), [self.prompt.token_ids]
+        else:
+            assert [len(part) for part in joined] == [request.n for request in self.asked]
+            texts, rewards.further = [request.token_ids for request in self.asked], rewards.further + len(joined)
+        self.turns += [(text, one) for text, part in zip(texts, joined, strict=True) for one in part]
+        if rewards.more and rewards.rng.random() < rewards.more:
+            places = range(rewards.rng.randint(1, 3))
+            self.asked = tuple(SampleRequest(token_ids=(9, place), n=1 + place % 2, max_tokens=20) for place in places)
+            return self.asked
+        return await rewards.score(self.turns, self.n)
+
+    def close(self) -> None:
+        self.rewards.open -= 1

@@ -54,6 +54,7 @@ def payload(seed: int, answers: int = GROUP_SIZE, version: int = 0) -> GroupPayl
         prompt_tokens=rng.integers(0, SPEC.vocab_size, rng.integers(1, 6)).astype(np.int32),
         lengths=lengths,
         tokens=rng.integers(0, SPEC.vocab_size, total).astype(np.int32),
+        loss_mask=np.ones(total, np.bool_),
         logprobs=(-3 + 0.5 * rng.normal(size=total)).astype(np.float32),
         versions=np.full(total, version, np.int32),
         rewards=(rng.random(answers) < 0.5).astype(np.float32),

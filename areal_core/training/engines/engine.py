@@ -254,9 +254,11 @@ def build_batch(
         values[sampled], values[~sampled] = in_answers, in_prompts
         return values
 
-    counted = ~_joined([group.truncated & mask_truncated for group in members], np.bool_)
+    cut_off = np.repeat(_joined([group.truncated & mask_truncated for group in members], np.bool_), answers)
+    counted = _joined([group.loss_mask for group in members], np.bool_) & ~cut_off  # [T]
     rewarded = _joined([advantages[group] for share in shares for group in share], np.float32)
-    mean = LOSS_MEANS[loss_mean](answers.astype(np.int64) * counted, max_new_tokens)
+    loss_tokens = np.add.reduceat(counted, np.cumsum(answers) - answers, dtype=np.int64) if len(answers) else answers
+    mean = LOSS_MEANS[loss_mean](loss_tokens, max_new_tokens)
     ends = np.cumsum([sum(len(payloads[group].lengths) for group in share) for share in shares]).tolist()
     return TrainingBatch(
         step=step,
@@ -267,7 +269,7 @@ def build_batch(
         ),
         lengths=prompts + answers,
         prompt_lengths=prompts,
-        loss_mask=laid_out(np.repeat(counted, answers), False, np.bool_),
+        loss_mask=laid_out(counted, False, np.bool_),
         behaviour_logprobs=laid_out(_joined([group.logprobs for group in members], np.float32), 0.0, np.float32),
         versions=laid_out(_joined([group.versions for group in members], np.int32), -1, np.int32),
         advantages=laid_out(np.repeat(rewarded, answers), 0.0, np.float32),

@@ -14,6 +14,7 @@ def group(lengths=(3, 1)):
         prompt_tokens=np.array([5, 6], np.int32),
         lengths=np.array(lengths, np.int32),
         tokens=rng.integers(0, 18, total, np.int32),
+        loss_mask=rng.random(total) < 0.5,
         logprobs=-rng.random(total, np.float32),
         versions=np.arange(total, dtype=np.int32),
         rewards=np.array([1.0, 0.0], np.float32),
@@ -38,6 +39,7 @@ def test_the_same_group_gives_the_same_bytes():
     ("field", "value"),
     [
         ("tokens", np.zeros(3, np.int32)),
+        ("loss_mask", np.zeros(3, np.bool_)),
         ("rewards", np.zeros(3, np.float32)),
         ("truncated", np.zeros(2, np.int32)),
         ("logprobs", np.zeros(4, np.float64)),

@@ -1,43 +1,42 @@
 import pytest
 
-from areal_core.config.schema import TaskConfig
-from areal_core.environments.verifiers import exact_match, same_number, verifier
+from areal_core.environments.verifiers import exact_match, same_number
+from areal_core.types import Prompt
+
+
+def task(gold: str) -> Prompt:
+    return Prompt(index=0, prompt_id="0", text="?", token_ids=(1,), answer=gold)
 
 
 @pytest.mark.parametrize(
-    ("answer", "right"),
+    ("completion", "score"),
     [
-        ("1-1=0;0-7=3#3", True),
-        ("#3", True),
-        ("#4#3", True),
-        ("#3#4", False),
-        ("#33", False),
-        ("#", False),
-        ("3", False),
-        ("", False),
-        ("#3#", False),
+        ("1-1=0;0-7=3#3", 1.0),
+        ("#3", 1.0),
+        ("#4#3", 1.0),
+        ("#3#4", 0.0),
+        ("#33", 0.0),
+        ("#", 0.0),
+        ("3", 0.0),
+        ("", 0.0),
+        ("#3#", 0.0),
     ],
 )
-def test_exact_match_looks_at_what_follows_the_last_mark(answer, right):
-    assert exact_match(answer, "3") is right
+def test_exact_match_looks_at_what_follows_the_last_mark(completion, score):
+    assert exact_match(task("3"), completion) == score
 
 
 @pytest.mark.parametrize(
-    ("answer", "gold", "right"),
+    ("completion", "gold", "score"),
     [
-        ("so there are 18 eggs.\n#### 18", "18", True),
-        ("\\boxed{1,500}", "1500", True),
-        ("27.0", "27", True),
-        ("it is 27", "27.5", False),
-        ("18 at first, then 19", "18", False),
-        ("-7", "7", False),
-        ("no idea", "18", False),
+        ("so there are 18 eggs.\n#### 18", "18", 1.0),
+        ("\\boxed{1,500}", "1500", 1.0),
+        ("27.0", "27", 1.0),
+        ("it is 27", "27.5", 0.0),
+        ("18 at first, then 19", "18", 0.0),
+        ("-7", "7", 0.0),
+        ("no idea", "18", 0.0),
     ],
 )
-def test_same_number(answer, gold, right):
-    assert same_number(answer, gold) is right
-
-
-def test_each_task_has_its_verifier():
-    assert verifier(TaskConfig(name="arithmetic")) is exact_match
-    assert verifier(TaskConfig(name="jsonl")) is same_number
+def test_same_number(completion, gold, score):
+    assert same_number(task(gold), completion) == score

@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_core.api.scored_groups import unpack_group
+from areal_core.api.scored_groups import ScoredGroup, unpack_group
 from areal_core.api.wire import SampledAnswer, encode_generation, whole_answers
-from areal_core.config.schema import AlgorithmConfig, TaskConfig
+from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.errors import GenerationError, RewardError
 from areal_core.models.tokenizer import EOS, char_tokenizer
-from areal_core.rewards.worker import RewardPool, ScoredGroup, ScoreJob, score_group
+from areal_core.rewards import worker
+from areal_core.rewards.worker import GroupJob, RewardPool, score_group
 from areal_core.tracking.timeline import read_timeline
-from areal_core.types import Completion, GenerationRequest, GroupSummary
+from areal_core.types import Completion, GenerationRequest, GroupSummary, Prompt
 
 END = char_tokenizer().token_id(EOS)
 BUSY_S = 0.05  # CPU seconds of a job that does nothing else
@@ -46,11 +47,12 @@ def whole(*answers):
     return whole_answers(body(*answers), len(answers))
 
 
-def job(answers=(), *, gold="3", model_path="", **algorithm):
-    return ScoreJob(
-        answers=answers,
-        prompt_token_ids=char_tokenizer().encode("1-1-7="),
-        gold=gold,
+def job(completions=(), *, gold="3", model_path="", environment=None, **algorithm):
+    text = "1-1-7="
+    return GroupJob(
+        prompt=Prompt(index=0, prompt_id="0", text=text, token_ids=char_tokenizer().encode(text), answer=gold),
+        completions=completions,
+        environment=environment or EnvironmentConfig(),
         task=TaskConfig(),
         algorithm=AlgorithmConfig(**algorithm),
         model_path=str(model_path),
@@ -67,15 +69,15 @@ def model(tmp_path):
 
 
 def obey(job):
-    if job.gold == "hang":
+    if job.prompt.answer == "hang":
         time.sleep(600)
-    if job.gold == "die":
+    if job.prompt.answer == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    if job.gold == "busy":
+    if job.prompt.answer == "busy":
         end_s = time.process_time() + BUSY_S
         while time.process_time() < end_s:
             pass
-    if job.gold == "raise":
+    if job.prompt.answer == "raise":
         raise ZeroDivisionError("by zero")
     return ScoredGroup(payload=str(os.getpid()).encode(), summary=SUMMARY)
 
@@ -93,6 +95,7 @@ def test_a_group_is_scored_and_packed(model):
     assert payload.tokens[-3:].tolist() == [*char_tokenizer().encode("#7"), END]
     assert payload.versions.tolist() == [4] * 9 + [5] * 8
     assert payload.logprobs[-3:].tolist() == [0, -0.125, -0.25]
+    assert payload.loss_mask.all()
     assert payload.prompt_tokens.tolist() == list(char_tokenizer().encode("1-1-7="))
     assert dataclasses.asdict(scored.summary) == {
         "lengths": (14, 3),
@@ -104,6 +107,7 @@ def test_a_group_is_scored_and_packed(model):
         "correct": 1,
         "truncated": 0,
         "samples": (("1-1=0;0-7=3#3", 5.0, "4:0-9 5:9-14"), ("#7", -5.0, "5:0-3")),
+        "unused_tokens": 0,
     }
 
 
@@ -128,7 +132,7 @@ def test_a_truncated_answer_is_flagged_and_wrong_even_if_its_text_is_right(model
 
 @pytest.mark.parametrize("unfinished", [answer("#3", [0, 0], "abort"), answer("", [], "length")])
 def test_an_unfinished_answer_is_not_scored(model, unfinished):
-    with pytest.raises(RewardError, match="answer 1 is not finished"):
+    with pytest.raises(RewardError, match="completion 1 is not finished"):
         score_group(job(whole(answer("#3", [0, 0, 0]), unfinished), model_path=model))
 
 
@@ -236,6 +240,57 @@ async def test_closing_ends_what_is_under_way():
     for scoring in jobs:
         with pytest.raises(RewardError):
             await scoring
+
+
+# Groups that go on talking: suspended in a worker while the policy answers.
+
+
+TALKING = EnvironmentConfig(name="two_turn")
+
+
+async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
+    """Three groups in turn, in two workers, each with a request of its own."""
+    pool = RewardPool(workers=2, timeout_s=30.0)
+    sessions = [pool.begin(job(model_path=model, environment=TALKING)) for _ in range(3)]
+    asked = await asyncio.gather(
+        *(session.advance([whole(answer(f"#{place}", [0, 0, 0]))]) for place, session in enumerate(sessions))
+    )
+    texts = [char_tokenizer().decode(request.token_ids) for (request,) in asked]
+    assert texts == ["1-1-7=#0=", "1-1-7=#1=", "1-1-7=#2="]
+    scored = [await session.advance([whole(answer("#3", [1, 1, 1]))]) for session in reversed(sessions)]
+    assert [one.summary.samples[0][0] for one in scored] == ["#2=#3", "#1=#3", "#0=#3"]
+    assert {one.summary.rewards for one in scored} == {(0.5,)}
+    await pool.close()
+
+
+async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(model):
+    pool = RewardPool(workers=1, timeout_s=30.0)
+    session = pool.begin(job(model_path=model, environment=TALKING))
+    await session.advance([whole(answer("#0", [0, 0, 0]))])
+    [pid] = pool.pids()
+    workers = Watch([pid])
+    os.kill(pid, signal.SIGKILL)
+    assert workers.all_end()
+    with pytest.raises(RewardError, match="suspended"):
+        await session.advance([whole(answer("#3", [0, 0, 0]))])
+    [request] = await session.advance([whole(answer("#0", [0, 0, 0]))])  # it starts again, in another worker
+    assert request.n == 1
+    await pool.close()
+
+
+async def test_a_group_that_is_given_up_leaves_its_worker(model):
+    pool = RewardPool(workers=1, timeout_s=30.0, function=count_suspended)
+    for _ in range(3):
+        session = pool.begin(job(model_path=model, environment=TALKING))
+        await session.advance([whole(answer("#0", [0, 0, 0]))])
+        session.close()
+    suspended, _ = await pool.ask("how many")
+    assert suspended == 0
+    await pool.close()
+
+
+def count_suspended(message):
+    return len(worker._suspended) if message == "how many" else worker._advance(message)
 
 
 def test_workers_do_not_outlive_their_controller(tmp_path):

@@ -30,6 +30,7 @@ class Served:
                 prompt_tokens=np.array([7], np.int32),
                 lengths=np.array(lengths, np.int32),
                 tokens=np.full(total, 9, np.int32),
+                loss_mask=np.ones(total, np.bool_),
                 logprobs=np.full(total, -1.0, np.float32),
                 versions=np.zeros(total, np.int32),
                 rewards=np.array(REWARDS[group_id], np.float32),

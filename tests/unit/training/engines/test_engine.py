@@ -12,6 +12,7 @@ GROUP = GroupPayload(
     prompt_tokens=np.array([7, 8], np.int32),
     lengths=np.array([3, 1], np.int32),
     tokens=np.array([10, 11, 1, 12], np.int32),
+    loss_mask=np.ones(4, np.bool_),
     logprobs=np.array([-0.1, -0.2, -0.3, -0.4], np.float32),
     versions=np.array([4, 4, 5, 5], np.int32),
     rewards=np.array([1, 0], np.float32),
@@ -39,6 +40,19 @@ def test_truncated_answers_can_be_masked_out():
     batch = build_batch(6, [[0]], {0: GROUP}, ADVANTAGES, capacity=64, mask_truncated=True)
     assert batch.loss_mask.tolist() == [False, False, True, True, True, False, False, False]
     assert batch.loss_tokens == [3]
+
+
+def test_what_the_policy_did_not_say_is_no_loss_token():
+    """One token of the first trajectory is the environment's: it counts in no mean, and not as sampled."""
+    said = np.array([True, False, True, True])
+    group = replace(GROUP, loss_mask=said, versions=np.where(said, GROUP.versions, -1).astype(np.int32))
+    batch = build_batch(6, [[0]], {0: group}, ADVANTAGES, capacity=64, loss_mean="sequence")
+    assert batch.loss_mask.tolist() == [False, False, True, False, True, False, False, True]
+    assert batch.versions.tolist() == [-1, -1, 4, -1, 5, -1, -1, 5]
+    assert batch.weights[[2, 4, 7]].tolist() == [0.5, 0.5, 1.0]
+    assert batch.loss_tokens == [3]
+    both = build_batch(6, [[0]], {0: group}, ADVANTAGES, capacity=64, mask_truncated=True)
+    assert both.loss_tokens == [2]
 
 
 def test_a_rank_without_groups():

@@ -1,0 +1,85 @@
+"""The environment: what happens between a prompt and its rewards, as a coroutine over a policy.
+
+    rollout_group(task, policy, n) -> n trajectories of one or more segments, each with a reward
+
+A single-turn task asks for n completions and judges them; others go on talking. An environment runs in the workers of
+`areal_core.rewards`, one of which it may block or take down at the cost of its own group alone. It is started again
+from its first completions when its worker is lost, so what it does to the outside must bear being done twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.types import Completion, Prompt, Segment, Trajectory
+
+Verifier = Callable[[Prompt, str], float]
+"""The score of a completion's text, from 0, wrong, to 1, right. Raises RewardError where there is no valid result,
+which says nothing about the completion: its group is tried again."""
+
+
+class Policy(Protocol):
+    """The policy as an environment sees it: tokens in; tokens with log-probabilities and versions out."""
+
+    async def sample(self, token_ids: Sequence[int], *, n: int = 1, max_tokens: int | None = None) -> list[Completion]:
+        """`n` completions of a text, of at most `max_tokens` tokens each; None: as many as the trajectory may still
+        have (`room`). A group begins with completions of its task's prompt: the first `n` that are asked for, at once
+        or one after the other, come without a further request. Several calls may wait at the same time."""
+        ...
+
+    def room(self, token_ids: Sequence[int]) -> int:
+        """Tokens that may follow a text which begins with the prompt: all that a trajectory holds after its prompt,
+        what the environment says included, is at most task.max_new_tokens."""
+        ...
+
+
+class Environment(Protocol):
+    """One kind of rollout. Registered by name in `environments.registry`, or named by import path."""
+
+    async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
+        """`n` trajectories that begin with the same segment, the prompt, and hold a sampled token each. Raises
+        RewardError where a completion has no valid result."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What an environment is made from: its class is called with it."""
+
+    environment: EnvironmentConfig
+    task: TaskConfig
+    algorithm: AlgorithmConfig
+    tokenizer: Tokenizer
+    verify: Verifier
+
+    def reward(self, score: float) -> float:
+        """From algorithm.reward_wrong for a score of 0 to algorithm.reward_correct for 1."""
+        wrong, right = self.algorithm.reward_wrong, self.algorithm.reward_correct
+        return wrong + score * (right - wrong)
+
+
+def given(token_ids: Sequence[int]) -> Segment:
+    """A segment that the policy did not sample: a prompt, or what an environment says."""
+    length = len(token_ids)
+    return Segment(
+        token_ids=np.array(token_ids, np.int32),
+        loss_mask=np.zeros(length, np.bool_),
+        logprobs=np.zeros(length, np.float32),
+        versions=np.full(length, -1, np.int32),
+    )
+
+
+def sampled(completion: Completion, *, trained: bool = True) -> Segment:
+    """A completion as a segment; with `trained` False it stays in the trajectory and out of the loss."""
+    return Segment(
+        token_ids=completion.token_ids,
+        loss_mask=np.full(len(completion.token_ids), trained, np.bool_),
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+    )

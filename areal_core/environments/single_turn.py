@@ -1,0 +1,29 @@
+"""The single-turn environment: a prompt, n completions, a verdict on each."""
+
+from __future__ import annotations
+
+from areal_core.environments.environment import Policy, Setting, given, sampled
+from areal_core.types import Completion, Prompt, Trajectory
+
+
+class SingleTurn:
+    """One completion a trajectory. One that was cut off is wrong, whatever it says; whether it is left out of the loss
+    too (algorithm.truncated) is the trainer's business."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+
+    async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
+        completions = await policy.sample(task.token_ids, n=n)
+        return [self._judged(task, completion) for completion in completions]
+
+    def _judged(self, task: Prompt, completion: Completion) -> Trajectory:
+        truncated = completion.finish_reason == "length"
+        text = self._setting.tokenizer.decode(completion.token_ids.tolist())
+        score = 0.0 if truncated else self._setting.verify(task, text)
+        return Trajectory(
+            segments=(given(task.token_ids), sampled(completion)),
+            reward=self._setting.reward(score),
+            correct=score == 1.0,
+            truncated=truncated,
+        )

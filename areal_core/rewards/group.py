@@ -1,0 +1,216 @@
+"""One group's rollouts inside a worker: the environment's coroutine, suspended whenever it waits for the policy.
+
+    advance(completions) -> what it asks the policy for next, or the scored group
+
+Nothing here knows of processes: `rewards.worker` runs it in one, benchmarks and tests as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_core.api.scored_groups import ScoredGroup, pack_group
+from areal_core.api.wire import SampledAnswer, join_answers, version_spans
+from areal_core.environments.environment import Environment
+from areal_core.errors import RewardError
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.types import (
+    Completion,
+    GroupPayload,
+    GroupSummary,
+    Int32Array,
+    Prompt,
+    SampleRequest,
+    Segment,
+    Trajectory,
+)
+
+_SAMPLES = 2  # trajectories of a group that are kept as text
+
+Requests = tuple[SampleRequest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    request: SampleRequest
+    answer: asyncio.Future[list[Completion]]
+
+
+class GroupRollout:
+    """The rollouts of one group, from the completions that it begins with to its scores."""
+
+    def __init__(
+        self, environment: Environment, tokenizer: Tokenizer, prompt: Prompt, *, n: int, max_new_tokens: int
+    ) -> None:
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._n = n
+        self._policy = _Policy(prompt, n, max_new_tokens)
+        self._rollout: asyncio.Task[list[Trajectory]] | None = None
+
+    async def advance(self, completions: Sequence[Sequence[SampledAnswer]]) -> Requests | ScoredGroup:
+        """Go on with what the last requests brought, in their order; at first, with the `n` completions of the prompt.
+
+        Raises GenerationError for a body that is no answer and RewardError for rollouts that can't be scored.
+        """
+        answers = [self._finished(part) for part in completions]
+        if self._rollout is None:
+            self._policy.begin(answers[0])
+            work = self._environment.rollout_group(self._prompt, self._policy, self._n)
+            self._rollout = asyncio.ensure_future(work)
+        else:
+            self._policy.answer(answers)
+        asking = asyncio.ensure_future(self._policy.asked())
+        try:
+            await asyncio.wait((self._rollout, asking), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asking.cancel()
+        if self._rollout.done():
+            return self._scored(await self._rollout)
+        return self._policy.requests()
+
+    def close(self) -> None:
+        """Give the rollouts up."""
+        if self._rollout is not None:
+            self._rollout.cancel()
+
+    def _finished(self, answers: Sequence[SampledAnswer]) -> list[Completion]:
+        completions = join_answers(answers)
+        for index, completion in enumerate(completions):
+            if completion.finish_reason not in ("stop", "length") or len(completion.token_ids) == 0:
+                raise RewardError(
+                    f"completion {index} is not finished: {completion.finish_reason}, "
+                    f"{len(completion.token_ids)} tokens"
+                )
+        return completions
+
+    def _scored(self, trajectories: Sequence[Trajectory]) -> ScoredGroup:
+        prompt = _common_prompt(trajectories, self._n)
+        rests = [_joined(trajectory.segments[1:]) for trajectory in trajectories]
+        for rest in rests:
+            _check(rest)
+        payload = GroupPayload(
+            prompt_tokens=prompt,
+            lengths=np.array([len(rest.token_ids) for rest in rests], np.int32),
+            tokens=np.concatenate([rest.token_ids for rest in rests]),
+            loss_mask=np.concatenate([rest.loss_mask for rest in rests]),
+            logprobs=np.concatenate([rest.logprobs for rest in rests]),
+            versions=np.concatenate([rest.versions for rest in rests]),
+            rewards=np.array([trajectory.reward for trajectory in trajectories], np.float32),
+            truncated=np.array([trajectory.truncated for trajectory in trajectories], np.bool_),
+        )
+        versions = payload.versions[payload.versions >= 0]
+        summary = GroupSummary(
+            prompt_tokens=len(prompt),
+            lengths=tuple(payload.lengths.tolist()),
+            rewards=tuple(payload.rewards.tolist()),
+            tokens=len(versions),
+            min_version=int(versions.min()),
+            max_version=int(versions.max()),
+            correct=sum(trajectory.correct for trajectory in trajectories),
+            truncated=int(payload.truncated.sum()),
+            samples=tuple(
+                (self._tokenizer.decode(rest.token_ids.tolist()), reward, _spans(rest.versions))
+                for rest, reward in zip(rests[:_SAMPLES], payload.rewards.tolist(), strict=False)
+            ),
+            unused_tokens=self._policy.sampled_tokens - len(versions),
+        )
+        return ScoredGroup(payload=pack_group(payload), summary=summary)
+
+
+class _Policy:
+    """`environments.Policy` whose requests are answered from outside."""
+
+    def __init__(self, prompt: Prompt, n: int, max_new_tokens: int) -> None:
+        self._prompt = prompt
+        self._n = n
+        self._limit = len(prompt.token_ids) + max_new_tokens
+        self._first: list[Completion] = []  # of the prompt, not handed out yet
+        self._open: list[_Asked] = []  # in the order that they were asked in
+        self._asking = asyncio.Event()
+        self.sampled_tokens = 0
+
+    async def sample(self, token_ids: Sequence[int], *, n: int = 1, max_tokens: int | None = None) -> list[Completion]:
+        room = self.room(token_ids)
+        limit = room if max_tokens is None else max_tokens
+        if not 1 <= limit <= room or n < 1:
+            raise RewardError(
+                f"environment: asked for {n} completions of at most {limit} tokens; there is room for {room} "
+                "(task.max_new_tokens)"
+            )
+        if limit == room and n <= len(self._first) and tuple(token_ids) == self._prompt.token_ids:
+            taken, self._first = self._first[:n], self._first[n:]
+            return taken
+        future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        self._open.append(
+            _Asked(request=SampleRequest(token_ids=tuple(token_ids), n=n, max_tokens=limit), answer=future)
+        )
+        self._asking.set()
+        return await future
+
+    def room(self, token_ids: Sequence[int]) -> int:
+        return self._limit - len(token_ids)
+
+    def begin(self, completions: list[Completion]) -> None:
+        if len(completions) != self._n:
+            raise RewardError(f"a group begins with {self._n} completions of its prompt, got {len(completions)}")
+        self._first = completions
+        self.sampled_tokens = sum(len(completion.token_ids) for completion in completions)
+
+    def answer(self, answers: Sequence[list[Completion]]) -> None:
+        asked, self._open = self._open, []
+        self._asking.clear()
+        for one, completions in zip(asked, answers, strict=True):
+            self.sampled_tokens += sum(len(completion.token_ids) for completion in completions)
+            one.answer.set_result(completions)
+
+    async def asked(self) -> None:
+        """Until the environment waits for the policy. Whoever asks at the same moment has asked by then as well: all
+        of them have run before this does again."""
+        await self._asking.wait()
+
+    def requests(self) -> Requests:
+        return tuple(one.request for one in self._open)
+
+
+def _common_prompt(trajectories: Sequence[Trajectory], n: int) -> Int32Array:
+    """The first segment of all trajectories of a group."""
+    if len(trajectories) != n:
+        raise RewardError(f"environment: must give {n} trajectories, got {len(trajectories)}")
+    prompts = [trajectory.segments[0] for trajectory in trajectories]
+    first = prompts[0].token_ids
+    if not len(first) or any(segment.loss_mask.any() for segment in prompts):
+        raise RewardError(
+            "environment: a trajectory's first segment must be its prompt, which the policy did not sample"
+        )
+    if any(not np.array_equal(first, segment.token_ids) for segment in prompts):
+        raise RewardError("environment: all trajectories of a group must begin with the same prompt")
+    return first
+
+
+def _joined(segments: Sequence[Segment]) -> Segment:
+    if not segments:
+        raise RewardError("environment: a trajectory must hold tokens that the policy sampled")
+    return Segment(
+        token_ids=np.concatenate([segment.token_ids for segment in segments]).astype(np.int32),
+        loss_mask=np.concatenate([segment.loss_mask for segment in segments]),
+        logprobs=np.concatenate([segment.logprobs for segment in segments]).astype(np.float32),
+        versions=np.concatenate([segment.versions for segment in segments]).astype(np.int32),
+    )
+
+
+def _check(rest: Segment) -> None:
+    if not (rest.versions >= 0).any():
+        raise RewardError("environment: a trajectory must hold tokens that the policy sampled")
+    if (rest.loss_mask & (rest.versions < 0)).any():
+        raise RewardError("environment: loss_mask must be False where the policy did not sample")
+
+
+def _spans(versions: Int32Array) -> str:
+    """Per-token versions for people: "3:0-40 4:40-77"; what the environment said is left out."""
+    return " ".join(f"{version}:{start}-{end}" for version, start, end in version_spans(versions) if version >= 0)

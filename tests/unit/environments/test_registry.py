@@ -1,0 +1,48 @@
+import pytest
+
+from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.environments.registry import open_environment, open_verifier
+from areal_core.environments.single_turn import SingleTurn
+from areal_core.environments.two_turn import TwoTurn
+from areal_core.environments.verifiers import exact_match, same_number
+from areal_core.errors import ConfigError
+from areal_core.models.tokenizer import char_tokenizer
+
+
+def opened(**settings):
+    return open_environment(EnvironmentConfig(**settings), TaskConfig(), AlgorithmConfig(), char_tokenizer())
+
+
+def test_environments_go_by_name_or_by_import_path():
+    assert isinstance(opened(), SingleTurn)
+    assert isinstance(opened(name="two_turn"), TwoTurn)
+    assert isinstance(opened(name="areal_core.environments.two_turn:TwoTurn"), TwoTurn)
+
+
+def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own():
+    arithmetic, jsonl = TaskConfig(name="arithmetic"), TaskConfig(name="jsonl")
+    assert open_verifier(EnvironmentConfig(), arithmetic) is exact_match
+    assert open_verifier(EnvironmentConfig(), jsonl) is same_number
+    assert open_verifier(EnvironmentConfig(verifier="exact_match"), jsonl) is exact_match
+    path = "areal_core.environments.verifiers:same_number"
+    assert open_verifier(EnvironmentConfig(verifier=path), arithmetic) is same_number
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"name": "three_turn"},
+            r"environment\.name: must be one of single_turn, two_turn or an import path.*three_turn",
+        ),
+        ({"name": "no.such:Thing"}, r"environment\.name: no\.such:Thing can't be imported: No module named 'no'"),
+        (
+            {"verifier": "areal_core.types:nothing"},
+            r"environment\.verifier: areal_core\.types:nothing can't be imported",
+        ),
+        ({"name": "two_turn", "retry_message": "again!"}, r"environment: the model's tokenizer can't spell 'again!'"),
+    ],
+)
+def test_what_is_not_to_be_had_is_refused_by_the_field(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        opened(**settings)

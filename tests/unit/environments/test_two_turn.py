@@ -1,0 +1,55 @@
+import asyncio
+
+from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.environments.registry import open_environment
+from areal_core.types import Prompt, Trajectory
+from tests.support.policies import END, TOKENIZER, ScriptedPolicy, completion
+
+TASK = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode("1+1="), answer="2")
+
+
+def roll_out(policy: ScriptedPolicy, n: int, **settings: object) -> list[Trajectory]:
+    environment = open_environment(
+        EnvironmentConfig(name="two_turn", **settings), TaskConfig(), AlgorithmConfig(reward_wrong=-1.0), TOKENIZER
+    )
+    return asyncio.run(environment.rollout_group(TASK, policy, n))
+
+
+def spelled(trajectory: Trajectory) -> list[tuple[str, bool]]:
+    """The segments as text, and whether each is trained on."""
+    assert all(len(set(segment.loss_mask.tolist())) == 1 for segment in trajectory.segments)
+    return [(TOKENIZER.decode(s.token_ids.tolist()), bool(s.loss_mask[0])) for s in trajectory.segments]
+
+
+def test_only_a_wrong_first_try_is_followed_by_a_second():
+    first = [completion("#2", version=3), completion("#7", version=3), completion("#8", version=3)]
+    policy = ScriptedPolicy({"1+1=": first, "1+1=#7=": [completion("#2", version=4)], "1+1=#8=": [completion("#9")]})
+    right, mended, wrong = roll_out(policy, 3)
+    assert sorted(policy.asked) == ["1+1=", "1+1=#7=", "1+1=#8="]
+    assert spelled(right) == [("1+1=", False), ("#2", True)]
+    assert spelled(mended) == [("1+1=", False), ("#7", True), ("=", False), ("#2", True)]
+    assert [s.versions.tolist() for s in mended.segments[1:]] == [[3, 3, 3], [-1], [4, 4, 4]]
+    assert mended.segments[1].token_ids[-1] == END
+    assert mended.segments[3].logprobs.tolist() == [0, -0.125, -0.25]
+    # From -1 for wrong to 1 for right, half of the way for a second try.
+    assert [(one.reward, one.correct) for one in (right, mended, wrong)] == [(1.0, True), (0.0, True), (-1.0, False)]
+
+
+def test_the_policy_is_told_what_the_configuration_says():
+    policy = ScriptedPolicy({"1+1=": [completion("#7")], "1+1=#7;;": [completion("#2")]})
+    [trajectory] = roll_out(policy, 1, retry_message=";;", retry_score=0.75)
+    assert trajectory.reward == 0.5
+
+
+def test_where_there_is_no_room_the_first_try_stands():
+    """Prompt 4, first try 3, message 1 tokens: nothing could follow."""
+    policy = ScriptedPolicy({"1+1=": [completion("#7")]}, limit=8)
+    [trajectory] = roll_out(policy, 1)
+    assert spelled(trajectory) == [("1+1=", False), ("#7", True)]
+    assert (trajectory.correct, trajectory.truncated) == (False, False)
+
+
+def test_a_second_try_that_is_cut_off_is_wrong():
+    cut = completion("#2", finish_reason="length")
+    [trajectory] = roll_out(ScriptedPolicy({"1+1=": [completion("#7")], "1+1=#7=": [cut]}), 1)
+    assert (trajectory.reward, trajectory.correct, trajectory.truncated) == (-1.0, False, True)

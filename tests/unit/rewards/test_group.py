@@ -1,0 +1,131 @@
+"""Environments that go on talking, as the controller drives them: suspended, answered, scored."""
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+
+from areal_core.api.scored_groups import unpack_group
+from areal_core.api.wire import encode_generation, whole_answers
+from areal_core.environments.environment import given, sampled
+from areal_core.errors import RewardError
+from areal_core.rewards.group import GroupRollout
+from areal_core.types import GenerationRequest, Prompt, SampleRequest, Trajectory
+from tests.support.policies import END, TOKENIZER, completion
+
+PROMPT = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode("1+1="), answer="2")
+
+
+def served(*completions):
+    """As a server would give them."""
+    request = GenerationRequest(
+        request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
+    )
+    return whole_answers(encode_generation(request, completions, logprobs=True), len(completions))
+
+
+def advance_all(environment, *turns, n=2, max_new_tokens=20):
+    """What the group asks for after each turn, and at last its score."""
+
+    async def main():
+        rollout = GroupRollout(environment, TOKENIZER, PROMPT, n=n, max_new_tokens=max_new_tokens)
+        return [await rollout.advance(turn) for turn in turns]
+
+    return asyncio.run(main())
+
+
+def trajectory(*segments, reward=1.0):
+    return Trajectory(segments=segments, reward=reward, correct=reward == 1.0)
+
+
+class Talker:
+    """Asks for two more completions of each of its first two, all at once, and takes the last of them."""
+
+    async def rollout_group(self, task, policy, n):
+        first = [*await policy.sample(task.token_ids), *await policy.sample(task.token_ids)]
+        more = await asyncio.gather(
+            *(policy.sample([*task.token_ids, *one.token_ids, 5], n=2, max_tokens=4) for one in first)
+        )
+        return [
+            trajectory(given(task.token_ids), sampled(one, trained=False), given([5]), sampled(two))
+            for one, (_, two) in zip(first, more, strict=True)
+        ]
+
+
+def test_requests_that_wait_together_are_asked_for_together_and_answered_in_order():
+    first = served(completion("1", version=1), completion("22", version=1))
+    more = [
+        served(completion("3", version=2), completion("4", version=2)),
+        served(completion("5", version=2), completion("666", version=3)),
+    ]
+    requests, scored = advance_all(Talker(), [first], more)
+    text = PROMPT.token_ids
+    assert requests == (
+        SampleRequest(token_ids=(*text, *TOKENIZER.encode("1"), END, 5), n=2, max_tokens=4),
+        SampleRequest(token_ids=(*text, *TOKENIZER.encode("22"), END, 5), n=2, max_tokens=4),
+    )
+    payload = unpack_group(scored.payload)
+    assert payload.lengths.tolist() == [2 + 1 + 2, 3 + 1 + 4]
+    assert payload.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 4 + [True] * 4
+    assert payload.versions.tolist() == [1, 1, -1, 2, 2, 1, 1, 1, -1, 3, 3, 3, 3]
+    assert payload.tokens.tolist()[2] == 5
+    summary = scored.summary
+    assert (summary.tokens, summary.unused_tokens) == (2 + 2 + 3 + 4, 2 + 2)
+    assert (summary.min_version, summary.max_version, summary.lengths) == (1, 3, (5, 8))
+    assert summary.samples[0][2] == "1:0-2 2:3-5"
+
+
+class Broken:
+    """Gives whatever it was told to, from the group's first completions."""
+
+    def __init__(self, give):
+        self.give = give
+
+    async def rollout_group(self, task, policy, n):
+        return self.give(task, await policy.sample(task.token_ids, n=n))
+
+
+def whole(task, one, **changes):
+    return trajectory(given(task.token_ids), dataclasses.replace(sampled(one), **changes))
+
+
+@pytest.mark.parametrize(
+    ("give", "said"),
+    [
+        (lambda task, two: [whole(task, two[0])], "must give 2 trajectories, got 1"),
+        (lambda task, two: [trajectory(sampled(one)) for one in two], "first segment must be its prompt"),
+        (
+            lambda task, two: [trajectory(given(task.token_ids)) for _ in two],
+            "must hold tokens that the policy sampled",
+        ),
+        (
+            lambda task, two: [trajectory(given(task.token_ids), given([5])) for _ in two],
+            "must hold tokens that the policy sampled",
+        ),
+        (
+            lambda task, two: [trajectory(given([4 + place]), sampled(one)) for place, one in enumerate(two)],
+            "must begin with the same prompt",
+        ),
+        (
+            lambda task, two: [
+                whole(task, one, versions=np.array([0] * (len(one.token_ids) - 1) + [-1], np.int32)) for one in two
+            ],
+            "loss_mask must be False where the policy did not sample",
+        ),
+    ],
+)
+def test_trajectories_that_can_not_be_trained_on_are_refused(give, said):
+    with pytest.raises(RewardError, match=said):
+        advance_all(Broken(give), [served(completion("1"), completion("2"))])
+
+
+@pytest.mark.parametrize("asked", [{"max_tokens": 22}, {"max_tokens": 0}, {"n": 0}])
+def test_what_there_is_no_room_for_is_refused(asked):
+    class Greedy:
+        async def rollout_group(self, task, policy, n):
+            assert policy.room(task.token_ids) == 21
+            return await policy.sample(task.token_ids, **asked)
+
+    with pytest.raises(RewardError, match=r"there is room for 21 \(task\.max_new_tokens\)"):
+        advance_all(Greedy(), [served(completion("1"))], n=1, max_new_tokens=21)
