@@ -20,7 +20,7 @@ from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.run.command import Parser, run_command
 from areal_core.run.launcher import execute
-from areal_core.run.prepare import plan
+from areal_core.run.preflight import plan
 from areal_core.run.progress import RunProgress, conclude
 
 

@@ -54,7 +54,7 @@ from areal_core.generation.client import GenerationClient
 from areal_core.launch.supervisor import CHILD_ENV
 from areal_core.models.spec import ModelSpec, read_spec
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.run import prepare
+from areal_core.run import base_model
 from areal_core.storage import weights
 from areal_core.types import GenerationRequest, PolicyVersion
 from benchmarks._machine import last_line
@@ -221,7 +221,7 @@ class Bench:
 
     def __init__(self, configs: Mapping[str, RunConfig], scratch: Path, core: int, stack: contextlib.ExitStack) -> None:
         self._core, self._scratch, self._stack = core, scratch, stack
-        folders = {name: prepare.base_model(config, _say) for name, config in configs.items()}
+        folders = {name: base_model.base_model(config, _say) for name, config in configs.items()}
         self.spec = read_spec(folders["default"])
         long = _with_context(folders["default"], scratch / "long", _LONG_CONTEXT)
         self.load = _load(configs["default"], folders["default"])

@@ -51,7 +51,8 @@ from areal_core.models.folders import read_spec, read_weights
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.worker import GroupJob, ScoredGroup, score_group
 from areal_core.rollout.controller import trajectory_seed
-from areal_core.run.prepare import base_model, preflight
+from areal_core.run.base_model import base_model
+from areal_core.run.preflight import preflight
 from areal_core.storage import weights
 from areal_core.training.batching.partition import shard
 from areal_core.training.engines.engine import TrainingBatch, build_batch

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from areal_core.errors import ArealError, ConfigError
 from areal_core.models.spec import ModelSpec, read_spec
 from areal_core.planning.footprint import GIB, Footprint, check_footprint, footprint
-from areal_core.run.prepare import device_memory
+from areal_core.run.machine import device_memory
 from flows.compose import compose
 
 H800 = 80e9  # bytes of memory, as the data sheet counts them

@@ -25,8 +25,10 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, TrackingError
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
+from areal_core.run.folders import Log, run_folder
 from areal_core.run.introduction import POLL_S, Introductions
-from areal_core.run.prepare import Log, preflight, prepare, run_folder, sole_owner
+from areal_core.run.preflight import preflight
+from areal_core.run.prepare import prepare, sole_owner
 from areal_core.run.roles import role_specs
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox

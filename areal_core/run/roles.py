@@ -16,7 +16,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.launch.process import SPENT
 from areal_core.launch.supervisor import RoleSpec
-from areal_core.run.prepare import interpreter, python, visible_gpus
+from areal_core.run.machine import interpreter, python, visible_gpus
 from areal_core.storage.rundir import RunDir
 
 LOOPBACK = "127.0.0.1"

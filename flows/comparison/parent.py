@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from areal_core.run.prepare import run_folder, tracking_uri
+from areal_core.run.folders import run_folder, tracking_uri
 from areal_core.storage.rundir import write_json
 from areal_core.tracking import mlflow_client
 from areal_core.tracking.outbox import EndStatus

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from areal_core.errors import ArealError
 from areal_core.run import launcher as core
-from areal_core.run.prepare import Log
+from areal_core.run.folders import Log
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import Span, read_timeline

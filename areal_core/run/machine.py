@@ -1,0 +1,49 @@
+"""What this machine has for a run: GPUs, their memory, and interpreters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal_core.config.schema import RunConfig
+from areal_core.errors import ConfigError
+from areal_core.planning.footprint import GIB
+
+_NVIDIA_SMI_S = 30.0
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES has it; all of the machine's where it is unset."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def device_memory(config: RunConfig) -> float:
+    """Bytes of the smallest GPU that the run may use: launch.device_memory_gib, else what nvidia-smi says. Raises
+    ConfigError when it can't be asked."""
+    if config.launch.device_memory_gib is not None:
+        return config.launch.device_memory_gib * GIB
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    if gpus := visible_gpus()[: config.launch.devices]:
+        command.append(f"--id={','.join(gpus)}")
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
+        return min(int(line) for line in asked.split()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(
+            f"launch.device_memory_gib: must be given where nvidia-smi can't be asked for it ({error})"
+        ) from None
+
+
+def interpreter(path: str | None) -> str:
+    """The Python that runs vLLM: a path, from the working directory, or this one."""
+    return sys.executable if path is None else os.path.abspath(path)  # not resolved: a venv's is a link
+
+
+def python(module: str, *arguments: Any) -> list[str]:
+    """The command line of a module of this package, run by this interpreter."""
+    return [sys.executable, "-m", module, *map(str, arguments)]

@@ -1,0 +1,111 @@
+"""Whatever of a configuration can be found wrong on this machine is found here, before anything is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from areal_core.config.schema import RunConfig
+from areal_core.environments.registry import open_environment
+from areal_core.environments.source import open_source
+from areal_core.errors import ConfigError, ModelError, ProcessError
+from areal_core.generation.vllm.server import check_installed
+from areal_core.models.spec import check_folder, read_spec
+from areal_core.models.tokenizer import Tokenizer, char_tokenizer
+from areal_core.planning.footprint import Footprint, check_footprint
+from areal_core.planning.time_model import check_emulation
+from areal_core.run.folders import tracking_uri
+from areal_core.run.machine import device_memory, interpreter, visible_gpus
+from areal_core.storage.objects import Storage
+from areal_core.types import Prompt
+
+
+def preflight(config: RunConfig) -> None:
+    """Check what a run will need: folders, model, prompts, storage, tracking. Makes what is absent and may be made.
+
+    Raises ConfigError, ModelError, StorageError or TrackingError with one line that names the field.
+    """
+    probe = Path(config.state_dir) / f".probe-{os.getpid()}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
+    if config.emulated:
+        check_emulation(config.emulation)
+    _check_address(config.launch.address)
+    if config.launch.accelerator == "cuda" and not config.elsewhere:  # else its machines have a share of them each
+        found = len(visible_gpus())
+        if found < config.launch.devices:
+            raise ConfigError(
+                f"launch.devices: must be at most {found}, the GPUs to be seen, got {config.launch.devices}"
+            )
+    if config.generation.engine == "vllm":
+        try:
+            check_installed(interpreter(config.generation.vllm.python))
+        except ProcessError as error:
+            raise ConfigError(f"generation.vllm.python: {error}") from None
+    if config.model.path is None:
+        _check_task(config, char_tokenizer())
+    else:
+        _check_model(Path(config.model.path), config)
+        if config.launch.accelerator == "cuda" and not config.emulated:
+            plan(config)
+    Storage.open(config.storage.url, config.storage.endpoint_url)
+    if uri := tracking_uri(config):
+        from areal_core.tracking.mlflow_client import check_reachable  # seconds of imports
+
+        check_reachable(uri)
+
+
+def _check_address(address: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise ConfigError(f"launch.address: this machine can't listen on {address}: {error.strerror}") from error
+
+
+def plan(config: RunConfig) -> Footprint:
+    """What the model of `model.path` needs of GPUs. Raises ConfigError for what can't be placed or does not fit, and
+    ModelError for a folder without a sound config.json."""
+    if config.model.path is None:
+        raise ConfigError("model.path: must be given, a folder whose config.json says how large the model is")
+    try:
+        spec = read_spec(config.model.path)
+    except ModelError as error:
+        raise ModelError(f"model.path: {error}") from error
+    return check_footprint(config, spec, device_memory(config))
+
+
+def _check_model(folder: Path, config: RunConfig) -> None:
+    """A model folder must be whole and fit the task: its shape, the headers of its weights, tokenizer and prompts."""
+    try:
+        spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
+    except ModelError as error:
+        raise ModelError(f"model.path: {error}") from error
+    needed = config.task.max_prompt_tokens + config.task.max_new_tokens
+    if spec.context < needed:
+        raise ConfigError(
+            f"task.max_new_tokens: prompt and answer need {needed} tokens (max_prompt_tokens + max_new_tokens), "
+            f"more than the context of {folder}, {spec.context}"
+        )
+    if not spec.eos_token_ids:
+        raise ModelError(f"model.path: {folder} names no eos_token_id, so that no answer would ever end")
+    try:
+        prompts = _check_task(config, tokenizer)
+    except ModelError as error:
+        raise ModelError(f"model.path: {folder}: {error}") from error
+    highest = max((token for prompt in prompts for token in prompt.token_ids), default=0)
+    if highest >= spec.vocab_size:
+        raise ModelError(
+            f"model.path: {folder}: its tokenizer gives token {highest}, config.json has vocab_size {spec.vocab_size}"
+        )
+
+
+def _check_task(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """Prompts, environment and verifier must be there and go with the tokenizer. Returns the held-out prompts."""
+    open_environment(config.environment, config.task, config.algorithm, tokenizer)
+    return open_source(config, tokenizer).held_out()

@@ -1,0 +1,28 @@
+"""Where the state of runs lies."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.config.schema import load
+from areal_core.run.folders import run_folder, tracking_uri
+from tests.support.runs import changed
+
+
+def test_run_folder_is_absolute(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_folder(dataclasses.replace(load(base), state_dir="here"), "r").root == tmp_path / "here" / "runs" / "r"
+
+
+def test_tracking_uri(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    on = changed(base, tracking={"enabled": True})
+    assert tracking_uri(load(base)) is None
+    assert tracking_uri(on) == f"sqlite:///{base['state_dir']}/mlflow/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker")
+    assert tracking_uri(on) == "http://tracker"
+    assert tracking_uri(changed(base, tracking={"enabled": True, "uri": "http://mine"})) == "http://mine"
