@@ -45,7 +45,8 @@ def merge(base: Mapping[str, Any], dotted: str, value: Any, above: str = "") -> 
 
 def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
     """An instance of the dataclass `schema`, and of those in its fields. Raises ConfigError for unknown fields, wrong
-    types and values out of bounds; `prefix` is that of the names in `values`."""
+    types, values out of bounds, and what the `check` of a dataclass raises; `prefix` is that of the names in `values`.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix.rstrip('.') or 'configuration'}: expected a group of fields, got {values!r}")
     given = typing.cast(Mapping[str, Any], values)
@@ -63,7 +64,10 @@ def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
             built[key] = build(typing.cast(type[Any], hints[key]), value, name + ".")
         else:
             built[key] = _check(name, _coerce(name, value, hints[key]), fields[key].metadata)
-    return schema(**built)
+    instance = schema(**built)
+    if check := getattr(instance, "check", None):
+        check()
+    return instance
 
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:

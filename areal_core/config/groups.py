@@ -1,13 +1,17 @@
-"""The groups of a configuration: every field, its default and its bounds, which `areal_core.config.fields` checks. What
-must hold between fields is checked in `areal_core.config.schema`; the algorithm's group is in
-`areal_core.config.algorithm`.
+"""The groups of a configuration: every field, its default and its bounds, which `areal_core.config.fields` checks, and
+what must hold between fields of a group (`check`). The algorithm's group is in `areal_core.config.algorithm`.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import shlex
 from dataclasses import dataclass, field
 
 from areal_core.config.fields import bounded, choice
+from areal_core.errors import ConfigError
+
+_VLLM_TEMPERATURE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,14 @@ class ModelConfig:
     kv_heads: int = bounded(4, low=1)
     intermediate_size: int = bounded(192, low=8)
     context: int = bounded(160, low=16)  # tokens, prompt and answer together
+
+    def check(self) -> None:
+        if self.hidden_size % (2 * self.heads):
+            raise ConfigError(
+                f"model.hidden_size: must be a multiple of 2 * model.heads ({2 * self.heads}), got {self.hidden_size}"
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"model.kv_heads: must divide model.heads ({self.heads}), got {self.kv_heads}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +49,11 @@ class TaskConfig:
     held_out: int = bounded(1024, low=1)  # prompts
     max_prompt_tokens: int = bounded(40, low=1)
     max_new_tokens: int = bounded(112, low=1)  # of a trajectory after its prompt, over all of its turns
+
+    def check(self) -> None:
+        if self.name == "jsonl" and not (self.path and self.held_out_path):
+            missing = "task.held_out_path" if self.path else "task.path"
+            raise ConfigError(f"{missing}: task.name=jsonl needs a file of prompts, one JSON object a line")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +108,31 @@ class GenerationConfig:
     sleep: bool = False  # synchronous mode: servers give accelerators that train as well back while they do
     transfer: str = choice("files", "files", "nccl", "ipc")  # how weights come; the last two are vLLM's, on GPUs
     vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    def check(self) -> None:
+        for name, value, off in (("top_p", self.top_p, (1.0,)), ("top_k", self.top_k, (0, -1))):
+            if value not in off:
+                raise ConfigError(
+                    f"generation.{name}: must be {off[0]:g}, got {value}; the trainer gives every token a probability, "
+                    "and can't say what one that was cut off would have had"
+                )
+        if self.transfer != "files" and self.engine != "vllm":
+            raise ConfigError(
+                f"generation.transfer: must be files with generation.engine={self.engine}, got {self.transfer!r}"
+            )
+        if self.transfer != "files" and self.vllm.python is not None:
+            raise ConfigError(
+                f"generation.vllm.python: must be null with generation.transfer={self.transfer}: the trainer sends "
+                f"weights with vLLM's own code; got {self.vllm.python!r}"
+            )
+        if self.engine == "vllm" and self.temperature > _VLLM_TEMPERATURE:
+            raise ConfigError(
+                f"generation.temperature: vLLM takes {_VLLM_TEMPERATURE:g} at most, got {self.temperature:g}"
+            )
+        try:
+            shlex.split(self.vllm.arguments)
+        except ValueError as error:
+            raise ConfigError(f"generation.vllm.arguments: {error}, in {self.vllm.arguments!r}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +228,14 @@ class LaunchConfig:
         "none", "none", "generation", "trainer", "both"
     )  # roles that areal_core.run.remote_worker runs
     address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it
+
+    def check(self) -> None:
+        try:
+            usable = not ipaddress.ip_address(self.address).is_unspecified  # others are told it
+        except ValueError:
+            usable = False
+        if not usable:
+            raise ConfigError(f"launch.address: must be an IP address of this machine, got {self.address!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,7 @@ def test_every_group_named_by_the_design_has_a_choice() -> None:
     assert groups == {
         *(
             "model",
+            "environment",
             "task",
             "algorithm",
             "generation",

@@ -1,0 +1,158 @@
+"""What must hold between groups of a configuration, by what it is about. Each raises ConfigError in one line that names
+the field and says what would be right.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from areal_core.config import algorithm
+from areal_core.config.groups import TrainingConfig
+from areal_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from areal_core.config.schema import RunConfig
+
+
+def check(config: RunConfig) -> None:
+    _check_batch(config)
+    _check_lengths(config)
+    _check_task(config)
+    algorithm.check(config.algorithm, max_new_tokens=config.task.max_new_tokens)
+    _check_engines(config)
+    _check_mode(config)
+    if config.emulated:
+        _check_emulated(config)
+    if config.launch.accelerator == "cuda":
+        _check_gpus(config)
+    elif config.generation.transfer != "files":
+        raise ConfigError(
+            f"generation.transfer: must be files with launch.accelerator=cpu, got {config.generation.transfer!r}"
+        )
+    _check_hosts(config)
+
+
+def _check_batch(config: RunConfig) -> None:
+    """B is P groups of G, cut into minibatches that every rank has a share of."""
+    batch, group = config.rollout.batch_size, config.algorithm.group_size
+    if batch % group:
+        raise ConfigError(f"rollout.batch_size: must be a multiple of algorithm.group_size ({group}), got {batch}")
+    if config.training.minibatches > config.groups_per_batch:
+        raise ConfigError(
+            f"training.minibatches: must be at most {config.groups_per_batch}, the groups in a batch, "
+            f"got {config.training.minibatches}"
+        )
+    groups_per_minibatch = config.groups_per_batch // config.training.minibatches
+    if config.trainer_processes > groups_per_minibatch:
+        raise ConfigError(
+            f"training.ranks: must be at most {groups_per_minibatch}, the groups in a minibatch, "
+            f"got {config.trainer_processes}"
+        )
+    if config.rollout.dynamic_sampling and group == 1:
+        raise ConfigError("algorithm.group_size: must be at least 2 with rollout.dynamic_sampling=true, got 1")
+    if config.generation.engine == "vllm" and group > config.generation.slots:
+        raise ConfigError(
+            f"generation.slots: must be at least algorithm.group_size ({group}) with generation.engine=vllm, which "
+            f"decodes all answers of a request at once, got {config.generation.slots}"
+        )
+
+
+def _check_lengths(config: RunConfig) -> None:
+    tokens = config.task.max_prompt_tokens + config.task.max_new_tokens
+    if tokens > config.model.context:
+        raise ConfigError(
+            f"task.max_prompt_tokens: prompt and answer need {tokens} tokens (max_prompt_tokens + max_new_tokens), "
+            f"more than model.context, {config.model.context}"
+        )
+    if config.training.microbatch_tokens < tokens:
+        raise ConfigError(
+            f"training.microbatch_tokens: must hold the longest trajectory, {tokens} tokens, "
+            f"got {config.training.microbatch_tokens}"
+        )
+
+
+def _check_task(config: RunConfig) -> None:
+    if config.task.name == "jsonl" and config.model.path is None:
+        raise ConfigError("model.path: task.name=jsonl needs a model folder; the embedded model only knows arithmetic")
+    if config.stop.score is not None and not config.evaluated and not config.emulated:
+        raise ConfigError(f"stop.score: must be null with evaluation.enabled=false, got {config.stop.score}")
+
+
+def _check_engines(config: RunConfig) -> None:
+    if config.emulated != (config.training.engine == "emulated"):
+        wanted = "emulated" if config.emulated else "torch"
+        raise ConfigError(
+            f"training.engine: must be {wanted} with generation.engine={config.generation.engine}, "
+            f"got {config.training.engine!r}"
+        )
+    if config.training.engine != "deepspeed" and config.training.zero_stage != TrainingConfig.zero_stage:
+        raise ConfigError(
+            f"training.zero_stage: needs training.engine=deepspeed, got {config.training.zero_stage} with "
+            f"training.engine={config.training.engine}"
+        )
+
+
+def _check_mode(config: RunConfig) -> None:
+    if config.generation.sleep and config.mode != "sync":
+        raise ConfigError("generation.sleep: must be false with mode=async, where servers never stop, got true")
+    if config.mode == "sync" and config.max_staleness != 0:
+        raise ConfigError(f"rollout.max_staleness: must be 0 or null with mode=sync, got {config.max_staleness}")
+
+
+def _check_emulated(config: RunConfig) -> None:
+    for name, value in (
+        ("algorithm.kl_coef", config.algorithm.kl_coef),
+        ("algorithm.entropy_coef", config.algorithm.entropy_coef),
+        ("rollout.dynamic_sampling", config.rollout.dynamic_sampling),
+    ):
+        if value:
+            off = "false" if value is True else "0"
+            got = "true" if value is True else f"{value:g}"
+            raise ConfigError(f"{name}: must be {off} where accelerators are emulated and nothing is learnt, got {got}")
+    if config.stop.score is not None:
+        raise ConfigError(f"stop.score: must be null where accelerators are emulated, got {config.stop.score}")
+    servers = config.generation_servers
+    _check_devices(config, servers, f"where accelerators are emulated ({servers} generate")
+
+
+def _check_gpus(config: RunConfig) -> None:
+    servers = config.generation_servers * config.devices_per_server
+    _check_devices(config, servers, f"({servers} GPUs generate")
+    wanted = {"nccl": "async", "ipc": "sync"}.get(config.generation.transfer, config.mode)
+    if config.mode != wanted:
+        raise ConfigError(
+            f"generation.transfer: nccl needs servers and trainer on different GPUs (mode=async), ipc on the same "
+            f"(mode=sync); got {config.generation.transfer!r} with mode={config.mode}"
+        )
+
+
+def _check_devices(config: RunConfig, generating: int, who: str) -> None:
+    """Unlike cores, accelerators are shared by nobody: every server and rank has its own in asynchronous mode, and
+    takes turns on them in synchronous mode."""
+    ranks = config.training_ranks
+    needed, link = (generating + ranks, "and") if config.mode == "async" else (max(generating, ranks), "then")
+    if needed > config.launch.devices:
+        raise ConfigError(
+            f"launch.devices: must be at least {needed} {who} {link} {ranks} train), got {config.launch.devices}"
+        )
+
+
+def _check_hosts(config: RunConfig) -> None:
+    hosts, ranks = config.training.hosts, config.trainer_processes
+    if hosts > 1 and "trainer" not in config.elsewhere:
+        raise ConfigError(
+            f"training.hosts: must be 1 unless other machines train (launch.elsewhere=trainer or both), got {hosts}"
+        )
+    if ranks % hosts:
+        raise ConfigError(f"training.ranks: must be a multiple of training.hosts ({hosts}), got {ranks}")
+    per_host = config.launch.devices_per_host
+    if config.elsewhere and per_host is not None and config.ranks_per_host > per_host:
+        raise ConfigError(
+            f"training.hosts: must be at least {-(-ranks // per_host)}, so that no machine trains with more than its "
+            f"launch.devices_per_host ({per_host}) GPUs, got {hosts}"
+        )
+    if config.elsewhere and config.generation.transfer != "files":
+        raise ConfigError(
+            f"generation.transfer: must be files with launch.elsewhere={config.launch.elsewhere}, "
+            f"got {config.generation.transfer!r}"
+        )
