@@ -14,7 +14,6 @@ import argparse
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ from areal_core.algorithm.advantages import advantages_of
 from areal_core.api.controller_client import ControllerClient
 from areal_core.api.scored_groups import unpack_group
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ArealError, DivergenceError, ProcessError, RunFinished, StorageError
+from areal_core.errors import ArealError, DivergenceError, ProcessError, RunFinished
 from areal_core.launch import process
 from areal_core.models.folders import read_spec, read_weights, write_model
-from areal_core.storage import checkpoint, weights
+from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.storage.tensorfile import write_tensors
@@ -49,9 +48,8 @@ from areal_core.training.engines.engine import (
     check_batch,
 )
 from areal_core.training.engines.torch_engine import TorchEngine
-from areal_core.training.flops import step_flops, training_cost
-from areal_core.training.hardware import peak_flops_per_s, peak_memory_bytes
-from areal_core.training.metrics import step_metrics
+from areal_core.training.flops import training_cost
+from areal_core.training.metrics import StepMeter, StepTimes
 from areal_core.training.publisher import Publisher
 from areal_core.types import BatchGroup, BatchManifest, Float32Array
 
@@ -83,9 +81,7 @@ class Trainer:
         if (newest := int(self.ranks.all_max(np.array([self.step]))[0])) != self.step:
             raise ProcessError(f"rank {rank} resumed from step {self.step}, another one from step {newest}")
         self._device = torch.device(self.config.launch.accelerator)
-        self._peak_flops_per_s = None  # of this rank's device, where it is known
-        if rank == 0 and not self.config.emulated:
-            self._peak_flops_per_s = peak_flops_per_s(self._device, getattr(torch, self.config.training.dtype))
+        self.meter = StepMeter(self.config, self.spec, self.engine, rank, run.weights)
         self._fruitless = 0  # steps in a row without a sound update
         self.timeline = TimelineWriter(run.timeline_file("trainer", rank), cpu=time.process_time)
 
@@ -155,12 +151,11 @@ class Trainer:
     # -- a step ------------------------------------------------------------------------------------------------
 
     def _train_step(self, manifest: BatchManifest, batch: TrainingBatch, waiting_since: float) -> None:
-        start = time.monotonic()
-        self.timeline.span("wait", waiting_since, start, manifest.step)
-        stats, proximal_s, train_s = self._learn(batch)
+        times = StepTimes(waiting_since=waiting_since, start=time.monotonic())
+        self.timeline.span("wait", waiting_since, times.start, manifest.step)
+        stats = self._learn(batch, times)
         self.step = manifest.step
-        staleness, tokens, flops = self._totals(batch)
-        mismatch = self._mismatch(batch, stats) if self.rank == 0 else None
+        measured = self.meter.measure(batch, stats)
         tensors = self.engine.weights()
         if self.config.sleeps and self._device.type == "cuda":
             torch.cuda.empty_cache()  # publishing wakes the servers on this device
@@ -169,40 +164,22 @@ class Trainer:
         if self.step % self.config.training.checkpoint_every == 0:
             self._checkpoint()
         if self.publisher is not None:
-            busy_s, compute_s = time.monotonic() - start, self.engine.compute_s()
-            times = {
-                "time/batch_wait_s": start - waiting_since,
-                "time/proximal_s": proximal_s,
-                "time/train_s": train_s,
-                "time/compute_s": compute_s,
-                "time/trainer_s": busy_s,
-                "time/overhead_share": 1 - compute_s / busy_s,
-                "throughput/trained_tokens_per_s_per_device": tokens / busy_s / self.config.training_ranks,
-                "bubble/trainer_wait": (start - waiting_since) / (start - waiting_since + busy_s),
-            }
-            if self._peak_flops_per_s is not None:
-                times["throughput/mfu"] = flops / (busy_s * self.ranks.size * self._peak_flops_per_s)
-            if not self.config.emulated:
-                times["memory/trainer_peak_gib"] = peak_memory_bytes(self._device) / 2**30
-            values = times | step_metrics(manifest, stats, staleness, mismatch)
-            self.publisher.report(self.step, values, staleness)
+            times.end = time.monotonic()
+            self.publisher.report(self.step, self.meter.values(manifest, stats, measured, times), measured.staleness)
 
-    def _learn(self, batch: TrainingBatch) -> tuple[StepStats, float, float]:
-        """What the engine makes of a batch, and the seconds for pi_prox and for the minibatches.
-
-        Raises DivergenceError, with the batch saved for inspection.
-        """
-        start, proximal = time.monotonic(), None
+    def _learn(self, batch: TrainingBatch, times: StepTimes) -> StepStats:
+        """What the engine makes of a batch. Raises DivergenceError, with the batch saved for inspection."""
+        proximal = None
         try:
             if self.config.recomputes_proximal:
                 proximal = self.engine.proximal_logprobs(batch)
-            recomputed = time.monotonic()
+            times.recomputed = time.monotonic()
             stats = self.engine.train_step(batch, proximal)
         except DivergenceError as error:
             raise DivergenceError(f"{error}; its batch: {self._save_batch(batch, proximal)}") from error
-        trained = time.monotonic()
-        self.timeline.span("recompute", start, recomputed, batch.step)
-        self.timeline.span("train", recomputed, trained, batch.step)
+        times.trained = time.monotonic()
+        self.timeline.span("recompute", times.start, times.recomputed, batch.step)
+        self.timeline.span("train", times.recomputed, times.trained, batch.step)
         if stats.skipped:
             where = self._save_batch(batch, proximal)
             logger.warning("step %d: %d updates were not finite and are skipped; %s", batch.step, stats.skipped, where)
@@ -212,7 +189,7 @@ class Trainer:
                 f"step {batch.step}: no update was finite in {_FRUITLESS_STEPS} steps in a row, the last one's batch: "
                 f"{self._save_batch(batch, proximal)}"
             )
-        return stats, recomputed - start, trained - recomputed
+        return stats
 
     def _save_batch(self, batch: TrainingBatch, proximal: Float32Array | None) -> Path:
         """Put this rank's share of a batch into the run's folder, for people to look at."""
@@ -258,36 +235,6 @@ class Trainer:
 
     def _cost(self, group: BatchGroup) -> int:
         return training_cost(self.spec, group.prompt_tokens, group.lengths, shared=self.config.shares_prompts)
-
-    def _totals(self, batch: TrainingBatch) -> tuple[Counter[int], float, float]:
-        """Collective, over all ranks: sampled tokens by staleness, the version trained on - the one that sampled them;
-        tokens of the sequences that were trained on; model FLOPs of the step."""
-        lags = batch.step - 1 - batch.versions[batch.versions >= 0]
-        counts = np.bincount(lags, minlength=batch.step).astype(np.float64)
-        config = self.config
-        flops = step_flops(
-            self.spec, batch, proximal=config.recomputes_proximal, reference=config.algorithm.kl_coef > 0
-        )
-        tokens = batch.lengths[batch.has_gradient].sum()
-        *total, all_tokens, all_flops = self.engine.all_sum(np.append(counts, (tokens, flops))).tolist()
-        return Counter({lag: int(count) for lag, count in enumerate(total) if count}), all_tokens, all_flops
-
-    def _mismatch(self, batch: TrainingBatch, stats: StepStats) -> float | None:
-        """Mean k3 of trainer against generator on the same weights, nats: over tokens of the version just trained on,
-        else, now and then, over a sample of the newest tokens whose version is still in the store."""
-        training = self.config.training
-        sharded = training.engine == "deepspeed" and training.zero_stage == 3  # no rank can be asked to hold a model
-        if stats.mismatch_kl is not None or self.step % self.config.tracking.table_every or sharded:
-            return stats.mismatch_kl
-        for number in sorted(set(batch.versions[batch.loss_mask].tolist()), reverse=True):
-            try:
-                published = weights.read_manifest(weights.version_folder(self.run_dir.weights, number))
-                total, tokens = self.engine.mismatch(batch, weights.load(published), number)
-            except StorageError:
-                continue  # released meanwhile, or the base, which is a model folder
-            if tokens:
-                return total / tokens
-        return None
 
     # -- what is kept ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from areal_core.errors import DivergenceError
 from areal_core.run.prepare import prepare
 from areal_core.training.engines.engine import TrainingBatch
+from areal_core.training.metrics import StepTimes
 from areal_core.training.trainer import Trainer
 from tests.support.runs import tiny
 from tests.support.training import batch
@@ -20,6 +21,10 @@ from tests.support.training import batch
 
 def trainer(root: Path, on_divergence: str) -> Trainer:
     return Trainer(prepare(tiny(root, training={"on_divergence": on_divergence}), run_id="r"), 0)
+
+
+def times() -> StepTimes:
+    return StepTimes(waiting_since=0.0, start=0.0)
 
 
 def broken(step: int) -> TrainingBatch:
@@ -32,7 +37,7 @@ def broken(step: int) -> TrainingBatch:
 def test_a_batch_that_diverges_is_saved_and_ends_the_run(tmp_path: Path) -> None:
     share = broken(7)
     with pytest.raises(DivergenceError, match=r"step 7, update 0: .*must be finite; its batch: ") as caught:
-        trainer(tmp_path, "stop")._learn(share)
+        trainer(tmp_path, "stop")._learn(share, times())
     path = Path(re.findall(r"its batch: (\S+)$", str(caught.value))[0])
     assert path == tmp_path / "runs/r/diverged/step-000007-rank-0.safetensors"
     arrays = load_file(path)
@@ -48,14 +53,15 @@ def test_a_batch_that_diverges_is_saved_and_ends_the_run(tmp_path: Path) -> None
 def test_skipping_goes_on_with_the_batch_saved_but_not_for_ever(tmp_path: Path) -> None:
     one = trainer(tmp_path, "skip")
     for step in (1, 2):
-        stats, _, _ = one._learn(broken(step))
+        stats = one._learn(broken(step), times())
         assert (stats.updates, stats.skipped) == (0, 2)
     sound = broken(3)
-    stats, _, _ = one._learn(replace(sound, behaviour_logprobs=np.where(sound.loss_mask, -1, 0).astype(np.float32)))
+    mended = replace(sound, behaviour_logprobs=np.where(sound.loss_mask, -1, 0).astype(np.float32))
+    stats = one._learn(mended, times())
     assert (stats.updates, stats.skipped) == (2, 0)
     for step in (4, 5):
-        one._learn(broken(step))
+        one._learn(broken(step), times())
     with pytest.raises(DivergenceError, match="step 6: no update was finite in 3 steps in a row"):
-        one._learn(broken(6))
+        one._learn(broken(6), times())
     saved = sorted(path.name for path in (tmp_path / "runs/r/diverged").iterdir())
     assert saved == [f"step-{step:06d}-rank-0.safetensors" for step in (1, 2, 4, 5, 6)]
