@@ -123,6 +123,8 @@ class PaddedTraining:
             mask=values(batch.loss_mask),
             weights=values(batch.weights),
             staleness=values(batch.step - 1 - batch.versions),
+            sequence=values(np.repeat(np.arange(len(batch.lengths)), batch.lengths)),
+            sequences=len(batch.lengths),
         )
         return policy_loss(tokens, self._algorithm, denominator=sum(batch.denominators)).loss
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from areal_core.algorithm.divergences import KL_TERMS, log_quotient
-from areal_core.algorithm.objectives import OBJECTIVES, Tokens
+from areal_core.algorithm.objectives import Tokens, find_objective
 from areal_core.algorithm.statistics import LossStats, loss_stats
 from areal_core.config.algorithm import AlgorithmConfig
 
@@ -28,7 +28,7 @@ def policy_loss(tokens: Tokens, config: AlgorithmConfig, *, denominator: float, 
     """
     if config.kl_coef and config.kl_estimator not in KL_TERMS:
         tokens = replace(tokens, advantages=_penalised(tokens, config.kl_coef))
-    surrogate = OBJECTIVES[config.objective](tokens, config)
+    surrogate = find_objective(config.objective)(tokens, config)
     terms = surrogate.terms
     if config.kl_coef and config.kl_estimator in KL_TERMS:
         assert tokens.reference is not None

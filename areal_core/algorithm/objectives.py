@@ -8,19 +8,21 @@ even a NaN. Only `current` and `entropy` get a gradient. Equations and their sou
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from areal_core.algorithm.divergences import log_quotient
-from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
+from areal_core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What is known of the tokens of a micro-batch, [N] each."""
+    """What is known of the tokens of a micro-batch, [N] each. They are all tokens of S whole completions."""
 
     current: Tensor
     behaviour: Tensor
@@ -28,6 +30,8 @@ class Tokens:
     mask: Tensor  # bool
     weights: Tensor  # of the mean over tokens, algorithm.means
     staleness: Tensor  # version trained on - version that sampled the token
+    sequence: Tensor  # int64, 0 .. S - 1: the completion that the token belongs to
+    sequences: int  # S
     proximal: Tensor | None = None  # None: nothing is stale, or the objective has none
     reference: Tensor | None = None  # None: no divergence is asked for
     entropy: Tensor | None = None  # of pi_theta where the token was sampled
@@ -38,60 +42,95 @@ class Surrogate:
     """What an objective makes of tokens, [N] each; 0 or False outside the mask."""
 
     terms: Tensor  # of the objective, to be made large; differentiable
-    log_ratio: Tensor  # log u: how far pi_theta has moved from the policy that the step started at
-    log_weight: Tensor  # log r, of the importance weight before any cap or mask
+    log_ratio: Tensor  # of the token: how far pi_theta has moved from the policy that the step started at
+    log_weight: Tensor  # log r, of the importance weight before any cap, mask or clip of it
     clipped_low: Tensor  # bool: tokens whose gradient the lower bound of the clip removed
     clipped_high: Tensor
-    capped: Tensor  # bool: tokens whose weight was above the cap
+    capped: Tensor  # bool: tokens whose weight was held at a bound
     masked: Tensor  # bool: tokens that their weight left out
 
 
+ObjectiveFunction = Callable[[Tokens, AlgorithmConfig], Surrogate]
+_FUNCTIONS: dict[str, ObjectiveFunction] = {}
+
+
+def find_objective(name: str) -> ObjectiveFunction:
+    """The function of AlgorithmConfig.objective, which is that of its name here or "package.module:function".
+
+    Raises ConfigError where there is no such module or function.
+    """
+    module, _, function = name.rpartition(":")
+    if not module:
+        return _FUNCTIONS[name]
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"algorithm.objective: {name} can't be imported: {error}") from error
+
+
+def objective(function: ObjectiveFunction) -> ObjectiveFunction:
+    """Decorator: binds a function to what config.algorithm.OBJECTIVES says of the objective of its name."""
+    assert function.__name__ in OBJECTIVES, f"config.algorithm.OBJECTIVES has no {function.__name__}"
+    _FUNCTIONS[function.__name__] = function
+    return function
+
+
+@objective
 def decoupled(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
     """Decoupled PPO (AReaL, Eq. 5): w min(u A, clip(u) A) with u = pi_theta / pi_prox and w = pi_prox / pi_behav. Where
     nothing is stale pi_behav is pi_prox."""
-    if tokens.proximal is None:
-        return naive(tokens, config)
-    return _weighted_ppo(tokens, tokens.proximal, config)
+    return _ppo(tokens, config, *_log_ratios(tokens, tokens.proximal))
 
 
+@objective
 def naive(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
     """PPO as if data were never stale: min(u A, clip(u) A) with u = pi_theta / pi_behav."""
-    log_ratio = log_quotient(tokens.current, tokens.behaviour, tokens.mask)
-    terms, low, high = _clipped(log_ratio.exp(), tokens, config)
-    nothing = torch.zeros_like(tokens.mask)
-    return Surrogate(
-        terms=terms,
-        log_ratio=log_ratio,
-        log_weight=log_ratio.detach(),
-        clipped_low=low,
-        clipped_high=high,
-        capped=nothing,
-        masked=nothing,
-    )
+    return _ppo(tokens, config, *_log_ratios(tokens, None))
 
 
+@objective
 def a3po(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
     """A-3PO: decoupled PPO with log pi_prox = alpha log pi_behav + (1 - alpha) log pi_theta, without a gradient, and
     alpha = 1 / d, where d is the number of versions from the one that sampled the token to the one being made."""
     alpha = 1.0 / (tokens.staleness + 1)
-    return _weighted_ppo(tokens, alpha * tokens.behaviour + (1 - alpha) * tokens.current.detach(), config)
+    return _ppo(tokens, config, *_log_ratios(tokens, alpha * tokens.behaviour + (1 - alpha) * tokens.current.detach()))
 
 
+@objective
 def reinforce(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
     """REINFORCE (RLOO): w A log pi_theta, with w = pi_prox / pi_behav where there is a pi_prox, else 1. No clip."""
-    start = tokens.behaviour if tokens.proximal is None else tokens.proximal
+    return _weighted(tokens, config, _score(tokens), *_log_ratios(tokens, tokens.proximal))
+
+
+def _log_ratios(tokens: Tokens, proximal: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """log u and log w, of pi_theta / pi_prox and pi_prox / pi_behav; without a pi_prox of pi_theta / pi_behav, None."""
+    start = tokens.behaviour if proximal is None else proximal
     log_ratio = log_quotient(tokens.current, start, tokens.mask)
-    terms = torch.where(tokens.mask, tokens.current, 0.0) * _advantages(tokens)
+    return log_ratio, None if proximal is None else log_quotient(proximal.detach(), tokens.behaviour, tokens.mask)
+
+
+def _ppo(tokens: Tokens, config: AlgorithmConfig, log_ratio: Tensor, log_weight: Tensor | None) -> Surrogate:
+    """w min(u A, clip(u, 1 - eps, 1 + eps_high) A), and where the lower and the upper bound took effect."""
+    ratio, advantages = log_ratio.exp(), _advantages(tokens)
+    free, bounded = ratio * advantages, ratio.clamp(*config.clip_range) * advantages
+    took_effect = bounded < free
+    surrogate = _weighted(tokens, config, torch.minimum(free, bounded), log_ratio, log_weight)
+    return replace(surrogate, clipped_low=took_effect & (ratio < 1), clipped_high=took_effect & (ratio > 1))
+
+
+def _weighted(
+    tokens: Tokens, config: AlgorithmConfig, terms: Tensor, log_ratio: Tensor, log_weight: Tensor | None
+) -> Surrogate:
+    """`terms` times w after its cap or mask; without a w as they are, and r is u."""
     nothing = torch.zeros_like(tokens.mask)
-    log_weight, capped, masked = log_ratio.detach(), nothing, nothing
-    if tokens.proximal is not None:
-        log_weight = log_quotient(tokens.proximal.detach(), tokens.behaviour, tokens.mask)
+    capped = masked = nothing
+    if log_weight is not None:
         weight, capped, masked = _bounded_weight(log_weight, tokens.mask, config)
-        terms = terms * weight
+        terms = weight * terms
     return Surrogate(
         terms=terms,
         log_ratio=log_ratio,
-        log_weight=log_weight,
+        log_weight=log_ratio.detach() if log_weight is None else log_weight,
         clipped_low=nothing,
         clipped_high=nothing,
         capped=capped,
@@ -99,41 +138,13 @@ def reinforce(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
     )
 
 
-OBJECTIVES: dict[str, Callable[[Tokens, AlgorithmConfig], Surrogate]] = {  # by AlgorithmConfig.objective
-    "decoupled": decoupled,
-    "naive": naive,
-    "a3po": a3po,
-    "reinforce": reinforce,
-}
-
-
-def _weighted_ppo(tokens: Tokens, proximal: Tensor, config: AlgorithmConfig) -> Surrogate:
-    log_ratio = log_quotient(tokens.current, proximal, tokens.mask)
-    log_weight = log_quotient(proximal.detach(), tokens.behaviour, tokens.mask)
-    terms, low, high = _clipped(log_ratio.exp(), tokens, config)
-    weight, capped, masked = _bounded_weight(log_weight, tokens.mask, config)
-    return Surrogate(
-        terms=weight * terms,
-        log_ratio=log_ratio,
-        log_weight=log_weight,
-        clipped_low=low,
-        clipped_high=high,
-        capped=capped,
-        masked=masked,
-    )
+def _score(tokens: Tokens) -> Tensor:
+    """A log pi_theta."""
+    return torch.where(tokens.mask, tokens.current, 0.0) * _advantages(tokens)
 
 
 def _advantages(tokens: Tokens) -> Tensor:
     return torch.where(tokens.mask, tokens.advantages.detach(), 0.0)
-
-
-def _clipped(ratio: Tensor, tokens: Tokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """min(u A, clip(u, 1 - eps, 1 + eps_high) A), and where the lower and the upper bound took effect."""
-    advantages = _advantages(tokens)
-    high = config.clip_eps if config.clip_eps_high is None else config.clip_eps_high
-    free, bounded = ratio * advantages, ratio.clamp(1 - config.clip_eps, 1 + high) * advantages
-    took_effect = bounded < free
-    return torch.minimum(free, bounded), took_effect & (ratio < 1), took_effect & (ratio > 1)
 
 
 def _bounded_weight(log_weight: Tensor, mask: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,3 +160,6 @@ def _bounded_weight(log_weight: Tensor, mask: Tensor, config: AlgorithmConfig) -
         masked = masked | (weight > config.behaviour_mask_high)
     masked = masked & mask
     return torch.where(masked, 0.0, weight), capped, masked
+
+
+assert _FUNCTIONS.keys() == OBJECTIVES.keys(), f"no function for {OBJECTIVES.keys() - _FUNCTIONS.keys()}"

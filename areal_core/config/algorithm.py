@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from areal_core.config.fields import bounded, choice
 from areal_core.errors import ConfigError
 
-_OBJECTIVES = {"decoupled": True, "naive": False, "a3po": False, "reinforce": True}  # whether it recomputes pi_prox
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What is known of an objective without torch; the function of its name is in algorithm.objectives."""
+
+    takes_proximal: bool = True  # a forward pass recomputes pi_prox for it
+    weighs: bool = True  # it has a weight pi_prox / pi_behav, for behaviour_cap or behaviour_mask_* to act on
+
+
+OBJECTIVES: dict[str, Objective] = {  # by AlgorithmConfig.objective
+    "decoupled": Objective(),
+    "naive": Objective(takes_proximal=False, weighs=False),
+    "a3po": Objective(takes_proximal=False),
+    "reinforce": Objective(),
+}
+_ELSEWHERE = Objective()  # a function that is named by where it is imported from
+_IMPORTED = re.compile(r"\w+(\.\w+)*:\w+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """The objective of a token, how tokens are averaged, and the advantages that it weighs; see docs/algorithm.md."""
 
-    objective: str = choice("decoupled", *_OBJECTIVES)
+    objective: str = "decoupled"  # one of OBJECTIVES, or a function of one's own as "package.module:function"
     loss_mean: str = choice("token", "token", "sequence", "constant")
     advantage: str = choice("group", "group", "group_mean", "batch", "leave_one_out")
     group_size: int = bounded(16, low=1)  # G, answers to one prompt
-    clip_eps: float = bounded(0.2, above=0.0)
+    clip_eps: float = bounded(0.2, above=0.0)  # of the lower bound, 1 - eps; from 1 on there is none
     clip_eps_high: float | None = bounded(None, above=0.0)  # of the upper bound, 1 + eps; None: clip_eps
     behaviour_cap: float | None = bounded(None, above=0.0)  # upper bound on pi_prox / pi_behav; None: none
     behaviour_mask_low: float | None = bounded(None, low=0.0)  # tokens below have no part in the objective; None: all
@@ -37,7 +54,17 @@ class AlgorithmConfig:
     @property
     def takes_proximal(self) -> bool:
         """Whether the objective has a pi_prox that a forward pass recomputes."""
-        return _OBJECTIVES[self.objective]
+        return OBJECTIVES.get(self.objective, _ELSEWHERE).takes_proximal
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the objective has a weight pi_prox / pi_behav, which can be capped or masked."""
+        return OBJECTIVES.get(self.objective, _ELSEWHERE).weighs
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Lower and upper bound of the clipped ratio."""
+        return 1 - self.clip_eps, 1 + (self.clip_eps if self.clip_eps_high is None else self.clip_eps_high)
 
     @property
     def bounds_weights(self) -> bool:
@@ -52,12 +79,17 @@ class AlgorithmConfig:
 
 
 def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
-    """Raises ConfigError for fields that can't go together."""
+    """Raises ConfigError for an objective that is none, and for fields that can't go together."""
+    if config.objective not in OBJECTIVES and not _IMPORTED.fullmatch(config.objective):
+        raise ConfigError(
+            f"algorithm.objective: must be one of {', '.join(OBJECTIVES)}, or package.module:function, "
+            f"got {config.objective!r}"
+        )
     if config.group_size == 1 and config.advantage != "batch":
         raise ConfigError(
             f"algorithm.group_size: must be at least 2 with algorithm.advantage={config.advantage}, got 1"
         )
-    if config.clip_eps_high is not None and config.clip_eps_high < config.clip_eps:
+    if config.clip_eps_high is not None and config.clip_eps_high < config.clip_eps < 1:
         raise ConfigError(
             f"algorithm.clip_eps_high: must be at least algorithm.clip_eps ({config.clip_eps:g}), "
             f"got {config.clip_eps_high:g}"
@@ -72,13 +104,13 @@ def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
         raise ConfigError(
             f"algorithm.behaviour_mask_low: must be below algorithm.behaviour_mask_high ({high:g}), got {low:g}"
         )
-    if config.bounds_weights and config.objective == "naive":
+    if config.bounds_weights and not config.weighs:
         field = (
             "behaviour_cap" if config.behaviour_cap is not None else "behaviour_mask_" + ("high", "low")[high is None]
         )
         raise ConfigError(
-            f"algorithm.{field}: must be null with algorithm.objective=naive, which has no pi_prox / pi_behav, "
-            f"got {getattr(config, field):g}"
+            f"algorithm.{field}: must be null with algorithm.objective={config.objective}, which has no "
+            f"pi_prox / pi_behav, got {getattr(config, field):g}"
         )
     if config.overlong_cache is not None and config.overlong_cache > max_new_tokens:
         raise ConfigError(

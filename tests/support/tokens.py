@@ -28,4 +28,6 @@ TOKENS = Tokens(
     mask=torch.tensor([True, True, True, False]),
     weights=of(1, 1, 1, float("nan")),
     staleness=torch.tensor([1, 0, 3, 2]),
+    sequence=torch.tensor([0, 0, 1, 1]),
+    sequences=2,
 )

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from areal_core.algorithm.divergences import k3
 from areal_core.algorithm.losses import policy_loss
-from areal_core.algorithm.objectives import Tokens
+from areal_core.algorithm.objectives import Tokens, find_objective
 from areal_core.algorithm.statistics import LossStats
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
@@ -67,6 +68,7 @@ class PolicyEngine(ABC):
         device: str = "cpu",
     ) -> None:
         check_weights(spec, weights)
+        find_objective(algorithm.objective)  # what is not there is refused now, not in the first step
         self.spec, self.training, self.algorithm = spec, training, algorithm
         self.temperature = temperature
         self.ranks = ranks or RankGroup()
@@ -244,17 +246,21 @@ class PolicyEngine(ABC):
                     self.backward(0.0 * self.forward(idle())[0].sum(), last=last)
                     continue
                 current, entropy = self.forward(packed)
-                known = {
-                    name: torch.from_numpy(values[packed.source]).to(self.device) for name, values in columns.items()
-                }
+                tokens = Tokens(current=current, entropy=entropy, **self._known(columns, packed))
                 if own_proximal:
-                    known["proximal"] = current.detach()
-                tokens = Tokens(current=current, entropy=entropy, **known)
+                    tokens = replace(tokens, proximal=current.detach())
                 loss, sums = policy_loss(tokens, self.algorithm, denominator=denominator, untouched=untouched)
                 self.backward(loss, last=last)
                 total += float(loss.detach())
                 stats += sums
         return total, stats
+
+    def _known(self, columns: Mapping[str, NDArray[Any]], packed: Packed) -> dict[str, Any]:
+        """What `columns` hold of a micro-batch's tokens, and its completions, counted from 0."""
+        held = {name: values[packed.source] for name, values in columns.items()}
+        completions, held["sequence"] = np.unique(held["sequence"], return_inverse=True)
+        tensors = {name: torch.from_numpy(values).to(self.device) for name, values in held.items()}
+        return tensors | {"sequences": len(completions)}
 
     def _update(self, step: int, loss: float) -> tuple[float, float] | None:
         """One optimiser update. Returns the norms of the gradient, before clipping, and of the weights' change; None
@@ -340,6 +346,7 @@ def _columns(
         "mask": batch.loss_mask,
         "weights": batch.weights,
         "staleness": batch.step - 1 - batch.versions,
+        "sequence": np.repeat(np.arange(len(batch.lengths)), batch.lengths),
     }
     recomputed = {"proximal": proximal, "reference": reference}
     return columns | {name: values for name, values in recomputed.items() if values is not None}

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from areal_core.algorithm.divergences import KL_TERMS, k2, k3
 from areal_core.algorithm.losses import policy_loss
-from areal_core.algorithm.objectives import OBJECTIVES, Tokens
+from areal_core.algorithm.objectives import Tokens
 from areal_core.algorithm.statistics import LossStats
-from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError
 from tests.support.tokens import of
@@ -34,6 +34,8 @@ TOKENS = Tokens(
     mask=torch.tensor([True, True, False]),
     weights=of(1, 0.5, float("nan")),
     staleness=torch.zeros(3, dtype=torch.long),
+    sequence=torch.zeros(3, dtype=torch.long),
+    sequences=1,
     entropy=of(0.3, 0.7, float("nan")),
 )
 
@@ -140,6 +142,7 @@ def test_every_estimator_can_be_chosen():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_losses_and_statistics_add_up_over_any_cut(objective: str, estimator: str):
+    """Of whole completions, in any order. One has no loss tokens, one share has no completions."""
     generator = torch.Generator().manual_seed(0)
     behaviour, drift, noise, advantages, reference = torch.randn(5, 20, generator=generator, dtype=torch.float64)
     known = {
@@ -153,13 +156,21 @@ def test_losses_and_statistics_add_up_over_any_cut(objective: str, estimator: st
         "reference": behaviour + 0.1 * reference,
         "entropy": torch.rand(20, generator=generator, dtype=torch.float64),
     }
-    config = AlgorithmConfig(objective=objective, kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.1)
+    completions = torch.arange(20).split([1, 3, 4, 5, 1, 6])
+    known["mask"][completions[4]] = False
+    config = AlgorithmConfig(objective=objective, clip_eps=0.05, kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.1)
 
-    def share(part: slice):
-        return policy_loss(Tokens(**{k: v[part] for k, v in known.items()}), config, denominator=3)
+    def share(*members: int):
+        numbers = [torch.full_like(completions[member], number) for number, member in enumerate(members)]
+        laid = torch.cat([torch.zeros(0).long(), *(completions[member] for member in members)])
+        sequence = torch.cat([torch.zeros(0).long(), *numbers])
+        of_share = {name: values[laid] for name, values in known.items()}
+        return policy_loss(
+            Tokens(sequence=sequence, sequences=len(members), **of_share), config, denominator=3, untouched=True
+        )
 
-    whole = share(slice(None))
-    parts = [share(part) for part in (slice(0, 1), slice(1, 8), slice(8, 20), slice(20, 20))]
+    whole = share(0, 1, 2, 3, 4, 5)
+    parts = [share(3), share(5, 0), share(), share(2, 4, 1)]
     assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item())
     total = sum((part.stats for part in parts), LossStats())
     np.testing.assert_allclose(total.values(), whole.stats.values())

@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_core.algorithm.objectives import OBJECTIVES, Surrogate, Tokens, a3po, decoupled, naive, reinforce
-from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.algorithm.losses import policy_loss
+from areal_core.algorithm.objectives import (
+    Surrogate,
+    Tokens,
+    a3po,
+    decoupled,
+    find_objective,
+    naive,
+    objective,
+    reinforce,
+)
+from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError
 from tests.support.tokens import TOKENS, logs, of
@@ -93,6 +103,8 @@ def test_the_clip_leaves_the_pessimistic_side_alone():
         mask=torch.tensor([True, True]),
         weights=of(1, 1),
         staleness=torch.zeros(2),
+        sequence=torch.tensor([0, 1]),
+        sequences=2,
     )
     terms, gradient = differentiated(naive, tokens, CONFIG)
     assert terms == pytest.approx([-1.5, 0.5])
@@ -138,6 +150,8 @@ def sample(seed: int, count: int = 40) -> Tokens:
         mask=torch.rand(count, generator=generator) < 0.7,
         weights=torch.ones(count, dtype=torch.float64),
         staleness=torch.randint(0, 4, (count,), generator=generator),
+        sequence=torch.randint(0, count // 4, (count,), generator=generator),
+        sequences=count // 4,
         reference=behaviour + 0.1,
         entropy=torch.ones(count, dtype=torch.float64),
     )
@@ -153,10 +167,10 @@ def test_gradients_agree_with_finite_differences(name: str):
     def terms(current: Tensor) -> Tensor:
         if name == "a3po":
             return decoupled(replace(tokens, current=current, proximal=anchored), CONFIG).terms
-        return OBJECTIVES[name](replace(tokens, current=current), CONFIG).terms
+        return find_objective(name)(replace(tokens, current=current), CONFIG).terms
 
     assert torch.autograd.gradcheck(terms, tokens.current.clone().requires_grad_())
-    mine = differentiated(OBJECTIVES[name], tokens, CONFIG)
+    mine = differentiated(find_objective(name), tokens, CONFIG)
     current = tokens.current.clone().requires_grad_()
     (same,) = torch.autograd.grad(terms(current).sum(), current)
     assert mine[1] == pytest.approx(same.tolist())
@@ -169,7 +183,7 @@ def test_only_the_current_policy_gets_a_gradient(name: str):
         field: getattr(tokens, field).clone().requires_grad_()
         for field in ("current", "proximal", "behaviour", "advantages")
     }
-    OBJECTIVES[name](replace(tokens, **given), CONFIG).terms.sum().backward()
+    find_objective(name)(replace(tokens, **given), CONFIG).terms.sum().backward()
     assert given["current"].grad is not None
     assert given["proximal"].grad is given["behaviour"].grad is given["advantages"].grad is None
 
@@ -182,8 +196,8 @@ def test_nothing_outside_the_mask_matters(name: str):
         for field in ("current", "proximal", "behaviour", "advantages")
     }
     config = replace(CONFIG, behaviour_cap=1.1)
-    assert differentiated(OBJECTIVES[name], replace(tokens, **poisoned), config) == differentiated(
-        OBJECTIVES[name], tokens, config
+    assert differentiated(find_objective(name), replace(tokens, **poisoned), config) == differentiated(
+        find_objective(name), tokens, config
     )
 
 
@@ -222,5 +236,35 @@ def test_a3po_reads_no_proximal_policy():
 def test_every_objective_can_be_chosen():
     for name in OBJECTIVES:
         assert load({"algorithm": {"objective": name}}).algorithm.objective == name
-    with pytest.raises(ConfigError, match=rf"^algorithm.objective: must be one of {', '.join(OBJECTIVES)}, got"):
-        load({"algorithm": {"objective": "none of them"}})
+        assert find_objective(name).__name__ == name
+    known = rf"^algorithm.objective: must be one of {', '.join(OBJECTIVES)}, or package.module:function, got"
+    for name in ("none of them", "module.function", ":naive", "module:", "a module:function"):
+        with pytest.raises(ConfigError, match=known):
+            load({"algorithm": {"objective": name}})
+
+
+def test_a_function_that_is_not_listed_is_no_objective():
+    def unheard_of(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
+        return naive(tokens, config)
+
+    with pytest.raises(AssertionError, match=r"config.algorithm.OBJECTIVES has no unheard_of"):
+        objective(unheard_of)
+
+
+def doubled(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
+    surrogate = decoupled(tokens, config)
+    return replace(surrogate, terms=2 * surrogate.terms)
+
+
+def test_an_objective_of_ones_own_is_named_by_where_it_is():
+    config = load({"algorithm": {"objective": f"{__name__}:doubled", "behaviour_cap": 2.0}}).algorithm
+    assert config.takes_proximal
+    expected = policy_loss(TOKENS, replace(config, objective="decoupled"), denominator=1).loss
+    assert policy_loss(TOKENS, config, denominator=1).loss == 2 * expected
+
+
+@pytest.mark.parametrize("name", ["no.such.module:f", "areal_core.algorithm.objectives:nothing"])
+def test_an_objective_that_can_not_be_imported_is_one_line(name: str):
+    with pytest.raises(ConfigError, match=rf"^algorithm.objective: {name} can't be imported: ") as caught:
+        find_objective(name)
+    assert "\n" not in str(caught.value)

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_core.algorithm.losses import policy_loss
-from areal_core.algorithm.objectives import OBJECTIVES, Tokens
+from areal_core.algorithm.objectives import Tokens
+from areal_core.config.algorithm import OBJECTIVES
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
-from areal_core.errors import DivergenceError
+from areal_core.errors import ConfigError, DivergenceError
 from areal_core.training.batching.packing import pack
 from areal_core.training.batching.partition import shard
 from areal_core.training.distributed.ranks import RankGroup
@@ -79,6 +80,11 @@ def gradient(one: TorchEngine) -> dict[str, np.ndarray]:
         for name, values in arrays.items()
         if name.startswith("exp_avg/")
     }
+
+
+def of_sequence(batch: TrainingBatch) -> np.ndarray:
+    """[S] which sequence of the batch a token belongs to."""
+    return np.repeat(np.arange(len(batch.lengths)), batch.lengths)
 
 
 def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
@@ -207,10 +213,12 @@ def test_gradient_is_that_of_the_whole_minibatch(mean: str, estimator: str):
         "mask": batch.loss_mask,
         "weights": batch.weights,
         "staleness": batch.step - 1 - batch.versions,
+        "sequence": of_sequence(batch),
     }
     tokens = Tokens(
         current=current,
         entropy=entropy,
+        sequences=len(batch.lengths),
         proximal=current.detach(),
         reference=answer_logprobs(SPEC, weights(), everything)[0].detach(),
         **{name: torch.from_numpy(values[everything.source]) for name, values in known.items()},
@@ -224,6 +232,11 @@ def test_gradient_is_that_of_the_whole_minibatch(mean: str, estimator: str):
     assert_close(
         gradient(one), {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}, 1e-4
     )
+
+
+def test_an_objective_that_is_not_there_is_refused_when_the_engine_is_made():
+    with pytest.raises(ConfigError, match=r"^algorithm.objective: no_such_module:f can't be imported: "):
+        engine(AlgorithmConfig(objective="no_such_module:f"))
 
 
 # -- version 0 -------------------------------------------------------------------------------------------------

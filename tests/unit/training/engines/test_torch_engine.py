@@ -79,9 +79,10 @@ def test_gradient_is_that_of_eq5_over_the_whole_minibatch():
         "mask": share.loss_mask,
         "weights": share.weights,
         "staleness": share.versions,
+        "sequence": np.repeat(np.arange(len(share.lengths)), share.lengths),
     }
     columns = {name: torch.from_numpy(values[source]) for name, values in known.items()}
-    tokens = Tokens(current=current, entropy=entropy, **columns)
+    tokens = Tokens(current=current, entropy=entropy, sequences=len(share.lengths), **columns)
     loss, _ = policy_loss(tokens, AlgorithmConfig(), denominator=len(source))
     loss.backward()
     gradient = {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
