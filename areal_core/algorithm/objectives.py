@@ -97,6 +97,35 @@ def a3po(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
 
 
 @objective
+def gspo(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
+    """GSPO (Zheng et al., 2025, Eq. 5 to 7), decoupled as Eq. 5 of AReaL is: w min(s A, clip(s) A), of a completion y
+    with T loss tokens, s = (pi_theta(y) / pi_prox(y))^(1 / T) and w = (pi_prox(y) / pi_behav(y))^(1 / T). Where nothing
+    is stale pi_behav is pi_prox and this is GSPO; w s is always its ratio against pi_behav.
+
+    Every loss token of y has that term, and as in the paper's Eq. 14 (GSPO-token) a gradient by its own probability
+    alone, w s A: added up over y it is that of s, and tokens may differ in A.
+    """
+    log_ratio, log_weight = _log_ratios(tokens, tokens.proximal)
+    valued = _sequence_mean(log_ratio.detach(), tokens) + (log_ratio - log_ratio.detach())
+    weight = None if log_weight is None else _sequence_mean(log_weight, tokens)
+    return replace(_ppo(tokens, config, valued, weight), log_ratio=log_ratio)
+
+
+@objective
+def cispo(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
+    """CISPO (MiniMax-M1, Eq. 4 and 5): clip(r) A log pi_theta with r = pi_theta / pi_behav; clip(r) has no gradient.
+
+    The clip bounds the importance weight of all that has happened since the token was sampled. No gradient is dropped,
+    so there is no trust region for a pi_prox to be the middle of; split at one, half of the weight had no bound.
+    """
+    log_ratio, _ = _log_ratios(tokens, None)
+    weight = log_ratio.detach().exp()
+    bounded = weight.clamp(*config.clip_range)
+    surrogate = _weighted(tokens, config, bounded * _score(tokens), log_ratio, None)
+    return replace(surrogate, capped=tokens.mask & (bounded != weight))
+
+
+@objective
 def reinforce(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
     """REINFORCE (RLOO): w A log pi_theta, with w = pi_prox / pi_behav where there is a pi_prox, else 1. No clip."""
     return _weighted(tokens, config, _score(tokens), *_log_ratios(tokens, tokens.proximal))
@@ -107,6 +136,14 @@ def _log_ratios(tokens: Tokens, proximal: Tensor | None) -> tuple[Tensor, Tensor
     start = tokens.behaviour if proximal is None else proximal
     log_ratio = log_quotient(tokens.current, start, tokens.mask)
     return log_ratio, None if proximal is None else log_quotient(proximal.detach(), tokens.behaviour, tokens.mask)
+
+
+def _sequence_mean(values: Tensor, tokens: Tokens) -> Tensor:
+    """At every loss token the mean over those of its completion. [N] -> [N]; 0 outside the mask."""
+    zeros = values.new_zeros(tokens.sequences)
+    sums = zeros.index_add(0, tokens.sequence, values)
+    counts = zeros.index_add(0, tokens.sequence, tokens.mask.to(values.dtype))
+    return torch.where(tokens.mask, (sums / counts.clamp(min=1))[tokens.sequence], 0.0)
 
 
 def _ppo(tokens: Tokens, config: AlgorithmConfig, log_ratio: Tensor, log_weight: Tensor | None) -> Surrogate:

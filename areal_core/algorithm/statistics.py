@@ -31,16 +31,17 @@ def _no_weights() -> NDArray[np.float64]:
 class LossStats:
     """Sums over loss tokens: they add up over micro-batches, minibatches and ranks.
 
-    The weight r of a token is pi_prox / pi_behav before any cap or mask; without a pi_prox, pi_theta / pi_behav.
+    The weight r of a token is pi_prox / pi_behav before any cap or mask; without a pi_prox, pi_theta / pi_behav. In
+    GSPO it is the geometric mean over the loss tokens of the token's completion.
     """
 
     tokens: float = 0.0
     clipped_low: float = 0.0  # tokens whose gradient the clip's lower bound removed
     clipped_high: float = 0.0  # the same for its upper bound
-    capped: float = 0.0  # tokens whose weight was above the cap
+    capped: float = 0.0  # tokens whose weight was held at a bound
     masked: float = 0.0  # tokens whose weight was outside the mask's bounds
     entropy: float = 0.0  # of pi_theta, nats
-    kl: float = 0.0  # k3 of u: how far the step has moved the policy
+    kl: float = 0.0  # k3 of the token's u: how far the step has moved the policy
     reference_kl: float = 0.0  # k3 of pi_theta against version 0
     weight: float = 0.0
     weight_squared: float = 0.0

@@ -21,6 +21,8 @@ OBJECTIVES: dict[str, Objective] = {  # by AlgorithmConfig.objective
     "decoupled": Objective(),
     "naive": Objective(takes_proximal=False, weighs=False),
     "a3po": Objective(takes_proximal=False),
+    "gspo": Objective(),
+    "cispo": Objective(takes_proximal=False, weighs=False),
     "reinforce": Objective(),
 }
 _ELSEWHERE = Objective()  # a function that is named by where it is imported from

@@ -120,10 +120,10 @@ class StepStats:
     clip_fraction: float  # tokens whose gradient the clip removed
     clip_low_fraction: float  # of these, those below 1 - eps
     clip_high_fraction: float  # and those above 1 + eps
-    cap_fraction: float  # tokens whose weight was above algorithm.behaviour_cap
+    cap_fraction: float  # tokens whose weight algorithm.behaviour_cap, or the clip of CISPO, held at a bound
     mask_fraction: float  # tokens whose weight was outside algorithm.behaviour_mask_low and behaviour_mask_high
     entropy: float  # nats
-    approx_kl: float  # k3 of the clipped ratio: pi_theta against pi_prox, or pi_behav where there is none
+    approx_kl: float  # k3 of the token's ratio: pi_theta against pi_prox, or pi_behav where there is none
     reference_kl: float  # k3 of pi_theta against version 0; 0 where algorithm.kl_coef asks for no look at it
     mismatch_kl: float | None  # k3 of trainer against generator over tokens of the same version; None: there were none
     mismatch_tokens: int  # tokens of the same version

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from areal_core.algorithm.objectives import (
     Surrogate,
     Tokens,
     a3po,
+    cispo,
     decoupled,
     find_objective,
+    gspo,
     naive,
     objective,
     reinforce,
@@ -140,6 +143,7 @@ def test_the_mask_takes_tokens_out_by_their_weight(low: float | None, high: floa
 
 
 def sample(seed: int, count: int = 40) -> Tokens:
+    """Tokens of completions of every length from 0, some with few loss tokens or none."""
     generator = torch.Generator().manual_seed(seed)
     behaviour, drift, noise, advantages = torch.randn(4, count, generator=generator, dtype=torch.float64)
     return Tokens(
@@ -157,23 +161,40 @@ def sample(seed: int, count: int = 40) -> Tokens:
     )
 
 
+def with_what_has_no_gradient_held(name: str, tokens: Tokens) -> tuple[Callable[..., Surrogate], Tokens]:
+    """An objective of the same gradient at these tokens, in which nothing follows pi_theta that has none."""
+    current, proximal, behaviour = tokens.current, tokens.proximal, tokens.behaviour
+    assert proximal is not None
+    if name == "a3po":  # pi_prox follows pi_theta
+        return decoupled, replace(tokens, proximal=(behaviour - current) / (tokens.staleness + 1) + current)
+    if name == "cispo":  # the weight does: that of REINFORCE, were its pi_prox where pi_theta is
+        return reinforce, replace(tokens, proximal=current)
+    if name == "gspo":  # what other tokens of the completion add to the ratio does
+        ratio, weight = torch.zeros_like(current), torch.zeros_like(current)
+        for number in range(tokens.sequences):
+            members = tokens.mask & (tokens.sequence == number)
+            ratio[members] = (current - proximal)[members].mean()
+            weight[members] = (proximal - behaviour)[members].mean()
+        return decoupled, replace(tokens, proximal=current - ratio, behaviour=current - ratio - weight)
+    return find_objective(name), tokens
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradients_agree_with_finite_differences(name: str):
-    tokens = sample(1, 12)
-    # A-3PO's pi_prox follows pi_theta without a gradient: it is held at where it was.
-    held = replace(tokens, proximal=None)
-    anchored = (held.behaviour - held.current) / (held.staleness + 1) + held.current
+    tokens = sample(1, 16)
+    wide = replace(CONFIG, clip_eps=1.0, clip_eps_high=0.2)
+    mine = differentiated(find_objective(name), tokens, wide)
+    held, at = with_what_has_no_gradient_held(name, tokens)
+    config = replace(wide, behaviour_cap=1.2) if name == "cispo" else wide
 
     def terms(current: Tensor) -> Tensor:
-        if name == "a3po":
-            return decoupled(replace(tokens, current=current, proximal=anchored), CONFIG).terms
-        return find_objective(name)(replace(tokens, current=current), CONFIG).terms
+        return held(replace(at, current=current), config).terms
 
     assert torch.autograd.gradcheck(terms, tokens.current.clone().requires_grad_())
-    mine = differentiated(find_objective(name), tokens, CONFIG)
-    current = tokens.current.clone().requires_grad_()
-    (same,) = torch.autograd.grad(terms(current).sum(), current)
-    assert mine[1] == pytest.approx(same.tolist())
+    theirs = differentiated(held, at, config)
+    assert mine[0] == pytest.approx(theirs[0])
+    assert mine[1] == pytest.approx(theirs[1])
+    assert any(mine[1])
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -196,9 +217,11 @@ def test_nothing_outside_the_mask_matters(name: str):
         for field in ("current", "proximal", "behaviour", "advantages")
     }
     config = replace(CONFIG, behaviour_cap=1.1)
-    assert differentiated(find_objective(name), replace(tokens, **poisoned), config) == differentiated(
-        find_objective(name), tokens, config
-    )
+    function = find_objective(name)
+    assert differentiated(function, replace(tokens, **poisoned), config) == differentiated(function, tokens, config)
+    surrogate = function(replace(tokens, **poisoned), config)
+    for of_token in (surrogate.log_ratio, surrogate.log_weight, surrogate.capped, surrogate.clipped_high):
+        assert not of_token[~tokens.mask].any()
 
 
 def test_decoupled_is_ppo_where_nothing_is_stale():
@@ -233,12 +256,190 @@ def test_a3po_reads_no_proximal_policy():
     assert differentiated(a3po, tokens, CONFIG) == differentiated(a3po, replace(tokens, proximal=None), CONFIG)
 
 
+# -- completions -----------------------------------------------------------------------------------------------
+
+
+# completion            0           1                       2      3 (none)   4
+# pi_theta / pi_prox    1.44, 1     0.5, 0.72, -            1.05   -          1.96, 1     s = 1.2, 0.6, 1.05, 1.4
+# pi_prox / pi_behav    4, 1        0.5, 0.5, -             3      -          1, 1        w = 2, 0.5, 3, 1
+# A                     1           -2                      1      -          -1
+# loss tokens           both        the first two           one    none       both
+NAN = float("nan")
+RATIO = logs(1.44, 1, 0.5, 0.72, NAN, 1.05, NAN, 1.96, 1)
+WEIGHT = logs(4, 1, 0.5, 0.5, NAN, 3, NAN, 1, 1)
+SAMPLED = logs(0.1, 0.2, 0.3, 0.4, 0.5, 0.2, 0.1, 0.3, 0.2)
+COMPLETIONS = Tokens(
+    current=SAMPLED + WEIGHT + RATIO,
+    proximal=SAMPLED + WEIGHT,
+    behaviour=SAMPLED,
+    advantages=of(1, 1, -2, -2, NAN, 1, NAN, -1, -1),
+    mask=torch.tensor([True, True, True, True, False, True, False, True, True]),
+    weights=of(0.5, 0.5, 0.5, 0.5, NAN, 1, NAN, 0.5, 0.5),  # of loss_mean=sequence: 1 / T
+    staleness=torch.ones(9),
+    sequence=torch.tensor([0, 0, 1, 1, 1, 2, 3, 4, 4]),
+    sequences=5,
+)
+TENTH = AlgorithmConfig(objective="gspo", loss_mean="sequence", clip_eps=0.1)
+
+
+def test_gspo_by_hand():
+    terms, gradient = differentiated(gspo, COMPLETIONS, TENTH)
+    # completion 0: s = sqrt(1.44) = 1.2 is above 1.1 with A > 0:   2 * 1.1 = 2.2, no gradient
+    # completion 1: s = sqrt(0.36) = 0.6 is below 0.9 with A < 0:   0.5 * 0.9 * -2 = -0.9, no gradient
+    # completion 2: s = 1.05 is within:                              3 * 1.05 = 3.15, and so is w s A
+    # completion 4: s = sqrt(1.96) = 1.4 with A < 0 is left alone:   1 * 1.4 * -1 = -1.4, for both of its tokens
+    assert terms == pytest.approx([2.2, 2.2, -0.9, -0.9, 0, 3.15, 0, -1.4, -1.4])
+    assert gradient == pytest.approx([0, 0, 0, 0, 0, 3.15, 0, -1.4, -1.4])
+    surrogate = gspo(COMPLETIONS, TENTH)
+    assert (flags(surrogate.clipped_low), flags(surrogate.clipped_high)) == ([2, 3], [0, 1])
+    assert surrogate.log_weight.exp().tolist() == pytest.approx([2, 2, 0.5, 0.5, 1, 3, 1, 1, 1])
+    assert surrogate.log_ratio.exp().tolist() == pytest.approx([1.44, 1, 0.5, 0.72, 1, 1.05, 1, 1.96, 1])
+    # the mean over the four completions that have loss tokens
+    assert policy_loss(COMPLETIONS, TENTH, denominator=4).loss.item() == pytest.approx(-(2.2 - 0.9 + 3.15 - 1.4) / 4)
+
+
+def test_gspo_caps_and_masks_whole_completions():
+    # w = 2, 0.5, 3, 1, though the tokens of completion 0 have 4 and 1
+    capped = gspo(COMPLETIONS, replace(TENTH, behaviour_cap=2.5))
+    assert capped.terms.tolist() == pytest.approx([2.2, 2.2, -0.9, -0.9, 0, 2.5 * 1.05, 0, -1.4, -1.4])
+    assert flags(capped.capped) == [5]
+    masked = gspo(COMPLETIONS, replace(TENTH, behaviour_mask_low=0.8, behaviour_mask_high=2.5))
+    assert masked.terms.tolist() == pytest.approx([2.2, 2.2, 0, 0, 0, 0, 0, -1.4, -1.4])
+    assert flags(masked.masked) == [2, 3, 5]
+
+
+def test_gspo_without_a_proximal_policy_has_the_published_ratio():
+    # pi_theta / pi_behav = 5.76, 1: 2.4; 0.25, 0.36: 0.3; 3.15; 1.96, 1: 1.4
+    fresh = replace(COMPLETIONS, proximal=None)
+    terms, gradient = differentiated(gspo, fresh, TENTH)
+    assert terms == pytest.approx([1.1, 1.1, -1.8, -1.8, 0, 1.1, 0, -1.4, -1.4])
+    assert gradient == pytest.approx([0, 0, 0, 0, 0, 0, 0, -1.4, -1.4])
+    # Without a clip the decoupled one comes to the same: w s is that ratio.
+    unclipped = replace(TENTH, clip_eps=9.0)
+    for both in zip(differentiated(gspo, COMPLETIONS, unclipped), differentiated(gspo, fresh, unclipped), strict=True):
+        assert both[0] == pytest.approx(both[1])
+
+
+def gspo_mean(tokens: Tokens, current: np.ndarray, eps: float, eps_high: float) -> float:
+    """The mean over completions as the paper writes it: one after the other, of products of probabilities."""
+    proximal, behaviour = np.exp(tokens.proximal.numpy()), np.exp(tokens.behaviour.numpy())  # type: ignore[union-attr]
+    total, count = 0.0, 0
+    for number in range(tokens.sequences):
+        at = np.flatnonzero(tokens.mask.numpy() & (tokens.sequence.numpy() == number))
+        if not len(at):
+            continue
+        ratio = (np.prod(np.exp(current[at])) / np.prod(proximal[at])) ** (1 / len(at))
+        weight = (np.prod(proximal[at]) / np.prod(behaviour[at])) ** (1 / len(at))
+        advantage = float(tokens.advantages[at[0]])
+        total += weight * min(ratio * advantage, min(max(ratio, 1 - eps), 1 + eps_high) * advantage)
+        count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("seed", [10, 11, 12])
+def test_gspo_is_the_papers_mean_over_completions_and_so_is_its_gradient(seed: int):
+    tokens = sample(seed)
+    tokens = replace(tokens, mask=tokens.mask & (tokens.sequence != 3))
+    loss_tokens = torch.bincount(tokens.sequence[tokens.mask], minlength=tokens.sequences)
+    assert len(loss_tokens.unique()) >= 4
+    tokens = replace(
+        tokens,
+        advantages=tokens.advantages[tokens.sequence],  # one a completion
+        weights=(1 / loss_tokens.clamp(min=1).double())[tokens.sequence],
+    )
+    config = AlgorithmConfig(objective="gspo", clip_eps=0.03, clip_eps_high=0.04)
+    current = tokens.current.clone().requires_grad_()
+    completions = int((loss_tokens > 0).sum())
+    loss, stats = policy_loss(replace(tokens, current=current), config, denominator=completions)
+    assert stats.clipped_low > 0
+    assert stats.clipped_high > 0
+    assert stats.clipped_low + stats.clipped_high < stats.tokens
+    start = tokens.current.numpy()
+    assert -loss.item() == pytest.approx(gspo_mean(tokens, start, 0.03, 0.04))
+    (gradient,) = torch.autograd.grad(loss, current)
+    step = 1e-6 * np.eye(len(start))
+    slopes = [
+        (gspo_mean(tokens, start + one, 0.03, 0.04) - gspo_mean(tokens, start - one, 0.03, 0.04)) / 2e-6 for one in step
+    ]
+    np.testing.assert_allclose(-gradient.numpy(), slopes, atol=1e-8)
+
+
+@pytest.mark.parametrize("proximal", [True, False])
+def test_gspo_of_completions_of_one_token_is_ppo(proximal: bool):
+    tokens = sample(13)
+    tokens = replace(tokens, sequence=torch.arange(40), sequences=40)
+    if not proximal:
+        tokens = replace(tokens, proximal=None)
+    config = replace(CONFIG, clip_eps=0.05, behaviour_cap=1.1)
+    one, other = gspo(tokens, config), decoupled(tokens, config)
+    assert differentiated(gspo, tokens, config) == differentiated(decoupled, tokens, config)
+    for field in ("log_ratio", "log_weight", "clipped_low", "clipped_high", "capped"):
+        assert torch.equal(getattr(one, field), getattr(other, field)), field
+    assert one.clipped_low.any()
+    assert one.clipped_high.any()
+    assert differentiated(gspo, sample(13), config) != differentiated(decoupled, sample(13), config)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_neither_order_nor_number_of_completions_matters(name: str):
+    tokens = sample(14)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    moved = {
+        field: getattr(tokens, field)[order]
+        for field in ("current", "proximal", "behaviour", "advantages", "mask", "weights", "staleness")
+    }
+    renamed = (3 * tokens.sequence + 1) % 11  # 10 completions: by other numbers, one of which nobody has
+    terms, gradient = differentiated(find_objective(name), tokens, CONFIG)
+    other = replace(tokens, **moved, sequence=renamed[order], sequences=11)
+    assert differentiated(find_objective(name), other, CONFIG) == (
+        pytest.approx(np.array(terms)[order].tolist()),
+        pytest.approx(np.array(gradient)[order].tolist()),
+    )
+
+
+# -- CISPO -----------------------------------------------------------------------------------------------------
+
+
+def test_cispo_by_hand():
+    # r = pi_theta / pi_behav = 2.2, 1.5, 0.25, held between 0.5 and 2
+    config = replace(CONFIG, clip_eps=0.5, clip_eps_high=1.0)
+    terms, gradient = differentiated(cispo, TOKENS, config)
+    log_half, log_six, log_five = -0.5978370007556204, -0.5108256237659907, -2.995732273553991  # of 0.55, 0.6, 0.05
+    assert terms == pytest.approx([2 * log_half, 1.5 * log_six, 0.5 * -2 * log_five, 0])
+    assert gradient == pytest.approx([2, 1.5, -1, 0])  # clip(r) A: of no token it is dropped
+    surrogate = cispo(TOKENS, config)
+    assert flags(surrogate.capped) == [0, 2]
+    assert not (surrogate.clipped_low | surrogate.clipped_high | surrogate.masked).any()
+    assert surrogate.log_weight.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])  # as it was before the clip
+    assert differentiated(cispo, replace(TOKENS, proximal=None), config) == (terms, gradient)
+
+
+def test_cispo_without_a_lower_bound():
+    for eps in (1.0, 5.0):
+        config = replace(CONFIG, clip_eps=eps, clip_eps_high=1.0)
+        assert differentiated(cispo, TOKENS, config)[1] == pytest.approx([2, 1.5, 0.25 * -2, 0])
+        assert flags(cispo(TOKENS, config).capped) == [0]
+
+
+def test_cispo_without_a_clip_has_the_gradient_of_weighted_reinforce_and_of_unclipped_ppo():
+    tokens = sample(15)
+    free = replace(CONFIG, clip_eps=1e9)
+    gradient = differentiated(cispo, tokens, free)[1]
+    assert gradient == pytest.approx(differentiated(naive, tokens, free)[1])
+    weighted = replace(tokens, proximal=tokens.current)  # w = pi_theta / pi_behav
+    assert gradient == pytest.approx(differentiated(reinforce, weighted, free)[1])
+    assert gradient != pytest.approx(differentiated(cispo, tokens, CONFIG)[1])
+
+
+# -- the registry ----------------------------------------------------------------------------------------------
+
+
 def test_every_objective_can_be_chosen():
     for name in OBJECTIVES:
         assert load({"algorithm": {"objective": name}}).algorithm.objective == name
         assert find_objective(name).__name__ == name
     known = rf"^algorithm.objective: must be one of {', '.join(OBJECTIVES)}, or package.module:function, got"
-    for name in ("none of them", "module.function", ":naive", "module:", "a module:function"):
+    for name in ("none of them", "module.function", ":gspo", "module:", "a module:function"):
         with pytest.raises(ConfigError, match=known):
             load({"algorithm": {"objective": name}})
 

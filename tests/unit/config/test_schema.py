@@ -118,6 +118,10 @@ def test_what_can_not_work_together_on_gpus_is_refused(values: dict[str, Any], s
             {"objective": "naive", "behaviour_mask_high": 5.0},
             "algorithm.behaviour_mask_high: must be null with algorithm.objective=naive, which has no pi_prox",
         ),
+        (
+            {"objective": "cispo", "behaviour_cap": 2.0},
+            "algorithm.behaviour_cap: must be null with algorithm.objective=cispo, which has no pi_prox / pi_behav",
+        ),
         ({"overlong_cache": 113}, "algorithm.overlong_cache: must be at most task.max_new_tokens (112), got 113"),
         ({"kl_coef": -0.1}, "algorithm.kl_coef: must be at least 0.0, got -0.1"),
         ({"group_size": 1}, "algorithm.group_size: must be at least 2 with algorithm.advantage=group, got 1"),
@@ -138,6 +142,8 @@ def test_algorithms_that_may_seem_wrong_and_are_not() -> None:
     load({"algorithm": {"kl_estimator": "k1"}})
     load({"algorithm": {"objective": "a3po"}, "mode": "sync"})
     load({"algorithm": {"objective": "a3po", "behaviour_cap": 2.0}})
+    load({"algorithm": {"objective": "gspo", "behaviour_mask_low": 0.9, "behaviour_mask_high": 1.1}})
+    load({"algorithm": {"objective": "cispo", "clip_eps": 1.0, "clip_eps_high": 0.5}})  # no lower bound
     load({"algorithm": {"clip_eps_high": 0.2, "overlong_cache": 112}})
     load({"algorithm": {"group_size": 1, "advantage": "batch"}})
 
@@ -152,6 +158,10 @@ def test_algorithms_that_may_seem_wrong_and_are_not() -> None:
         ({"algorithm": {"objective": "naive"}}, False),
         ({"algorithm": {"objective": "a3po"}}, False),
         ({"algorithm": {"objective": "a3po", "behaviour_cap": 2.0}, "mode": "sync"}, False),
+        ({"algorithm": {"objective": "gspo"}}, True),
+        ({"algorithm": {"objective": "gspo"}, "mode": "sync"}, False),
+        ({"algorithm": {"objective": "cispo"}}, False),
+        ({"algorithm": {"objective": "my_package.my_module:my_own"}}, True),
         ({"algorithm": {"objective": "reinforce"}}, True),
         ({"algorithm": {"objective": "reinforce"}, "mode": "sync"}, False),
     ],

@@ -234,6 +234,45 @@ def test_gradient_is_that_of_the_whole_minibatch(mean: str, estimator: str):
     )
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_a_gspo_step_is_that_of_its_completions_one_by_one(share_prompts: bool):
+    """Against plain autograd over one completion after the other: which tokens belong together is known in every layout
+    of a micro-batch."""
+    algorithm = AlgorithmConfig(objective="gspo", loss_mean="sequence", clip_eps=0.05, behaviour_cap=0.5)
+    batch = share(algorithm, capacity=50, least=3, share_prompts=share_prompts)
+    batch = replace(batch, minibatches=((), *batch.minibatches))  # not the first: pi_prox is what it is given
+    assert len(batch.microbatches[1]) > 2
+    one = engine(algorithm)
+    proximal = one.proximal_logprobs(batch) + np.float32(0.25) * np.sin(np.arange(len(batch.tokens), dtype=np.float32))
+    stats = one.train_step(batch, proximal)
+
+    leaves = {name: tensor.requires_grad_() for name, tensor in weights().items()}
+    total, counted, clipped, capped = torch.zeros(()), 0, 0, 0
+    for index in range(len(batch.lengths)):
+        packed = pack(batch.tokens, batch.lengths, batch.prompt_lengths, [index])
+        if not batch.loss_mask[packed.source].all():
+            continue  # cut off: it has no loss tokens at all
+        counted += 1
+        advantage = float(batch.advantages[packed.source[0]])
+        start, sampled = (torch.from_numpy(values[packed.source]) for values in (proximal, batch.behaviour_logprobs))
+        ratio = (answer_logprobs(SPEC, leaves, packed)[0] - start).mean().exp()
+        weight = (start - sampled).mean().exp()
+        bounded = ratio.clamp(0.95, 1.05) * advantage
+        total = total + weight.clamp(max=0.5) * torch.minimum(ratio * advantage, bounded)
+        clipped += len(packed.source) * bool(bounded < ratio * advantage)
+        capped += len(packed.source) * bool(weight > 0.5 and advantage)
+    loss = -total / counted
+    loss.backward()
+    assert stats.loss == pytest.approx(loss.item(), rel=1e-4)
+    assert 0 < clipped < stats.trained_tokens
+    assert 0 < capped < stats.trained_tokens
+    assert stats.clip_fraction == pytest.approx(clipped / stats.trained_tokens)
+    assert stats.cap_fraction == pytest.approx(capped / stats.trained_tokens)
+    assert_close(
+        gradient(one), {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}, 1e-4
+    )
+
+
 def test_an_objective_that_is_not_there_is_refused_when_the_engine_is_made():
     with pytest.raises(ConfigError, match=r"^algorithm.objective: no_such_module:f can't be imported: "):
         engine(AlgorithmConfig(objective="no_such_module:f"))
