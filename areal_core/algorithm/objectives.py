@@ -8,7 +8,6 @@ even a NaN. Only `current` and `entropy` get a gradient. Equations and their sou
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from areal_core.algorithm.divergences import log_quotient
 from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
-from areal_core.errors import ConfigError
+from areal_core.config.plugins import find
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +58,7 @@ def find_objective(name: str) -> ObjectiveFunction:
 
     Raises ConfigError where there is no such module or function.
     """
-    module, _, function = name.rpartition(":")
-    if not module:
-        return _FUNCTIONS[name]
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"algorithm.objective: {name} can't be imported: {error}") from error
+    return find("algorithm.objective", name, _FUNCTIONS)
 
 
 def objective(function: ObjectiveFunction) -> ObjectiveFunction:

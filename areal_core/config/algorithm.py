@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from areal_core.config.fields import bounded, choice
+from areal_core.config.plugins import check_name
 from areal_core.errors import ConfigError
 
 
@@ -26,7 +26,6 @@ OBJECTIVES: dict[str, Objective] = {  # by AlgorithmConfig.objective
     "reinforce": Objective(),
 }
 _ELSEWHERE = Objective()  # a function that is named by where it is imported from
-_IMPORTED = re.compile(r"\w+(\.\w+)*:\w+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +81,7 @@ class AlgorithmConfig:
 
 def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
     """Raises ConfigError for an objective that is none, and for fields that can't go together."""
-    if config.objective not in OBJECTIVES and not _IMPORTED.fullmatch(config.objective):
-        raise ConfigError(
-            f"algorithm.objective: must be one of {', '.join(OBJECTIVES)}, or package.module:function, "
-            f"got {config.objective!r}"
-        )
+    check_name("algorithm.objective", config.objective, OBJECTIVES)
     if config.group_size == 1 and config.advantage != "batch":
         raise ConfigError(
             f"algorithm.group_size: must be at least 2 with algorithm.advantage={config.advantage}, got 1"

@@ -1,15 +1,10 @@
-"""Environments and verifiers by the names that a configuration gives them: registered ones, and import paths.
-
-An import path, `package.module:name`, is looked up where Python looks for modules: installed packages, PYTHONPATH, and
-the directory that the run was started in.
-"""
+"""Environments and verifiers by the names that a configuration gives them: registered ones, and import paths."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
 
+from areal_core.config.plugins import find
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.environment import Environment, Setting, Verifier
 from areal_core.environments.single_turn import SingleTurn
@@ -17,8 +12,6 @@ from areal_core.environments.two_turn import TwoTurn
 from areal_core.environments.verifiers import VERIFIERS
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
-
-T = TypeVar("T", bound=Callable[..., Any])
 
 ENVIRONMENTS: dict[str, Callable[[Setting], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
 _WRITTEN_FOR = {"arithmetic": "exact_match", "jsonl": "same_number"}  # the verifier that a task's answers suit
@@ -28,7 +21,7 @@ def open_environment(
     environment: EnvironmentConfig, task: TaskConfig, algorithm: AlgorithmConfig, tokenizer: Tokenizer
 ) -> Environment:
     """The environment that `environment` names. Raises ConfigError, naming the field, for one that is not to be had."""
-    make = _named("environment.name", environment.name, ENVIRONMENTS)
+    make = find("environment.name", environment.name, ENVIRONMENTS)
     setting = Setting(
         environment=environment,
         task=task,
@@ -45,18 +38,4 @@ def open_environment(
 def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
     """The verifier that `environment.verifier` names, or the one that the task's answers are written for. Raises
     ConfigError as `open_environment` does."""
-    return _named("environment.verifier", environment.verifier or _WRITTEN_FOR[task.name], VERIFIERS)
-
-
-def _named(field: str, name: str, registered: Mapping[str, T]) -> T:
-    if name in registered:
-        return registered[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ConfigError(
-            f"{field}: must be one of {', '.join(registered)} or an import path like package.module:name, got {name!r}"
-        )
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{field}: {name} can't be imported: {error}") from error
+    return find("environment.verifier", environment.verifier or _WRITTEN_FOR[task.name], VERIFIERS)

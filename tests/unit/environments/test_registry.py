@@ -33,7 +33,7 @@ def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own
     [
         (
             {"name": "three_turn"},
-            r"environment\.name: must be one of single_turn, two_turn or an import path.*three_turn",
+            r"environment\.name: must be one of single_turn, two_turn, or an import path, .*got .three_turn",
         ),
         ({"name": "no.such:Thing"}, r"environment\.name: no\.such:Thing can't be imported: No module named 'no'"),
         (

@@ -1,0 +1,38 @@
+"""What a configuration names: registered parts, and those of other packages by import path.
+
+An import path, `package.module:name`, is looked up where Python looks for modules: installed packages, PYTHONPATH, and
+the directory that the run was started in.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+from areal_core.errors import ConfigError
+
+T = TypeVar("T")
+
+_IMPORT_PATH = re.compile(r"\w+(\.\w+)*:\w+")
+
+
+def check_name(field: str, name: str, registered: Mapping[str, object]) -> None:
+    """Raises ConfigError for a name that is neither registered nor an import path. Imports nothing."""
+    if name not in registered and not _IMPORT_PATH.fullmatch(name):
+        raise ConfigError(
+            f"{field}: must be one of {', '.join(registered)}, or an import path, package.module:name, got {name!r}"
+        )
+
+
+def find(field: str, name: str, registered: Mapping[str, T]) -> T:
+    """What a name stands for. Raises ConfigError as `check_name` does, and where an import path leads nowhere."""
+    check_name(field, name, registered)
+    if name in registered:
+        return registered[name]
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{field}: {name} can't be imported: {error}") from error
