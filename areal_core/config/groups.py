@@ -9,8 +9,19 @@ import shlex
 from dataclasses import dataclass, field
 
 from areal_core.config.fields import bounded, choice
+from areal_core.config.plugins import check_name
 from areal_core.errors import ConfigError
 
+GENERATION_ENGINES = {
+    "embedded": "this package's, on a core or a GPU",
+    "vllm": "vLLM's own server",
+    "emulated": "accelerators that take their time and compute nothing",
+}
+TRAINING_ENGINES = {
+    "torch": "every rank holds all of the state",
+    "deepspeed": "ranks share the state out",
+    "emulated": "accelerators that take their time and compute nothing",
+}
 _VLLM_TEMPERATURE = 2.0
 
 
@@ -97,7 +108,7 @@ class VllmConfig:
 class GenerationConfig:
     """The engine behind the generation servers."""
 
-    engine: str = choice("embedded", "embedded", "vllm", "emulated")
+    engine: str = "embedded"  # one of GENERATION_ENGINES, or an import path: package.module:function
     servers: int | None = bounded(None, low=1)  # None: one for each device, but for GPUs that train in async mode
     slots: int = bounded(32, low=1)  # answers decoded at once by one server: as many as a core's caches hold
     interruption: str = choice("recompute", "recompute", "resubmit", "keep", "wait")  # of answers, by an update
@@ -110,6 +121,7 @@ class GenerationConfig:
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def check(self) -> None:
+        check_name("generation.engine", self.engine, GENERATION_ENGINES)
         for name, value, off in (("top_p", self.top_p, (1.0,)), ("top_k", self.top_k, (0, -1))):
             if value not in off:
                 raise ConfigError(
@@ -156,7 +168,7 @@ class RolloutConfig:
 class TrainingConfig:
     """The optimiser, how a batch is cut and how often the state is saved."""
 
-    engine: str = choice("torch", "torch", "deepspeed", "emulated")
+    engine: str = "torch"  # one of TRAINING_ENGINES, or an import path: package.module:function
     steps: int = bounded(25, low=1)
     zero_stage: int = bounded(2, low=0, high=3)  # deepspeed: what ranks share out; 1 moments, 2 gradients, 3 weights
     dtype: str = choice("float32", "float32", "bfloat16")  # of passes over the model; optimiser state is float32
@@ -177,6 +189,9 @@ class TrainingConfig:
     collective_timeout_s: float = bounded(120.0, above=0.0)  # that a rank waits for another
     checkpoint_every: int = bounded(10, low=1)  # steps
     keep_checkpoints: int = bounded(2, low=1)
+
+    def check(self) -> None:
+        check_name("training.engine", self.engine, TRAINING_ENGINES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +216,7 @@ class TrackingConfig:
     experiment: str = "areal"
     table_every: int = bounded(5, low=1)  # steps between two tables of sampled trajectories and staleness pictures
     flush_timeout_s: float = bounded(60.0, above=0.0)
+    batch_metrics: str | None = None  # import path of a function of one's own: package.module:function
 
 
 @dataclass(frozen=True, kw_only=True)

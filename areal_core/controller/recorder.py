@@ -15,16 +15,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from areal_core.api.wire import ServerLoad
+from areal_core.config.plugins import find
 from areal_core.config.schema import RunConfig
 from areal_core.errors import TrackingError
 from areal_core.planning.account import explain
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import Span
-from areal_core.types import BatchManifest, Evaluation, MetricRow, Prompt, RunStatus, RunSummary
+from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow, Prompt, RunStatus, RunSummary
 
 logger = logging.getLogger(__name__)
 _TABLE_ROWS = 16
+
+BatchMetrics = Callable[[Sequence[GroupSummary]], dict[str, float]]  # of the groups of a step's batch
 
 
 class Recorder:
@@ -47,6 +50,9 @@ class Recorder:
         self._elapsed_before: float = ledger.note("elapsed_s", 0.0)
         self.evaluations = [Evaluation(**values) for values in ledger.note("evaluations", [])]
         self._last_load: tuple[float, list[ServerLoad]] | None = None
+        self._batch_metrics: BatchMetrics | None = None
+        if config.tracking.batch_metrics is not None:
+            self._batch_metrics = find("tracking.batch_metrics", config.tracking.batch_metrics, {})
         self._live: dict[str, float] = {}  # newest value of the keys that the status shows
 
     # -- time --------------------------------------------------------------------------------------------------
@@ -84,6 +90,8 @@ class Recorder:
                 "staleness/groups_over_bound": sum(value > self._config.max_staleness for value in lag),
             },
         )
+        if self._batch_metrics is not None:
+            self.log(step, self._batch_metrics(groups))
         if step == 1 or step % self._config.tracking.table_every == 0:
             indices = self._ledger.prompt_indices(step)
             rows = [

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import psutil
 
+from areal_core.config.groups import GENERATION_ENGINES
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.launch.process import SPENT
@@ -132,6 +133,7 @@ def _generation(
             *common,
             *("--timeline", run.timeline_file("generation", index), "--device", config.launch.accelerator),
             *(["--deterministic"] if generation.deterministic else []),
+            *([] if generation.engine in GENERATION_ENGINES else ["--engine", generation.engine]),
             *(["--emulate", run.root / "config.json"] if config.emulated else []),
         )
 

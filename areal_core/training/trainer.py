@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,17 +36,15 @@ from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.batching.feed import BatchFeed
 from areal_core.training.batching.partition import shard
 from areal_core.training.distributed.ranks import RankGroup, meeting_point
-from areal_core.training.engines.emulated import EmulatedTrainingEngine
 from areal_core.training.engines.engine import (
     EngineState,
     Sender,
     StepStats,
     TrainingBatch,
-    TrainingEngine,
     build_batch,
     check_batch,
 )
-from areal_core.training.engines.torch_engine import TorchEngine
+from areal_core.training.engines.registry import make_engine
 from areal_core.training.flops import training_cost
 from areal_core.training.metrics import StepMeter, StepTimes
 from areal_core.training.publisher import Publisher
@@ -75,7 +72,8 @@ class Trainer:
             join_s=self.config.launch.start_timeout_s,
             backend="cpu:gloo,cuda:nccl" if self.config.launch.accelerator == "cuda" else "gloo",
         )
-        self.engine = self._engine()
+        weights = read_weights(run.info().model_path, self.spec)
+        self.engine = make_engine(self.config, self.spec, weights, self.ranks)
         self.publisher = Publisher(run, self.config, self.storage, self._sender()) if rank == 0 else None
         self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
         if (newest := int(self.ranks.all_max(np.array([self.step]))[0])) != self.step:
@@ -115,29 +113,6 @@ class Trainer:
         """The highest version that was published before this process started: up to there its steps are a replay."""
         newest = self.controller.status().step if self.rank == 0 else 0
         return int(self.ranks.all_max(np.array([newest]))[0])
-
-    def _engine(self) -> TrainingEngine:
-        run, config = self.run_dir, self.config
-        weights = read_weights(run.info().model_path, self.spec)
-        if config.emulated:
-            return EmulatedTrainingEngine(
-                {name: tensor.numpy() for name, tensor in weights.items()},
-                config.emulation,
-                replicas=config.training_ranks,
-                switches=config.mode == "sync",
-                learning_rate=config.training.learning_rate,
-            )
-        options: dict[str, Any] = {
-            "temperature": config.generation.temperature,
-            "ranks": self.ranks,
-            "device": config.launch.accelerator,
-        }
-        if config.training.engine == "deepspeed":
-            os.environ["DS_ACCELERATOR"] = config.launch.accelerator  # read as deepspeed is imported
-            from areal_core.training.engines.deepspeed_engine import DeepSpeedEngine  # takes a second or two
-
-            return DeepSpeedEngine(self.spec, weights, config.training, config.algorithm, **options)
-        return TorchEngine(self.spec, weights, config.training, config.algorithm, **options)
 
     def _sender(self) -> Sender | None:
         """What takes weights to the servers, where they don't read them from files."""

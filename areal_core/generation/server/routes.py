@@ -30,6 +30,7 @@ from areal_core.errors import ArealError, ConfigError, GenerationError, ModelErr
 from areal_core.generation.command_line import server_parser
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation, ServedEngine
+from areal_core.generation.engines.registry import Options, make_engine
 from areal_core.generation.server.engine_thread import EngineThread
 from areal_core.generation.server.protocol import RequestError, parse_json, parse_request, parse_version, take
 from areal_core.launch import process
@@ -276,6 +277,7 @@ def _json_bytes(body: bytes) -> web.Response:
 
 def _arguments() -> argparse.Namespace:
     parser = server_parser("areal_core.generation.server.routes")
+    parser.add_argument("--engine", default="embedded", help="embedded, or an import path: package.module:function")
     parser.add_argument("--timeline", type=Path, help="file to append to: what the engine did when")
     parser.add_argument("--context", type=int, help="tokens of prompt and answer; default: the model's")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -291,15 +293,19 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
         raise ModelError(f"--context: must be from 2 to {spec.context}, the model's own, got {context}")
     if arguments.slots < 1:
         raise ModelError(f"--slots: must be at least 1, got {arguments.slots}")
-    limits = {"slots": arguments.slots, "context": context, "version": arguments.weight_version}
+    slots, version = arguments.slots, arguments.weight_version
     if arguments.emulate is not None:
         config = load_file(arguments.emulate)
-        return EmulatedEngine(spec, config.emulation, switches=config.mode == "sync", **limits)
-    from areal_core.generation.engines.embedded import Engine  # torch: seconds that an emulation can do without
-    from areal_core.models.folders import read_weights
-
-    weights = read_weights(arguments.model, spec)
-    return Engine(spec, weights, deterministic=arguments.deterministic, device=arguments.device, **limits)
+        switches = config.mode == "sync"
+        return EmulatedEngine(spec, config.emulation, switches=switches, slots=slots, context=context, version=version)
+    options: Options = {
+        "slots": slots,
+        "context": context,
+        "version": version,
+        "deterministic": arguments.deterministic,
+        "device": arguments.device,
+    }
+    return make_engine(arguments.engine, Path(arguments.model), spec, options)
 
 
 async def _serve(arguments: argparse.Namespace, engine: ServedEngine) -> None:

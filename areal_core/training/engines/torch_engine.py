@@ -31,15 +31,15 @@ class TorchEngine(PolicyEngine):
 
     def _hold(self, weights: Mapping[str, Tensor]) -> None:
         self._shapes = {name: weights[name].shape for name in weight_shapes(self.spec)}
-        self._flat = torch.cat([weights[name].detach().float().flatten() for name in self._shapes]).to(self.device)
-        self._gradient = torch.zeros_like(self._flat)
+        self.flat = torch.cat([weights[name].detach().float().flatten() for name in self._shapes]).to(self.device)
+        self.gradient = torch.zeros_like(self.flat)
         # What passes compute with, and its gradient: in float32 the same tensors.
-        self._working = self._flat.to(self.dtype)
-        self._working_gradient = self._gradient.to(self.dtype)
+        self._working = self.flat.to(self.dtype)
+        self._working_gradient = self.gradient.to(self.dtype)
         self._parameters = _views(self._working, self._shapes)
         for name, gradient in _views(self._working_gradient, self._shapes).items():
             self._parameters[name].requires_grad_().grad = gradient
-        self._moments = {moment: torch.zeros_like(self._flat) for moment in ("exp_avg", "exp_avg_sq")}
+        self._moments = {moment: torch.zeros_like(self.flat) for moment in ("exp_avg", "exp_avg_sq")}
         self._steps = torch.zeros((), device=self.device)
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -52,27 +52,27 @@ class TorchEngine(PolicyEngine):
         )
 
     def start_gradient(self) -> None:
-        self._gradient.zero_()
+        self.gradient.zero_()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
-        if self._working_gradient is not self._gradient:
-            self._gradient += self._working_gradient
+        if self._working_gradient is not self.gradient:
+            self.gradient += self._working_gradient
             self._working_gradient.zero_()
 
     def reduce_gradient(self) -> float:
-        self.ranks.sum_into(self._gradient)
-        return float(self._gradient.norm())
+        self.ranks.sum_into(self.gradient)
+        return float(self.gradient.norm())
 
     def apply_gradient(self, rate: float, norm: float) -> float:
-        self._gradient.mul_(min(1.0, self.training.grad_clip / (norm + 1e-6)))
-        before = self._flat.clone()
-        self._step(rate)
+        self.gradient.mul_(min(1.0, self.training.grad_clip / (norm + 1e-6)))
+        before = self.flat.clone()
+        self.step_optimizer(rate)
         self._refresh()
-        return float(before.sub_(self._flat).norm())
+        return float(before.sub_(self.flat).norm())
 
     def weights(self) -> dict[str, Float32Array]:
-        return self._named(self._flat)
+        return self._named(self.flat)
 
     def state(self) -> EngineState:
         arrays: dict[str, NDArray[Any]] = {"rng": torch.get_rng_state().numpy()}
@@ -90,12 +90,14 @@ class TorchEngine(PolicyEngine):
         self._steps.fill_(self.updates)
         torch.set_rng_state(torch.from_numpy(state.arrays["rng"]))
 
-    def _step(self, rate: float) -> None:
-        """AdamW, as a function: the class brings torch's compiler along, seconds of every start."""
+    def step_optimizer(self, rate: float) -> None:
+        """Change `flat`, all weights end to end, by `gradient`, which is clipped; to be overridden by other optimisers.
+
+        AdamW, as a function: the class brings torch's compiler along, seconds of every start."""
         config = self.training
         adamw(
-            [self._flat],
-            [self._gradient],
+            [self.flat],
+            [self.gradient],
             [self._moments["exp_avg"]],
             [self._moments["exp_avg_sq"]],
             [],
@@ -112,11 +114,11 @@ class TorchEngine(PolicyEngine):
 
     def _refresh(self) -> None:
         """Have passes see the weights as they are."""
-        if self._working is not self._flat:
-            self._working.copy_(self._flat)
+        if self._working is not self.flat:
+            self._working.copy_(self.flat)
 
     def _saved(self) -> dict[str, Tensor]:
-        return {"weight": self._flat, **self._moments}
+        return {"weight": self.flat, **self._moments}
 
     def _named(self, flat: Tensor) -> dict[str, Float32Array]:
         copy = flat.detach().to("cpu", copy=True)

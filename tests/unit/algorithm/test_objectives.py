@@ -438,7 +438,8 @@ def test_every_objective_can_be_chosen():
     for name in OBJECTIVES:
         assert load({"algorithm": {"objective": name}}).algorithm.objective == name
         assert find_objective(name).__name__ == name
-    known = rf"^algorithm.objective: must be one of {', '.join(OBJECTIVES)}, or an import path, package.module:name, got"
+    names = ", ".join(OBJECTIVES)
+    known = rf"^algorithm.objective: must be one of {names}, or an import path, package.module:name, got"
     for name in ("none of them", "module.function", ":gspo", "module:", "a module:function"):
         with pytest.raises(ConfigError, match=known):
             load({"algorithm": {"objective": name}})

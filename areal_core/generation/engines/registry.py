@@ -1,0 +1,40 @@
+"""Generation engines that this package's server runs, by name: registered ones, and import paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypedDict
+
+from areal_core.config.plugins import find
+from areal_core.generation.engines.engine import ServedEngine
+from areal_core.models.spec import ModelSpec
+
+
+class Options(TypedDict):
+    """How an engine is made."""
+
+    slots: int  # completions decoded at once
+    context: int  # tokens of a text, prompt and completion
+    version: int  # of the weights that it begins with
+    deterministic: bool  # the same tokens for the same seed whatever else is being decoded
+    device: str  # cpu or cuda
+
+
+MakeEngine = Callable[[Path, ModelSpec, Options], ServedEngine]
+
+
+def make_engine(name: str, folder: Path, spec: ModelSpec, options: Options) -> ServedEngine:
+    """The engine of a name for the model in `folder`. Raises ConfigError for one that is not to be had, ModelError for
+    weights that it can't run."""
+    return find("generation.engine", name, _ENGINES)(folder, spec, options)
+
+
+def _embedded(folder: Path, spec: ModelSpec, options: Options) -> ServedEngine:
+    from areal_core.generation.engines.embedded import Engine  # torch: seconds that an emulation can do without
+    from areal_core.models.folders import read_weights
+
+    return Engine(spec, read_weights(folder, spec), **options)
+
+
+_ENGINES: dict[str, MakeEngine] = {"embedded": _embedded}
