@@ -6,13 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.complete
 TRL_SETUP := .venv-trl/.complete
+MUTANTS_SETUP := .venv-mutants/.complete
 VLLM_INSTALLED := .venv-vllm/.complete
 VLLM_SETUP := .venv-vllm/.plugin
 
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare test test-vllm test-hosts test-gpu chaos lint up down doctor plan advise bench clean
+.PHONY: help train compare test test-vllm test-hosts test-gpu chaos mutants lint up down doctor plan advise bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
@@ -43,6 +44,9 @@ test-gpu: $(SETUP) ## the CUDA path, on a machine with a GPU: ARGS= goes to pyte
 
 chaos: $(SETUP) ## kill every process of a run in turn: ARGS= goes to pytest
 	$(BIN)/python -m pytest -m chaos tests/chaos $(ARGS)
+
+mutants: $(SETUP) $(MUTANTS_SETUP) ## do tests notice mistakes in the heart of the core? ARGS="--sample 300 --seed 1"
+	@.venv-mutants/bin/python -m tests.mutation $(ARGS)
 
 lint: $(SETUP) ## format, style, types, layers
 	$(BIN)/ruff format --check .
@@ -86,6 +90,11 @@ $(SETUP): pyproject.toml requirements/constraints.txt
 	@$(BIN)/pip install -qq --upgrade pip
 	@$(BIN)/pip install -qq --constraint requirements/constraints.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --editable '.[dev]'
+	@touch $@
+
+$(MUTANTS_SETUP): requirements/mutants.txt | $(SETUP)
+	@$(PYTHON) -m venv .venv-mutants
+	@.venv-mutants/bin/pip install -qq --requirement requirements/mutants.txt
 	@touch $@
 
 $(TRL_SETUP): requirements/trl.txt | $(SETUP)
