@@ -110,8 +110,13 @@ class ControllerClient:
         return RunStatus(**{**values, "lost_servers": tuple(values["lost_servers"])})
 
     def join(self, name: str, url: str) -> None:
-        """A generation server is ready to take work."""
-        self._json("POST", "/servers", {"name": name, "url": url})
+        """A generation server is ready to take work; returns once it has the newest version and takes it."""
+        while not self.introduce(name, url, timeout_s=_POLL_S):
+            pass
+
+    def introduce(self, name: str, url: str, *, timeout_s: float) -> bool:
+        """Announce a generation server; whether it takes work within `timeout_s`. If not, it is safe to ask again."""
+        return self._call("POST", "/servers", {"name": name, "url": url, "timeout_s": timeout_s}) is not None
 
     def leave(self, name: str) -> None:
         """A generation server gets no more work; returns once it has handed over what it had."""

@@ -25,8 +25,9 @@ from aiohttp import web
 from safetensors.numpy import load_file
 
 from areal_core.config.schema import RunConfig
-from areal_core.controller.pool import GenerationPool
+from areal_core.controller.pool import GenerationPool, server_routes
 from areal_core.controller.recorder import Recorder
+from areal_core.controller.registry import Server, ServerState
 from areal_core.controller.weight_transfer import transfer_routes
 from areal_core.environments.source import PromptSource, open_source
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished
@@ -92,7 +93,6 @@ class Service:
             interruption=self.config.interruption,
             transfer=self.config.generation.transfer,
             patience_s=self.config.rollout.request_timeout_s,
-            on_change=lambda: self.controller.servers_changed(),  # made below, it needs the pool first
             timeline=lambda name: TimelineWriter(run.timeline / f"{name}.jsonl"),
         )
         self.controller = RolloutController(
@@ -103,6 +103,7 @@ class Service:
             ledger=self.ledger,
             stop_token_ids=stop_token_ids(self.info.model_path),
         )
+        self.servers.registry.subscribe(self._server_changed)
         self._changed = Signal()
         self._final: dict[str, Any] | None = self.ledger.note("final", None)  # what the trainer finished with
 
@@ -130,6 +131,11 @@ class Service:
             await self.servers.close()
             await self.rewards.close()
             self.ledger.close()
+
+    def _server_changed(self, server: Server, _: ServerState) -> None:
+        if server.at_work:
+            self.recorder.start_clock()
+        self.controller.servers_changed()
 
     async def _watch_servers(self) -> None:
         """Take out servers that hang, whether they have requests or not."""
@@ -174,8 +180,7 @@ class Service:
             [
                 web.get("/health", self._health),
                 web.get("/status", self._status),
-                web.post("/servers", self._join),
-                web.delete("/servers/{name}", self._leave),
+                *server_routes(self.servers, self._newest),
                 web.get("/batch/{step}", self._batch),
                 web.get("/groups/{group_id}", self._group),
                 web.post("/versions", self._publish),
@@ -199,16 +204,6 @@ class Service:
             version=self.servers.version, finished=self.controller.finished, lost_servers=self.servers.lost
         )
         return web.json_response(dataclasses.asdict(status))
-
-    async def _join(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        await self.servers.join(body["name"], body["url"], self._newest)
-        self.recorder.start_clock()
-        return web.json_response({})
-
-    async def _leave(self, request: web.Request) -> web.Response:
-        await self.servers.leave(request.match_info["name"])
-        return web.json_response({})
 
     async def _batch(self, request: web.Request) -> web.Response:
         if reason := self.recorder.reason_to_stop():

@@ -16,46 +16,31 @@ on without a member: whoever sends to a group that has changed must open a new o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 
-from areal_core.controller.servers import Server, ask_each
+from areal_core.controller.registry import Server, ServerRegistry, Update
 from areal_core.errors import GenerationError
 from areal_core.types import PolicyVersion
 
-T = TypeVar("T")
-
 
 class Transfer:
-    """The transfers of one pool. `servers` is the pool's own mapping; `remove(server, reason)` takes one out."""
+    """The transfers into the servers of one registry, one at a time."""
 
-    def __init__(
-        self,
-        servers: Mapping[str, Server],
-        updating: asyncio.Lock,
-        interruption: str,
-        remove: Callable[[Server, str], Awaitable[None]],
-        patience_s: float,
-    ) -> None:
-        self._servers = servers
-        self._updating = updating
+    def __init__(self, registry: ServerRegistry, interruption: str, patience_s: float) -> None:
+        self._registry = registry
         self._interruption = interruption
-        self._remove = remove
         self._patience_s = patience_s
         self._group: tuple[Server, ...] = ()  # those that met the trainer, in the order of their ranks
-        self._members: tuple[Server, ...] = ()  # of these, the ones that take part in what is under way
-        self._version: PolicyVersion | None = None  # that is under way
-        self._turns = 0  # how often a trainer has begun
-        self._deadline: asyncio.TimerHandle | None = None
-        self._changed = asyncio.Event()
+        self._update: Update | None = None  # the one that a trainer began last
 
     async def group(self, version: PolicyVersion) -> dict[str, Any]:
         """What the trainer has to know before it sends a version: whether any server lacks it, whether all of them have
         met the trainer, and how many processes that would be."""
-        servers = tuple(self._servers.values())
-        sizes = await self._each(servers, lambda server: server.client.world_size())
+        servers = self._registry.at_work
+        sizes = await self._registry.ask(servers, lambda server: server.client.world_size())
         return {
             "needed": any(server.loaded != version for server in servers),
             "open": servers == self._group,
@@ -64,101 +49,73 @@ class Transfer:
 
     async def open(self, init_info: dict[str, Any]) -> None:
         """Have every server meet the trainer, which waits for them meanwhile. Ranks follow one another."""
-        await self._abandon("another trainer has come")
-        async with self._updating:
-            servers = tuple(self._servers.values())
+        self.abandon("another trainer has come")
+        ask = self._registry.ask
+        async with self._registry.exclusive:
+            servers = self._registry.at_work
             met = tuple(server for server in servers if server in self._group)
             self._group = ()
-            await self._each(met, lambda server: server.client.close_transfer())
+            await ask(met, lambda server: server.client.close_transfer())
             infos = dict.fromkeys(servers, init_info)
             if "rank_offset" in init_info:
                 offset = int(init_info["rank_offset"])
-                sizes = await self._each(servers, lambda server: server.client.world_size())
+                sizes = await ask(servers, lambda server: server.client.world_size())
                 for server, size in sizes.items():
                     infos[server] = init_info | {"rank_offset": offset}
                     offset += size
-            await self._each(servers, lambda server: server.client.open_transfer(infos[server]))
+            await ask(servers, lambda server: server.client.open_transfer(infos[server]))
             self._group = servers
 
     async def begin(self, version: PolicyVersion) -> None:
         """Have generation stand still everywhere. A transfer that was never ended is given up first. Raises
         GenerationError, before anything stands still, when servers have come or gone since they met the trainer."""
-        self._turns += 1
-        turn = self._turns
-        await self._abandon("the trainer began again")
-        await self._updating.acquire()
-        if turn != self._turns or tuple(self._servers.values()) != self._group:
-            self._updating.release()
-            raise GenerationError("the servers are not those that met the trainer: it has to open a new group")
-        self._version, self._members = version, self._group
-        self._deadline = asyncio.get_running_loop().call_later(self._patience_s, self._late)
-        await self._phase(lambda server: server.client.begin_transfer(version, self._interruption))
+        self.abandon("the trainer began again")
+        update = self._update = Update(self._registry, version, self._patience_s, members=self._group)
+        await update.begin()
+        await self._phase(update, lambda server: server.client.begin_transfer(version, self._interruption))
 
     async def receive(self, update_info: Any) -> None:
         """Have the servers take what the trainer is sending. Returns when all have. Raises GenerationError when one was
         lost: the trainer may be waiting for it."""
-        before = self._members
-        await self._phase(lambda server: server.client.receive(update_info))
-        if self._members != before:
+        update = self._under_way()
+        before = update.members
+        await self._phase(update, lambda server: server.client.receive(update_info))
+        if update.members != before:
             raise GenerationError("a server was lost while it received weights: the group is broken")
 
     async def end(self) -> None:
         """Have generation go on with what has come."""
-        version = self._under_way()
-        await self._phase(lambda server: server.client.end_transfer(version, self._interruption))
-        for server in self._members:
-            server.loaded = version
-        self._close()
+        update = self._under_way()
+        await self._phase(update, lambda server: server.client.end_transfer(update.version, self._interruption))
+        update.end()
 
     async def wait(self, version: PolicyVersion) -> None:
         """Until every server has the version, or is taken out since it did not get it in time."""
+        registry = self._registry
+
+        def lacking() -> list[Server]:
+            return [server for server in registry.at_work if server.loaded != version]
+
         try:
             async with asyncio.timeout(self._patience_s):
-                while any(server.loaded != version for server in self._servers.values()):
-                    self._changed.clear()
-                    await self._changed.wait()
+                await registry.until(lambda: not lacking())
         except TimeoutError:
-            for server in list(self._servers.values()):
-                if server.loaded != version:
-                    await self._remove(server, f"version {version.version} did not come in {self._patience_s:g} s")
+            for server in lacking():
+                registry.apply(server, "fail", f"version {version.version} did not come in {self._patience_s:g} s")
 
-    def servers_changed(self) -> None:
-        """A server came or went."""
-        self._changed.set()
+    def abandon(self, reason: str) -> None:
+        """Give up what a trainer has begun, if anything."""
+        if self._update is not None:
+            self._update.abandon(reason)
 
-    def _under_way(self) -> PolicyVersion:
-        if self._version is None:
+    def _under_way(self) -> Update:
+        if self._update is None or self._update.over:
             raise GenerationError("no transfer of weights is under way: it was given up, or never began")
-        return self._version
+        return self._update
 
-    async def _phase(self, call: Callable[[Server], Awaitable[None]]) -> None:
-        version, members = self._under_way(), self._members
-        answered = await self._each(members, call)
-        if self._version is not version:
-            raise GenerationError(f"the transfer of version {version.version} was given up meanwhile")
-        self._members = tuple(answered)
-
-    async def _each(self, servers: tuple[Server, ...], call: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
-        return await ask_each(servers, call, self._remove)
-
-    def _late(self) -> None:
-        reason = f"a transfer of weights was not ended in {self._patience_s:g} s"
-        self._giving_up = asyncio.ensure_future(self._abandon(reason))
-
-    async def _abandon(self, reason: str) -> None:
-        if self._version is None:
-            return
-        members, self._members = self._members, ()
-        self._close()
-        for server in members:
-            await self._remove(server, reason)
-
-    def _close(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._version = self._deadline = None
-        self._updating.release()
-        self._changed.set()
+    async def _phase(self, update: Update, call: Callable[[Server], Awaitable[None]]) -> None:
+        if not await update.phase(call):
+            raise GenerationError(f"the transfer of version {update.version.version} was given up meanwhile")
 
 
 def transfer_routes(transfer: Transfer, newest: Callable[[], PolicyVersion]) -> list[web.RouteDef]:

@@ -77,16 +77,8 @@ class Run:
         with self._role("generation"):
             if "generation" in self.config.elsewhere:
                 return
-            known = self._introductions
-            introducing = threading.Thread(target=self._guarded, args=(known.run,), name="introduce", daemon=True)
-            introducing.start()
-            try:
-                self._supervise("generation", self._stop_servers, known.server_ready)
-            finally:
-                self._stop_servers.set()
-                known.wake()
-                introducing.join()
-                known.close()
+            with self._introductions.running(self._guarded):
+                self._supervise("generation", self._stop_servers, self._introductions.server_ready)
 
     def rollout(self) -> None:
         """Keep the controller running until it has written the summary."""
@@ -255,13 +247,12 @@ class Run:
         self._introductions.wake()
 
     def _watch_progress(self) -> None:
-        """Fail a run that makes no new step for launch.stall_timeout_s; end servers that the controller has lost."""
+        """Fail a run that makes no new step for launch.stall_timeout_s."""
         limit_s = self.config.launch.stall_timeout_s
         seen: tuple[int, str | None] | None = None
         since = time.monotonic()
         while not self._stop_servers.wait(POLL_S):
             status = self.status()
-            self._introductions.end(status.lost_servers if status else ())
             progress = (status.step, status.finished) if status else seen
             if progress != seen:
                 seen, since = progress, time.monotonic()

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
-from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
@@ -30,7 +30,6 @@ from areal_core.run.roles import host_generation, host_trainer, interface, is_ow
 from areal_core.storage.rundir import RunDir
 
 _POLL_S = 1.0  # between two looks at the run
-_STATUS_TIMEOUT_S = 5.0
 _HEADLESS_S = 10.0  # without anybody who heads it, and a run is over
 _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier command to end
 
@@ -81,29 +80,22 @@ class Host:
         again when it has lost them."""
         spec = host_generation(self._run, self._config, address=address, first=first, count=count)
         known = Introductions(self._run, ranks=self._config.trainer_processes, stop=self._stop, log=self._log)
-        introducing = threading.Thread(target=self._guarded, args=(known.run,), name="introduce", daemon=True)
-        introducing.start()
-        try:
-            self._supervise(spec, known)
-        finally:
-            self._stop.set()
-            known.wake()
-            introducing.join(self._config.launch.stop_timeout_s)  # it may be asking a controller that is out of reach
-            known.close()
+        with known.running(self._guarded, self._config.launch.stop_timeout_s):
+            self._supervise(spec, known.server_ready)
 
     def train(self, address: str, node: int) -> None:
         """The ranks of one machine, number `node`."""
         self._supervise(host_trainer(self._run, self._config, address=address, node=node))
 
-    def _supervise(self, spec: RoleSpec, known: Introductions | None = None) -> None:
-        watching = threading.Thread(target=self._guarded, args=(lambda: self._watch(known),), name="watch", daemon=True)
+    def _supervise(self, spec: RoleSpec, on_ready: Callable[[int, dict[str, Any]], None] | None = None) -> None:
+        watching = threading.Thread(target=self._guarded, args=(self._watch,), name="watch", daemon=True)
         watching.start()
         supervisor = Supervisor(
             self._run,
             spec,
             self._config.launch,
             stop=self._stop,
-            on_ready=known.server_ready if known else None,
+            on_ready=on_ready,
             log=self._log,
             pass_fds=self._locks,
         )
@@ -132,31 +124,17 @@ class Host:
         self._failure = self._failure or error
         self._stop.set()
 
-    def _watch(self, known: Introductions | None) -> None:
-        """Until the run has ended; meanwhile end those servers that its controller has lost."""
-        client = ControllerClient(self._run, patience_s=0.0, timeout_s=_STATUS_TIMEOUT_S)
+    def _watch(self) -> None:
+        """Until the run has ended."""
         headed_at = time.monotonic()
-        try:
-            while not self._stop.wait(_POLL_S):
-                if self._run.summary.exists():
-                    self._log(_ended(self._run))
-                    self._stop.set()
-                elif FileLock.is_held(self._run.head):
-                    headed_at = time.monotonic()
-                    if known is not None:
-                        known.end(_lost(client))
-                elif time.monotonic() - headed_at > _HEADLESS_S:
-                    raise ProcessError(f"run {self._run.root.name} has ended and left no summary")
-        finally:
-            client.close()
-
-
-def _lost(client: ControllerClient) -> tuple[str, ...]:
-    """Servers that the controller has taken out; none are known while it can't be asked."""
-    try:
-        return client.status().lost_servers
-    except ArealError:
-        return ()
+        while not self._stop.wait(_POLL_S):
+            if self._run.summary.exists():
+                self._log(_ended(self._run))
+                self._stop.set()
+            elif FileLock.is_held(self._run.head):
+                headed_at = time.monotonic()
+            elif time.monotonic() - headed_at > _HEADLESS_S:
+                raise ProcessError(f"run {self._run.root.name} has ended and left no summary")
 
 
 def _ended(run: RunDir) -> str:

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from areal_core.controller.servers import Server
+from areal_core.controller.registry import ServerRegistry
 from areal_core.controller.weight_transfer import Transfer, transfer_routes
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.types import PolicyVersion
@@ -23,7 +23,7 @@ class Client:
     """Notes what it is asked, and fails what is in `broken`."""
 
     def __init__(self, size):
-        self.size, self.calls, self.broken, self.slow_s = size, [], set(), 0.0
+        self.url, self.size, self.calls, self.broken, self.slow_s = "", size, [], set(), 0.0
 
     def __getattr__(self, name):
         async def call(*arguments):
@@ -44,15 +44,24 @@ class Pool:
     """Two servers, of one and of two processes, and their transfers."""
 
     def __init__(self, patience_s=5.0):
-        self.servers = {name: Server(name, Client(size)) for name, size in (("a", 1), ("b", 2))}
+        self.registry = ServerRegistry()
+        self.lock = self.registry.exclusive
+        self.servers = {}
         self.removed = {}
-        self.lock = asyncio.Lock()
-        self.transfer = Transfer(self.servers, self.lock, "recompute", self.remove, patience_s)
+        for name, size in (("a", 1), ("b", 2)):
+            self.add(name, size)
+        self.registry.subscribe(self._note)
+        self.transfer = Transfer(self.registry, "recompute", patience_s)
 
-    async def remove(self, server, reason):
-        self.removed[server.name] = reason
-        del self.servers[server.name]
-        self.transfer.servers_changed()
+    def add(self, name, size):
+        server = self.servers[name] = self.registry.announce(name, Client(size))
+        self.registry.apply(server, "join")
+        self.registry.apply(server, "serve")
+
+    def _note(self, server, before):
+        if server.gone:
+            self.removed[server.name] = server.why
+            del self.servers[server.name]
 
 
 @contextlib.asynccontextmanager
@@ -67,6 +76,11 @@ async def served(app):
 @pytest.fixture
 async def pool():
     return Pool()
+
+
+def has_loaded(pool, name, version):
+    pool.registry.apply(pool.servers[name], "update")
+    pool.registry.apply(pool.servers[name], "load", version=version)
 
 
 async def send(transfer, number):
@@ -115,7 +129,7 @@ async def test_a_server_that_fails_a_phase_is_taken_out_and_the_others_go_on(poo
 
 async def test_a_server_that_joins_has_to_be_met_before_it_takes_part(pool):
     await pool.transfer.open(INIT)
-    pool.servers["c"] = Server("c", Client(1))
+    pool.add("c", 1)
     assert await pool.transfer.group(version(1)) == {"needed": True, "open": False, "world_size": 4}
     with pytest.raises(GenerationError, match="open a new group"):
         await pool.transfer.begin(version(1))
@@ -192,17 +206,17 @@ async def test_what_a_trainer_makes_once_more_is_needed_nowhere(pool):
 
 async def test_who_does_not_get_the_version_in_time_is_taken_out(pool):
     pool = Pool(patience_s=0.05)
-    pool.servers["a"].loaded = version(1)
+    has_loaded(pool, "a", version(1))
     await pool.transfer.wait(version(1))
     assert set(pool.removed) == {"b"}
     assert "version 1 did not come" in pool.removed["b"]
 
 
 async def test_nobody_waits_for_a_server_that_is_gone(pool):
-    pool.servers["a"].loaded = version(1)
+    has_loaded(pool, "a", version(1))
     waiting = asyncio.ensure_future(pool.transfer.wait(version(1)))
     await asyncio.sleep(0)
-    await pool.remove(pool.servers["b"], "it died")
+    pool.registry.apply(pool.servers["b"], "fail", "it died")
     async with asyncio.timeout(2):
         await waiting
 

@@ -263,7 +263,7 @@ def test_a_machine_whose_restarts_are_spent(head: Head, part: Callable[..., Part
 @pytest.mark.parametrize(
     ("where", "thread"),
     [
-        ("areal_core.run.remote_worker._lost", "watch"),
+        ("areal_core.run.remote_worker.FileLock.is_held", "watch"),
         ("areal_core.run.remote_worker.Introductions._ready", "introduce"),
     ],
 )

@@ -1,0 +1,282 @@
+"""Server registry: the life of every generation server, one state machine in one place.
+
+                 announce            join            serve             update
+    (a process) ---------> ANNOUNCED ----> JOINING --------> SERVING --------> UPDATING
+                                              |              | |  ^               |
+                                              |        leave | |  +---- load -----+
+                                              |              v |                  |
+                                              |       LEAVING  | fail             |
+                                              | fail     |     v                  |
+                                              +----------|---> LOST <-------------+
+                                                         |      |          fail
+                                             fail or end |      | end
+                                                         v      v
+         from every state ----------- end -----------> ENDED
+
+    event     what makes it                                             who asks for it
+    announce  a process serves; a LOST one of its name ends             launcher, or by hand: POST /servers
+    join      whose place it takes has handed over, it gets weights     GenerationPool.join
+    serve     it has the newest version                                 GenerationPool.join
+    update    weights are on their way into it                          Update: load_version, the trainer's transfer
+    load      it has them                                               Update
+    leave     it gets no more work, and hands over what it has          DELETE /servers/{name}, or its successor
+    fail      a request, a phase, a look at its health, a deadline      whoever asked it
+    end       it left, was refused or replaced, or the controller ends  GenerationPool
+
+SERVING and UPDATING are *at work*: they take requests, and their recorded version counts. It is the one that a SERVING
+server samples with; an UPDATING one keeps the old one until it says that it has the new one. LOST servers are reported
+in `GET /status`, so that their launcher kills them; what it starts in their place is announced as the next
+*incarnation* of the name. Everything here happens between two awaits of one event loop; nothing here asks a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, TypeVar
+
+from areal_core.errors import GenerationError
+from areal_core.generation.client import GenerationClient
+from areal_core.types import PolicyVersion
+
+T = TypeVar("T")
+Event = Literal["join", "serve", "update", "load", "leave", "fail", "end"]
+
+logger = logging.getLogger(__name__)
+
+
+class ServerState(Enum):
+    ANNOUNCED = "announced"
+    JOINING = "joining"
+    SERVING = "serving"
+    UPDATING = "updating"
+    LEAVING = "leaving"
+    LOST = "lost"
+    ENDED = "ended"
+
+
+_AT_WORK = (ServerState.SERVING, ServerState.UPDATING)
+_GONE = (ServerState.LOST, ServerState.ENDED)
+_LEADS: Mapping[Event, Mapping[ServerState, ServerState]] = {
+    "join": {ServerState.ANNOUNCED: ServerState.JOINING},
+    "serve": {ServerState.JOINING: ServerState.SERVING},
+    "update": {ServerState.SERVING: ServerState.UPDATING},
+    "load": {ServerState.UPDATING: ServerState.SERVING},
+    "leave": {ServerState.SERVING: ServerState.LEAVING},
+    "fail": {
+        **dict.fromkeys((ServerState.JOINING, *_AT_WORK), ServerState.LOST),
+        ServerState.LEAVING: ServerState.ENDED,  # nobody needs it again
+        **{state: state for state in _GONE},  # another of its requests has noticed
+    },
+    "end": {state: ServerState.ENDED for state in ServerState if state is not ServerState.ENDED},
+}
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One incarnation of a named server: one process, from its announcement to its end."""
+
+    name: str
+    incarnation: int  # of its name, from 1 on
+    client: GenerationClient
+    state: ServerState = ServerState.ANNOUNCED
+    why: str = ""  # it is in this state
+    loaded: PolicyVersion | None = None
+    joining: asyncio.Task[None] | None = None  # the work that makes it serve
+    answers: int = 0  # in flight
+    calls: set[asyncio.Future[bytes]] = field(default_factory=set[asyncio.Future[bytes]])
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    @property
+    def at_work(self) -> bool:
+        return self.state in _AT_WORK
+
+    @property
+    def gone(self) -> bool:
+        return self.state in _GONE
+
+
+class ServerRegistry:
+    """The servers of one controller, those that have ended apart. `exclusive` is held by whoever changes several of
+    them, or what they sample with: one update, one sleep, one hand-over at a time."""
+
+    def __init__(self) -> None:
+        self.exclusive = asyncio.Lock()
+        self.target: PolicyVersion | None = None  # the newest version that was asked for
+        self._servers: list[Server] = []  # in the order of their announcements
+        self._incarnations: Counter[str] = Counter()
+        self._subscribers: list[Callable[[Server, ServerState], None]] = []
+        self._changed = asyncio.Event()
+
+    def subscribe(self, subscriber: Callable[[Server, ServerState], None]) -> None:
+        """Have `subscriber(server, state before)` called after every transition. That a server stops being `at_work`,
+        or becomes `gone`, it hears once for each incarnation."""
+        self._subscribers.append(subscriber)
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Those that have not ended."""
+        return tuple(self._servers)
+
+    @property
+    def at_work(self) -> tuple[Server, ...]:
+        """Those that take requests."""
+        return tuple(server for server in self._servers if server.at_work)
+
+    @property
+    def version(self) -> int:
+        """Lowest version loaded by any server at work, i of Eq. 3; without servers, the version that the next gets."""
+        loaded = [server.loaded.version for server in self._servers if server.at_work and server.loaded is not None]
+        return min(loaded, default=0 if self.target is None else self.target.version)
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """URLs of servers that failed and have no successor yet: starting them again may help."""
+        return tuple(server.url for server in self._servers if server.state is ServerState.LOST)
+
+    def announce(self, name: str, client: GenerationClient) -> Server:
+        """The next incarnation of a name."""
+        for before in self.servers:
+            if before.name == name and before.state is ServerState.LOST:
+                self.apply(before, "end", "another one takes its place")
+        self._incarnations[name] += 1
+        server = Server(name, self._incarnations[name], client)
+        self._servers.append(server)
+        self._tell(server, ServerState.ANNOUNCED)
+        return server
+
+    def apply(self, server: Server, event: Event, reason: str = "", *, version: PolicyVersion | None = None) -> None:
+        """One transition; `version` is what a server has loaded. Raises RuntimeError for what the picture lacks."""
+        before, after = server.state, _LEADS[event].get(server.state)
+        if after is None:
+            raise RuntimeError(f"generation server {server.name} is {before.value}: no {event!r} leads on from there")
+        if event == "load":
+            server.loaded = version
+        if before is after:
+            return
+        server.state, server.why = after, reason or event
+        if after is ServerState.ENDED:
+            self._servers.remove(server)
+        level = logging.WARNING if event == "fail" else logging.DEBUG
+        what = "taken out" if event == "fail" else after.value
+        logger.log(level, "generation server %s is %s: %s", server.name, what, server.why)
+        self._tell(server, before)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for transitions to make a condition true."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def ask(self, servers: Iterable[Server], call: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
+        """Ask servers at the same time. The answers of those that gave one, in order; the others, those that refused
+        included, have failed: they are not what they were."""
+        servers = list(servers)
+        results = await asyncio.gather(*map(call, servers), return_exceptions=True)
+        answers: dict[Server, T] = {}
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, GenerationError):
+                self.apply(server, "fail", str(result))
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                answers[server] = result
+        return answers
+
+    def _tell(self, server: Server, before: ServerState) -> None:
+        self._changed.set()
+        for subscriber in self._subscribers:
+            subscriber(server, before)
+
+
+class Update:
+    """One version on its way into servers at work; it has the registry's `exclusive` from `begin` to its end.
+
+    It ends with `end`, with `abandon`, or by its deadline, `patience_s` after `begin`, whoever has it by then. Members
+    that have not loaded the version by a bad end may have half of it: they have failed. `async with` is begin and end.
+    """
+
+    def __init__(
+        self,
+        registry: ServerRegistry,
+        version: PolicyVersion,
+        patience_s: float,
+        *,
+        members: tuple[Server, ...] | None = None,
+    ) -> None:
+        """Of the servers that lack the version; `members` instead are those that met the trainer, who must be all."""
+        self.version = version
+        self.members: tuple[Server, ...] = ()  # those that it is still on its way into
+        self.over = False
+        self._registry = registry
+        self._expected = members
+        self._patience_s = patience_s
+        self._deadline: asyncio.TimerHandle | None = None  # set while it holds `exclusive`
+
+    async def begin(self) -> None:
+        """Wait for its turn. Raises GenerationError, with all servers as they were, when it was abandoned meanwhile,
+        and when servers have come or gone since they met the trainer."""
+        registry = self._registry
+        await registry.exclusive.acquire()
+        at_work = registry.at_work
+        if self.over or self._expected not in (None, at_work):
+            self.over = True
+            registry.exclusive.release()
+            raise GenerationError("the servers are not those that met the trainer: it has to open a new group")
+        late = f"version {self.version.version} was not loaded in {self._patience_s:g} s"
+        self._deadline = asyncio.get_running_loop().call_later(self._patience_s, self.abandon, late)
+        if self._expected is not None:
+            self.members = at_work
+        elif registry.target == self.version:  # else one that joined has brought a newer one, the next to be loaded
+            self.members = tuple(server for server in at_work if server.loaded != self.version)
+        for server in self.members:
+            registry.apply(server, "update")
+
+    async def phase(self, call: Callable[[Server], Awaitable[None]]) -> bool:
+        """Ask all members; those that fail are members no more. Whether the update still goes on."""
+        answered = await self._registry.ask(self.members, call)
+        self.members = tuple(server for server in answered if server.state is ServerState.UPDATING)
+        return not self.over
+
+    def loaded(self, server: Server) -> None:
+        """A member has the version; nothing, if it has failed meanwhile."""
+        if server.state is ServerState.UPDATING:
+            self._registry.apply(server, "load", version=self.version)
+
+    def end(self) -> None:
+        """All members have the version."""
+        for server in self.members:
+            self.loaded(server)
+        self._close()
+
+    def abandon(self, reason: str) -> None:
+        """Give up what has not come to its end."""
+        if not self.over:
+            self._close()
+            for server in self.members:
+                if server.state is ServerState.UPDATING:
+                    self._registry.apply(server, "fail", reason)
+
+    def _close(self) -> None:
+        self.over = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+            self._registry.exclusive.release()
+
+    async def __aenter__(self) -> Update:
+        await self.begin()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.end()
+        else:
+            self.abandon("its update was broken off")
