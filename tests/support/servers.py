@@ -36,7 +36,7 @@ class FakeServer:
         self.broken: dict[str, int] = {}
         self.refused: set[str] = set()  # ids of requests
         self.release_after_abort = False
-        self.hanging: set[str] = set()  # paths without an answer
+        self.hanging: set[str] = set()  # paths without an answer, as long as they are in it
         self.release = asyncio.Event()
         self.release.set()
         self.sampled = 2
@@ -90,8 +90,8 @@ class FakeServer:
         self.calls.append((http.path_qs, value))
         if http.path in self.broken:
             return web.Response(status=self.broken[http.path], text="as it was told")
-        if http.path in self.hanging:
-            await asyncio.Event().wait()
+        while http.path in self.hanging:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         if http.path == "/version":
             return web.json_response({"version": self.release_name})
         if http.path == "/weight_info":

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import join_answers
 from areal_core.controller import pool as module
-from areal_core.controller.pool import GenerationPool
+from areal_core.controller.pool import GenerationPool, server_routes
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
 from tests.support.generation import request
@@ -42,6 +44,13 @@ async def finish(pool, transcript):
 
 def tokens(transcript):
     return [answer.token_ids.tolist() for answer in join_answers(transcript.answers())]
+
+
+async def asked(server, path):
+    """Return once a server has been asked for a path."""
+    async with asyncio.timeout(5):
+        while not any(isinstance(call, tuple) and call[0] == path for call in server.calls):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 async def interrupt(server):
@@ -378,3 +387,133 @@ async def test_a_server_that_sleeps_for_a_controller_that_is_gone_is_woken_befor
     assert servers[0].updates()[0] == ("/wake_up", None)
     assert not servers[0].sleeping
     assert await ask(pool) == [WHOLE]
+
+
+# -- servers that take their time --------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_is_slow_to_join_holds_up_nobody_and_catches_up(servers, pool):
+    newest = version(1)
+    await pool.join("a", servers[0].url, lambda: newest)
+    servers[1].hanging.add("/update_weights")
+    joining = asyncio.ensure_future(pool.join("b", servers[1].url, lambda: newest))
+    await asked(servers[1], "/update_weights")
+    newest = version(2)
+    async with asyncio.timeout(2):
+        await pool.load_version(newest)
+        await pool.leave("nobody")
+    assert (pool.version, pool.capacity, servers[0].label) == (2, 10, "2")
+    servers[1].hanging.clear()
+    await joining
+    assert (pool.version, pool.capacity, servers[1].label) == (2, 20, "2")
+    assert [body["weight_version"] for path, body in servers[1].updates() if path == "/finish_weight_update"] == [
+        "1",
+        "2",
+    ]
+
+
+async def test_versions_never_go_back_for_a_server_that_joined_while_an_older_one_was_on_its_way(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    async with pool.registry.exclusive:
+        late = asyncio.ensure_future(pool.load_version(version(1)))
+        await asyncio.sleep(0)
+        joining = asyncio.ensure_future(pool.join("b", servers[1].url, lambda: version(2)))
+        await asyncio.sleep(0.01)
+    await asyncio.gather(late, joining)
+    await pool.load_version(version(2))
+    assert [server.loaded for server in pool.registry.at_work] == [version(2)] * 2
+    for server in servers:
+        labels = [body["weight_version"] for path, body in server.updates() if path == "/finish_weight_update"]
+        assert labels == sorted(labels)
+
+
+async def test_who_asks_again_waits_for_the_join_that_is_under_way(servers, pool):
+    servers[0].hanging.add("/update_weights")
+    joins = [asyncio.ensure_future(pool.join("a", servers[0].url, lambda: version(1))) for _ in range(2)]
+    await asked(servers[0], "/update_weights")
+    joins[0].cancel()
+    servers[0].hanging.clear()
+    async with asyncio.timeout(5):
+        await joins[1]
+    assert joins[0].cancelled()
+    assert (pool.capacity, servers[0].calls.count(("/version", None))) == (10, 1)
+
+
+async def test_another_server_of_the_name_takes_the_place_of_one_that_has_not_joined(servers, pool):
+    servers[0].hanging.add("/update_weights")
+    first = asyncio.ensure_future(pool.join("a", servers[0].url, lambda: version(1)))
+    await asked(servers[0], "/update_weights")
+    async with asyncio.timeout(5):
+        await pool.join("a", servers[1].url, lambda: version(1))
+        with pytest.raises(ServerLostError, match=f"a at {servers[0].url} was taken out before it had joined"):
+            await first
+    assert [(one.url, one.incarnation) for one in pool.registry.servers] == [(servers[1].url, 2)]
+    assert pool.lost == ()
+
+
+async def test_a_server_leaves_before_it_has_joined(servers, pool):
+    servers[0].hanging.add("/update_weights")
+    joining = asyncio.ensure_future(pool.join("a", servers[0].url, lambda: version(1)))
+    await asked(servers[0], "/update_weights")
+    async with asyncio.timeout(5):
+        await pool.leave("a")
+        with pytest.raises(ServerLostError):
+            await joining
+    assert (pool.registry.servers, pool.lost) == ((), ())
+
+
+async def test_half_an_update_is_none(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    servers[0].hanging.add("/update_weights")
+    loading = asyncio.ensure_future(pool.load_version(version(1)))
+    await asked(servers[0], "/update_weights")
+    loading.cancel()
+    servers[0].hanging.clear()
+    async with asyncio.timeout(5):
+        await pool.registry.until(lambda: pool.version == 1)
+    assert (servers[0].label, pool.capacity) == ("1", 10)
+
+
+async def test_nothing_is_left_of_a_pool_that_is_closed_in_the_middle_of_it_all(servers, pool):
+    running = asyncio.all_tasks()
+    await pool.join("a", servers[0].url, lambda: version(0))
+    for server in servers:
+        server.hanging.add("/update_weights")
+    joining = asyncio.ensure_future(pool.join("b", servers[1].url, lambda: version(1)))
+    await asked(servers[1], "/update_weights")
+    loading = asyncio.ensure_future(pool.load_version(version(1)))
+    await asked(servers[0], "/update_weights")
+    waiting = asyncio.ensure_future(pool.join("c", servers[1].url, lambda: version(1)))
+    await asyncio.sleep(0)
+    known = pool.registry.servers
+    async with asyncio.timeout(5):
+        await pool.close()
+        await asyncio.wait([loading, joining, waiting])
+    assert {server.state.value for server in known} == {"ended"}
+    assert (pool.registry.servers, pool.registry.exclusive.locked()) == ((), False)
+    for server in servers:
+        server.hanging.clear()
+    async with asyncio.timeout(5):
+        while any("GenerationPool" in repr(task) for task in asyncio.all_tasks() - running):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_over_http_a_join_that_takes_its_time_is_asked_for_again(servers, pool):
+    app = web.Application()
+    app.add_routes(server_routes(pool, lambda: version(1)))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    servers[0].hanging.add("/update_weights")
+    async with aiohttp.ClientSession("http://{}:{}".format(*runner.addresses[0][:2])) as http:
+
+        async def join(**more):
+            async with http.post("/servers", json={"name": "a", "url": servers[0].url} | more) as response:
+                return response.status
+
+        assert [await join(timeout_s=0.05) for _ in range(2)] == [204, 204]
+        servers[0].hanging.clear()
+        assert (await join(), pool.capacity) == (200, 10)
+        async with http.delete("/servers/a") as response:
+            assert (response.status, pool.capacity) == (200, 0)
+    await runner.cleanup()

@@ -1,0 +1,242 @@
+"""The life of a server as the picture has it, and updates that hold the servers for no longer than they may."""
+
+import asyncio
+
+import pytest
+
+from areal_core.controller.registry import ServerRegistry, ServerState, Update
+from areal_core.errors import GenerationError, ServerLostError
+from tests.support.servers import version
+
+PICTURE = """
+announced  join   joining
+announced  end    ended
+joining    serve  serving
+joining    fail   lost
+joining    end    ended
+serving    update updating
+serving    leave  leaving
+serving    fail   lost
+serving    end    ended
+updating   load   serving
+updating   fail   lost
+updating   end    ended
+leaving    fail   ended
+leaving    end    ended
+lost       end    ended
+lost       fail   lost
+ended      fail   ended
+"""
+LEADS = {(before, event): after for before, event, after in map(str.split, PICTURE.strip().splitlines())}
+EVENTS = {event for _, event in LEADS}
+WAY = {  # to each state
+    "announced": [], "joining": ["join"], "serving": ["join", "serve"], "updating": ["join", "serve", "update"],
+    "leaving": ["join", "serve", "leave"], "lost": ["join", "fail"], "ended": ["end"],
+}  # fmt: skip
+
+
+class Client:
+    def __init__(self, url="http://a"):
+        self.url = url
+
+
+def brought(registry, state, name="a"):
+    server = registry.announce(name, Client(f"http://{name}"))
+    for event in WAY[state]:
+        registry.apply(server, event)
+    assert server.state.value == state
+    return server
+
+
+@pytest.fixture
+def registry():
+    return ServerRegistry()
+
+
+@pytest.mark.parametrize("event", sorted(EVENTS))
+@pytest.mark.parametrize("state", [state.value for state in ServerState])
+def test_every_event_leads_where_the_picture_says_or_is_refused(registry, state, event):
+    server = brought(registry, state)
+    told = []
+    registry.subscribe(lambda server, before: told.append((before.value, server.state.value)))
+    after = LEADS.get((state, event))
+    if after is None:
+        with pytest.raises(RuntimeError, match=f"a is {state}: no '{event}'"):
+            registry.apply(server, event, "why", version=version(7))
+        assert (server.state.value, server.loaded, told) == (state, None, [])
+        return
+    registry.apply(server, event, "why", version=version(7))
+    assert server.state.value == after
+    assert told == ([] if state == after else [(state, after)])
+    assert server.loaded == (version(7) if event == "load" else None)
+    assert registry.servers == (() if after == "ended" else (server,))
+    assert registry.at_work == ((server,) if after in ("serving", "updating") else ())
+    assert registry.lost == (("http://a",) if after == "lost" else ())
+
+
+def test_the_next_incarnation_of_a_name_ends_one_that_is_lost_and_nobody_else(registry):
+    others = [brought(registry, state, "a") for state in ("announced", "joining", "serving", "updating", "leaving")]
+    elsewhere = brought(registry, "lost", "b")
+    lost = brought(registry, "lost", "a")
+    new = registry.announce("a", Client("http://new"))
+    assert (lost.state.value, new.state.value) == ("ended", "announced")
+    assert registry.servers == (*others, elsewhere, new)
+    assert [server.incarnation for server in (*others, lost, new)] == [1, 2, 3, 4, 5, 6, 7]
+    assert (elsewhere.incarnation, registry.lost) == (1, ("http://b",))
+
+
+def test_the_version_is_the_lowest_of_those_at_work(registry):
+    assert registry.version == 0
+    registry.target = version(9)
+    assert registry.version == 9  # the next one gets it
+    for name, state, loaded in (("a", "serving", 5), ("b", "updating", 4), ("c", "leaving", 3), ("d", "lost", 2)):
+        brought(registry, state, name).loaded = version(loaded)
+    brought(registry, "joining", "e").loaded = version(1)
+    assert registry.version == 4
+    registry.apply(registry.at_work[1], "load", version=version(6))
+    assert registry.version == 5
+
+
+async def test_waiting_ends_with_the_transition_that_is_waited_for(registry):
+    waits = [asyncio.ensure_future(registry.until(lambda: registry.at_work)) for _ in range(2)]
+    server = brought(registry, "joining")
+    await asyncio.sleep(0.01)
+    assert not any(wait.done() for wait in waits)
+    registry.apply(server, "serve")
+    async with asyncio.timeout(2):
+        await asyncio.gather(*waits)
+
+
+async def test_those_that_give_no_answer_have_failed_and_a_mistake_of_ours_is_raised(registry):
+    servers = [brought(registry, "serving", name) for name in "abc"]
+
+    async def call(server):
+        if server.name == "b":
+            raise GenerationError("no")
+        return server.name
+
+    assert await registry.ask(servers, call) == {servers[0]: "a", servers[2]: "c"}
+    assert (servers[1].state.value, servers[1].why) == ("lost", "no")
+
+    async def mistake(server):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await registry.ask(servers[:1], mistake)
+    assert servers[0].at_work
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+async def free(registry):
+    async with asyncio.timeout(2), registry.exclusive:
+        return True
+
+
+async def nothing(_):
+    pass
+
+
+async def test_an_update_takes_those_that_lack_the_version_and_waits_for_its_turn(registry):
+    stale, there = brought(registry, "serving", "a"), brought(registry, "serving", "b")
+    there.loaded = registry.target = version(1)
+    await registry.exclusive.acquire()
+    update = Update(registry, version(1), 5)
+    begun = asyncio.ensure_future(update.begin())
+    await asyncio.sleep(0)
+    assert not begun.done()
+    registry.exclusive.release()
+    await begun
+    assert (stale.state.value, there.state.value, update.members) == ("updating", "serving", (stale,))
+    assert await update.phase(nothing)
+    update.end()
+    assert (stale.state.value, stale.loaded, update.over) == ("serving", version(1), True)
+    assert await free(registry)
+
+
+async def test_an_update_that_a_newer_version_has_overtaken_touches_nobody(registry):
+    server = brought(registry, "serving")
+    registry.target = version(2)  # of one that has joined while this one waited
+    async with Update(registry, version(1), 5) as update:
+        assert update.members == ()
+    assert (server.state.value, server.loaded) == ("serving", None)
+
+
+async def test_an_update_for_others_than_those_at_work_changes_nothing(registry):
+    first, second = brought(registry, "serving", "a"), brought(registry, "serving", "b")
+    update = Update(registry, version(1), 5, members=(first,))
+    with pytest.raises(GenerationError, match="open a new group"):
+        await update.begin()
+    assert (first.state.value, second.state.value) == ("serving", "serving")
+    assert await free(registry)
+
+
+async def test_an_update_that_is_given_up_while_it_waits_never_begins(registry):
+    server = brought(registry, "serving")
+    await registry.exclusive.acquire()
+    update = Update(registry, version(1), 5, members=(server,))
+    begun = asyncio.ensure_future(update.begin())
+    await asyncio.sleep(0)
+    update.abandon("the trainer began again")
+    registry.exclusive.release()
+    with pytest.raises(GenerationError):
+        await begun
+    assert server.state.value == "serving"
+    assert await free(registry)
+
+
+async def test_a_deadline_costs_those_their_place_that_have_not_loaded_and_only_them(registry):
+    slow, quick = brought(registry, "serving", "a"), brought(registry, "serving", "b")
+    registry.target = version(1)
+    async with Update(registry, version(1), 0.05) as update:
+
+        async def load(server):
+            await asyncio.sleep(0 if server is quick else 0.2)
+            update.loaded(server)
+
+        assert not await update.phase(load)
+    assert (quick.state.value, quick.loaded) == ("serving", version(1))
+    assert (slow.state.value, slow.loaded) == ("lost", None)
+    assert "version 1 was not loaded in 0.05 s" in slow.why
+    assert await free(registry)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
+async def test_an_update_that_is_broken_off_leaves_no_server_with_half_of_it(registry, error):
+    server = brought(registry, "serving")
+    registry.target = version(1)
+    with pytest.raises(error):
+        async with Update(registry, version(1), 5):
+            raise error
+    assert server.state.value == "lost"
+    assert await free(registry)
+
+
+async def test_a_server_that_fails_outside_of_a_phase_is_a_member_no_more(registry):
+    first, second = brought(registry, "serving", "a"), brought(registry, "serving", "b")
+    update = Update(registry, version(1), 5, members=(first, second))
+    await update.begin()
+
+    async def call(server):
+        if server is first:
+            registry.apply(first, "fail", "a request of it failed")
+
+    assert await update.phase(call)
+    assert update.members == (second,)
+    update.end()
+    assert (first.loaded, second.loaded) == (None, version(1))
+
+
+async def test_a_phase_reports_those_that_refuse_it(registry):
+    first, second = brought(registry, "serving", "a"), brought(registry, "serving", "b")
+    update = Update(registry, version(1), 5, members=(first, second))
+    await update.begin()
+
+    async def call(server):
+        if server is second:
+            raise ServerLostError("no")
+
+    assert await update.phase(call)
+    update.end()
+    assert (first.state.value, second.state.value) == ("serving", "lost")
