@@ -60,7 +60,7 @@ class GenerationPool:
 
     @property
     def version(self) -> int:
-        """Lowest version loaded by any server that takes work; without servers, the version that the next one gets."""
+        """Lowest version loaded by any server that takes work; without any, the newest that was asked for."""
         return self.registry.version
 
     @property

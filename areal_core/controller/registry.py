@@ -132,7 +132,7 @@ class ServerRegistry:
 
     @property
     def version(self) -> int:
-        """Lowest version loaded by any server at work, i of Eq. 3; without servers, the version that the next gets."""
+        """Lowest version loaded by any server at work, i of Eq. 3; without any, the newest that was asked for."""
         loaded = [server.loaded.version for server in self._servers if server.at_work and server.loaded is not None]
         return min(loaded, default=0 if self.target is None else self.target.version)
 

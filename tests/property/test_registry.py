@@ -1,0 +1,309 @@
+"""The pool and its registry under a virtual clock: servers come, hang, die and leave while versions and requests go on,
+and whatever the order, the recorded versions are true and nobody waits or stays for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_core.api.transcript import Transcript
+from areal_core.controller import pool as module
+from areal_core.controller.pool import GenerationPool
+from areal_core.controller.registry import Server, ServerState
+from areal_core.errors import ArealError, GenerationError, ServerLostError
+from areal_core.types import GenerationRequest, PolicyVersion
+from tests.support.generation import request
+from tests.support.rollout import body
+from tests.support.servers import version
+from tests.support.virtual import run_virtual
+
+PATIENCE_S = 60.0
+NAMES = ("a", "b", "c")
+PHASES = ("load_version", "reload", "begin_transfer", "receive", "end_transfer")
+
+
+class World:
+    """The processes behind the pool, what they really do, and how likely a call of theirs goes wrong."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.fail = rng.choice((0.0, 0.02, 0.1))
+        self.hang = rng.choice((0.0, 0.02))
+        self.slow = rng.choice(PHASES)  # takes longer than the pool has patience, now and then
+        self.actual: dict[str, int] = {}  # version by URL
+        self.dead: set[str] = set()
+        self.clients: list[Client] = []
+        self.newest = version(0)
+        self.pool: GenerationPool
+
+    def start(self) -> str:
+        """A new process, with the base model."""
+        url = f"http://{len(self.actual)}"
+        self.actual[url] = 0
+        return url
+
+
+class Client:
+    """What a GenerationClient is to the pool, over one of the world's processes."""
+
+    world: World
+
+    def __init__(self, url: str, *, update_timeout_s: float, timeline: object) -> None:
+        self.url, self.update_timeout_s = url, update_timeout_s
+        self.resubmitted_tokens = 0
+        self.closed = False
+        self.aborted = asyncio.Event()
+        self.world.clients.append(self)
+
+    async def do(self, name: str) -> None:
+        """Take a while, within the time that a client of vLLM has for it; maybe fail."""
+        world, rng = self.world, self.world.rng
+        long = name in PHASES
+        if self.closed:
+            raise ServerLostError("the client is closed")
+        if long and name == world.slow and rng.random() < 0.2:
+            seconds = rng.uniform(0.5, 1.5) * PATIENCE_S
+        elif rng.random() < world.hang:
+            seconds = 1e6
+        else:
+            seconds = rng.expovariate(0.5 if long else 20.0)
+        try:
+            async with asyncio.timeout(self.update_timeout_s if long else 10.0):
+                await asyncio.sleep(seconds)
+        except TimeoutError:
+            raise ServerLostError(f"{name}: no answer") from None
+        if self.closed or self.url in world.dead:
+            raise ServerLostError(f"{name}: it is gone")
+        if rng.random() < world.fail:
+            raise rng.choice((ServerLostError, GenerationError))(f"{name} failed")
+
+    async def load_version(self, new: PolicyVersion, interruption: str) -> None:
+        await self.do("load_version")
+        self.world.actual[self.url] = new.version
+        await self.do("resume")  # between the two it samples with what nobody knows of yet
+
+    async def reload(self, new: PolicyVersion) -> None:
+        await self.load_version(new, "")
+
+    async def end_transfer(self, new: PolicyVersion, interruption: str) -> None:
+        await self.load_version(new, interruption)
+
+    async def loaded_version(self) -> int:
+        await self.do("loaded_version")
+        return self.world.actual[self.url]
+
+    async def world_size(self) -> int:
+        await self.do("world_size")
+        return 1
+
+    async def is_sleeping(self) -> bool:
+        await self.do("is_sleeping")
+        return False
+
+    async def abort_all(self) -> None:
+        await self.do("abort_all")
+        self.aborted.set()
+        self.aborted = asyncio.Event()
+
+    async def generate(self, asked: GenerationRequest) -> bytes:
+        (server,) = (server for server in self.world.pool.registry.servers if server.client is self)
+        assert server.at_work
+        try:
+            async with asyncio.timeout(self.world.rng.expovariate(0.2)):
+                await self.aborted.wait()
+            finish = "abort"
+        except TimeoutError:
+            finish = "length"
+        await self.do("generate")
+        tokens = list(range(5, 5 + (2 if finish == "abort" else asked.max_tokens)))
+        return body([(tokens[: asked.max_tokens], finish)] * asked.n, self.world.actual[self.url])
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.closed = True
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*_: object) -> None:
+            await self.do(name)
+
+        return call
+
+
+class Play:
+    """Everybody who has to do with the pool, for a while, with looks at what must always hold."""
+
+    def __init__(self, seed: int, transfer: str) -> None:
+        self.rng = random.Random(seed)
+        self.world = Client.world = World(self.rng)
+        self.pool = self.world.pool = GenerationPool(answers_per_server=4, transfer=transfer, patience_s=PATIENCE_S)
+        self.by_files = transfer == "files"
+        self.registry = self.pool.registry
+        self.registry.subscribe(self.look)
+        self.lowest = 0
+        self.gone: Counter[Server] = Counter()
+        self.reported: Counter[str] = Counter()  # URLs, by the launcher's looks
+        self.urls: dict[str, str] = {}  # of the newest process of a name
+        self.over = False
+
+    def look(self, server: Server, before: ServerState) -> None:
+        if server.gone and before not in (ServerState.LOST, ServerState.ENDED):
+            self.gone[server] += 1
+        working = [one for one in self.registry.servers if one.at_work]
+        for one in working:
+            actual = self.world.actual[one.url]
+            recorded = one.loaded.version if one.loaded else None
+            assert recorded == actual or (one.state is ServerState.UPDATING and recorded is not None), (one, actual)
+            assert recorded <= actual
+        assert Counter(one.name for one in working).total() == len({one.name for one in working})
+        for one in self.registry.servers:
+            if one.state is ServerState.JOINING:
+                assert one.name not in {other.name for other in working}
+        assert len(set(self.pool.lost)) == len(self.pool.lost)
+        assert not set(self.pool.lost) & {one.url for one in working}
+        assert self.pool.capacity == 4 * len(working)
+        if working:
+            assert self.pool.version <= min(self.world.actual[one.url] for one in working)
+            assert self.pool.version >= self.lowest, "i went back"
+            self.lowest = self.pool.version
+
+    async def pause(self, mean_s: float) -> None:
+        await asyncio.sleep(self.rng.expovariate(1 / mean_s))
+
+    async def join(self, name: str) -> None:
+        """As a launcher does: asked for again until it is there, or another has come."""
+        url = self.urls[name] = self.world.start()
+        while not self.over and self.urls[name] == url and url not in self.world.dead:
+            try:
+                async with asyncio.timeout(self.rng.choice((1.0, 1000.0))):
+                    await self.pool.join(name, url, lambda: self.world.newest)
+                return
+            except (TimeoutError, ArealError):
+                await asyncio.sleep(1.0)
+
+    async def launcher(self, tasks: asyncio.TaskGroup) -> None:
+        """Starts what was lost again, once for each time that it is reported."""
+        for name in NAMES:
+            tasks.create_task(self.join(name))
+        while not self.over:
+            await asyncio.sleep(1.0)
+            for url in self.pool.lost:
+                name = next((name for name, known in self.urls.items() if known == url), None)
+                if name is not None:
+                    self.reported[url] += 1
+                    self.world.dead.add(url)
+                    tasks.create_task(self.join(name))
+
+    async def trouble(self, tasks: asyncio.TaskGroup) -> None:
+        while not self.over:
+            await self.pause(40.0)
+            name = self.rng.choice(NAMES)
+            match self.rng.randrange(5):
+                case 0:
+                    self.world.dead.add(self.urls[name])
+                    await self.pool.check()
+                case 1:
+                    await self.pool.leave(name)
+                    tasks.create_task(self.join(name))
+                case 2:  # by hand, in the place of one that is at work
+                    tasks.create_task(self.join(name))
+                case 3:
+                    await self.pool.sleep()
+                    await self.pool.wake_up()
+                case _:
+                    await self.pool.check()
+
+    async def publisher(self) -> None:
+        while not self.over:
+            await self.pause(30.0)
+            self.world.newest = version(self.world.newest.version + 1)
+            if not self.by_files:
+                sending = asyncio.ensure_future(self.send())
+            await self.pool.load_version(self.world.newest)
+            if not self.by_files:
+                await sending
+
+    async def send(self) -> None:
+        """As the trainer's process does, with its deaths in the middle: another one starts anew."""
+        newest = self.world.newest
+        for _ in range(4):
+            try:
+                found = await self.pool.transfer.group(newest)
+                if not found["needed"]:
+                    return
+                if not found["open"]:
+                    await self.pool.transfer.open({"rank_offset": 1})
+                for phase in (lambda: self.pool.transfer.begin(newest), lambda: self.pool.transfer.receive({})):
+                    if self.rng.random() < 0.1:
+                        await self.pause(PATIENCE_S)
+                    await phase()
+                if self.rng.random() < 0.9:
+                    await self.pool.transfer.end()
+            except ArealError:
+                await self.pause(2.0)
+
+    async def requests(self, index: int) -> None:
+        number = 0
+        while not self.over:
+            number += 1
+            transcript = Transcript(request(f"{index}-{number}", n=2, max_tokens=6, stop_token_ids=()))
+            try:
+                await self.pool.generate(transcript)
+                assert not transcript.unfinished()
+            except GenerationError:
+                await asyncio.sleep(0.1)
+
+    async def turns(self) -> None:
+        """Nobody has the servers to himself for ever: whoever asks for a turn gets it."""
+        while not self.over:
+            async with asyncio.timeout(12 * PATIENCE_S), self.registry.exclusive:
+                pass
+            await self.pause(20.0)
+
+    async def run(self, seconds: float) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for work in (self.launcher(tasks), self.trouble(tasks), self.publisher(), self.turns()):
+                tasks.create_task(work)
+            for index in range(3):
+                tasks.create_task(self.requests(index))
+            await asyncio.sleep(seconds)
+            self.over = True
+        await self.recovered()
+        await self.pool.close()
+        assert self.registry.servers == ()
+        assert not self.registry.exclusive.locked()
+        assert all(client.closed for client in self.world.clients)
+        assert len(self.gone) == len(self.world.clients)
+        assert set(self.gone.values()) == {1}
+        assert set(self.reported.values()) <= {1}
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    async def recovered(self) -> None:
+        """Once all goes well, every server that is started joins and has the newest version."""
+        self.world.fail = self.world.hang = 0.0
+        self.world.slow = ""
+        self.over = False
+        for name in NAMES:
+            await self.join(name)
+        self.by_files or await self.send()
+        await self.pool.load_version(self.world.newest)
+        assert {server.name for server in self.registry.at_work} == set(NAMES)
+        assert {server.loaded for server in self.registry.at_work} == {self.world.newest}
+        assert self.pool.lost == ()
+
+
+@pytest.mark.parametrize("transfer", ["files", "nccl"])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_versions_are_true_and_nothing_waits_or_stays_whatever_becomes_of_the_servers(transfer: str, seed: int) -> None:
+    async def play() -> None:
+        await Play(seed, transfer).run(1200.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "GenerationClient", Client)
+        run_virtual(play())
