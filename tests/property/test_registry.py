@@ -157,10 +157,10 @@ class Play:
         working = [one for one in self.registry.servers if one.at_work]
         for one in working:
             actual = self.world.actual[one.url]
-            recorded = one.loaded.version if one.loaded else None
-            assert recorded == actual or (one.state is ServerState.UPDATING and recorded is not None), (one, actual)
-            assert recorded <= actual
-        assert Counter(one.name for one in working).total() == len({one.name for one in working})
+            assert one.loaded is not None
+            assert one.loaded.version <= actual
+            assert one.loaded.version == actual or one.state is ServerState.UPDATING, (one, actual)
+        assert len(working) == len({one.name for one in working})
         for one in self.registry.servers:
             if one.state is ServerState.JOINING:
                 assert one.name not in {other.name for other in working}
@@ -222,11 +222,11 @@ class Play:
         while not self.over:
             await self.pause(30.0)
             self.world.newest = version(self.world.newest.version + 1)
-            if not self.by_files:
-                sending = asyncio.ensure_future(self.send())
-            await self.pool.load_version(self.world.newest)
-            if not self.by_files:
-                await sending
+            await self.update()
+
+    async def update(self) -> None:
+        sending = () if self.by_files else (self.send(),)
+        await asyncio.gather(self.pool.load_version(self.world.newest), *sending)
 
     async def send(self) -> None:
         """As the trainer's process does, with its deaths in the middle: another one starts anew."""
@@ -290,8 +290,7 @@ class Play:
         self.over = False
         for name in NAMES:
             await self.join(name)
-        self.by_files or await self.send()
-        await self.pool.load_version(self.world.newest)
+        await self.update()
         assert {server.name for server in self.registry.at_work} == set(NAMES)
         assert {server.loaded for server in self.registry.at_work} == {self.world.newest}
         assert self.pool.lost == ()

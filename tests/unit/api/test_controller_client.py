@@ -39,6 +39,10 @@ def serve(run: RunDir) -> Iterator[Callable[[Answer], ThreadingHTTPServer]]:
                 self.end_headers()
                 self.wfile.write(body)
 
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
+
             def log_message(self, *_: object) -> None:
                 pass
 
@@ -68,6 +72,18 @@ def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[A
     assert manifest.step == 1
     assert manifest.groups[0].group_id == 7
     assert manifest.groups[0].rewards == (1.0, 0.0)
+
+
+def test_a_join_is_asked_for_until_the_server_is_at_work(
+    run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]
+) -> None:
+    answers = iter([(204, b""), (200, b"{}"), (204, b""), (204, b""), (200, b"{}"), (502, b"it runs vLLM 0.31.0")])
+    serve(lambda path: next(answers))
+    client = ControllerClient(run)
+    assert [client.introduce("a", "http://a", timeout_s=1.0) for _ in range(2)] == [False, True]
+    client.join("a", "http://a")
+    with pytest.raises(ProcessError, match=r"POST /servers answered 502: it runs vLLM 0\.31\.0"):
+        client.join("a", "http://a")
 
 
 def test_the_end_of_the_run_and_a_refusal_are_told_apart(
