@@ -29,6 +29,7 @@ class Head:
         self.run = RunDir.create(self.config, info)
         self._lock = FileLock(self.run.head, timeout_s=0.0, busy="the run's lock is held")
         self.lost: list[str] = []  # what the controller says
+        self.slow: set[str] = set()  # names of servers that take their time to join
         self.controllers: list[Controller] = []
 
     def start_controller(self) -> Controller:
@@ -66,10 +67,11 @@ class Controller:
         )  # fmt: skip
 
         class Handler(http.server.BaseHTTPRequestHandler):
-            def answer(self, body: Any) -> None:
-                self.send_response(200)
+            def answer(self, body: Any, status: int = 200) -> None:
+                self.send_response(status)
                 self.end_headers()
-                self.wfile.write(json.dumps(body).encode())
+                if status == 200:
+                    self.wfile.write(json.dumps(body).encode())
 
             def do_GET(self) -> None:
                 self.answer({**status, "lost_servers": head.lost})
@@ -77,7 +79,7 @@ class Controller:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 controller.joined.append((body["name"], body["url"]))
-                self.answer({})
+                self.answer({}, 204 if body["name"] in head.slow else 200)
 
             def log_message(self, *_: Any) -> None:
                 pass

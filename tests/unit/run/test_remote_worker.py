@@ -240,6 +240,26 @@ def test_a_server_that_was_lost_is_started_again_and_joins_anew(head: Head, part
     assert played.end() is None
 
 
+def test_a_server_that_is_slow_to_join_keeps_no_lost_one_from_being_started_again(
+    head: Head, part: Callable[..., Part]
+) -> None:
+    head.trainer_is_ready()
+    head.slow.add("generation-0")
+    controller = head.start_controller()
+    played = part(count=2)
+    wait_for(lambda: "generation-1" in dict(controller.joined))
+    url = dict(controller.joined)["generation-1"]
+    head.lost.append(url)
+    wait_for(lambda: dict(controller.joined)["generation-1"] != url)
+    asked = len(controller.joined)
+    wait_for(lambda: len(controller.joined) > asked)  # the slow one is asked for again
+    assert {name for name, _ in controller.joined[asked:]} == {"generation-0"}
+    head.slow.clear()
+    wait_for(lambda: len(controller.joined) > asked + 1)
+    head.end(summary=True)
+    assert played.end() is None
+
+
 def test_a_run_that_ends_without_a_summary(
     head: Head, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
