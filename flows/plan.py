@@ -11,11 +11,9 @@ from collections.abc import Sequence
 
 from areal_core.errors import ArealError, ConfigError
 from areal_core.models.spec import ModelSpec, read_spec
-from areal_core.planning.footprint import GIB, Footprint, check_footprint, footprint
+from areal_core.planning.footprint import check_footprint, footprint
 from areal_core.run.machine import device_memory
 from flows.compose import compose
-
-H800 = 80e9  # bytes of memory, as the data sheet counts them
 
 _REQUIRED = ("model.path", "task.path", "task.held_out_path")  # what a plan has no use for
 
@@ -76,28 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"areal: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def plan(experiment: str, overrides: Sequence[str] = (), *, memory: float = H800) -> Footprint:
-    """The footprint of one of `PLANNED`. Raises ConfigError for what can't be placed."""
-    config = compose(experiment, [*(f"{name}=unused" for name in _REQUIRED), *overrides])
-    return footprint(config, SPECS[PLANNED[experiment]], memory)
-
-
-def table() -> str:
-    """Markdown: what every planned experiment needs of GPUs of 80 GB. docs/hardware.md holds it."""
-    lines = ["| experiment | model | GPUs | process | GiB | of | what of it |", "|---|---|---|---|---|---|---|"]
-    for experiment, model in PLANNED.items():
-        found = plan(experiment)
-        at = found.placement
-        link = "then" if at.shared else "and"
-        first = f"`{experiment}` | {model} | {at.servers} x {at.devices_per_server} generate, {link} {at.ranks} train"
-        for need in found.needs:
-            cache = f"; cache of {found.answers} answers of {found.context} tokens" if need.who == "server" else ""
-            needed, limit = need.total / GIB, need.limit / GIB
-            lines.append(f"| {first} | {need.who} | {needed:.1f} | {limit:.1f} | {need.shares}{cache} |")
-            first = " | | "
-    return "\n".join(lines)
 
 
 def _spec(model: str) -> ModelSpec:

@@ -64,27 +64,23 @@ def training_pass(config: RunConfig, spec: ModelSpec) -> Parts:
     else:
         activations = spec.layers * layer + max(backward, head)
     changed = spec.parameters / (config.training_ranks if _stage(config) else 1)
-    update = (
-        (1.0 if training.engine == "torch" else 2.0)
-        * _FLOAT
-        * (min(changed, _SUB_GROUP) if _stage(config) == 3 else changed)
-    )
+    at_once = min(changed, _SUB_GROUP) if _stage(config) == 3 else changed
+    update = _FLOAT * at_once * (1 if training.engine == "torch" else 2)
     peak = {"update": update} if update > activations else {"activations": activations}
     return peak | {"collectives": _collectives(config, spec)}
 
 
 def layer_activations(spec: ModelSpec, tokens: int, number: int) -> float:
-    """What the backward pass of one layer needs and `training.forward.decoder_layer` therefore keeps: of each of two
-    norms its input and the normalised input, both in float32, its result, and 4 bytes a token; rotated queries and
-    keys, values, the attention's result as it comes and laid end to end, and 4 bytes a token and head; the gate, its
-    silu, the other input of the product, and the product. T (2 h (8 + b) + b (3 q + 2 k + 4 i) + 4 (2 + heads)).
+    """What the backward pass of one layer needs and `training.model.forward.decoder_layer` therefore keeps: of each of
+    two norms its input and the normalised input, both in float32, and its result; rotated queries and keys, values, the
+    attention's result as it comes and laid end to end; the gate, its silu, the other input of the product, and the
+    product. T (2 h (8 + b) + b (3 q + 2 k + 4 i)).
 
-    (A fused norm keeps less, and so do the kernels of a core, `training.kernels`.)
+    (A fused norm keeps less, and so do the kernels of a core, `training.model.kernels`.)
     """
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     norms = 2 * spec.hidden_size * (2 * _FLOAT + number)
-    rest = number * (3 * query + 2 * key + 4 * spec.intermediate_size)
-    return tokens * (norms + rest + _FLOAT * (2 + spec.heads))
+    return tokens * (norms + number * (3 * query + 2 * key + 4 * spec.intermediate_size))
 
 
 def backward_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
@@ -94,13 +90,11 @@ def backward_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
 
 
 def head_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
-    """The last norm (as in `layer_activations`), the answer tokens' hidden states (at most all of them) and their
-    gradient, the gradient of the output's matrix in float32 and in b, and three slices of the logits in float32
-    (`training.forward`)."""
-    norm = tokens * (spec.hidden_size * (2 * _FLOAT + number) + _FLOAT)
+    """The answer tokens' hidden states (at most all of them) and their gradient, the gradient of the output's matrix in
+    float32 and in b, and three slices of the logits in float32 (`training.model.forward`)."""
     hidden = 2 * tokens * spec.hidden_size * number
     matrix = spec.vocab_size * spec.hidden_size * (_FLOAT + (number if number < _FLOAT else 0))
-    return norm + hidden + matrix + 3 * _FLOAT * min(tokens * spec.vocab_size, LOGITS_AT_ONCE)
+    return hidden + matrix + 3 * _FLOAT * min(tokens * spec.vocab_size, LOGITS_AT_ONCE)
 
 
 def layer_parameters(spec: ModelSpec) -> int:

@@ -17,10 +17,7 @@ from areal_core.models.spec import ModelSpec
 from areal_core.planning.memory import (
     LOGITS_AT_ONCE,
     answer_bytes,
-    backward_buffers,
-    head_buffers,
     kv_bytes,
-    layer_activations,
     layer_parameters,
     server_state,
     training_pass,
@@ -74,12 +71,6 @@ def config(*, generation: dict[str, Any] | None = None, **training: Any) -> RunC
     )
 
 
-def test_parameters_of_the_example() -> None:
-    assert (SPEC.parameters, layer_parameters(SPEC)) == (P, LAYER)
-    tied = dataclasses.replace(SPEC, tie_embeddings=True)
-    assert (tied.parameters, layer_parameters(tied)) == (P - 64000, LAYER)
-
-
 @pytest.mark.parametrize(
     ("training", "weights", "gradients", "optimiser"),
     [
@@ -110,35 +101,6 @@ def test_a_model_of_seven_billion_at_zero_3() -> None:
     assert sum(state.values()) == 18 * 7_615_616_512 / 8  # 17 GB
 
 
-def test_activations_of_a_layer() -> None:
-    # bfloat16, a token: two norms keep 64 x (4 + 4 + 2) + 4 each; q three times 64, k and v 32 each, the MLP 4 x 100,
-    # two bytes each; four heads 4 bytes each.
-    assert layer_activations(SPEC, 10, 2) == 10 * (2 * 644 + 2 * (192 + 64 + 400) + 16)
-    assert layer_activations(SPEC, 10, 4) == 10 * (2 * 772 + 4 * (192 + 64 + 400) + 16)
-
-
-def test_buffers_of_the_way_back() -> None:
-    assert backward_buffers(SPEC, 10, 2) == 10 * 2 * (200 + 128) + 2 * LAYER
-    # The last norm, hidden states twice, the matrix's gradient in float32 and bfloat16, three slices of ten rows.
-    assert head_buffers(SPEC, 10, 2) == 10 * 644 + 2 * 10 * 64 * 2 + 6 * 64000 + 12 * 10 * 1000
-    assert head_buffers(SPEC, 10, 4) == 10 * 772 + 2 * 10 * 64 * 4 + 4 * 64000 + 12 * 10 * 1000
-    assert head_buffers(SPEC, 1 << 20, 4) - (1 << 20) * (772 + 512) == 4 * 64000 + 12 * LOGITS_AT_ONCE
-
-
-def test_a_pass_keeps_all_layers_or_their_inputs() -> None:
-    layer, back, head = (f(SPEC, 1024, 2) for f in (layer_activations, backward_buffers, head_buffers))
-    assert head > back
-    assert layer + back < head
-    kept = training_pass(config(engine="deepspeed", dtype="bfloat16"), SPEC)
-    again = training_pass(config(engine="deepspeed", dtype="bfloat16", checkpoint_activations=True), SPEC)
-    assert kept["activations"] == 2 * layer + head
-    assert again["activations"] == 2 * 1024 * 64 * 2 + head
-    wide = dataclasses.replace(SPEC, vocab_size=10)  # where the head is nothing
-    layer, back = layer_activations(wide, 1024, 2), backward_buffers(wide, 1024, 2)
-    again = training_pass(config(engine="deepspeed", dtype="bfloat16", checkpoint_activations=True), wide)
-    assert again["activations"] == 2 * 1024 * 64 * 2 + layer + back
-
-
 def test_what_is_gathered_and_reduced() -> None:
     def collectives(spec: ModelSpec, **training: Any) -> float:
         return training_pass(config(microbatch_tokens=32768, **training), spec)["collectives"]
@@ -154,21 +116,6 @@ def test_what_is_gathered_and_reduced() -> None:
     assert found == 8 * 5e8 + 2 * (487_605_248 + 152064 * 5120)
 
 
-def test_an_update_may_need_more_than_a_pass() -> None:
-    deep = dataclasses.replace(SPEC, layers=200)
-    assert "activations" in training_pass(config(engine="torch", microbatch_tokens=1024), deep)
-    again = config(engine="torch", microbatch_tokens=32, checkpoint_activations=True)
-    assert training_pass(again, deep) == {
-        "update": 4.0 * deep.parameters,
-        "collectives": 0.0,
-    }
-    for stage, share in ((0, 1), (1, 4), (2, 4), (3, 4)):
-        chosen = config(engine="deepspeed", microbatch_tokens=32, zero_stage=stage, checkpoint_activations=True)
-        assert training_pass(chosen, deep)["update"] == 8.0 * deep.parameters / share
-    chosen = config(engine="deepspeed", dtype="bfloat16", zero_stage=3, microbatch_tokens=32)
-    assert training_pass(chosen, LARGE)["update"] == 8e9  # of eight billion weights a billion at a time
-
-
 @pytest.mark.parametrize(("degree", "heads"), [(1, 2), (2, 1), (4, 1)])
 def test_a_server_of_vllm(degree: int, heads: int) -> None:
     vllm = config(generation={"engine": "vllm", "slots": 16, "vllm": {"tensor_parallel": degree}})
@@ -179,14 +126,6 @@ def test_a_server_of_vllm(degree: int, heads: int) -> None:
         "weights": 2 * P / degree,
         "step": 8192 * (300 / degree + 256) * 2 + 12 * 16 * 1000,
     }
-
-
-def test_a_server_of_another_type() -> None:
-    vllm = config(generation={"engine": "vllm", "vllm": {"dtype": "float32"}})
-    assert server_state(vllm, SPEC)["weights"] == 4 * P
-    assert kv_bytes(vllm, SPEC) == 2 * 2 * 2 * 16 * 4
-    embedded = config(generation={"slots": 16})
-    assert server_state(embedded, SPEC) == {"weights": 8 * P, "step": 24 * 16 * 1000}
 
 
 # -- in fact -----------------------------------------------------------------------------------------------------------
