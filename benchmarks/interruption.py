@@ -42,8 +42,8 @@ from benchmarks._interrupted_server import measure as measure_server
 from benchmarks._machine import last_line
 from benchmarks.emulated import PAPER as TABLE_1
 from benchmarks.emulated import first_end
+from flows.comparison.design import Trial, plan_trials
 from flows.comparison.measures import time_scale, weighted_by_time
-from flows.comparison.plan import Trial, plan
 from flows.comparison.trials import TrialResult, run_trial
 
 SERVER = "server"
@@ -201,7 +201,7 @@ def trials(name: str, seeds: Sequence[int], overrides: Sequence[str]) -> list[Tr
     setting = SETTINGS[name]
     arms = {arm: ["mode=async", f"generation.interruption={arm}"] for arm in setting.arms}
     comparison = f"interruption-{name.replace('.', '-')}-{secrets.token_hex(3)}"
-    return plan(comparison, setting.experiment, arms, seeds, ["tracking=off", *setting.overrides, *overrides])
+    return plan_trials(comparison, setting.experiment, arms, seeds, ["tracking=off", *setting.overrides, *overrides])
 
 
 def _server(arguments: argparse.Namespace) -> dict[str, list[float]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from areal_core.types import RunSummary
 from benchmarks.sync_vs_async import command, run_arms, shown, speeds
-from flows.comparison.statistics import paired_ratio
+from flows.comparison.intervals import paired_ratio
 
 TASKS = {"default": "cpu-async", "long_tail": "long-tail"}
 REFERENCE = "admit"

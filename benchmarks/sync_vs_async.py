@@ -26,8 +26,8 @@ from typing import Any
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.types import RunSummary
 from benchmarks._machine import last_line
-from flows.comparison.plan import plan
-from flows.comparison.statistics import Interval, paired_difference, paired_ratio, verdict
+from flows.comparison.design import plan_trials
+from flows.comparison.intervals import Interval, paired_difference, paired_ratio, verdict
 from flows.comparison.trials import run_all
 
 _NEVER = 100_000  # steps between two evaluations beside the training, which would take cores from either arm
@@ -92,7 +92,7 @@ def run_arms(
         )
     comparison = f"bench-{experiment}-{secrets.token_hex(3)}"
     common = ["tracking=off", f"evaluation.every={_NEVER}", *overrides]
-    trials = plan(comparison, experiment, arms, seeds, common)
+    trials = plan_trials(comparison, experiment, arms, seeds, common)
     results = run_all(trials, log=lambda line: print(line, file=sys.stderr, flush=True))
     summaries: dict[str, dict[int, RunSummary]] = {arm: {} for arm in arms}
     for result in results:

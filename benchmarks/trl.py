@@ -50,7 +50,7 @@ from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import PolicyVersion
 from benchmarks._machine import last_line
-from flows.comparison.statistics import paired_ratio
+from flows.comparison.intervals import paired_ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"

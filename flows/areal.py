@@ -46,7 +46,7 @@ from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus, RunSummary
 from flows.compose import configure
-from flows.report import result_markdown, result_rows
+from flows.run_result import result_markdown, result_rows
 from flows.shared import HOPELESS, PROGRESS, RESULT, Experiment, Minutes, Mode, Natural, Positive, Share
 
 SUMMARY = "areal-summary"  # key of an artifact

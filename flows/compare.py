@@ -43,10 +43,9 @@ from areal_core.launch.process import die_with_parent
 from areal_core.run import launcher as core
 from areal_core.run.progress import describe
 from areal_core.types import RunStatus, RunSummary
-from flows.comparison.headline import metrics, result_table, result_title
-from flows.comparison.plan import DEFAULT_ARMS, Trial, generated_name
+from flows.comparison.design import DEFAULT_ARMS, Trial, generated_name
 from flows.comparison.record import Comparison, read_comparison
-from flows.comparison.report import write_report
+from flows.comparison.report import metrics, result_table, result_title, write_report
 from flows.comparison.trials import TrialResult, load_result, one_line, run_trial
 from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural
 
@@ -85,7 +84,7 @@ def areal_compare(
     # The same name in every attempt of this flow run, hence Prefect's "Retry" resumes.
     name = name or generated_name(experiment, flow_run.id[-12:])
     try:
-        return _compare(Comparison.of(name, experiment, arms, seeds, overrides))
+        return _compare(Comparison(name=name, experiment=experiment, arms=arms, seeds=seeds, overrides=overrides))
     except ArealError as error:
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
@@ -197,13 +196,13 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
     """What came of the comparison: files in its folder and in MLflow, artifacts of the flow run."""
     results = [load_result(planned, failures.get(planned.run_id)) for planned in trials]
     folder = comparison.folder()
-    made = write_report(comparison.name, comparison.arms, results, folder)
-    places = {"report": str(folder / "report.html")}
+    files = write_report(comparison.name, comparison.arms, results, folder)
+    places = {"report": str(folder / "report.md")}
     if parent is not None:
         places["MLflow"] = parent.page or parent.uri
         done = len(trials) - len(failures)
         with _untracked_at_worst():
-            parent.add(metrics(comparison.arms, results), done, [folder / "plan.json", *made.files])
+            parent.add(metrics(comparison.arms, results), done, [folder / "plan.json", *files])
             if beside := parent.side_by_side(trials):
                 places["trials side by side"] = beside
     table = result_table(comparison.arms, results)
@@ -212,7 +211,7 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
     for what, where in places.items():
         if where.startswith("http"):
             create_link_artifact(where, what, key=f"areal-{what.lower().replace(' ', '-')}")
-    create_markdown_artifact(_with_pictures(made.markdown, folder), key=COMPARISON)
+    create_markdown_artifact(_with_pictures((folder / "report.md").read_text(), folder), key=COMPARISON)
 
 
 def _with_pictures(markdown: str, folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import secrets
 import shlex
@@ -12,7 +13,7 @@ from typing import Any
 
 from areal_core.errors import ConfigError
 from flows import watch
-from flows.comparison.plan import DEFAULT_ARMS, generated_name
+from flows.comparison.design import DEFAULT_ARMS, generated_name
 from flows.comparison.record import Comparison, read_comparison
 
 _EPILOG = """
@@ -46,19 +47,18 @@ def parameters(
     """
     first = experiment or "cpu-async"
     name = name or generated_name(first, secrets.token_hex(6))
-    start = Comparison.of(name, first, DEFAULT_ARMS, [1, 2, 3], overrides)
+    start = Comparison(name=name, experiment=first, arms=DEFAULT_ARMS, seeds=[1, 2, 3], overrides=overrides)
     known = read_comparison(start.folder())
     start = known or start
-    chosen = Comparison.of(
-        start.name,
-        experiment or start.experiment,
-        _arms(arm) if arm else {own.name: own.overrides for own in start.arms},
-        start.seeds if seeds is None else _seeds(seeds),
-        overrides or start.overrides,
+    chosen = Comparison(
+        name=name,
+        experiment=experiment or start.experiment,
+        arms=_arms(arm) if arm else start.arms,
+        seeds=start.seeds if seeds is None else _seeds(seeds),
+        overrides=overrides or start.overrides,
     )
     (chosen.continuing(known) if known else chosen).trials()  # all that is wrong with it
-    values = chosen.to_dict()
-    return values | {"arms": {own["name"]: own["overrides"] for own in values["arms"]}, "name": name}
+    return dataclasses.asdict(chosen)
 
 
 def _arms(given: Sequence[str]) -> dict[str, list[str]]:

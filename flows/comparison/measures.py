@@ -1,4 +1,4 @@
-"""What is measured of a trial, one number each, and which trials it can be compared over.
+"""What is measured of a trial, one number each, and how an arm compares with the reference in it.
 
 Definitions are those of docs/metrics.md; what is added here says so at its function.
 """
@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal_core.config.schema import RunConfig
-from areal_core.planning.account import occupied
-from areal_core.tracking.timeline import Span
 from areal_core.types import RunSummary
-from flows.comparison.statistics import Interval, paired_difference, paired_ratio
+from flows.comparison.intervals import Interval, paired_difference, paired_ratio
 from flows.comparison.trials import TrialResult
 
 Effect = Literal["ratio", "difference"]
 
 SCORES = (0.5, 0.75, 0.9, 0.95)  # held-out accuracies, one of which is timed where stop.score sets none
-_ROLES = ("generation", "rewards", "trainer", "publisher", "evaluator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +26,12 @@ class Measure:
     """One row of the report's tables."""
 
     name: str
-    unit: str  # empty where the name says it
+    unit: str = ""  # empty where the name says it
     digits: int  # after the point
     effect: Effect  # how two arms are compared
     value: Callable[[TrialResult], float | None]  # None: this trial has none
-    whole: bool = False  # means nothing of an arm some of whose trials have none
-
-    @property
-    def is_time(self) -> bool:
-        """Of a clock, be it that of an emulated cluster."""
-        return self.unit in ("s", "emulated s")
+    headline: bool = False  # what most readers come for
+    of_all: bool = False  # means nothing of an arm some of whose trials have none
 
     @property
     def neutral(self) -> float:
@@ -50,59 +43,36 @@ class Measure:
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
-def measures(config: RunConfig, target: float | None) -> list[Measure]:
-    """All that say something of runs like `config`; `target` is the score that is timed."""
-    if config.emulated:
-        return [dataclasses.replace(row, unit=f"emulated {row.unit}".strip()) for row in _speed()] + _waiting()
-    return _speed() + (_learning(target) if config.evaluated else []) + _waiting()
-
-
-def _speed() -> list[Measure]:
-    return [
-        _of_summary("effective tokens/s", "", 0, "ratio", lambda s, c: s.effective_tokens_per_s),
-        _of_summary(
-            "effective tokens/s per device",
-            *("", 0, "ratio"),
-            lambda s, c: s.effective_tokens_per_s / c.launch.devices,
-        ),
-        _of_summary(
-            "generated tokens/s per device",
-            *("", 0, "ratio"),
-            lambda s, c: s.generated_tokens_per_s / c.launch.devices,
-        ),
+def measures(results: Sequence[TrialResult]) -> list[Measure]:
+    """All that say something of these trials."""
+    config, target = results[0].trial.config, common_target(results)
+    speed = [
+        _of_summary("effective tokens/s", "", 0, "ratio", lambda s, c: s.effective_tokens_per_s, headline=True),
+        _of_summary("generated tokens/s", "", 0, "ratio", lambda s, c: s.generated_tokens_per_s),
         _of_summary("wall time", "s", 1, "ratio", lambda s, c: s.rl_wall_s * time_scale(c)),
     ]
-
-
-def _learning(target: float | None) -> list[Measure]:
-    rows = [_of_summary("final score", "held-out accuracy", 3, "difference", lambda s, c: s.accuracy_after)]
-    if target is not None:
-        timed = Measure(
-            name=f"time to score {target:g}",
-            unit="s",
-            digits=1,
-            effect="ratio",
-            value=lambda result: time_to_score(result, target),
-            whole=True,
-        )
-        rows.insert(0, timed)
-    return rows
-
-
-def _waiting() -> list[Measure]:
-    return [
+    waiting = [
+        _of_summary("steps", "", 0, "difference", lambda s, c: s.steps),
         _of_summary("staleness, mean", "versions", 2, "difference", lambda s, c: s.staleness_mean),
         _of_summary("staleness, max", "versions", 1, "difference", lambda s, c: s.staleness_max),
-        _share("trainer waits", lambda r: weighted_by_time(r, "bubble/trainer_wait")),
-        _share("generation idle", lambda r: weighted_by_time(r, "bubble/generation_idle")),
-        _share("generation paused for updates", lambda r: weighted_by_time(r, "bubble/generation_paused")),
-        _share("devices idle", devices_idle),
+        _share("trainer waits", "bubble/trainer_wait"),
+        _share("generation idle", "bubble/generation_idle"),
+        _share("generation paused for updates", "bubble/generation_paused"),
     ]
+    if config.emulated:
+        return [dataclasses.replace(row, unit=f"emulated {row.unit}".strip()) for row in speed] + waiting
+    learning: list[Measure] = []
+    if target is not None:
+        learning.append(_time_to(target))
+    if config.evaluated:
+        name, unit = "final score", "held-out accuracy"
+        learning.append(_of_summary(name, unit, 3, "difference", lambda s, c: s.accuracy_after, headline=True))
+    return speed + learning + waiting
 
 
-def succeeded(results: Sequence[TrialResult], arm: str | None = None) -> list[TrialResult]:
-    """Trials with a summary, of one arm or of all."""
-    return [r for r in results if r.summary is not None and arm in (None, r.trial.arm)]
+def succeeded(results: Sequence[TrialResult], arm: str) -> list[TrialResult]:
+    """The arm's trials with a summary."""
+    return [r for r in results if r.summary is not None and r.trial.arm == arm]
 
 
 def values_by_seed(measure: Measure, results: Sequence[TrialResult], arm: str) -> dict[int, float]:
@@ -116,12 +86,7 @@ def unreached(measure: Measure, results: Sequence[TrialResult], arm: str) -> int
 
     Without those that never reached a score, an arm that fails to learn would look the faster for it.
     """
-    return len(succeeded(results, arm)) - len(values_by_seed(measure, results, arm)) if measure.whole else 0
-
-
-def pairs(results: Sequence[TrialResult], arm: str, reference: str) -> set[int]:
-    """Seeds that succeeded in both arms."""
-    return {r.trial.seed for r in succeeded(results, arm)} & {r.trial.seed for r in succeeded(results, reference)}
+    return len(succeeded(results, arm)) - len(values_by_seed(measure, results, arm)) if measure.of_all else 0
 
 
 def effect_of(measure: Measure, results: Sequence[TrialResult], arm: str, reference: str) -> Interval | None:
@@ -143,7 +108,7 @@ def common_target(results: Sequence[TrialResult]) -> float | None:
 
     None where there is no such score, or versions are not scored.
     """
-    trials = succeeded(results)
+    trials = [result for result in results if result.summary is not None]
     if not trials or not trials[0].trial.config.evaluated:
         return None
     if (score := trials[0].trial.config.stop.score) is not None:
@@ -172,64 +137,39 @@ def weighted_by_time(result: TrialResult, key: str) -> float | None:
     return sum(value * weight for value, weight in points) / total if total else None
 
 
-def devices_idle(result: TrialResult) -> float | None:
-    """Share of devices x wall time in which no generation server and no trainer rank was busy, see `account.occupied`.
-
-    None without spans, and for a run that was resumed: its spans hold work that was done twice.
-    """
-    window = rl_window(result)
-    if window is None or resumed(result):
-        return None
-    return 1.0 - occupied(result.spans, result.trial.config, start_s=window[0], end_s=window[1])
-
-
-def resumed(result: TrialResult) -> bool:
-    """Whether the run was cut off and went on: its times include work that was done twice."""
-    return result.summary is not None and result.summary.starts > 1
-
-
 def time_scale(config: RunConfig) -> float:
     """Seconds that a second of the clock stands for: those of the emulated cluster, where there is one."""
     return config.emulation.speed if config.emulated else 1.0
 
 
-def rl_window(result: TrialResult) -> tuple[float, float] | None:
-    """Start and end of the RL wall time, in seconds since the epoch: it ends as the last version is published.
+def _time_to(target: float) -> Measure:
+    def of(result: TrialResult) -> float | None:
+        return time_to_score(result, target)
 
-    Of a run that was restarted, its last part: wall time leaves out what lay between.
-    """
-    published = publications(result.spans)
-    if result.summary is None or not published or not result.summary.rl_wall_s:
-        return None
-    end = published[-1].end_s
-    return end - result.summary.rl_wall_s, end
-
-
-def publications(spans: Sequence[Span]) -> list[Span]:
-    """The publications of versions, by their end."""
-    return sorted((span for span in spans if span.kind == "publish"), key=lambda span: span.end_s)
-
-
-def in_ring_order(process: str) -> tuple[int, int]:
-    """Key that sorts processes as they are read: servers, ranks, the evaluator, each by its index."""
-    name, _, index = process.rpartition("-")
-    return _ROLES.index(name), int(index)
+    name = f"time to score {target:g}"
+    return Measure(name=name, unit="s", digits=1, effect="ratio", value=of, headline=True, of_all=True)
 
 
 def _of_summary(
-    name: str, unit: str, digits: int, effect: Effect, value: Callable[[RunSummary, RunConfig], float | None]
+    name: str,
+    unit: str,
+    digits: int,
+    effect: Effect,
+    value: Callable[[RunSummary, RunConfig], float | None],
+    *,
+    headline: bool = False,
 ) -> Measure:
     def of(result: TrialResult) -> float | None:
         return None if result.summary is None else value(result.summary, result.trial.config)
 
-    return Measure(name=name, unit=unit, digits=digits, effect=effect, value=of)
+    return Measure(name=name, unit=unit, digits=digits, effect=effect, value=of, headline=headline)
 
 
-def _share(name: str, value: Callable[[TrialResult], float | None]) -> Measure:
-    """A share of time, in percent."""
+def _share(name: str, key: str) -> Measure:
+    """The share of time that a curve tells, in percent."""
 
     def of(result: TrialResult) -> float | None:
-        share = value(result)
+        share = weighted_by_time(result, key)
         return None if share is None else 100.0 * share
 
     return Measure(name=name, unit="% of time", digits=1, effect="difference", value=of)

@@ -13,9 +13,9 @@ from areal_core.run.folders import run_folder, tracking_uri
 from areal_core.storage.rundir import write_json
 from areal_core.tracking import mlflow_client
 from areal_core.tracking.outbox import EndStatus
-from flows.comparison.plan import Trial
+from flows.comparison.design import Trial
 from flows.comparison.record import Comparison
-from flows.report import run_page
+from flows.run_result import run_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,7 @@ def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[s
     """The run of a comparison, opened once and found again; None where the reference arm is not tracked.
 
     Its folder remembers it. MLflow is where it is today: a server's address may have changed. Each time its tags and
-    its config.json become those of the comparison as it is now; trials that were tracked before become its children.
-    Raises TrackingError.
+    its config.json become those of the comparison as it is now. Raises TrackingError.
     """
     config = trials[0].config  # of the reference, as plans begin with it
     uri = tracking_uri(config)
@@ -71,13 +70,13 @@ def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[s
     labels = {
         "comparison": comparison.name,
         "experiment": comparison.experiment,
-        "arms": ", ".join(arm.name for arm in comparison.arms),
+        "arms": ", ".join(comparison.arms),
         "seeds": ", ".join(map(str, comparison.seeds)),
         **tags,
     }
     settings = {
         "experiment": comparison.experiment,
-        "arms": {arm.name: " ".join(arm.overrides) for arm in comparison.arms},
+        "arms": {arm: " ".join(overrides) for arm, overrides in comparison.arms.items()},
         "seeds": labels["seeds"],
         "overrides": " ".join(comparison.overrides),
     }
@@ -89,8 +88,6 @@ def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[s
             return parent
     run_id = mlflow_client.start_run(uri, config.tracking.experiment, comparison.name, labels, settings)
     parent = Parent(uri=uri, run_id=run_id)
-    for child in _children(trials):  # of an earlier parent
-        mlflow_client.label_run(uri, child, parent.tags)
     write_json(known, dataclasses.asdict(parent))
     return parent
 

@@ -3,20 +3,20 @@
 <state_dir>/comparisons/<name>/
     plan.json                experiment, arms, seeds, overrides
     tracking.json            the parent run in MLflow, if it is tracked
-    report.md  report.html   with pictures and traces: `flows.comparison.report`
+    report.md                with a picture: `flows.comparison.report`
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from areal_core.errors import ConfigError
 from areal_core.storage.rundir import write_json
-from flows.comparison.plan import Arm, Trial, plan
+from flows.comparison.design import Trial, plan_trials
 from flows.compose import compose
 
 
@@ -26,30 +26,13 @@ class Comparison:
 
     name: str
     experiment: str
-    arms: tuple[Arm, ...]  # the first is the reference
-    seeds: tuple[int, ...]
-    overrides: tuple[str, ...]  # of every arm
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        experiment: str,
-        arms: Mapping[str, Sequence[str]],
-        seeds: Sequence[int],
-        overrides: Sequence[str] = (),
-    ) -> Comparison:
-        return cls(
-            name=name,
-            experiment=experiment,
-            arms=tuple(Arm(name=arm, overrides=tuple(own)) for arm, own in arms.items()),
-            seeds=tuple(seeds),
-            overrides=tuple(overrides),
-        )
+    arms: Mapping[str, Sequence[str]]  # name -> overrides; the first is the reference
+    seeds: Sequence[int]
+    overrides: Sequence[str] = ()  # of every arm
 
     def trials(self) -> list[Trial]:
-        """All of them, in the order in which to run them. Raises ConfigError, as `plan` does."""
-        return plan(self.name, self.experiment, self._overrides_of_arms(), self.seeds, self.overrides)
+        """All of them, in the order in which to run them. Raises ConfigError, as `plan_trials` does."""
+        return plan_trials(self.name, self.experiment, self.arms, self.seeds, self.overrides)
 
     def folder(self) -> Path:
         """Where its record and its report go: below `state_dir`, as it is for all arms. Raises ConfigError."""
@@ -62,17 +45,16 @@ class Comparison:
         """
         self._check("experiment", self.experiment, known.experiment)
         self._check("overrides", list(self.overrides), list(known.overrides))
-        arms = known._overrides_of_arms()
-        for arm in self.arms:
-            self._check(f"arms.{arm.name}", list(arm.overrides), list(arms.setdefault(arm.name, arm.overrides)))
-        seeds = dict.fromkeys((*known.seeds, *self.seeds))
-        return Comparison.of(self.name, self.experiment, arms, [*seeds], self.overrides)
+        arms = dict(known.arms)
+        for arm, overrides in self.arms.items():
+            self._check(f"arms.{arm}", list(overrides), list(arms.setdefault(arm, overrides)))
+        return replace(self, arms=arms, seeds=list(dict.fromkeys((*known.seeds, *self.seeds))))
 
     def to_dict(self) -> dict[str, Any]:
-        """As in plan.json."""
+        """As in plan.json, where a list keeps the order of the arms."""
         return {
             "experiment": self.experiment,
-            "arms": [{"name": arm.name, "overrides": list(arm.overrides)} for arm in self.arms],
+            "arms": [{"name": arm, "overrides": list(overrides)} for arm, overrides in self.arms.items()],
             "seeds": list(self.seeds),
             "overrides": list(self.overrides),
         }
@@ -81,9 +63,6 @@ class Comparison:
         folder = self.folder()
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "plan.json", self.to_dict())
-
-    def _overrides_of_arms(self) -> dict[str, tuple[str, ...]]:
-        return {arm.name: arm.overrides for arm in self.arms}
 
     def _check(self, field: str, asked: object, known: object) -> None:
         if asked != known:
@@ -99,7 +78,7 @@ def read_comparison(folder: Path) -> Comparison | None:
     try:
         known = json.loads(file.read_text())
         arms = {arm["name"]: arm["overrides"] for arm in known["arms"]}
-        return Comparison.of(folder.name, known["experiment"], arms, known["seeds"], known["overrides"])
+        return Comparison(**known | {"name": folder.name, "arms": arms})
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:

@@ -12,9 +12,9 @@ from areal_core.run import launcher as core
 from areal_core.run.folders import Log
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
-from areal_core.tracking.timeline import Span, read_timeline
+from areal_core.tracking.timeline import read_timeline
 from areal_core.types import RunStatus, RunSummary
-from flows.comparison.plan import Trial, differences
+from flows.comparison.design import Trial, differences
 
 Execute = Callable[..., RunSummary]  # `areal_core.run.launcher.execute`
 Curves = dict[str, list[tuple[int, float]]]  # metric key -> (step, value), by step
@@ -30,8 +30,7 @@ class TrialResult:
     summary: RunSummary | None
     failure: str | None  # one line
     curves: Curves  # what there is, also of a trial that failed
-    staleness: dict[int, int]  # versions -> tokens, over all tokens that a successful run trained on
-    spans: list[Span]  # by their start
+    ran: tuple[float, float] | None  # first start and last end of its work, seconds since the epoch
 
 
 def run_all(trials: Sequence[Trial], *, log: Log, execute: Execute = core.execute) -> list[TrialResult]:
@@ -75,13 +74,13 @@ def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
     run = core.run_folder(trial.config, trial.run_id)
     failure = _not_as_planned(trial, run) if failure is None else one_line(failure)
     summary = core.read_summary(run) if failure is None else None
+    spans = read_timeline(run.timeline)
     return TrialResult(
         trial=trial,
         summary=summary,
         failure=failure,
         curves=_curves(run, trial.run_id),
-        staleness={int(versions): tokens for versions, tokens in summary.staleness_tokens.items()} if summary else {},
-        spans=read_timeline(run.timeline),
+        ran=(min(span.start_s for span in spans), max(span.end_s for span in spans)) if spans else None,
     )
 
 

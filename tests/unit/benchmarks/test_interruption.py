@@ -22,7 +22,7 @@ from benchmarks.interruption import (
     trials,
     window,
 )
-from flows.comparison.plan import Trial, differences
+from flows.comparison.design import Trial, differences
 from flows.comparison.trials import TrialResult
 from tests.support.comparison import made_up
 

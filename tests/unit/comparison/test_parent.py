@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +9,6 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from areal_core.config.schema import RunConfig
-from areal_core.storage.rundir import RunDir, RunInfo
 from flows.comparison.parent import Parent, open_parent
 from flows.comparison.record import Comparison
 
@@ -19,7 +16,13 @@ _ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness
 
 
 def _open(folder: Path, overrides: Sequence[str] = (), seeds: Sequence[int] = (1, 2)) -> Parent | None:
-    comparison = Comparison.of("study", "cpu-async", _ARMS, seeds, [f"state_dir={folder}", *overrides])
+    comparison = Comparison(
+        name="study",
+        experiment="cpu-async",
+        arms=_ARMS,
+        seeds=seeds,
+        overrides=[f"state_dir={folder}", *overrides],
+    )
     comparison.write()
     return open_parent(comparison, comparison.trials(), {"areal.flow_run_id": "f"})
 
@@ -68,24 +71,6 @@ def test_continued_parent_tells_of_what_was_added(tmp_path: Path) -> None:
     assert (tags["seeds"], tags["arms"]) == ("1, 2, 3", "sync, async-1")
     kept = json.loads(Path(client.download_artifacts(parent.run_id, "config.json", str(tmp_path))).read_text())
     assert kept["seeds"] == "1, 2, 3"
-
-
-def test_trials_follow_a_new_parent(tmp_path: Path) -> None:
-    first = _open(tmp_path)
-    assert first is not None
-    client = MlflowClient(first.uri)
-    experiment = client.get_run(first.run_id).info.experiment_id
-    children = [client.create_run(experiment, tags=first.tags).info.run_id for _ in range(2)]
-    for run_id, child in zip(("study.sync.s1", "study.async-1.s1"), children, strict=True):
-        info = RunInfo(run_id=run_id, model_path="m", checkpoint_url="c", tracking_run_id=child)
-        RunDir.create(dataclasses.replace(RunConfig(), state_dir=str(tmp_path)), info)
-    client.delete_run(children[1])
-    client.delete_run(first.run_id)
-    second = _open(tmp_path)
-    assert second is not None
-    assert second.run_id != first.run_id
-    assert client.get_run(children[0]).data.tags["mlflow.parentRunId"] == second.run_id
-    assert client.get_run(children[1]).data.tags["mlflow.parentRunId"] == first.run_id  # deleted: left alone
 
 
 def test_untracked_comparison_has_no_parent(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProcessError
 from areal_core.run.launcher import read_summary, run_folder
@@ -17,7 +19,7 @@ from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import MetricRow, RunSummary
-from flows.comparison.plan import Trial, plan
+from flows.comparison.design import Trial, plan_trials
 from flows.comparison.trials import load_result, run_all, run_trial
 from tests.support.comparison import made_up
 
@@ -43,12 +45,12 @@ class Runs:
         TimelineWriter(run.timeline_file("trainer")).span("train", now - 1.0, now, 1)
         summary = self._made_up[run_id]
         assert summary is not None
-        write_json(run.summary, dataclasses.asdict(summary) | {"staleness_tokens": {"0": 30, "1": 12}})
+        write_json(run.summary, dataclasses.asdict(summary))
         return read_summary(run)
 
 
 def _trials(state: Path) -> list[Trial]:
-    return plan("t", "cpu-async", _ARMS, [1, 2], [f"state_dir={state}"])
+    return plan_trials("t", "cpu-async", _ARMS, [1, 2], [f"state_dir={state}"])
 
 
 def test_result_is_what_the_run_left(tmp_path: Path) -> None:
@@ -60,8 +62,8 @@ def test_result_is_what_the_run_left(tmp_path: Path) -> None:
     assert result.summary is not None
     assert result.summary.run_id == "t.sync.s1"
     assert result.curves == {"reward/mean": [(1, 0.1), (2, 0.2)]}
-    assert result.staleness == {0: 30, 1: 12}
-    assert [(span.process, span.kind, span.step) for span in result.spans] == [("trainer-0", "train", 1)]
+    assert result.ran is not None
+    assert result.ran[1] - result.ran[0] == pytest.approx(1.0)
     assert load_result(trials[0]) == result
 
 
@@ -74,7 +76,6 @@ def test_failed_trial_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
     assert failed.failure == "trainer-0 exited with code 3, and its restarts are spent"
     assert failed.summary is None
     assert failed.curves["reward/mean"] == [(1, 0.1), (2, 0.2)]  # as far as it came
-    assert (failed.staleness, failed.spans) == ({}, [])
     assert [result.summary is not None for result in results] == [True, False, True, True]
     assert said == [
         "trial 1 of 4: t.sync.s1",
@@ -92,7 +93,7 @@ def test_run_that_can_not_start_is_a_failed_trial(tmp_path: Path) -> None:
     assert result.summary is None
     assert result.failure is not None
     assert result.failure.startswith("state_dir: can't write to ")
-    assert (result.curves, result.staleness, result.spans) == ({}, {}, [])
+    assert (result.curves, result.ran) == ({}, None)
 
 
 def test_run_without_a_summary_has_failed(tmp_path: Path) -> None:
@@ -111,14 +112,16 @@ def test_failure_counts_more_than_an_old_summary(tmp_path: Path) -> None:
 def test_finished_run_must_be_what_is_planned(tmp_path: Path) -> None:
     made, planned = (
         _trials(tmp_path)[0],
-        plan("t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", "stop.minutes=3"]),
+        plan_trials("t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", "stop.minutes=3"]),
     )
     run_trial(made, log=print, execute=Runs([made]))
     assert load_result(planned[0]).failure == (
         "stop.minutes: must be 3.0 as planned, got None from the finished run t.sync.s1"
     )
     assert load_result(planned[0]).summary is None
-    moved = plan("t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", "storage.url=/elsewhere", "tracking=off"])
+    moved = plan_trials(
+        "t", "cpu-async", _ARMS, [1], [f"state_dir={tmp_path}", "storage.url=/elsewhere", "tracking=off"]
+    )
     assert load_result(moved[0]).summary is not None
 
 

@@ -13,7 +13,7 @@ from areal_core.errors import ConfigError, DivergenceError, ProcessError, Tracki
 from areal_core.types import RunSummary
 from flows import compare
 from flows.compare import _what_failed, _with_mlflow, _with_pictures, _worth_another_try, areal_compare, track
-from flows.comparison.plan import DEFAULT_ARMS, plan
+from flows.comparison.design import DEFAULT_ARMS, plan_trials
 from flows.comparison.record import Comparison
 from flows.compose import experiments
 
@@ -54,7 +54,7 @@ def test_only_what_may_end_otherwise_is_tried_again(error: Exception, again: boo
 
 
 def test_failures_are_counted_and_the_first_ones_named() -> None:
-    trials = plan("study", "cpu-async", DEFAULT_ARMS, [1, 2])
+    trials = plan_trials("study", "cpu-async", DEFAULT_ARMS, [1, 2])
     failures = {trial.run_id: f"reason {number}" for number, trial in enumerate(trials) if number != 1}
     assert _what_failed(trials, failures) == (
         "7 of 8 trials failed: sync seed 1: reason 0; async-2 seed 1: reason 2; async-4 seed 1: reason 3; "
@@ -99,7 +99,7 @@ def test_mlflow_is_waited_for(
     waits: list[float] = []
     monkeypatch.setattr(compare, "get_run_logger", lambda: logging.getLogger("test"))
     monkeypatch.setattr(compare.time, "sleep", waits.append)
-    trial = plan("s", "cpu-async", DEFAULT_ARMS, [1], [f"state_dir={tmp_path}"])[0]
+    trial = plan_trials("s", "cpu-async", DEFAULT_ARMS, [1], [f"state_dir={tmp_path}"])[0]
     execute, said = _Away(away), _Said()
     result = _with_mlflow(trial, {}, cast(Any, said), cast(Any, execute))
     assert execute.attempts == attempts
@@ -111,7 +111,7 @@ def test_mlflow_is_waited_for(
 @pytest.mark.parametrize("done", [True, False])
 def test_report_alone_needs_no_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: bool) -> None:
     away = [f"state_dir={tmp_path}", "tracking.uri=http://127.0.0.1:9"]
-    comparison = Comparison.of("s", "cpu-async", DEFAULT_ARMS, [1], away)
+    comparison = Comparison(name="s", experiment="cpu-async", arms=DEFAULT_ARMS, seeds=[1], overrides=away)
     trials = comparison.trials()
     (tmp_path / "comparisons" / "s").mkdir(parents=True)
     (tmp_path / "comparisons" / "s" / "tracking.json").write_text('{"run_id": "0123"}')

@@ -8,7 +8,7 @@ import pytest
 
 from areal_core.errors import ConfigError
 from flows.compare_command import parameters
-from flows.comparison.plan import DEFAULT_ARMS
+from flows.comparison.design import DEFAULT_ARMS
 from flows.comparison.record import Comparison
 
 
@@ -61,14 +61,16 @@ def test_what_is_wrong_is_one_line(asked: dict[str, Any], line: str) -> None:
 @pytest.fixture
 def known(tmp_path: Path) -> Comparison:
     arms = {"sync": ["mode=sync"], "naive": ["algorithm=naive"]}
-    comparison = Comparison.of("first", "cpu-sync", arms, [5], [f"state_dir={tmp_path}"])
+    comparison = Comparison(
+        name="first", experiment="cpu-sync", arms=arms, seeds=[5], overrides=[f"state_dir={tmp_path}"]
+    )
     comparison.write()
     return comparison
 
 
 def test_name_alone_continues_a_comparison_as_it_is(known: Comparison) -> None:
     again = parameters(overrides=known.overrides, name="first")
-    assert Comparison.of(**again) == known
+    assert Comparison(**again) == known
 
 
 def test_known_comparison_gets_what_is_said(known: Comparison) -> None:

@@ -1,4 +1,4 @@
-"""What is compared with what: arms, seeds, and the checks that make two arms comparable.
+"""The experimental design: arms times seeds as trials in their order, and the checks that make two arms comparable.
 
 Arms are lists of overrides over one experiment; the first arm is the reference. All arms of a seed draw the same
 prompts in the same order and train on the same number of trajectories on the same devices. An asynchronous arm may
@@ -36,14 +36,6 @@ _MATCHED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way to run the experiment."""
-
-    name: str
-    overrides: tuple[str, ...]  # in Hydra's grammar
-
-
-@dataclass(frozen=True, kw_only=True)
 class Trial:
     """One run of a comparison."""
 
@@ -53,7 +45,7 @@ class Trial:
     config: RunConfig
 
 
-def plan(
+def plan_trials(
     comparison: str,
     experiment: str,
     arms: Mapping[str, Sequence[str]],
@@ -100,8 +92,7 @@ def check_matched(configs: Mapping[str, RunConfig]) -> None:
             names = (configs[arm].generation.engine, configs[reference].generation.engine)
             raise _differs(arm, "generation.engine", names[0], reference, names[1])
     for arm, config in configs.items():
-        _check_devices(arm, config)
-    _check_reference(reference, configs[reference])
+        _check_devices(arm, config, baseline=arm == reference and config.mode == "sync" and not config.emulated)
 
 
 def differences(ours: RunConfig, theirs: RunConfig) -> Iterator[tuple[str, Any, Any]]:
@@ -160,34 +151,25 @@ def _check_trajectories(arm: str, config: RunConfig, reference: str, other: RunC
     raise _differs(arm, "rollout.batch_size * training.steps", shown[0], reference, shown[1])
 
 
-def _check_devices(arm: str, config: RunConfig) -> None:
-    """No phase of a run may use more devices than it is charged for.
+def _check_devices(arm: str, config: RunConfig, *, baseline: bool) -> None:
+    """No phase of a run may use more devices than it is charged for, and a `baseline` uses every one in both phases.
 
     Asynchronous servers and ranks that outnumber the cores share them, since a run is confined to launch.devices cores;
     emulated devices, which nothing confines, have a rule of their own in `areal_core.config.schema`.
     """
-    servers, ranks, devices = config.generation_servers, config.training_ranks, config.launch.devices
-    uses = {"generation.servers": servers, "training.ranks": ranks}
-    for name, used in uses.items():
-        if used > devices:
-            raise ConfigError(f"arms.{arm}: {name} must be at most launch.devices ({devices}), got {used}")
-
-
-def _check_reference(arm: str, config: RunConfig) -> None:
-    """A synchronous baseline generates on every device, then trains on every device; what is emulated has a rule of
-    its own."""
-    if config.mode != "sync" or config.emulated:
-        return
-    devices = config.launch.devices
-    uses = {
-        "generation.servers": (config.generation_servers, "generates"),
-        "training.ranks": (config.training_ranks, "trains"),
-    }
-    for name, (used, does) in uses.items():
-        if used != devices:
+    devices, per_server = config.launch.devices, config.devices_per_server
+    all_of_them = f"launch.devices ({devices})"
+    for_servers = all_of_them if per_server == 1 else f"{all_of_them} / {per_server} a server"
+    for name, count, most, limit, phase in (
+        ("generation.servers", config.generation_servers, devices // per_server, for_servers, "generates"),
+        ("training.ranks", config.training_ranks, devices, all_of_them, "trains"),
+    ):
+        if count > most:
+            raise ConfigError(f"arms.{arm}: {name} must be at most {limit}, got {count}")
+        if baseline and count != most:
             raise ConfigError(
-                f"arms.{arm}: {name} must be launch.devices ({devices}) in a synchronous reference, so that every "
-                f"device {does}, got {used}"
+                f"arms.{arm}: {name} must be {limit} in a synchronous reference, so that every device {phase}, "
+                f"got {count}"
             )
 
 

@@ -10,7 +10,7 @@ from areal_core.config.schema import RunConfig, load
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
-from flows.comparison.plan import DEFAULT_ARMS, check_matched, generated_name, plan
+from flows.comparison.design import DEFAULT_ARMS, check_matched, generated_name, plan_trials
 from flows.compose import experiments
 
 _EMULATED = {"generation__engine": "emulated", "training__engine": "emulated"}
@@ -26,7 +26,7 @@ def _config(**dotted: Any) -> RunConfig:
 
 
 def test_every_arm_runs_once_with_every_seed() -> None:
-    trials = plan("study", "cpu-async", DEFAULT_ARMS, [3, 1, 2])
+    trials = plan_trials("study", "cpu-async", DEFAULT_ARMS, [3, 1, 2])
     assert Counter((trial.arm, trial.seed) for trial in trials) == Counter(
         {(arm, seed): 1 for arm in DEFAULT_ARMS for seed in (1, 2, 3)}
     )
@@ -43,14 +43,14 @@ def test_every_arm_runs_once_with_every_seed() -> None:
 
 
 def test_trials_of_a_seed_are_neighbours_and_every_arm_is_first_in_turn() -> None:
-    order = [(trial.seed, trial.arm) for trial in plan("study", "cpu-async", DEFAULT_ARMS, [7, 8, 9, 10, 11])]
+    order = [(trial.seed, trial.arm) for trial in plan_trials("study", "cpu-async", DEFAULT_ARMS, [7, 8, 9, 10, 11])]
     arms = list(DEFAULT_ARMS)
     turns = [arms, arms[1:] + arms[:1], arms[2:] + arms[:2], arms[3:] + arms[:3], arms]
     assert order == [(seed, arm) for seed, turn in zip([7, 8, 9, 10, 11], turns, strict=True) for arm in turn]
 
 
 def test_common_overrides_reach_every_arm_and_an_arm_may_say_otherwise() -> None:
-    trials = plan(
+    trials = plan_trials(
         "study",
         "cpu-async",
         {"a": [], "b": ["training.learning_rate=1e-3"]},
@@ -64,7 +64,7 @@ def test_common_overrides_reach_every_arm_and_an_arm_may_say_otherwise() -> None
 
 
 def test_arms_of_a_seed_really_match() -> None:
-    trials = plan("study", "cpu-async", DEFAULT_ARMS, [5, 6], ["task.held_out=16"])
+    trials = plan_trials("study", "cpu-async", DEFAULT_ARMS, [5, 6], ["task.held_out=16"])
     prompts = {}
     for trial in trials:
         source = open_source(trial.config, char_tokenizer())
@@ -151,11 +151,11 @@ def test_cores_may_be_shared_and_emulated_devices_may_not() -> None:
     crowded = _config(generation__servers=2, training__ranks=2)  # confined to two cores, whatever it starts
     check_matched({"sync": _config(mode="sync"), "crowded": crowded})
     arms = {"sync": ["mode=sync"], "crowded": ["generation.servers=2", "training.ranks=2"]}
-    plan("s", "cpu-async", arms, [1])
+    plan_trials("s", "cpu-async", arms, [1])
     with pytest.raises(
         ConfigError, match=r"^arms\.crowded: launch\.devices: must be at least 4 where accelerators are"
     ):
-        plan("s", "cpu-async", arms, [1], ["generation.engine=emulated", "training.engine=emulated"])
+        plan_trials("s", "cpu-async", arms, [1], ["generation.engine=emulated", "training.engine=emulated"])
 
 
 def test_emulated_and_real_accelerators_are_not_compared() -> None:
@@ -194,18 +194,18 @@ def test_emulated_and_real_accelerators_are_not_compared() -> None:
 )
 def test_what_is_wrong_is_one_line_that_names_it(comparison: str, arms: Any, seeds: list[int], said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        plan(comparison, "cpu-async", arms, seeds)
+        plan_trials(comparison, "cpu-async", arms, seeds)
     assert str(error.value) == said
 
 
 def test_an_unknown_experiment_is_not_blamed_on_an_arm() -> None:
     with pytest.raises(ConfigError, match=r"^experiment: must be one of "):
-        plan("s", "gpu-async", _TWO, [1])
+        plan_trials("s", "gpu-async", _TWO, [1])
 
 
 def test_what_is_wrong_with_all_arms_is_not_blamed_on_one() -> None:
     with pytest.raises(ConfigError, match=r"^training\.step: no such field"):
-        plan("s", "cpu-async", _TWO, [1], ["training.step=3"])
+        plan_trials("s", "cpu-async", _TWO, [1], ["training.step=3"])
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_generated_name_is_a_name(experiment: str) -> None:
     if experiment.startswith(("gpu-", "paper-")):  # these set what only one of the two modes can have
         arms = {"decoupled": ["algorithm.objective=decoupled"], "naive": ["algorithm.objective=naive"]}
         files = ["model.path=m", "task.path=t", "task.held_out_path=h"]
-    assert plan(name, experiment, arms, [1], files)[0].run_id == f"{name}.{next(iter(arms))}.s1"
+    assert plan_trials(name, experiment, arms, [1], files)[0].run_id == f"{name}.{next(iter(arms))}.s1"
 
 
 def test_a_generated_name_is_short_enough() -> None:

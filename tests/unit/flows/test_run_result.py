@@ -4,7 +4,7 @@ import dataclasses
 
 from areal_core.storage.rundir import RunInfo
 from areal_core.types import RunSummary, TokenLedger
-from flows.report import result_markdown, result_rows, tracking_page
+from flows.run_result import result_markdown, result_rows, tracking_page
 
 _INFO = RunInfo(
     run_id="r-1",

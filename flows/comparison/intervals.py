@@ -1,4 +1,4 @@
-"""What a handful of seeds says about a median, without assuming a distribution.
+"""Confidence intervals of medians from a handful of seeds, without assuming a distribution.
 
 The interval between the k-th lowest and the k-th highest of n independent values holds the median of whatever they were
 drawn from with probability P(k <= Binomial(n, 1/2) <= n - k) = 1 - 2 P(Binomial(n, 1/2) < k), for any continuous
@@ -8,14 +8,13 @@ distribution (David and Nagaraja, Order Statistics, section 7.1). Three seeds ca
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-CONFIDENCE = 0.95  # of intervals, where there are values enough
+CONFIDENCE = 0.95  # of intervals, where there are values enough: six
 
 Verdict = Literal["higher", "lower", "no difference"]
 
@@ -31,8 +30,8 @@ class Interval:
     n: int  # values
 
 
-def median_interval(values: Iterable[float], confidence: float = CONFIDENCE) -> Interval:
-    """The narrowest symmetric interval of order statistics whose coverage is at least `confidence`.
+def median_interval(values: Iterable[float]) -> Interval:
+    """The narrowest symmetric interval of order statistics whose coverage is at least `CONFIDENCE`.
 
     Where even the whole range has less, it is the whole range, with the coverage that it has. Raises ValueError without
     values, or for one that is not finite.
@@ -41,28 +40,24 @@ def median_interval(values: Iterable[float], confidence: float = CONFIDENCE) -> 
     n = len(ordered)
     if not ordered or not all(map(math.isfinite, ordered)):
         raise ValueError(f"a median needs finite values, got {ordered}")
-    k = max((k for k in range(1, (n + 1) // 2 + 1) if _coverage(n, k) >= confidence), default=1)
+    k = max((k for k in range(1, (n + 1) // 2 + 1) if coverage(n, k) >= CONFIDENCE), default=1)
     return Interval(
-        median=statistics.median(ordered), low=ordered[k - 1], high=ordered[n - k], coverage=_coverage(n, k), n=n
+        median=statistics.median(ordered), low=ordered[k - 1], high=ordered[n - k], coverage=coverage(n, k), n=n
     )
 
 
-def paired_ratio(
-    values: Mapping[int, float], reference: Mapping[int, float], confidence: float = CONFIDENCE
-) -> Interval:
+def paired_ratio(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval:
     """value / reference of each seed that has both, as `median_interval` puts it. Raises ValueError where no seed has
     both, or a reference is 0."""
     pairs = _pairs(values, reference)
     if zero := [seed for seed, (_, base) in pairs.items() if base == 0]:
         raise ValueError(f"the reference of seed {zero[0]} is 0: no ratio to it")
-    return median_interval((value / base for value, base in pairs.values()), confidence)
+    return median_interval(value / base for value, base in pairs.values())
 
 
-def paired_difference(
-    values: Mapping[int, float], reference: Mapping[int, float], confidence: float = CONFIDENCE
-) -> Interval:
+def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval:
     """value - reference of each seed that has both. Raises ValueError where no seed has both."""
-    return median_interval((value - base for value, base in _pairs(values, reference).values()), confidence)
+    return median_interval(value - base for value, base in _pairs(values, reference).values())
 
 
 def verdict(interval: Interval, neutral: float) -> Verdict:
@@ -72,12 +67,7 @@ def verdict(interval: Interval, neutral: float) -> Verdict:
     return "higher" if interval.low > neutral else "lower"
 
 
-def values_needed(confidence: float = CONFIDENCE) -> int:
-    """The fewest values whose whole range holds the median with probability `confidence`, below 1."""
-    return next(n for n in itertools.count(1) if _coverage(n, 1) >= confidence)
-
-
-def _coverage(n: int, k: int) -> float:
+def coverage(n: int, k: int = 1) -> float:
     """Probability that the median lies between the k-th lowest and the k-th highest of n values."""
     return 1.0 - 2.0 * sum(math.comb(n, i) for i in range(k)) / 2**n
 
