@@ -9,13 +9,14 @@ import torch
 
 from areal_core.training import flops
 
-_SIDE, _TRIES = 1024, 5  # of the matrices of a core's product, and how often it is timed
+_SIDE = 1024  # of the matrices of a core's product
+_TRIES, _ENOUGH_S = 5, 0.5  # how often it is timed, less often where that takes long
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
     """Of matrix products: a GPU's by its data sheet, None for one that is unknown; a core's as one large product in
-    this process reaches it, which takes a fraction of a second. A core without instructions for `dtype` multiplies in
-    float32 what it can, so float32 counts as well."""
+    this process reaches it. A core without instructions for `dtype` takes a hundred times as long for that product as
+    in float32, and less for others, so float32 counts as well."""
     if device.type == "cuda":
         return flops.peak_flops_per_s(torch.cuda.get_device_name(device), str(dtype).removeprefix("torch."))
     return max(_product_flops_per_s(each) for each in {dtype, torch.float32})
@@ -23,8 +24,8 @@ def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
 
 def _product_flops_per_s(dtype: torch.dtype) -> float:
     left, right = torch.rand(2, _SIDE, _SIDE).to(dtype)
-    taken_s = []
-    for _ in range(_TRIES):
+    taken_s: list[float] = []
+    while len(taken_s) < _TRIES and sum(taken_s) < _ENOUGH_S:
         start = time.perf_counter()
         torch.mm(left, right)
         taken_s.append(time.perf_counter() - start)
