@@ -1,14 +1,104 @@
-"""What a benchmark ran on: its last line carries it, as speeds are those of one revision and one machine."""
+"""What every benchmark shares: its command line, progress, arms in turns, processes of one thread, histories of runs,
+and the last line, which says what it was measured on: speeds are those of one revision and one machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import multiprocessing
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+from areal_core.config.schema import RunConfig
+from areal_core.errors import ArealError
+from areal_core.launch import process
+from areal_core.launch.supervisor import CHILD_ENV
+from areal_core.run.launcher import run_folder
+from areal_core.tracking.outbox import Outbox
+
+NEVER = 100_000  # steps between two evaluations beside the training, which would take cores from it
+
+
+def parser(text: str | None, *, overrides: bool = True) -> argparse.ArgumentParser:
+    """Of a benchmark whose module says `text`; with `overrides` of its runs, parse by `parse_intermixed_args`."""
+    made = argparse.ArgumentParser(description=(text or "").partition("\n\n")[0])
+    if overrides:
+        made.add_argument("overrides", nargs="*", metavar="field=value")
+    return made
+
+
+def numbers(text: str) -> list[int]:
+    """`1,2,3`, distinct and not negative: an argument's type."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 0 or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"must be distinct whole numbers from 0 on, got {text}")
+    return found
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a count."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """The type of an argument that chooses, `a,b`."""
+
+    def chosen(text: str) -> list[str]:
+        names = text.split(",")
+        if not set(names) <= set(known):
+            raise argparse.ArgumentTypeError(f"must be some of {','.join(known)}, got {text}")
+        return names
+
+    return chosen
+
+
+def report(measure: Callable[[], Mapping[str, Any]]) -> None:
+    """Measure, and print what was measured, and on what, as one line of JSON; an error of a user's ends in one line."""
+    try:
+        print(last_line(measure()))
+    except ArealError as error:
+        raise SystemExit(f"areal: error: {error}") from None
+
+
+def tell(line: str) -> None:
+    """Progress, beside the result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def in_turns(arms: Sequence[str], turn: int) -> list[str]:
+    """All arms, each turn another one first."""
+    first = turn % len(arms)
+    return [*arms[first:], *arms[:first]]
+
+
+@contextmanager
+def scratch_runs() -> Iterator[list[str]]:
+    """Overrides of untracked runs that leave nothing behind."""
+    with tempfile.TemporaryDirectory(prefix="areal-bench-") as state:
+        yield [f"state_dir={state}", f"storage.url={state}/storage", "tracking.enabled=false"]
+
+
+def history(config: RunConfig, run_id: str) -> dict[str, dict[int, float]]:
+    """The metrics of a run, by step."""
+    with closing(Outbox(run_folder(config, run_id).outbox, run_id)) as outbox:
+        return {key: dict(points) for key, points in outbox.history().items()}
+
+
+def processes(count: int) -> ProcessPoolExecutor:
+    """Processes of one thread each that have done nothing else and end with this one."""
+    os.environ.update(CHILD_ENV)  # read when a process starts and when torch is imported there
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, mp_context=spawn, initializer=process.die_with_parent)
 
 
 def last_line(result: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from areal_core.models.tokenizer import char_tokenizer
 from areal_core.run import base_model
 from areal_core.storage import weights
 from areal_core.types import GenerationRequest, PolicyVersion
+from benchmarks._harness import in_turns
 from benchmarks.generation import Child
 
 SLOTS = 64
@@ -47,7 +48,7 @@ def measure(
             os.sched_setaffinity(0, set(cores[:-1]))
             versions = _Versions(base, scratch)
             for number in range(rounds):
-                for arm in (*arms[number % len(arms) :], *arms[: number % len(arms)]):
+                for arm in in_turns(arms, number):
                     speed = asyncio.run(_window(url, config, arm, versions, seconds, period_s))
                     speeds[arm].append(speed)
                     log(f"server, round {number + 1} of {rounds}: {arm} {speed:.0f} tokens/s")

@@ -17,20 +17,19 @@ from typing import Protocol
 
 import numpy as np
 import psutil
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_core.__main__ import configuration
 from areal_core.config.schema import RunConfig
 from areal_core.environments.arithmetic import training_chain
-from areal_core.launch import process
 from areal_core.models.folders import ModelSpec, init_weights
 from areal_core.training.batching.packing import Packed, pack
 from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.warmup import embedded_spec
 from areal_core.types import Float32Array, GroupPayload
+from benchmarks._harness import in_turns
 from benchmarks._padded_training import PaddedTraining
 
 BATCH_TOKENS = 8192  # real ones, prompts included; the group that goes beyond is the last one
@@ -304,16 +303,9 @@ def peak_mib(how: str, capacity: int) -> float:
 
 
 def _in_turns(updates: Mapping[str, Callable[[], float]], tokens: int, turn: int) -> dict[str, float]:
-    names = list(updates)
-    names = names[turn % len(names) :] + names[: turn % len(names)]
     taken: dict[str, float] = {}
-    for name in names:
+    for name in in_turns(list(updates), turn):
         start = time.process_time()
         updates[name]()
         taken[name] = tokens / (time.process_time() - start)
     return taken
-
-
-def start_process() -> None:
-    process.die_with_parent()
-    torch.set_num_threads(1)

@@ -1,13 +1,10 @@
 """What is asynchrony worth on accelerators? Emulated clusters, synchronous against asynchronous.
 
     python -m benchmarks.emulated [--models 1.5b,7b,14b,32b] [--pairs 2] [--steps 5] [--minutes 0.9] [field=value ...]
-    python -m benchmarks.emulated --sensitivity | --fit      # by the time model alone: two minutes of arithmetic
 
 Real controllers, ledgers, gates, hand-overs and trainers' loops against engines that take an accelerator's time: see
 docs/emulation.md. One set of parameters, fitted to both step times of the paper's 1.5B row; the other rows are
-predictions. `--pairs` is how often the first model is run in both modes; the others are run once. Every step time
-stands beside the one that the time model says without any processes ("simulated_offline"): what is more was lost to
-this machine.
+predictions. `--pairs` is how often the first model is run in both modes; the others are run once.
 
 What this machine takes between two synchronous steps, 0.3 to 0.5 s, counts `emulation.speed`-fold, and in synchronous
 mode alone. So each model has the speed at which a synchronous step takes ten real seconds, of which that is 3 to 5 %.
@@ -21,11 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,18 +29,13 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
 from areal_core.run.launcher import execute, run_folder
 from areal_core.storage.rundir import RunDir
-from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus
-from benchmarks._emulated_offline import Simulated, fit, overhead_share, simulate, with_overhead
-from benchmarks._machine import last_line
+from benchmarks import _harness
 from flows.compose import compose
 
 MODES = ("sync", "async")
 _WARM = 1 / 3  # of an asynchronous run's time, not counted
-_STEP_REAL_S = 10.0  # that a synchronous step takes here
 _ENDLESS = 10_000  # steps, more than any run makes
-_OVERHEADS_S = (0.003, 0.008)  # of a decode step: what else it might be
-_FIT_SEEDS = (1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +46,7 @@ class Row:
     sync_h: float
     async_h: float
     max_staleness: int
+    speed: int  # emulated seconds in a real one, with which a synchronous step takes ten real ones
 
     @property
     def ratio(self) -> float:
@@ -67,10 +57,10 @@ class Row:
 
 
 PAPER = {
-    "1.5b": Row(steps=250, sync_h=41.0, async_h=14.8, max_staleness=8),
-    "7b": Row(steps=250, sync_h=57.7, async_h=25.4, max_staleness=8),
-    "14b": Row(steps=80, sync_h=48.8, async_h=21.9, max_staleness=4),
-    "32b": Row(steps=60, sync_h=51.1, async_h=31.1, max_staleness=4),
+    "1.5b": Row(steps=250, sync_h=41.0, async_h=14.8, max_staleness=8, speed=59),
+    "7b": Row(steps=250, sync_h=57.7, async_h=25.4, max_staleness=8, speed=68),
+    "14b": Row(steps=80, sync_h=48.8, async_h=21.9, max_staleness=4, speed=84),
+    "32b": Row(steps=60, sync_h=51.1, async_h=31.1, max_staleness=4, speed=94),
 }
 _FITTED = "1.5b"
 
@@ -112,43 +102,17 @@ class CpuMeter:
 
 def main() -> None:
     arguments = parse()
-    try:
-        if arguments.fit:
-            result = _fit(arguments.overrides)
-        elif arguments.sensitivity:
-            result = _sensitivity(arguments.models, arguments.overrides)
-        else:
-            result = _compare(arguments)
-    except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
-    print(last_line(result))
+    _harness.report(lambda: _compare(arguments))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; `arguments` stand for it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", type=_models, default=list(PAPER))
-    parser.add_argument("--pairs", type=_positive, default=2, help="of runs of the first model")
-    parser.add_argument("--steps", type=_positive, default=5, help="of each synchronous run, beside its first")
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--models", type=_harness.some_of(list(PAPER)), default=list(PAPER))
+    parser.add_argument("--pairs", type=_harness.positive, default=2, help="of runs of the first model")
+    parser.add_argument("--steps", type=_harness.positive, default=5, help="of each synchronous run, beside its first")
     parser.add_argument("--minutes", type=float, default=0.9, help="of each asynchronous run, real")
-    parser.add_argument("--sensitivity", action="store_true", help="what other decode overheads would say, offline")
-    parser.add_argument("--fit", action="store_true", help=f"fit the free parameters to {_FITTED}, offline")
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
     return parser.parse_intermixed_args(arguments)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
-def _models(text: str) -> list[str]:
-    models = text.split(",")
-    if not set(models) <= set(PAPER):
-        raise argparse.ArgumentTypeError(f"must be some of {','.join(PAPER)}, got {text}")
-    return models
 
 
 def _config(model: str, mode: str, seed: int, overrides: Sequence[str]) -> RunConfig:
@@ -157,91 +121,38 @@ def _config(model: str, mode: str, seed: int, overrides: Sequence[str]) -> RunCo
     return compose(f"emulated-{model}", [*overrides, *arm])
 
 
-# -- by the time model alone ----------------------------------------------------------------------------------------
-
-
-def _both(model: str, overrides: Sequence[str]) -> dict[str, RunConfig]:
-    return {mode: _config(model, mode, 1, overrides) for mode in MODES}
-
-
-def _fit(overrides: Sequence[str]) -> dict[str, Any]:
-    row = PAPER[_FITTED]
-    each: dict[int, tuple[float, int]] = {}
-    for seed in _FIT_SEEDS:
-        sync, asynchronous = (_config(_FITTED, mode, seed, overrides) for mode in MODES)
-        each[seed] = fit(sync, asynchronous, row.step_s("sync"), row.step_s("async"))
-    overheads, slots = zip(*each.values(), strict=True)
-    return {
-        "emulation.decode_overhead_s": statistics.median(overheads),
-        "generation.slots": statistics.median(slots),
-        "by_seed": each,
-        "fitted_to": _FITTED,
-    }
-
-
-def _sensitivity(models: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
-    configs = {model: _both(model, overrides) for model in models}
-    fitted_s = configs[models[0]]["sync"].emulation.decode_overhead_s
-    found: dict[str, dict[str, Any]] = {}
-    for overhead_s in (*_OVERHEADS_S, fitted_s):
-        name = f"{1e3 * overhead_s:g}"
-        found[name] = {}
-        for model, modes in configs.items():
-            results = {mode: simulate(with_overhead(config, overhead_s)) for mode, config in modes.items()}
-            found[name][model] = {"ratio": _ratio(results), **{mode: round(results[mode].step_s) for mode in MODES}}
-            _tell(f"decode overhead {name} ms, {model}: {found[name][model]}")
-    return {
-        "source": "simulated offline",
-        "by_decode_overhead_ms": found,
-        "overhead_share_of_sync_generation": {
-            model: round(overhead_share(modes["sync"]), 2) for model, modes in configs.items()
-        },
-        "paper_ratios": {model: round(PAPER[model].ratio, 2) for model in models},
-    }
-
-
-def _ratio(results: Mapping[str, Simulated] | Mapping[str, Measured]) -> float:
-    return round(results["async"].tokens_per_s / results["sync"].tokens_per_s, 2)
-
-
-# -- with real processes --------------------------------------------------------------------------------------------
-
-
 def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    simulated: dict[str, dict[str, Simulated]] = {}
     measured: dict[str, list[dict[str, Measured]]] = {}
     parameters: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="areal-emulated-") as state:
-        here = [f"state_dir={state}", f"storage.url={state}/storage", "tracking=off"]
-        ends = {"sync": f"training.steps={1 + arguments.steps}", "async": f"training.steps={_ENDLESS}"}
+    with _harness.scratch_runs() as here:
+        ends = {
+            "sync": [f"training.steps={1 + arguments.steps}"],
+            "async": [f"training.steps={_ENDLESS}", f"stop.minutes={arguments.minutes}"],
+        }
         for model in arguments.models:
-            configs = _both(model, arguments.overrides)
-            simulated[model] = {mode: simulate(config) for mode, config in configs.items()}
-            speed = f"emulation.speed={simulated[model]['sync'].step_s / _STEP_REAL_S:.0f}"
-            common = [*here, speed, *arguments.overrides]
+            common = [*here, f"emulation.speed={PAPER[model].speed}", *arguments.overrides]
             parameters[model] = asdict(_config(model, "sync", 1, common).emulation)
             for seed in range(1, 1 + (arguments.pairs if model == arguments.models[0] else 1)):
                 pair: dict[str, Measured] = {}
-                for mode in MODES if seed % 2 else reversed(MODES):
-                    minutes = [f"stop.minutes={arguments.minutes}"] if mode == "async" else []
-                    config = _config(model, mode, seed, [*common, ends[mode], *minutes])
+                for mode in _harness.in_turns(MODES, seed - 1):
+                    config = _config(model, mode, seed, [*common, *ends[mode]])
                     pair[mode] = _run(config, f"{model}-{mode}-{seed}")
                 measured.setdefault(model, []).append(pair)
-            _tell(f"{model}: {step_times(model, measured[model], simulated[model])}")
-    return report(measured, simulated) | {"parameters": parameters}
+            _harness.tell(f"{model}: {step_times(model, measured[model])}")
+    return report(measured) | {"parameters": parameters}
 
 
-def report(
-    measured: Mapping[str, Sequence[Mapping[str, Measured]]], simulated: Mapping[str, Mapping[str, Simulated]]
-) -> dict[str, Any]:
-    """What came out, by model, beside what the time model and the paper say. Fit for JSON."""
-    ratios = {model: [_ratio(pair) for pair in pairs] for model, pairs in measured.items()}
+def report(measured: Mapping[str, Sequence[Mapping[str, Measured]]]) -> dict[str, Any]:
+    """What came out, by model, beside what the paper says. Fit for JSON."""
+    ratios = {
+        model: [round(pair["async"].tokens_per_s / pair["sync"].tokens_per_s, 2) for pair in pairs]
+        for model, pairs in measured.items()
+    }
     return {
         "ratios": {model: round(statistics.median(each), 2) for model, each in ratios.items()},
-        "simulated_offline_ratios": {model: _ratio(simulated[model]) for model in measured},
         "paper_ratios": {model: round(PAPER[model].ratio, 2) for model in measured},
         "each_ratio": ratios,
-        "step_s": {model: step_times(model, pairs, simulated[model]) for model, pairs in measured.items()},
+        "step_s": {model: step_times(model, pairs) for model, pairs in measured.items()},
         "runs": {
             model: [
                 {
@@ -256,14 +167,11 @@ def report(
     }
 
 
-def step_times(
-    model: str, pairs: Sequence[Mapping[str, Measured]], simulated: Mapping[str, Simulated]
-) -> dict[str, dict[str, Any]]:
+def step_times(model: str, pairs: Sequence[Mapping[str, Measured]]) -> dict[str, dict[str, Any]]:
     """Emulated seconds of a step by mode, the median of the runs, and how many steps each run counted."""
     return {
         mode: {
             "measured": round(statistics.median(pair[mode].step_s for pair in pairs)),
-            "simulated_offline": round(simulated[mode].step_s),
             "paper": round(PAPER[model].step_s(mode)),
             "steps": [pair[mode].steps for pair in pairs],
         }
@@ -274,12 +182,10 @@ def step_times(
 def _run(config: RunConfig, run_id: str) -> Measured:
     run = run_folder(config, run_id)
     meter = CpuMeter(run)
-    summary = execute(config, run_id=run_id, log=_tell, on_status=meter.look)
+    summary = execute(config, run_id=run_id, log=_harness.tell, on_status=meter.look)
     assert summary.tokens.balanced, summary.tokens
-    with closing(Outbox(run.outbox, run_id)) as outbox:
-        history = {key: dict(points) for key, points in outbox.history().items()}
-    result = measure(config, history, meter.cores("generation"), meter.cores("controller"))
-    _tell(f"{run_id}: {result}")
+    result = measure(config, _harness.history(config, run_id), meter.cores("generation"), meter.cores("controller"))
+    _harness.tell(f"{run_id}: {result}")
     return result
 
 
@@ -312,10 +218,6 @@ def first_end(mode: str, ends: Mapping[int, float]) -> int:
     run, and of an asynchronous one the first that ended after a third of it."""
     begin_s = _WARM * max(ends.values(), default=0.0) if mode == "async" else 0.0
     return min((step for step, end_s in ends.items() if end_s >= begin_s), default=0)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

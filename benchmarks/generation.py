@@ -25,7 +25,6 @@ Tokens/s are by the wall clock; `cpu_s_share` says how much of the core each arm
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -57,7 +56,7 @@ from areal_core.models.tokenizer import Tokenizer
 from areal_core.run import base_model
 from areal_core.storage import weights
 from areal_core.types import GenerationRequest, PolicyVersion
-from benchmarks._machine import last_line
+from benchmarks import _harness
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -221,7 +220,7 @@ class Bench:
 
     def __init__(self, configs: Mapping[str, RunConfig], scratch: Path, core: int, stack: contextlib.ExitStack) -> None:
         self._core, self._scratch, self._stack = core, scratch, stack
-        folders = {name: base_model.base_model(config, _say) for name, config in configs.items()}
+        folders = {name: prepare.base_model(config, _harness.tell) for name, config in configs.items()}
         self.spec = read_spec(folders["default"])
         long = _with_context(folders["default"], scratch / "long", _LONG_CONTEXT)
         self.load = _load(configs["default"], folders["default"])
@@ -266,7 +265,7 @@ class Bench:
         options = ["--model", model, "--slots", SLOTS, "--context", context, "--ready-file", ready]
         if vllm:
             options += ["--python", VLLM_PYTHON, "--log-file", self._scratch / "vllm.log"]
-        _say(f"starting {name}")
+        _harness.tell(f"starting {name}")
         child = self._child([sys.executable, "-m", module, *map(str, options)], stdout=sys.stderr)
         return child.wait_for(ready), child
 
@@ -295,7 +294,7 @@ def measure(rounds: int, seconds: float, overrides: list[str]) -> dict[str, Any]
         measured = []
         for number in range(rounds):
             measured.append(bench.round(seconds))
-            _say(f"round {number + 1} of {rounds}: {_shown(measured[-1])}")
+            _harness.tell(f"round {number + 1} of {rounds}: {_shown(measured[-1])}")
         return _figures(measured, bench.spec)
 
 
@@ -362,20 +361,12 @@ def _shown(measured: Mapping[str, Any]) -> str:
     return f"{arms} tokens/s; product {measured['gemm_flops'] / 1e9:.0f} GFLOP/s"
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--rounds", type=_harness.positive, default=5)
     parser.add_argument("--window", type=float, default=5.0, help="seconds of each arm in each round")
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
-    arguments = parser.parse_args()
-    try:
-        print(last_line(measure(arguments.rounds, arguments.window, arguments.overrides)))
-    except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
+    arguments = parser.parse_intermixed_args()
+    _harness.report(lambda: measure(arguments.rounds, arguments.window, arguments.overrides))
 
 
 if __name__ == "__main__":

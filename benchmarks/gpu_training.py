@@ -17,11 +17,9 @@ computed again in the backward pass (`checkpointed`), for a step that isn't coun
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +33,7 @@ from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.flops import step_flops
 from areal_core.training.hardware import peak_flops_per_s, peak_memory_bytes
-from benchmarks._machine import last_line
+from benchmarks import _harness
 
 _MEDIAN, _SIGMA, _LONGEST = 1500, 0.8, 7680  # tokens of an answer
 _SHORTEST_PROMPT, _LONGEST_PROMPT = 64, 512
@@ -147,7 +145,7 @@ def report(
         for arm, checkpointed in (("plain", False), ("checkpointed", True)):
             measured = measure(spec, batch, checkpointed=checkpointed, steps=steps, device=device)
             result[name][arm] = measured
-            print(f"{name} {arm}: {json.dumps(measured)}", file=sys.stderr, flush=True)
+            _harness.tell(f"{name} {arm}: {json.dumps(measured)}")
     return result
 
 
@@ -160,15 +158,12 @@ def _timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser = _harness.parser(__doc__, overrides=False)
+    parser.add_argument("--models", type=_harness.some_of(list(MODELS)), default=list(MODELS))
     parser.add_argument("--tokens", type=int, default=131072, help="of a batch")
     parser.add_argument("--microbatch-tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
-    names = arguments.models.split(",")
-    if unknown := [name for name in names if name not in MODELS]:
-        raise SystemExit(f"areal: error: --models: must be of {', '.join(MODELS)}, got {unknown[0]!r}")
     if arguments.microbatch_tokens <= _LONGEST_PROMPT:
         raise SystemExit(
             f"areal: error: --microbatch-tokens: must be more than a prompt, {_LONGEST_PROMPT}, "
@@ -176,9 +171,9 @@ def main() -> None:
         )
     if not torch.cuda.is_available():
         raise SystemExit("areal: error: this benchmark needs a CUDA device, and torch sees none")
-    chosen = {name: MODELS[name] for name in names}
+    chosen = {name: MODELS[name] for name in arguments.models}
     device = torch.device("cuda")
-    print(last_line(report(chosen, arguments.tokens, arguments.microbatch_tokens, arguments.steps, device)))
+    _harness.report(lambda: report(chosen, arguments.tokens, arguments.microbatch_tokens, arguments.steps, device))
 
 
 if __name__ == "__main__":

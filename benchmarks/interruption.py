@@ -2,7 +2,6 @@
 
     python -m benchmarks.interruption [--settings long-tail,emulated-1.5b,...] [--seeds 1,2,3] [--pairs 2]
                                       [--minutes 0.5] [--period 0.1] [field=value ...]
-    python -m benchmarks.interruption --offline       # the emulated ones by the time model alone: a minute
 
 Asynchronous runs that differ in `generation.interruption` alone, staleness bound included. The reference waits: an
 update lets a server's running answers end, starts no other ones meanwhile, swaps, and goes on; each server for itself.
@@ -23,23 +22,17 @@ for which nothing is admitted any more. Emulated runs have no last step: they en
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import secrets
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, ProcessError
-from areal_core.launch import process
-from benchmarks._emulated_offline import simulate
+from benchmarks import _harness
 from benchmarks._interrupted_server import measure as measure_server
-from benchmarks._machine import last_line
 from benchmarks.emulated import PAPER as TABLE_1
 from benchmarks.emulated import first_end
 from flows.comparison.design import Trial, plan_trials
@@ -54,8 +47,6 @@ _ANSWERS = 8192  # of a step of the paper
 _ACCELERATORS = 32  # of Fig. 6a: 4 nodes of 8
 _SLOTS = 144 / 256  # of a slice's batch, as docs/emulation.md has fitted it
 _ENDLESS = 10_000  # steps, more than any emulated run makes
-_NEVER = 100_000  # steps between two evaluations beside the training
-_OFFLINE = (12, 4)  # steps, and those of them that are not counted: about those of an emulated run
 _ROUNDS, _WINDOW_S = 5, 4.0  # of the lone server
 _OURS = ("mode", "seed", "generation.interruption", "generation.engine")
 
@@ -96,7 +87,7 @@ SETTINGS = {
     "long-tail": Setting(
         experiment="long-tail",
         arms=(REFERENCE, INTERRUPTED, "resubmit", "keep"),
-        overrides=("training.steps=60", f"evaluation.every={_NEVER}"),
+        overrides=("training.steps=60", f"evaluation.every={_harness.NEVER}"),
     ),
     "emulated-1.5b": _emulated("1.5b", 100),
     "emulated-7b": _emulated("7b", 100),
@@ -145,55 +136,29 @@ Runs = dict[str, dict[int, Measured]]  # arm -> seed -> run
 
 def main() -> None:
     arguments = parse()
-    try:
-        for override in arguments.overrides:
-            if (name := override.partition("=")[0]) in _OURS:
-                raise ConfigError(f"{name}: this benchmark sets it, arm by arm")
-        if arguments.offline:
-            emulated = [name for name in arguments.settings if name != SERVER and SETTINGS[name].emulated]
-            result = _offline(emulated, arguments.overrides)
-        else:
-            alone = _server(arguments) if SERVER in arguments.settings else {}
-            runs = {name: _measure(name, arguments) for name in arguments.settings if name != SERVER}
-            if runs:
-                print("\n".join(table(runs)))
-            result = server_report(alone) | report(runs)
-    except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
-    print(last_line(result))
+    _harness.report(lambda: _measure_all(arguments))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; `arguments` stand for it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--settings", type=_settings, default=[SERVER, *SETTINGS], help=f"some of {SERVER}, {', '.join(SETTINGS)}"
-    )
-    parser.add_argument("--seeds", type=_seeds, default=[1, 2, 3], help="of the runs on this machine's cores")
-    parser.add_argument("--pairs", type=_positive, default=2, help="of emulated runs, of each setting")
+    parser, known = _harness.parser(__doc__), [SERVER, *SETTINGS]
+    parser.add_argument("--settings", type=_harness.some_of(known), default=known, help=f"some of {', '.join(known)}")
+    parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3], help="of the runs on this machine's cores")
+    parser.add_argument("--pairs", type=_harness.positive, default=2, help="of emulated runs, of each setting")
     parser.add_argument("--minutes", type=float, default=0.5, help="of each emulated run, real")
     parser.add_argument("--period", type=float, default=0.1, help="seconds between two updates of the lone server")
-    parser.add_argument("--offline", action="store_true", help="emulated settings by the time model alone")
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
     return parser.parse_intermixed_args(arguments)
 
 
-def _settings(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= {SERVER, *SETTINGS}:
-        raise argparse.ArgumentTypeError(f"must be some of {','.join((SERVER, *SETTINGS))}, got {text}")
-    return names
-
-
-def _seeds(text: str) -> list[int]:
-    return [int(seed) for seed in text.split(",")]
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+def _measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    for override in arguments.overrides:
+        if (name := override.partition("=")[0]) in _OURS:
+            raise ConfigError(f"{name}: this benchmark sets it, arm by arm")
+    alone = _server(arguments) if SERVER in arguments.settings else {}
+    runs = {name: _measure(name, arguments) for name in arguments.settings if name != SERVER}
+    if runs:
+        print("\n".join(table(runs)))
+    return server_report(alone) | report(runs)
 
 
 def trials(name: str, seeds: Sequence[int], overrides: Sequence[str]) -> list[Trial]:
@@ -207,7 +172,9 @@ def trials(name: str, seeds: Sequence[int], overrides: Sequence[str]) -> list[Tr
 def _server(arguments: argparse.Namespace) -> dict[str, list[float]]:
     [trial, *_] = trials("long-tail", [1], arguments.overrides)
     arms = SETTINGS["long-tail"].arms
-    return measure_server(trial.config, arms, rounds=_ROUNDS, seconds=_WINDOW_S, period_s=arguments.period, log=_tell)
+    return measure_server(
+        trial.config, arms, rounds=_ROUNDS, seconds=_WINDOW_S, period_s=arguments.period, log=_harness.tell
+    )
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------
@@ -220,13 +187,10 @@ def _measure(name: str, arguments: argparse.Namespace) -> Runs:
         for trial in trials(name, arguments.seeds, arguments.overrides):
             found[trial.arm][trial.seed] = _run(trial)
         return found
-    with tempfile.TemporaryDirectory(prefix="areal-interruption-") as state:
-        here = [f"state_dir={state}", f"storage.url={state}/storage", f"stop.minutes={arguments.minutes}"]
-        planned = trials(name, range(1, 1 + arguments.pairs), [*here, *arguments.overrides])
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(
-            len(SETTINGS[name].arms), mp_context=spawn, initializer=process.die_with_parent
-        ) as pool:
+    with _harness.scratch_runs() as here:
+        ends = f"stop.minutes={arguments.minutes}"
+        planned = trials(name, range(1, 1 + arguments.pairs), [*here, ends, *arguments.overrides])
+        with _harness.processes(len(SETTINGS[name].arms)) as pool:
             for _, neighbours in groupby(planned, key=lambda trial: trial.seed):
                 pair = list(neighbours)
                 for trial, measured in zip(pair, pool.map(_run, pair), strict=True):
@@ -235,11 +199,11 @@ def _measure(name: str, arguments: argparse.Namespace) -> Runs:
 
 
 def _run(trial: Trial) -> Measured:
-    result = run_trial(trial, log=lambda line: _tell(f"{trial.run_id}: {line}"))
+    result = run_trial(trial, log=lambda line: _harness.tell(f"{trial.run_id}: {line}"))
     if result.summary is None:
         raise ProcessError(f"{trial.run_id} failed: {result.failure}")
     measured = measure(result)
-    _tell(f"{trial.run_id}: {measured}")
+    _harness.tell(f"{trial.run_id}: {measured}")
     return measured
 
 
@@ -294,25 +258,6 @@ def window(config: RunConfig, ends: Mapping[int, float]) -> tuple[int, int]:
     """The steps between whose ends a run counts, from the seconds at which steps ended: from its first third on until
     the version after which no answer is admitted any more."""
     return first_end("async", ends), min(max(ends, default=0), config.training.steps - config.max_staleness - 1)
-
-
-# -- by the time model alone ----------------------------------------------------------------------------------------
-
-
-def _offline(names: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in names:
-        arms = {
-            trial.arm: simulate(trial.config, steps=_OFFLINE[0], warm=_OFFLINE[1])
-            for trial in trials(name, [1], overrides)
-        }
-        rates = {arm: simulated.generated_tokens_per_s for arm, simulated in arms.items()}
-        found[name] = {
-            "over_waiting": round(rates[INTERRUPTED] / rates[REFERENCE], 3),
-            "step_s": {arm: round(simulated.step_s) for arm, simulated in arms.items()},
-        }
-        _tell(f"{name}: {found[name]}")
-    return {"source": "simulated offline", **found, "paper": PAPER}
 
 
 # -- what came out --------------------------------------------------------------------------------------------------
@@ -390,10 +335,6 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,13 @@ they advise is held against what the runs measured, the first third of each left
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Any
 
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ArealError
 from areal_core.planning.split import Split, splits_of_run
 from areal_core.run.launcher import execute, run_folder
-from areal_core.tracking.outbox import Outbox
-from benchmarks._machine import last_line
+from benchmarks import _harness
 from benchmarks.emulated import measure
 from flows.compose import compose
 
@@ -36,36 +31,32 @@ Speeds = Mapping[int, float]  # ranks -> tokens/s of the emulated cluster
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = _harness.parser(__doc__)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=0.6, help="of each run, real")
     parser.add_argument("--speed", type=float, default=100.0, help="emulated seconds in a real one")
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
     arguments = parser.parse_intermixed_args()
-    try:
-        print(last_line(_measure(arguments)))
-    except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
+    _harness.report(lambda: _measure(arguments))
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     devices, speeds, advised = arguments.devices, {}, {}
-    with tempfile.TemporaryDirectory(prefix="areal-split-") as state:
+    with _harness.scratch_runs() as here:
         for ranks in range(1, devices):
-            config = _config(arguments, ranks, state)
+            config = _config(arguments, ranks, here)
             speeds[ranks] = _run(config, f"ranks-{ranks}")
-            _tell(f"{devices - ranks} servers, {ranks} ranks: {speeds[ranks]:.0f} tokens/s")
+            _harness.tell(f"{devices - ranks} servers, {ranks} ranks: {speeds[ranks]:.0f} tokens/s")
             if ranks in (1, devices - 1):
                 advised[ranks] = splits_of_run(run_folder(config, f"ranks-{ranks}"))[0]
-                _tell(f"it advises {advised[ranks]}")
+                _harness.tell(f"it advises {advised[ranks]}")
     return report(speeds, advised)
 
 
-def _config(arguments: argparse.Namespace, ranks: int, state: str) -> RunConfig:
+def _config(arguments: argparse.Namespace, ranks: int, here: list[str]) -> RunConfig:
     return compose(
         "emulated-1.5b",
         [
-            *(f"state_dir={state}", f"storage.url={state}/storage", "tracking=off"),
+            *here,
             *("rollout.max_staleness=8", f"rollout.batch_size={_ANSWERS * arguments.devices}"),
             *(f"training.steps={_ENDLESS}", f"stop.minutes={arguments.minutes}"),
             *(f"launch.devices={arguments.devices}", f"emulation.speed={arguments.speed}", *arguments.overrides),
@@ -75,11 +66,8 @@ def _config(arguments: argparse.Namespace, ranks: int, state: str) -> RunConfig:
 
 
 def _run(config: RunConfig, run_id: str) -> float:
-    execute(config, run_id=run_id, log=_tell)
-    run = run_folder(config, run_id)
-    with closing(Outbox(run.outbox, run_id)) as outbox:
-        history = {key: dict(points) for key, points in outbox.history().items()}
-    return measure(config, history, 0.0, 0.0).tokens_per_s
+    execute(config, run_id=run_id, log=_harness.tell)
+    return measure(config, _harness.history(config, run_id), 0.0, 0.0).tokens_per_s
 
 
 def report(speeds: Speeds, advised: Mapping[int, Split]) -> dict[str, Any]:
@@ -101,10 +89,6 @@ def report(speeds: Speeds, advised: Mapping[int, Split]) -> dict[str, Any]:
         "where_this_was_short": found,
         "tokens_per_s": {f"{devices - ranks}+{ranks}": round(speed) for ranks, speed in speeds.items()},
     }
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import multiprocessing
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +39,9 @@ from areal_core.api.scored_groups import unpack_group
 from areal_core.api.wire import encode_generation, whole_answers
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
-from areal_core.errors import ArealError, ConfigError
+from areal_core.errors import ConfigError
 from areal_core.evaluation.evaluator import Evaluator
 from areal_core.generation.engines.embedded import Engine
-from areal_core.launch import process
-from areal_core.launch.supervisor import CHILD_ENV
 from areal_core.models.folders import read_spec, read_weights
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.worker import GroupJob, ScoredGroup, score_group
@@ -58,7 +53,7 @@ from areal_core.training.batching.partition import shard
 from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import GenerationRequest, PolicyVersion
-from benchmarks._machine import last_line
+from benchmarks import _harness
 
 OBJECTIVES = ("decoupled", "naive")
 _SETTING = ("training.steps=32", "training.learning_rate=5e-6", "evaluation.every=8", "tracking.enabled=false")
@@ -111,20 +106,21 @@ class Outcome:
 
 def main() -> None:
     options = _parse()
+    _harness.report(lambda: _measure(options))
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
     start = time.monotonic()
-    try:
-        for file in filter(None, (options.out, options.picture)):
-            if not file.absolute().parent.is_dir():
-                raise ConfigError(f"{file}: its folder must exist")  # told now, not after all runs
-        jobs = plan(options.seeds, options.lags, options.overrides)
-        outcomes = list(_run_all(jobs))
-    except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
+    for file in filter(None, (options.out, options.picture)):
+        if not file.absolute().parent.is_dir():
+            raise ConfigError(f"{file}: its folder must exist")  # told now, not after all runs
+    jobs = plan(options.seeds, options.lags, options.overrides)
+    outcomes = list(_run_all(jobs))
     if options.out:
         options.out.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes]))
     if options.picture:
         draw(outcomes, options.picture)
-    print(last_line(summary(outcomes, jobs[0].config) | {"wall_s": round(time.monotonic() - start, 1)}))
+    return summary(outcomes, jobs[0].config) | {"wall_s": round(time.monotonic() - start, 1)}
 
 
 def plan(seeds: Sequence[int], lags: Sequence[int], overrides: Sequence[str]) -> list[Job]:
@@ -134,7 +130,7 @@ def plan(seeds: Sequence[int], lags: Sequence[int], overrides: Sequence[str]) ->
             raise ConfigError(f"{name}: this benchmark sets it, job by job")
     config = configuration(None, [*_SETTING, *overrides])
     preflight(config)
-    model = str(base_model(config, _progress))
+    model = str(base_model(config, _harness.tell))
     return [
         Job(
             lag=lag,
@@ -169,7 +165,7 @@ def run_job(job: Job) -> Outcome:
             steps.append(training.step())
             if step % every == 0 or step == last:
                 accuracy.append((step, evaluator.score(training.versions[-1]).accuracy))
-                _progress(
+                _harness.tell(
                     f"{job.name}: step {step}/{last}, reward {steps[-1].reward:.3f}, accuracy {accuracy[-1][1]:.3f}"
                 )
     return Outcome(
@@ -283,26 +279,15 @@ class LaggedTraining:
 def _run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
     """Run jobs in processes of one thread each; outcomes in the order in which they finish. The first failure ends all
     that have not started."""
-    os.environ.update(CHILD_ENV)  # read when a process starts and when torch is imported there
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(_PROCESSES, mp_context=spawn, initializer=_start_process) as pool:
+    with _harness.processes(_PROCESSES) as pool:
         try:
             for done, future in enumerate(as_completed([pool.submit(run_job, job) for job in jobs]), start=1):
                 outcome = future.result()
-                _progress(f"{done} of {len(jobs)} runs done, this one in {outcome.wall_s:.0f} s")
+                _harness.tell(f"{done} of {len(jobs)} runs done, this one in {outcome.wall_s:.0f} s")
                 yield outcome
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _start_process() -> None:
-    process.die_with_parent()
-    torch.set_num_threads(1)
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 # -- what came out ---------------------------------------------------------------------------------------------
@@ -386,25 +371,16 @@ def draw(outcomes: Sequence[Outcome], file: Path) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=_numbers, default=[1, 2, 3])
-    parser.add_argument("--lags", type=_numbers, default=[0, 4, 8, 16], help="in versions")
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3])
+    parser.add_argument("--lags", type=_harness.numbers, default=[0, 4, 8, 16], help="in versions")
     parser.add_argument("--steps", type=int, help="training.steps")
     parser.add_argument("--out", type=Path, help="write every run's curves here, JSON")
     parser.add_argument("--picture", type=Path, help="draw accuracy over lag into this file")
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
     options = parser.parse_intermixed_args()
     if options.steps is not None:
         options.overrides.append(f"training.steps={options.steps}")
     return options
-
-
-def _numbers(text: str) -> list[int]:
-    """`1,2,3`, distinct and not negative."""
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
-        raise argparse.ArgumentTypeError(f"must be distinct whole numbers from 0 on, got {text}")
-    return numbers
 
 
 if __name__ == "__main__":

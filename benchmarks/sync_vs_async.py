@@ -16,21 +16,17 @@ base and the last version are scored: the cores are for generating and training.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areal_core.errors import ArealError, ConfigError, ProcessError
+from areal_core.errors import ConfigError, ProcessError
 from areal_core.types import RunSummary
-from benchmarks._machine import last_line
+from benchmarks import _harness
 from flows.comparison.design import plan_trials
 from flows.comparison.intervals import Interval, paired_difference, paired_ratio, verdict
 from flows.comparison.trials import run_all
-
-_NEVER = 100_000  # steps between two evaluations beside the training, which would take cores from either arm
 
 ASYNC = ["mode=async"]
 STRONG = ["mode=sync"]
@@ -46,14 +42,10 @@ def main() -> None:
 
 def command(text: str, measure: Measure, *, seeds: Sequence[int]) -> None:
     """A benchmark of runs over seeds as a command; `text` describes it."""
-    parser = argparse.ArgumentParser(description=text.splitlines()[0])
-    parser.add_argument("--seeds", type=lambda given: [int(seed) for seed in given.split(",")], default=seeds)
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help="for all arms")
-    arguments = parser.parse_args()
-    try:
-        print(last_line(measure(arguments.seeds, arguments.overrides)))
-    except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
+    parser = _harness.parser(text)
+    parser.add_argument("--seeds", type=_harness.numbers, default=seeds)
+    arguments = parser.parse_intermixed_args()
+    _harness.report(lambda: measure(arguments.seeds, arguments.overrides))
 
 
 def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
@@ -91,9 +83,9 @@ def run_arms(
             "generation.engine: this benchmark is of this machine's cores; benchmarks.emulated has others"
         )
     comparison = f"bench-{experiment}-{secrets.token_hex(3)}"
-    common = ["tracking=off", f"evaluation.every={_NEVER}", *overrides]
+    common = ["tracking=off", f"evaluation.every={_harness.NEVER}", *overrides]
     trials = plan_trials(comparison, experiment, arms, seeds, common)
-    results = run_all(trials, log=lambda line: print(line, file=sys.stderr, flush=True))
+    results = run_all(trials, log=_harness.tell)
     summaries: dict[str, dict[int, RunSummary]] = {arm: {} for arm in arms}
     for result in results:
         if result.summary is None:

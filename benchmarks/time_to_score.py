@@ -8,41 +8,39 @@ and the cached warm-up are outside. Both accuracies are greedy, over all held-ou
 
 from __future__ import annotations
 
-import argparse
-import sys
+from typing import Any
 
 from areal_core.__main__ import configuration
-from areal_core.errors import ArealError
 from areal_core.run.launcher import execute
 from areal_core.types import RunSummary
-from benchmarks._machine import last_line
+from benchmarks import _harness
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
-    parser.add_argument("overrides", nargs="*", metavar="field=value")
-    arguments = parser.parse_args()
-    try:
-        summaries = [_run(seed, arguments.overrides) for seed in arguments.seeds]
-    except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
-    print(
-        last_line(
-            {
-                "accuracy_before": [round(summary.accuracy_before, 4) for summary in summaries],
-                "accuracy_after": [round(summary.accuracy_after, 4) for summary in summaries],
-                "rl_wall_s": [round(summary.rl_wall_s, 2) for summary in summaries],
-                "steps": [summary.steps for summary in summaries],
-                "seeds": arguments.seeds,
-            }
-        )
-    )
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3])
+    arguments = parser.parse_intermixed_args()
+    _harness.report(lambda: measure(arguments.seeds, arguments.overrides))
+
+
+def measure(seeds: list[int], overrides: list[str]) -> dict[str, Any]:
+    summaries = [_run(seed, overrides) for seed in seeds]
+    return {
+        "accuracy_before": [_rounded(summary.accuracy_before) for summary in summaries],
+        "accuracy_after": [_rounded(summary.accuracy_after) for summary in summaries],
+        "rl_wall_s": [round(summary.rl_wall_s, 2) for summary in summaries],
+        "steps": [summary.steps for summary in summaries],
+        "seeds": seeds,
+    }
 
 
 def _run(seed: int, overrides: list[str]) -> RunSummary:
     config = configuration(None, ["name=time-to-score", f"seed={seed}", *overrides])
-    return execute(config, log=lambda line: print(f"seed {seed}: {line}", file=sys.stderr, flush=True))
+    return execute(config, log=lambda line: _harness.tell(f"seed {seed}: {line}"))
+
+
+def _rounded(score: float | None) -> float | None:
+    return None if score is None else round(score, 4)
 
 
 if __name__ == "__main__":

@@ -29,52 +29,37 @@ loss; that they have the same gradient is checked before anything is measured (`
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import multiprocessing
-import os
 import secrets
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
 from areal_core.__main__ import configuration
-from areal_core.errors import ArealError
-from areal_core.launch.supervisor import CHILD_ENV
-from areal_core.run.launcher import execute, run_folder
-from areal_core.tracking.outbox import Outbox
+from areal_core.run.launcher import execute
+from benchmarks import _harness
 from benchmarks import _training_offline as offline
-from benchmarks._machine import last_line
 
 PAPER_CAPACITY = 512  # of offline.CAPACITIES: to the longest sequence as in the paper
-_NEVER = 100_000  # steps between two evaluations, which would take the trainer's core
 
 Rounds = Sequence[Mapping[str, float]]  # real tokens by CPU second of each arm, round by round
-History = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value)
+History = Mapping[str, Mapping[int, float]]  # metric -> step -> value
 T = TypeVar("T")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help="of the real runs")
-    arguments = parser.parse_args()
-    try:
-        print(last_line(measure(arguments.rounds, arguments.seeds, arguments.overrides)))
-    except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--rounds", type=_harness.positive, default=9)
+    parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3])
+    arguments = parser.parse_intermixed_args()
+    _harness.report(lambda: measure(arguments.rounds, arguments.seeds, arguments.overrides))
 
 
 def measure(rounds: int, seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
-    os.environ.update(CHILD_ENV)  # read when a process starts and when torch is imported there
     shares = {seed: overhead_share(_run(seed, overrides)) for seed in seeds}
-    _say(f"overhead share by seed: {shares}")
+    _harness.tell(f"overhead share by seed: {shares}")
     for name in offline.SETTINGS | offline.SHARING:
         apart(offline.check, name)
-        _say(f"{name}: all arms make the same gradient")
+        _harness.tell(f"{name}: all arms make the same gradient")
     speeds = {name: apart(offline.speeds, name, rounds) for name in offline.SETTINGS}
     sharing = {name: apart(offline.sharing, name, rounds) for name in offline.SHARING}
     allowed = {name: apart(offline.saved, name) for name in offline.SHARING}
@@ -155,27 +140,25 @@ def overhead_share(history: History) -> float:
     """Of the steps after the first, which also makes what later ones find made."""
 
     def seconds(key: str) -> float:
-        return sum(value for step, value in history[key] if step > 1)
+        return sum(value for step, value in history[key].items() if step > 1)
 
     return 1 - seconds("time/compute_s") / seconds("time/trainer_s")
 
 
 def _run(seed: int, overrides: Sequence[str]) -> History:
     """The metrics of a real run of the default experiment."""
-    common = ["name=bench-training", "tracking.enabled=false", f"evaluation.every={_NEVER}", f"seed={seed}"]
+    common = ["name=bench-training", "tracking.enabled=false", f"evaluation.every={_harness.NEVER}", f"seed={seed}"]
     config = configuration(None, [*common, *overrides])
     run_id = f"bench-training-{secrets.token_hex(3)}"
-    execute(config, run_id=run_id, log=lambda line: _say(f"seed {seed}: {line}"))
-    with contextlib.closing(Outbox(run_folder(config, run_id).outbox, run_id)) as outbox:
-        return outbox.history()
+    execute(config, run_id=run_id, log=lambda line: _harness.tell(f"seed {seed}: {line}"))
+    return _harness.history(config, run_id)
 
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:
     """Call it in a process of its own, which has one thread and has done nothing else."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=offline.start_process) as pool:
+    with _harness.processes(1) as pool:
         result = pool.submit(function, *arguments).result()
-    _say(f"{function.__name__}{arguments}: {result}")
+    _harness.tell(f"{function.__name__}{arguments}: {result}")
     return result
 
 
@@ -185,10 +168,6 @@ def _median(values: Sequence[float]) -> float:
 
 def _rounded(values: Sequence[float]) -> list[float]:
     return [round(value, 3) for value in values]
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ median over seeds.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -25,7 +24,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +37,7 @@ from safetensors.numpy import load_file
 from areal_core.__main__ import configuration
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
-from areal_core.errors import ArealError, ConfigError, ProcessError, StorageError
+from areal_core.errors import ConfigError, ProcessError, StorageError
 from areal_core.evaluation.evaluator import Evaluator
 from areal_core.launch import process
 from areal_core.launch.supervisor import CHILD_ENV
@@ -47,9 +45,8 @@ from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.launcher import execute, prepare
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
-from areal_core.tracking.outbox import Outbox
 from areal_core.types import PolicyVersion
-from benchmarks._machine import last_line
+from benchmarks import _harness
 from flows.comparison.intervals import paired_ratio
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,11 +91,6 @@ class Measurement:
 
 
 Measurements = Mapping[int, Mapping[str, Measurement]]  # seed -> system -> measurement
-
-
-def order(position: int) -> tuple[str, ...]:
-    """Which system goes first with the seed at `position`: they take turns."""
-    return SYSTEMS if position % 2 == 0 else SYSTEMS[::-1]
 
 
 def speedups(measured: Measurements, target: float) -> dict[str, Any]:
@@ -228,11 +220,10 @@ def _launch(folder: Path, ranks: int) -> None:
 def train_areal(config: RunConfig, run: RunDir) -> Training:
     """Run the prepared run `run` to its end, keeping every version that it publishes."""
     with kept_versions(run.weights) as versions:
-        summary = execute(config, run_id=run.info().run_id, log=_progress)
+        summary = execute(config, run_id=run.info().run_id, log=_harness.tell)
     if len(versions) != summary.steps:
         raise ProcessError(f"version {len(versions) + 1} of {run.root} was gone before it could be kept")
-    with contextlib.closing(Outbox(run.outbox, run.info().run_id)) as outbox:
-        elapsed_s = dict(outbox.history()["time/elapsed_s"])
+    elapsed_s = _harness.history(config, run.info().run_id)["time/elapsed_s"]
     return Training(elapsed_s=tuple(elapsed_s[step] for step in range(1, summary.steps + 1)), versions=tuple(versions))
 
 
@@ -281,7 +272,7 @@ def measure(seeds: Sequence[int], steps: int, target: float) -> dict[str, Any]:
         raise ConfigError(f"{PYTHON.parents[1].name}: TRL's environment is absent; `make bench NAME=trl` makes it")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     configs = {seed: _config(seed, steps) for seed in seeds}
-    runs = {seed: prepare(_timed(configs[seed]), run_id=f"peer-{stamp}-s{seed}", log=_progress) for seed in seeds}
+    runs = {seed: prepare(_timed(configs[seed]), run_id=f"peer-{stamp}-s{seed}", log=_harness.tell) for seed in seeds}
     some = configs[seeds[0]]
     model = Path(runs[seeds[0]].info().model_path)
     folder = Path(some.state_dir).absolute() / "peers" / stamp
@@ -294,14 +285,14 @@ def measure(seeds: Sequence[int], steps: int, target: float) -> dict[str, Any]:
     packages: dict[str, str] = {}
     for position, seed in enumerate(seeds):
         measured[seed] = {}
-        for system in order(position):
+        for system in _harness.in_turns(SYSTEMS, position):
             if system == "trl":
                 training, packages = train_trl(configs[seed], model, folder / f"trl-s{seed}", cores)
             else:
                 training = train_areal(_timed(configs[seed]), runs[seed])
             one = score(training, evaluator, folder / f"{system}-s{seed}" / "versions", target)
             measured[seed][system] = one
-            _progress(
+            _harness.tell(
                 f"seed {seed}: {system}: {one.step_s:.2f} s a step, {target:g} after {one.time_to_score(target)} s "
                 f"(step {one.step_of_score(target)}), accuracy {one.accuracy}"
             )
@@ -343,20 +334,13 @@ def _figures(one: Measurement, target: float) -> dict[str, Any]:
     }
 
 
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=25)
+    parser = _harness.parser(__doc__, overrides=False)
+    parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3])
+    parser.add_argument("--steps", type=_harness.positive, default=25)
     parser.add_argument("--score", type=float, default=0.75, help="held-out accuracy, 0 to 1")
     options = parser.parse_args()
-    try:
-        print(last_line(measure(options.seeds, options.steps, options.score)))
-    except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
+    _harness.report(lambda: measure(options.seeds, options.steps, options.score))
 
 
 if __name__ == "__main__":

@@ -173,13 +173,14 @@ def _legend(arms: Arms, results: Results) -> str:
 def _reading(arms: Arms, results: Results) -> str:
     """What a cell is, and how far its interval can be trusted."""
     seeds, reference = len(_seeds(results)), next(iter(arms))
+    what = f"Medians [intervals] over seeds; then the ratio or difference to {reference}, seed by seed."
     if seeds == 1:
-        return "One seed has no interval and gives no verdict; six give intervals of 95 % or more."
+        return f"{what} One seed has no interval and gives no verdict; six give intervals of 95 % or more."
+    held = f"{100 * median_interval(range(seeds)).coverage:.4g} %"
     advice = "" if coverage(seeds) >= CONFIDENCE else "; 95 % need six seeds"
     return (
-        f"Medians [intervals] over seeds; then the ratio or difference to {reference}, seed by seed. An interval of "
-        f"{seeds} values holds the true median with {100 * median_interval(range(seeds)).coverage:.4g} %, whatever the "
-        f"distribution{advice}. No difference: 1 for ratios, or 0 for differences, lies in it."
+        f"{what} An interval of {seeds} values holds the true median with {held}, whatever the distribution{advice}. "
+        "No difference: 1 for ratios, or 0 for differences, lies in it."
     )
 
 

@@ -9,13 +9,11 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError
-from benchmarks._emulated_offline import simulate
 from benchmarks.interruption import (
     SETTINGS,
     Measured,
     main,
     measure,
-    parse,
     report,
     server_report,
     table,
@@ -85,13 +83,6 @@ def test_four_nodes_have_the_papers_batch() -> None:
         assert shares[0] == pytest.approx(shares[1])
 
 
-@pytest.mark.parametrize("arguments", [["--pairs", "0"], ["--settings", "long-tail,short-tail"]])
-def test_what_can_not_be_run_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(arguments)
-    assert f"argument {arguments[0]}: must be" in capsys.readouterr().err
-
-
 def test_what_makes_an_arm_can_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["interruption", "generation.interruption=keep"])
     with pytest.raises(SystemExit, match=r"^areal: error: generation.interruption: this benchmark sets it"):
@@ -156,18 +147,6 @@ def test_a_report_holds_ratios_seed_by_seed() -> None:
     lines = table(runs)
     assert len(lines) == 7
     assert lines[2].split()[:4] == ["long-tail", "recompute", "1.200", "1.100-1.300"]
-
-
-def test_by_the_time_model_an_update_that_waits_costs_generation() -> None:
-    """Answers of several lengths end one after the other, and none starts meanwhile."""
-    rates = {arm: simulate(emulated(arm)).generated_tokens_per_s for arm in ("wait", "recompute")}
-    assert rates["wait"] < 0.9 * rates["recompute"]
-
-
-def test_by_the_time_model_nothing_waits_where_no_update_comes_in_time() -> None:
-    """Training takes so long that a step is all that counts, whatever an update does."""
-    slow = {arm: simulate(emulated(arm, training_share=0.002)) for arm in ("wait", "recompute")}
-    assert slow["wait"].step_s == pytest.approx(slow["recompute"].step_s, rel=0.01)
 
 
 def test_the_lone_server_is_compared_round_by_round():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from areal_core.storage import weights
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.engines.torch_engine import TorchEngine
 from benchmarks import staleness
-from benchmarks.staleness import Job, LaggedTraining, Outcome, behaviour_version, by_seed, draw, summary
+from benchmarks.staleness import Job, LaggedTraining, Outcome, draw, summary
 from tests.support.models import SPEC, write_tiny
 
 TINY = {
@@ -56,11 +55,6 @@ OUTCOMES = [  # in the order in which jobs happened to finish
     outcome("decoupled", 0, 2, 0.8),
     outcome("naive", 0, 2, 0.8),
 ]
-
-
-def test_behaviour_is_lag_versions_behind_the_one_that_learns_and_never_before_the_base() -> None:
-    assert [behaviour_version(step, 0) for step in range(1, 5)] == [0, 1, 2, 3]
-    assert [behaviour_version(step, 2) for step in range(1, 6)] == [0, 0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -127,13 +121,6 @@ def test_summary_has_means_by_objective_and_lag() -> None:
     assert answer["base_accuracy"] == 0.2
 
 
-def test_by_seed_is_in_order_whatever_finished_first() -> None:
-    table = by_seed(OUTCOMES)
-    assert list(table) == ["decoupled", "naive"]
-    assert [list(lags) for lags in table.values()] == [[0, 4], [0, 4]]
-    assert table["decoupled"][4] == {1: 0.7, 2: 0.8}
-
-
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     draw(OUTCOMES, tmp_path / "lag.png")
     assert (tmp_path / "lag.png").read_bytes().startswith(b"\x89PNG")
@@ -143,10 +130,3 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
 def test_fields_that_the_jobs_differ_in_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=f"^{override.partition('=')[0]}: this benchmark sets it"):
         staleness.plan([1], [0], [override])
-
-
-def test_numbers_are_distinct_and_not_negative() -> None:
-    assert staleness._numbers("0,4,8") == [0, 4, 8]
-    for wrong in ("1,1", "-1,2"):
-        with pytest.raises(argparse.ArgumentTypeError, match="distinct whole numbers"):
-            staleness._numbers(wrong)

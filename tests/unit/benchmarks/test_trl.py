@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.trl import Measurement, order, speedups
+from benchmarks.trl import Measurement, speedups
 
 
 def measurement(step_s: float, *accuracy: float, steps: int = 4) -> Measurement:
@@ -45,8 +45,3 @@ def test_no_speedup_to_a_score_that_one_of_them_missed(slow: str) -> None:
     assert found["speedup_to_score"] is None
     assert found["interval_to_score"] is None
     assert found["speedup_per_step"] is not None
-
-
-def test_the_systems_take_turns_in_going_first() -> None:
-    assert [order(position)[0] for position in range(4)] == ["areal", "trl", "areal", "trl"]
-    assert all(sorted(order(position)) == ["areal", "trl"] for position in range(2))

@@ -109,9 +109,8 @@ def test_a_ratio_to_nothing_is_left_out(tmp_path: Path) -> None:
 
 
 def test_arm_that_did_not_reach_the_score_is_not_timed(tmp_path: Path) -> None:
-    missing = {("async-1", 3): {"time_to_score_s": None}}
     results = [
-        made_up(trial, **missing.get((trial.arm, trial.seed), {"time_to_score_s": 10.0}))
+        made_up(trial, time_to_score_s=None if trial.run_id == "study.async-1.s3" else 10.0)
         for trial in _trials((1, 2, 3), "stop.score=0.8")
     ]
     cells = ["10.0 [10.0, 10.0]", "not reached by 1 of 3"]
