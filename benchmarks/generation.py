@@ -220,7 +220,7 @@ class Bench:
 
     def __init__(self, configs: Mapping[str, RunConfig], scratch: Path, core: int, stack: contextlib.ExitStack) -> None:
         self._core, self._scratch, self._stack = core, scratch, stack
-        folders = {name: prepare.base_model(config, _harness.tell) for name, config in configs.items()}
+        folders = {name: base_model.base_model(config, _harness.tell) for name, config in configs.items()}
         self.spec = read_spec(folders["default"])
         long = _with_context(folders["default"], scratch / "long", _LONG_CONTEXT)
         self.load = _load(configs["default"], folders["default"])
