@@ -1,0 +1,67 @@
+"""CPU seconds of each test, of its own process and of those that it started: wall time says more of the machine's other
+work than of the test. A plugin of pytest; with xdist its workers measure, and the process that reports adds up."""
+
+from __future__ import annotations
+
+import resource
+from collections import defaultdict
+from dataclasses import dataclass
+
+import pytest
+
+BUDGET_S = 20.0  # of a test without the marker `cpu_seconds`; machines differ by 2 to 3 times
+_LISTED = 15
+
+
+@dataclass
+class _Spent:
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    budget_s: float = BUDGET_S
+
+
+class CpuSeconds:
+    """Processes count where they end: those of a shared fixture where that is torn down."""
+
+    def __init__(self) -> None:
+        self._counted_s = _used_s()
+        self._tests: defaultdict[str, _Spent] = defaultdict(_Spent)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> object:
+        self._counted_s = _used_s()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> object:
+        report = yield
+        before, self._counted_s = self._counted_s, _used_s()
+        marker = item.get_closest_marker("cpu_seconds")
+        report.cpu_s = self._counted_s - before  # attributes of a report travel to the process that reports
+        report.budget_s = marker.args[0] if marker else BUDGET_S
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        spent = self._tests[report.nodeid.partition("@")[0]]  # xdist adds the group
+        spent.cpu_s += report.cpu_s
+        spent.wall_s += report.duration
+        spent.budget_s = report.budget_s
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """The dearest tests, and those beyond their budget: told, not failed, as machines differ."""
+        ranked = sorted(self._tests.items(), key=lambda test: -test[1].cpu_s)
+        if not ranked:
+            return
+        in_all = sum(spent.cpu_s for _, spent in ranked)
+        terminalreporter.section(f"dearest of {len(ranked)} tests, {in_all:.0f} CPU seconds in all")
+        for name, spent in ranked[:_LISTED]:
+            terminalreporter.line(f"{spent.cpu_s:6.1f} CPU s {spent.wall_s:6.1f} s  {name}")
+        for name, spent in ranked:
+            if spent.cpu_s > spent.budget_s:
+                terminalreporter.line(f"more than its {spent.budget_s:g} CPU seconds: {name}", yellow=True)
+
+
+def _used_s() -> float:
+    """By this process and by those of its descendants that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
