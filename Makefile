@@ -10,10 +10,14 @@ MUTANTS_SETUP := .venv-mutants/.complete
 VLLM_INSTALLED := .venv-vllm/.complete
 VLLM_SETUP := .venv-vllm/.plugin
 
+# Processes that run tests, a file each: they wait more than they compute, so one more than the cores of a small machine.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
+
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare test test-vllm test-hosts test-gpu chaos mutants lint up down doctor plan advise bench clean
+.PHONY: help train compare test test-all test-vllm test-hosts test-gpu chaos mutants lint up down doctor plan advise bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
@@ -30,8 +34,11 @@ compare: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## synchr
 	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(SEEDS),--seeds '$(SEEDS)') \
 	  $(if $(NAME),--name '$(NAME)') $(ARGS)
 
-test: $(SETUP) ## every test that needs nothing but this set-up: ARGS= goes to pytest
-	$(BIN)/python -m pytest -m 'not gpu and not s3 and not vllm and not chaos and not hosts' $(ARGS)
+test: $(SETUP) ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
+	$(PYTEST) -m 'not gpu and not s3 and not vllm and not chaos and not hosts' $(ARGS)
+
+test-all: $(SETUP) $(VLLM_SETUP) ## the same, vLLM's own server on a CPU and machines that are network namespaces (as root)
+	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not chaos' -rs $(ARGS)
 
 test-vllm: $(SETUP) $(VLLM_SETUP) ## what needs vLLM's own server, on a CPU: ARGS= goes to pytest
 	AREAL_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m 'vllm and not chaos' $(ARGS)

@@ -6,9 +6,11 @@ import os
 os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.cpu_seconds import CpuSeconds
 
@@ -18,21 +20,31 @@ settings.register_profile("explore", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 _FIRST = ("integration", "conformance", "hosts", "chaos")  # folders of processes, which take longest
+_SHARING = ("conformance", "hosts")  # folders whose files share a server or a network
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuSeconds())
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker takes whole files, so that what a file's tests share is made once: the long ones first."""
+    """Long files come first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: _folder(item.nodeid) not in _FIRST)
 
-    def late(item: pytest.Item) -> bool:
-        return Path(item.location[0]).parts[1] not in _FIRST
 
-    items.sort(key=late)
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            shared = "vllm" if item.get_closest_marker("vllm") else item.location[0]  # one of its servers for all
-            item.add_marker(pytest.mark.xdist_group(shared))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _Scheduling(config, log)
+
+
+class _Scheduling(LoadScopeScheduling):
+    """A worker takes whole files, or a whole folder, so that what its tests share is started once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if (folder := _folder(nodeid)) in _SHARING:
+            return f"{folder} of vllm" if "[vllm" in nodeid else folder
+        return nodeid.partition("::")[0]
+
+
+def _folder(nodeid: str) -> str:
+    return Path(nodeid.partition("::")[0]).parts[1]

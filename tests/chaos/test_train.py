@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -26,6 +27,7 @@ from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from flows.stack import ROOT
 from tests.support.control import environment, processes_of, tiny
+from tests.support.runs import kill_all
 
 T = TypeVar("T")
 
@@ -63,11 +65,12 @@ class Train:
     def __enter__(self) -> Train:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for pid in processes_of(self._state):
-            os.kill(pid, signal.SIGKILL)
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        kill_all(lambda: processes_of(self._state))
         self.process.wait()
         self._output.close()
+        if failure is not None:  # a flow run that was cut off would go on for ever in this database
+            shutil.rmtree(self._state / "prefect", ignore_errors=True)
 
     def output(self) -> str:
         return Path(self._output.name).read_text()

@@ -13,6 +13,7 @@ from areal_core.config.schema import load
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.run.launcher import execute, run_folder
 from areal_core.types import GroupPayload
+from tests.support.models import put_base_model
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -26,7 +27,7 @@ def run(root: Path, mode: str) -> tuple[list[list[GroupPayload]], list[float], l
             "mode": mode,
             "state_dir": str(root / "state"),
             "storage": {"url": str(root / mode)},
-            "tracking": {"uri": f"sqlite:///{root}/mlflow.db"},
+            "tracking": {"enabled": False},
             "model": {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 64},
             "warmup": {"worked_steps": 60, "direct_steps": 10},
             "task": {"held_out": 16},
@@ -34,9 +35,11 @@ def run(root: Path, mode: str) -> tuple[list[list[GroupPayload]], list[float], l
             "generation": {"servers": 1, "slots": 16, "deterministic": True},
             "rollout": {"batch_size": 32, "max_staleness": 0, "retain": "all"},
             "training": {"steps": STEPS, "ranks": 1, "minibatches": 2, "learning_rate": 3e-3},
+            "evaluation": {"enabled": False},
             "launch": {"restarts": 0},
         }
     )
+    put_base_model(config)
     assert execute(config, run_id=mode, log=lambda line: None).steps == STEPS
     folder = run_folder(config, mode)
     ledger = TrajectoryLedger(folder.ledger, group_size=GROUP)

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_core.config.schema import RunConfig
 from tests.support.runs import TIMEOUT_S, Launched, tiny
 
 pytestmark = pytest.mark.slow
@@ -44,33 +43,22 @@ def start() -> Iterator[Start]:
         one.wait()
 
 
-def divided(state: Path, steps: int) -> RunConfig:
-    training = {"ranks": 2, "hosts": 2, "steps": steps}
-    return tiny(state, training=training, launch={"elsewhere": "both", "devices": 3, "stop_timeout_s": 10.0})
-
-
-def test_a_run_whose_roles_are_elsewhere(tmp_path: Path, start: Start) -> None:
-    with Launched(divided(tmp_path, 4), "divided") as head:
+def test_a_run_whose_roles_are_elsewhere_goes_on_after_a_part_of_it_was_ended(tmp_path: Path, start: Start) -> None:
+    launch = {"elsewhere": "both", "devices": 3, "stop_timeout_s": 10.0}
+    training = {"ranks": 2, "hosts": 2, "steps": 24}
+    config = tiny(tmp_path, training=training, launch=launch, evaluation={"enabled": False})
+    with Launched(config, "divided") as head:
         hosts = [start(head, "generation"), *(start(head, "trainer", "--node", node) for node in range(2))]
+        head.until_step(2)
+        ended = hosts.pop()
+        part = psutil.Process(ended.pid).children(recursive=True)
+        assert len(part) == 2  # torchrun's agent and its rank
+        ended.send_signal(signal.SIGTERM)
+        output, _ = ended.communicate(timeout=TIMEOUT_S)
+        assert (ended.returncode, output.splitlines()[-1]) == (143, "areal: stopped")
+        assert not [one for one in part if one.is_running()]
+        hosts.append(start(head, "trainer", "--node", 1))
         head.finished()
         outputs = [host.communicate(timeout=TIMEOUT_S)[0] for host in hosts]
         assert [host.returncode for host in hosts] == [0, 0, 0], outputs
         assert all("run divided has ended" in output for output in outputs)
-
-
-def test_the_end_of_a_part_and_of_the_head(tmp_path: Path, start: Start) -> None:
-    with Launched(divided(tmp_path, 4000), "stopped") as head:
-        hosts = [start(head, "generation"), *(start(head, "trainer", "--node", node) for node in range(2))]
-        head.until_step(2)
-        part = psutil.Process(hosts[2].pid).children(recursive=True)
-        assert len(part) == 2  # torchrun's agent and its rank
-        hosts[2].send_signal(signal.SIGTERM)
-        output, _ = hosts[2].communicate(timeout=TIMEOUT_S)
-        assert (hosts[2].returncode, output.splitlines()[-1]) == (143, "areal: stopped")
-        assert not [one for one in part if one.is_running()]
-        head.launcher.send_signal(signal.SIGTERM)
-        assert head.end() == 143
-        for host in hosts[:2]:
-            output, _ = host.communicate(timeout=TIMEOUT_S)
-            assert host.returncode == 1
-            assert output.splitlines()[-1] == "areal: error: run stopped has ended and left no summary"

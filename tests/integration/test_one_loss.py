@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from areal_core.types import Float32Array
-from tests.support.engines import CUTS, STAGES, WHOLE, Outcome, run
+from tests.support.engines import CUTS, SHARED, STAGES, WHOLE, Outcome, run
 from tests.support.training import engine, train, weights
 
 pytestmark = pytest.mark.slow
 
 BFLOAT16 = 2**-8  # between two numbers next to each other, relative
-CASES = [f"torch {cut}" for cut in CUTS] + [f"{stage} {cut}" for stage in STAGES for cut in (WHOLE, "small")]
+CASES = [(size, f"torch {cut}") for size in SHARED for cut in CUTS] + [
+    (size, f"{stage} {cut}") for size, cases in SHARED.items() for stage, cut in cases
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +45,9 @@ def assert_close(one: Mapping[str, Float32Array], other: Mapping[str, Float32Arr
         assert np.linalg.norm(other[name] - values) <= tolerance * np.linalg.norm(values), name
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("size", "case"), CASES)
 def test_every_engine_takes_the_same_steps(
-    groups: dict[int, dict[str, Outcome]], expected: Outcome, case: str, size: int
+    groups: dict[int, dict[str, Outcome]], expected: Outcome, size: int, case: str
 ) -> None:
     outcome = groups[size][case]
     assert outcome.stats[0].grad_norm > 1  # so that it is clipped
@@ -67,10 +68,12 @@ def test_a_rank_without_work_takes_part(groups: dict[int, dict[str, Outcome]], s
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_computing_activations_again_changes_nothing(groups: dict[int, dict[str, Outcome]], stage: int) -> None:
-    kept, computed = groups[2][f"{stage} {WHOLE}"], groups[2][f"recomputed {stage}"]
-    assert_close(kept.gradient, computed.gradient, 1e-5)
-    for one, other in zip(kept.stats, computed.stats, strict=False):
+def test_computing_activations_again_changes_nothing(
+    groups: dict[int, dict[str, Outcome]], expected: Outcome, stage: int
+) -> None:
+    computed = groups[2][f"recomputed {stage}"]
+    assert_close(expected.gradient, computed.gradient, 1e-5)
+    for one, other in zip(expected.stats, computed.stats, strict=False):
         assert astuple(one) == pytest.approx(astuple(other), rel=1e-4, abs=1e-6)
 
 

@@ -10,9 +10,10 @@ from uuid import UUID
 
 import pytest
 from mlflow import MlflowClient
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
-from tests.support.control import run_python, tiny
+from tests.support.control import emulated, run_python, tiny
 from tests.support.stack import Up, brought_up
 
 pytestmark = pytest.mark.slow
@@ -55,22 +56,10 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     assert tracked.data.tags["areal.flow_run_id"] == str(flow_run.id)
 
 
-def test_run_started_on_the_page_completes(up: Up) -> None:
-    asked = {
-        "parameters": {"experiment": "cpu-async", "mode": "sync", "steps": 1, "overrides": tiny(up.state)},
-        "state": {"type": "SCHEDULED", "message": "Run from the Prefect UI", "state_details": {}},
-        "enforce_parameter_schema": True,
-    }
-    made = up.call("POST", f"/deployments/{up.deployment_id}/create_flow_run", asked)
-    flow_run = up.wait(UUID(made["id"]), "Completed")
-    assert not flow_run.auto_scheduled
-    assert up.result(flow_run)["mode"] == "sync"
-
-
 def test_schedule_that_is_resumed_starts_a_run_by_itself_and_sleeps_again(up: Up) -> None:
     due = datetime.now(UTC) + timedelta(seconds=_DUE_S)
     hourly = {"interval": 3600, "anchor_date": due.isoformat(), "timezone": "UTC"}
-    parameters = {"steps": 1, "overrides": tiny(up.state)}
+    parameters = {"mode": "sync", "steps": 1, "overrides": emulated(up.state)}
     paused = {"schedule": hourly, "active": False, "parameters": parameters}
     (schedule,) = up.call("POST", f"/deployments/{up.deployment_id}/schedules", [paused])
     path = f"/deployments/{up.deployment_id}/schedules/{schedule['id']}"
@@ -81,7 +70,8 @@ def test_schedule_that_is_resumed_starts_a_run_by_itself_and_sleeps_again(up: Up
     assert first.created_by is not None
     assert (first.created_by.type, first.created_by.id) == ("SCHEDULE", UUID(schedule["id"]))
     flow_run = up.wait(first.id, "Completed")
-    assert up.result(flow_run)["steps"] == "1 (ended by steps)"
+    result = up.result(flow_run)
+    assert (result["mode"], result["steps"]) == ("sync", "1 (ended by steps)")
     assert flow_run.expected_start_time == due
     up.call("PATCH", path, {"active": False})
     assert [run.id for run in up.scheduled()] == [first.id]  # those to come are gone
@@ -96,16 +86,22 @@ def test_wrong_setting_fails_at_once_with_one_line(up: Up) -> None:
 
 
 def test_unknown_experiment_is_refused_with_the_known_ones(up: Up) -> None:
-    refused = up.prefect("deployment", "run", "areal/train", "--param", "experiment=nope")
-    assert refused.returncode != 0
-    assert "cpu-async" in refused.stdout + refused.stderr
+    with pytest.raises(PrefectHTTPStatusError) as refused:
+        up.start(experiment="nope")
+    assert "cpu-async" in refused.value.response.text
 
 
-def test_cancelled_run_is_cancelled_and_leaves_no_process(up: Up) -> None:
-    flow_run_id = up.start(steps=10_000, overrides=tiny(up.state))
-    up.wait(flow_run_id, "Running")
-    pids = up.roles_of(f"cpu-async-{str(flow_run_id)[-12:]}")
-    up.client.set_flow_run_state(flow_run_id, Cancelling())
-    up.wait(flow_run_id, "Cancelled")
+def test_run_started_on_the_page_is_cancelled_and_leaves_no_process(up: Up) -> None:
+    asked = {
+        "parameters": {"experiment": "cpu-async", "steps": 10_000, "overrides": emulated(up.state)},
+        "state": {"type": "SCHEDULED", "message": "Run from the Prefect UI", "state_details": {}},
+        "enforce_parameter_schema": True,
+    }
+    made = up.call("POST", f"/deployments/{up.deployment_id}/create_flow_run", asked)
+    flow_run = up.wait(UUID(made["id"]), "Running")
+    assert not flow_run.auto_scheduled
+    pids = up.roles_of(f"emulated-cpu-async-{str(flow_run.id)[-12:]}")
+    up.client.set_flow_run_state(flow_run.id, Cancelling())
+    up.wait(flow_run.id, "Cancelled")
     assert pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

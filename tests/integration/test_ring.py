@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from moto.server import ThreadedMotoServer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_core.config.schema import RunConfig, load
+from areal_core.config.schema import RunConfig
 from areal_core.models.folders import read_weights
 from areal_core.models.spec import read_spec
 from areal_core.run.launcher import execute, run_folder
@@ -23,31 +22,27 @@ from areal_core.storage.objects import Storage
 from areal_core.training.batching.packing import pack
 from areal_core.training.model.forward import answer_logprobs
 from areal_core.types import RunStatus
+from tests.support.generation import by_transformers
+from tests.support.runs import tiny
 
 pytestmark = pytest.mark.slow
 
 
-def tiny(root: Path, **fields: Any) -> RunConfig:
-    return load(
-        {
-            "state_dir": str(root / "state"),
-            "storage": {"url": str(root / "store")},
-            "tracking": {"enabled": False},
-            "model": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 32},
-            "warmup": {"worked_steps": 20, "direct_steps": 5},
-            "task": {"held_out": 16},
-            "algorithm": {"group_size": 4},
-            "rollout": {"batch_size": 16},
-            "training": {"steps": 2, "minibatches": 2},
-            "launch": {"restarts": 0},
-            **fields,
-        }
-    )
+def small(root: Path, *, mode: str = "async", warm: bool = True, **groups: dict[str, Any]) -> RunConfig:
+    base: dict[str, dict[str, Any]] = {
+        "storage": {"url": str(root / "store")},
+        "task": {"held_out": 16},
+        "rollout": {"batch_size": 16},
+        "training": {"steps": 2},
+        "launch": {"restarts": 0},
+    }
+    merged = {name: base.get(name, {}) | groups.get(name, {}) for name in base | groups}
+    return tiny(root / "state", mode=mode, warm=warm, **merged)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_run_from_nothing_to_its_summary(tmp_path: Path, mode: str) -> None:
-    config = tiny(tmp_path, mode=mode)
+    config = small(tmp_path, mode=mode, warm=mode == "sync")  # the other one makes its base model
     lines: list[str] = []
     seen: list[RunStatus] = []
     summary = execute(config, run_id="r", log=lines.append, on_status=seen.append)
@@ -65,7 +60,7 @@ def test_a_run_from_nothing_to_its_summary(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_run_whose_versions_nobody_scores(tmp_path: Path) -> None:
-    config = tiny(tmp_path, evaluation={"enabled": False, "every": 1}, training={"steps": 12, "minibatches": 2})
+    config = small(tmp_path, evaluation={"enabled": False, "every": 1}, training={"steps": 12})
     summary = execute(config, run_id="r", log=lambda line: None)
     assert (summary.steps, summary.accuracy_before, summary.accuracy_after, summary.best_accuracy) == (12, *[None] * 3)
     run = run_folder(config, "r")
@@ -74,8 +69,8 @@ def test_a_run_whose_versions_nobody_scores(tmp_path: Path) -> None:
 
 
 def test_ranks_that_share_out_the_model_publish_and_save_all_of_it(tmp_path: Path) -> None:
-    training = {"engine": "deepspeed", "zero_stage": 3, "ranks": 2, "steps": 2, "minibatches": 2, "checkpoint_every": 1}
-    config = tiny(tmp_path, training=training)
+    training = {"engine": "deepspeed", "zero_stage": 3, "ranks": 2, "checkpoint_every": 1}
+    config = small(tmp_path, training=training, evaluation={"enabled": False})
     summary = execute(config, run_id="r", log=print)
     assert (summary.reason, summary.steps) == ("steps", 2)
     assert summary.tokens.balanced
@@ -94,7 +89,9 @@ def _check_final_model(config: RunConfig, folder: Path) -> None:
     assert published.version == 2
     for name, array in weights.load(published).items():
         assert torch.equal(saved[name], torch.from_numpy(array))
-    model = AutoModelForCausalLM.from_pretrained(folder).double()
+    from transformers import AutoTokenizer  # seconds that the other tests do without
+
+    model = by_transformers(folder).double()
     ids = AutoTokenizer.from_pretrained(folder)("1+2*3=1+2=3;3*3=9#9", return_tensors="pt").input_ids
     with torch.no_grad():
         expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
@@ -115,12 +112,12 @@ def test_on_a_new_machine_a_run_goes_on_from_its_checkpoint_in_s3(
     host, port = server.get_host_and_port()
     store = {"url": "s3://runs/areal", "endpoint_url": f"http://{host}:{port}"}
     try:
-        steps = {"minibatches": 2, "checkpoint_every": 2}
-        config = tiny(tmp_path, storage=store, training={"steps": 3, **steps}, evaluation={"every": 1})
+        config = small(tmp_path, storage=store, training={"steps": 3, "checkpoint_every": 2}, evaluation={"every": 1})
         first = execute(config, run_id="r", log=print)
         assert first.model_url.startswith("s3://runs/areal/")
         shutil.rmtree(tmp_path / "state")  # its published versions and its base model are gone
-        config = tiny(tmp_path / "elsewhere", storage=store, training={"steps": 5, **steps}, evaluation={"every": 1})
+        later = {"steps": 5, "checkpoint_every": 2}
+        config = small(tmp_path / "elsewhere", storage=store, training=later, evaluation={"every": 1})
         second = execute(config, run_id="r", log=print)
         assert second.steps == 5
         assert second.epochs == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -27,8 +26,10 @@ from areal_core.generation.engines.embedded import Engine
 from areal_core.generation.server.routes import GenerationServer
 from areal_core.models.folders import read_weights
 from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.training.recipe import cache_key
 from areal_core.types import PolicyVersion
 from tests.support.generation import QWEN2, request, write
+from tests.support.live_servers import url_of
 from tests.support.runs import Launched
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories
 
@@ -188,25 +189,14 @@ async def test_a_connection_that_the_server_may_be_closing_is_not_used_again(mon
 
 @pytest.mark.slow
 def test_a_server_that_was_started_by_hand_joins_a_run_and_leaves_it(tmp_path: Path) -> None:
-    config = audited(tmp_path, servers=2, interruption="recompute", steps=50)
-    with Launched(config, "by-hand") as run, PublishedWeights(run) as published:
-        ready = tmp_path / "by-hand-ready.json"
-        run.wait_for("the base model is made", (run.run.root / "run.json").exists)
-        model = run.run.info().model_path
-        command = [
-            sys.executable,
-            "-m",
-            "areal_core.generation.server.routes",
-            "--model",
-            model,
-            "--ready-file",
-            str(ready),
-        ]
-        by_hand = subprocess.Popen(command)
-        client = ControllerClient(run.run)
-        try:
-            run.wait_for("the server is ready", ready.exists)
-            server = ServerView(json.loads(ready.read_text())["url"])
+    config = audited(tmp_path, servers=1, interruption="recompute", steps=24)
+    ready, model = tmp_path / "by-hand-ready.json", tmp_path / "cache" / cache_key(config)
+    command = ["areal_core.generation.server.routes", "--model", str(model), "--ready-file", str(ready)]
+    by_hand = subprocess.Popen([sys.executable, "-m", *command])
+    try:
+        url_of(by_hand, ready)
+        with Launched(config, "by-hand") as run, PublishedWeights(run) as published:
+            server, client = ServerView(url_of(by_hand, ready)), ControllerClient(run.run)
             run.until_step(3)
             newest = _newest(run)
             client.join("by-hand", server.url)
@@ -217,13 +207,13 @@ def test_a_server_that_was_started_by_hand_joins_a_run_and_leaves_it(tmp_path: P
             run.until_step(step + 3)
             assert (server.generated(), server.running()) == (sampled, 0)
             run.finished()
-            assert by_hand.poll() is None  # whoever started it ends it
-        finally:
             client.close()
-            by_hand.terminate()
-            by_hand.wait()
-        assert not re.search(r"failed|taken out|without", run.run.log_file("controller").read_text())
-        check_trajectories(run, published)
+            assert by_hand.poll() is None  # whoever started it ends it
+    finally:
+        by_hand.terminate()
+        by_hand.wait()
+    assert not re.search(r"failed|taken out|without", run.run.log_file("controller").read_text())
+    check_trajectories(run, published)
 
 
 def _newest(run: Launched) -> int:

@@ -11,20 +11,26 @@ from pathlib import Path
 import pytest
 
 from flows.stack import ROOT
-from tests.support.control import environment, processes_of, run_python, tiny
+from tests.support.control import emulated, environment, processes_of, run_python
 
 pytestmark = pytest.mark.slow
 
 
-def _train(state: Path, *arguments: str) -> Sequence[str]:
-    return [sys.executable, "-m", "flows.train", *arguments, *tiny(state)]
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all, whose databases are made once."""
+    return tmp_path_factory.mktemp("state")
 
 
-def test_train_brings_its_own_servers_and_ends_them(tmp_path: Path) -> None:
+def _train(state: Path, steps: int, *, tracked: bool) -> Sequence[str]:
+    return [sys.executable, "-m", "flows.train", "--steps", str(steps), *emulated(state, tracked=tracked)]
+
+
+def test_train_brings_its_own_servers_and_ends_them(state: Path) -> None:
     ran = subprocess.run(
-        _train(tmp_path, "--steps", "2"),
+        _train(state, 2, tracked=True),
         cwd=ROOT,
-        env=environment(tmp_path),
+        env=environment(state),
         capture_output=True,
         text=True,
         timeout=300,
@@ -32,12 +38,16 @@ def test_train_brings_its_own_servers_and_ends_them(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 (ended by steps)" in ran.stdout
     assert "make up" in ran.stdout
-    assert processes_of(tmp_path) == {}
+    assert processes_of(state) == {}
 
 
-def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -> None:
+def test_interrupted_train_cancels_its_run_and_ends_everything(state: Path) -> None:
     train = subprocess.Popen(
-        _train(tmp_path, "--steps", "10000"), cwd=ROOT, env=environment(tmp_path), stdout=subprocess.PIPE, text=True
+        _train(state, 10_000, tracked=False),
+        cwd=ROOT,
+        env=environment(state),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert train.stdout is not None
     for line in train.stdout:
@@ -47,7 +57,7 @@ def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -
     rest, _ = train.communicate(timeout=120)
     assert train.returncode == 130
     assert "The flow run is Cancelled." in rest
-    assert processes_of(tmp_path) == {}
+    assert processes_of(state) == {}
 
 
 def test_wrong_setting_ends_train_before_anything_starts(tmp_path: Path) -> None:

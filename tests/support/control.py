@@ -7,14 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from flows.compose import configure
 from flows.stack import ROOT
+from tests.support.models import put_base_model
 
 _NAMED_BY_THE_ENVIRONMENT = ("PREFECT_API_URL", "PREFECT_HOME", "PREFECT_PROFILE", "MLFLOW_TRACKING_URI")
-_TINY = (
+_SMALL = (
     *("model.hidden_size=16", "model.layers=1", "model.heads=2", "model.kv_heads=2", "model.intermediate_size=32"),
-    *("warmup.worked_steps=20", "warmup.direct_steps=5", "task.held_out=16", "launch.restarts=0"),
-    *("algorithm.group_size=4", "rollout.batch_size=16", "training.minibatches=2"),
+    *("warmup.worked_steps=1", "warmup.worked_batch=1", "warmup.direct_steps=0", "task.held_out=16"),
+    *("algorithm.group_size=4", "rollout.batch_size=16", "training.minibatches=2", "launch.restarts=0"),
 )
+_EMULATED = ("generation.engine=emulated", "training.engine=emulated", "emulation.speed=200")
 
 
 def environment(state: Path) -> dict[str, str]:
@@ -23,7 +26,15 @@ def environment(state: Path) -> dict[str, str]:
 
 
 def tiny(state: Path) -> list[str]:
-    return [*_TINY, f"state_dir={state}", f"storage.url={state}/storage"]
+    """Overrides of a run that takes seconds; its base model is there."""
+    overrides = [*_SMALL, f"state_dir={state}", f"storage.url={state}/storage"]
+    put_base_model(configure(overrides=overrides))
+    return overrides
+
+
+def emulated(state: Path, *, tracked: bool = False) -> list[str]:
+    """The same without engines, which import torch, and without MLflow: for what does not depend on what is learnt."""
+    return [*tiny(state), *_EMULATED, f"tracking.enabled={tracked}"]
 
 
 def run_python(state: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:

@@ -42,7 +42,7 @@ class CpuSeconds:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        spent = self._tests[report.nodeid.partition("@")[0]]  # xdist adds the group
+        spent = self._tests[report.nodeid]
         spent.cpu_s += report.cpu_s
         spent.wall_s += report.duration
         spent.budget_s = report.budget_s

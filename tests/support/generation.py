@@ -10,10 +10,10 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from areal_core.models import folders
 from areal_core.models.folders import ModelSpec
@@ -56,6 +56,13 @@ def write(folder: Path, spec: ModelSpec, seed: int) -> Path:
     return folder
 
 
+def by_transformers(folder: str | Path, **options: Any) -> Any:
+    """What transformers makes of a model folder. Its import takes seconds: only who comes here pays them."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
 class Reference:
     """Log-probabilities under several versions of one model, by transformers."""
 
@@ -63,7 +70,7 @@ class Reference:
         """`seeds`: version -> seed of its weights."""
         self._rounded, self._exact = {}, {}
         for version, seed in seeds.items():
-            model = AutoModelForCausalLM.from_pretrained(write(scratch / f"v{version}", spec, seed)).eval()
+            model = by_transformers(write(scratch / f"v{version}", spec, seed))
             self._rounded[version], self._exact[version] = model, copy.deepcopy(model).double()
 
     def logits(self, version: int, token_ids: Sequence[int]) -> torch.Tensor:

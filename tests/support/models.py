@@ -1,11 +1,17 @@
-"""A model folder that is sound and as small as can be."""
+"""Model folders: one that is sound and as small as can be, and those that runs warm up."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 
+from areal_core.config.schema import RunConfig
 from areal_core.models.folders import ModelSpec, init_weights, write_model
 from areal_core.models.tokenizer import EOS, char_tokenizer
+from areal_core.training.recipe import cache_key
+from areal_core.training.warmup import make_model
 
 SPEC = ModelSpec(
     architecture="Qwen2ForCausalLM",
@@ -31,3 +37,21 @@ def write_tiny(folder: Path, spec: ModelSpec = SPEC) -> Path:
     char_tokenizer().save(folder / "tokenizer.json")
     write_model(folder, spec, init_weights(spec, seed=0), folder / "tokenizer.json")
     return folder
+
+
+def put_base_model(config: RunConfig) -> None:
+    """Put the base model of a run where the run looks for it. It is made once a session, in this process: by itself
+    every run of a state folder of its own would start a process for that, whose import of torch alone takes seconds."""
+    made = Path(config.state_dir) / "cache" / cache_key(config)
+    if made.exists():
+        return
+    folder = Path(_made().name) / made.name
+    if not folder.exists():
+        make_model(config, folder)
+    shutil.copytree(folder, made)
+
+
+@cache
+def _made() -> tempfile.TemporaryDirectory[str]:
+    """Removed when this process ends."""
+    return tempfile.TemporaryDirectory(prefix="areal-base-models-")

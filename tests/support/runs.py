@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from areal_core.run.launcher import read_summary, run_folder
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.types import RunSummary
+from tests.support.models import put_base_model
 
 T = TypeVar("T")
 
@@ -36,12 +37,16 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiny(state: Path, *, mode: str = "async", **groups: dict[str, Any]) -> RunConfig:
-    """A run of seconds, in async mode with one server and one rank; `groups` change fields of it."""
+def tiny(state: Path, *, mode: str = "async", warm: bool = True, **groups: dict[str, Any]) -> RunConfig:
+    """A run of seconds, in async mode with one server and one rank; `groups` change fields of it. Its base model is
+    there, unless the run is to make it itself: `warm` is then False."""
     base = TINY | {"mode": mode, "state_dir": str(state), "storage": {"url": str(state / "store")}}
     if mode == "async":
         base |= {"generation": {"servers": 1}, "training": TINY["training"] | {"ranks": 1}}
-    return load(base | {name: base.get(name, {}) | fields for name, fields in groups.items()})
+    config = load(base | {name: base.get(name, {}) | fields for name, fields in groups.items()})
+    if warm:
+        put_base_model(config)
+    return config
 
 
 def changed(base: dict[str, Any], **fields: dict[str, Any]) -> RunConfig:
@@ -75,8 +80,7 @@ class Launched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+        kill_all(self.processes)
         self.launcher.wait()
         self._output.close()
 
@@ -138,7 +142,7 @@ class Launched:
         found: list[int] = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):  # a zombie has none
                     found.append(int(entry.name))
             except OSError:  # it has ended, or it is another user's
                 continue
@@ -167,6 +171,18 @@ class Launched:
         line = self.output().rstrip().splitlines()[-1]
         assert line.startswith("areal: error: ")
         return line
+
+
+def kill_all(processes: Callable[[], Iterable[int]]) -> None:
+    """SIGKILL to whatever `processes` finds, until it finds nothing: who is killed may have started others meanwhile,
+    and who is left takes the cores from the tests that follow."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while left := list(processes()):
+        assert time.monotonic() < deadline, f"still running after SIGKILL: {left}"
+        for pid in left:
+            with suppress(ProcessLookupError):  # it went with another
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def checked_summary(run: RunDir, config: RunConfig) -> RunSummary:

@@ -103,7 +103,8 @@ def train(
     return stats
 
 
-def _main(rank: int, world_size: int, minibatches: int, steps: int, folder: Path, device: str) -> None:
+def run_rank(rank: int, world_size: int, minibatches: int, steps: int, folder: Path, device: str = "cpu") -> None:
+    """What rank `rank` has learnt after some steps, left in `folder`."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     one = TorchEngine(
         SPEC,
@@ -122,4 +123,4 @@ def _main(rank: int, world_size: int, minibatches: int, steps: int, folder: Path
 
 if __name__ == "__main__":
     rank, world_size, minibatches, steps = map(int, sys.argv[1:5])
-    _main(rank, world_size, minibatches, steps, Path(sys.argv[5]), *sys.argv[6:] or ["cpu"])
+    run_rank(rank, world_size, minibatches, steps, Path(sys.argv[5]), *sys.argv[6:])

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from areal_core.api.scored_groups import unpack_group
 from areal_core.config.schema import RunConfig
@@ -24,6 +23,7 @@ from areal_core.models.tokenizer import Tokenizer
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage.checkpoint import describe
 from areal_core.types import GroupPayload, GroupState, PolicyVersion
+from tests.support.generation import by_transformers
 from tests.support.runs import Launched, tiny
 
 _LOOK_S = 0.02  # the trainer deletes a version several steps after it was published
@@ -200,7 +200,7 @@ class _Reference:
     """What transformers says of the tokens, under the weights that each of them names."""
 
     def __init__(self, run: Launched, ledger: TrajectoryLedger, published: PublishedWeights) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(run.run.info().model_path, dtype=torch.float32).eval()
+        self._model = by_transformers(run.run.info().model_path, dtype=torch.float32)
         self._files: dict[int, Path] = {}
         for number in range(run.config.training.steps):
             version = ledger.version(number)

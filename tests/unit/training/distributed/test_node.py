@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from areal_core.training.distributed import node, rounds
 PATIENCE_S = 90.0
 
 
-def prepared(root: Path, **launch: Any) -> tuple[RunDir, RunConfig]:
+def prepared(root: Path, *, ranks: int = 4, **launch: Any) -> tuple[RunDir, RunConfig]:
     launch = {"elsewhere": "trainer", "restarts": 1, "stop_timeout_s": 9.0, "start_timeout_s": 30.0} | launch
-    config = load({"state_dir": str(root), "launch": launch, "training": {"ranks": 4, "hosts": 2, "minibatches": 1}})
+    training = {"ranks": ranks, "hosts": 2, "minibatches": 1}
+    config = load({"state_dir": str(root), "launch": launch, "training": training})
     return RunDir.create(config, RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r")), config
 
 
@@ -50,7 +53,7 @@ def test_where_the_rendezvous_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_fail_too_often_end_it_with_a_status_of_its_own(tmp_path: Path) -> None:
-    run, _ = prepared(tmp_path)  # there is no model: every rank fails at once
+    run, _ = prepared(tmp_path, ranks=2)  # there is no model: every rank fails at once
     module = "areal_core.training.distributed.rendezvous"
     options = ("--address", "127.0.0.1", "--ready-file", str(run.ready_file("rendezvous")))
     rendezvous = subprocess.Popen([sys.executable, "-m", module, *options])
@@ -64,22 +67,25 @@ def test_ranks_that_fail_too_often_end_it_with_a_status_of_its_own(tmp_path: Pat
         "127.0.0.1",
     ]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    agents = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
-    ]
+    outputs = [tmp_path / f"agent-{index}.txt" for index in range(2)]
+    agents: list[subprocess.Popen[bytes]] = []
     try:
-        outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in agents]
+        for path in outputs:
+            with path.open("wb") as file:
+                agents.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+        deadline = time.monotonic() + PATIENCE_S
+        while all(agent.poll() is None for agent in agents):  # once one is spent, the other may wait for it
+            assert time.monotonic() < deadline, [path.read_text() for path in outputs]
+            time.sleep(0.05)
     finally:
         for process in (*agents, rendezvous):
             process.kill()
             process.wait()
+    said = [path.read_text() for path in outputs]
     codes = [agent.returncode for agent in agents]
-    assert SPENT in codes, outputs
-    assert all(codes), outputs
-    spent = outputs[codes.index(SPENT)]
-    assert spent.splitlines()[-1].startswith("areal: error: rank ")
-    assert "exited with code 1" in spent.splitlines()[-1]
+    assert SPENT in codes, said
+    last = said[codes.index(SPENT)].splitlines()[-1]
+    assert re.fullmatch(r"areal: error: rank \d exited with code 1", last)
 
 
 def test_the_end_of_a_rank_is_told_on_one_line() -> None:

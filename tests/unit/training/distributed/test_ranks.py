@@ -9,73 +9,64 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 import pytest
 
 from areal_core.training.distributed.ranks import meeting_point
+from tests.support import forked
+from tests.support.ranks import TIMEOUT_S, summing
 
-pytestmark = pytest.mark.slow  # ranks import torch, one process each
+pytestmark = pytest.mark.slow  # they wait for one another in vain
 
 PATIENCE_S = 60.0
-TIMEOUT_S = 4.0
-
-# Sums once, says so, then sums again as soon as it is told to, which some never are.
-RANK = f"""
-import sys, time
-from pathlib import Path
-import numpy as np
-from areal_core.errors import ProcessError
-from areal_core.training.distributed.ranks import RankGroup
-rank, size, where, go = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-try:
-    group = RankGroup(rank, size, rendezvous=where if where.count(":") else Path(where), timeout_s={TIMEOUT_S},
-                      join_s=float(sys.argv[5]))
-    print("sum", *group.all_sum(np.array([rank, 1.0])), "max", *group.all_max(np.array([rank])), flush=True)
-    while not go.exists():
-        time.sleep(0.01)
-    print("sum", *group.all_sum(np.array([rank, 1.0])), flush=True)
-    group.close()
-except ProcessError as error:
-    sys.exit(f"{{error}}")
-"""
 
 
 class Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.started: dict[int, subprocess.Popen[str]] = {}
+        self.started: dict[int, BaseProcess] = {}
 
     def start(self, rank: int, size: int, *, where: str | None = None, join_s: float = PATIENCE_S) -> None:
         where = where or str(self._folder / "rendezvous")
-        command = [sys.executable, "-c", RANK, rank, size, where, self._folder / "go", join_s]
-        self.started[rank] = subprocess.Popen(
-            list(map(str, command)),
-            env={**os.environ, "AREAL_ADDRESS": f"10.0.0.{rank}", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        environment = {"AREAL_ADDRESS": f"10.0.0.{rank}", "GLOO_SOCKET_IFNAME": "lo"}
+        arguments = (rank, size, where, self._folder / "go", join_s)
+        self.started[rank] = forked.start(summing, *arguments, output=self._output(rank), environment=environment)
 
-    def line(self, rank: int) -> str:
-        stdout = self.started[rank].stdout
-        assert stdout is not None
-        return stdout.readline().strip()
+    def lines(self, rank: int, count: int = 1) -> list[str]:
+        """The first lines that a rank says, once there are as many."""
+        said: list[str] = []
+
+        def enough() -> bool:
+            said[:] = self._output(rank).read_text().splitlines(keepends=True) if self._output(rank).exists() else []
+            return len(said) >= count and said[count - 1].endswith("\n")
+
+        wait_for(enough)
+        return [line.strip() for line in said[:count]]
 
     def go(self) -> None:
         (self._folder / "go").touch()
 
+    def signal(self, rank: int, signum: signal.Signals) -> None:
+        pid = self.started[rank].pid
+        assert pid is not None
+        os.kill(pid, signum)
+
     def error(self, rank: int) -> str:
         """What a rank ends with."""
-        _, text = self.started[rank].communicate(timeout=PATIENCE_S)
-        assert self.started[rank].returncode == 1
-        return text.strip().splitlines()[-1]
+        self.started[rank].join(PATIENCE_S)
+        assert self.started[rank].exitcode == 1
+        return self._output(rank).read_text().strip().splitlines()[-1]
 
     def kill(self) -> None:
         for process in self.started.values():
             process.kill()
-            process.communicate()
+            process.join()
+
+    def _output(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.txt"
 
 
 @pytest.fixture
@@ -114,8 +105,8 @@ def wait_for(condition: Callable[[], object]) -> None:
 def test_a_rank_that_hangs_is_named_by_all_others(ranks: Ranks) -> None:
     for rank in range(3):
         ranks.start(rank, 3)
-    assert [ranks.line(rank) for rank in range(3)] == ["sum 3.0 3.0 max 2"] * 3
-    ranks.started[1].send_signal(signal.SIGSTOP)
+    assert [ranks.lines(rank) for rank in range(3)] == [["sum 3.0 3.0 max 2"]] * 3
+    ranks.signal(1, signal.SIGSTOP)
     ranks.go()
     errors = [ranks.error(rank) for rank in (0, 2)]
     for error in errors:  # whoever times out first closes its connections, which is how the other hears of it
@@ -126,10 +117,9 @@ def test_a_rank_that_hangs_is_named_by_all_others(ranks: Ranks) -> None:
 def test_a_rank_that_has_died_is_named(ranks: Ranks) -> None:
     for rank in range(2):
         ranks.start(rank, 2)
-    assert ranks.line(0) == "sum 1.0 2.0 max 1"
-    assert ranks.line(1) == "sum 1.0 2.0 max 1"
+    assert ranks.lines(0) == ranks.lines(1) == ["sum 1.0 2.0 max 1"]
     ranks.started[0].kill()
-    ranks.started[0].wait()
+    ranks.started[0].join()
     ranks.go()
     assert ranks.error(1) == (
         "rank 0 (host 10.0.0.0) did not reach sum 3 where the others wait, and a connection was closed"
@@ -137,10 +127,10 @@ def test_a_rank_that_has_died_is_named(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
-    ranks.start(0, 3, join_s=15.0)
-    ranks.start(2, 3, join_s=15.0)
+    ranks.start(0, 3, join_s=6.0)
+    ranks.start(2, 3, join_s=6.0)
     for rank in (0, 2):
-        assert ranks.error(rank) == "rank 1 did not come to the rendezvous within 15 s"
+        assert ranks.error(rank) == "rank 1 did not come to the rendezvous within 6 s"
 
 
 def test_ranks_meet_at_a_process_that_listens_on_its_address_alone(
@@ -157,8 +147,9 @@ def test_ranks_meet_at_a_process_that_listens_on_its_address_alone(
     for rank in range(2):
         ranks.start(rank, 2, where=place)
     for rank in range(2):
-        output, _ = ranks.started[rank].communicate(timeout=PATIENCE_S)
-        assert output.splitlines() == ["sum 1.0 2.0 max 1", "sum 1.0 2.0"]
+        assert ranks.lines(rank, 2) == ["sum 1.0 2.0 max 1", "sum 1.0 2.0"]
+        ranks.started[rank].join(PATIENCE_S)
+        assert ranks.started[rank].exitcode == 0
 
 
 @pytest.mark.parametrize("ends", [signal.SIGSTOP, signal.SIGKILL])
@@ -168,8 +159,8 @@ def test_a_rendezvous_that_is_lost_too_holds_nobody_up(
     place = where(rendezvous, tmp_path)
     for rank in range(2):
         ranks.start(rank, 2, where=place)
-    assert ranks.line(0) == ranks.line(1) == "sum 1.0 2.0 max 1"
-    ranks.started[1].send_signal(signal.SIGSTOP)
+    assert ranks.lines(0) == ranks.lines(1) == ["sum 1.0 2.0 max 1"]
+    ranks.signal(1, signal.SIGSTOP)
     rendezvous.send_signal(ends)
     ranks.go()
     assert ranks.error(0) == "rank 0 has lost the rendezvous and, in sum 3, the other ranks"

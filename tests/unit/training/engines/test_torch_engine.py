@@ -15,7 +15,8 @@ from areal_core.training.batching.packing import pack
 from areal_core.training.engines.engine import StepStats, TrainingEngine, build_batch
 from areal_core.training.engines.policy_engine import learning_rate
 from areal_core.training.model.forward import answer_logprobs
-from tests.support.training import GROUP_SIZE, SPEC, TRAINING, batch, engine, payload, train, weights
+from tests.support import forked
+from tests.support.training import GROUP_SIZE, SPEC, TRAINING, batch, engine, payload, run_rank, train, weights
 
 NAIVE = AlgorithmConfig(objective="naive")
 HALF = replace(TRAINING, dtype="bfloat16")
@@ -353,13 +354,11 @@ def test_naive_measures_the_mismatch_before_its_first_update_only():
 @pytest.mark.parametrize("minibatches", [2, 5])
 def test_two_ranks_give_what_one_rank_gives(minibatches: int, tmp_path: Path):
     """Five minibatches of one group each leave one rank without work in every minibatch; it must still take part."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.training", *map(str, (rank, 2, minibatches, 3, tmp_path))]
-        )
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    output = tmp_path / "output"
+    ranks = [forked.start(run_rank, rank, 2, minibatches, 3, tmp_path, output=output) for rank in range(2)]
+    for rank in ranks:
+        rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [0, 0], output.read_text()
     saved = [dict(np.load(tmp_path / f"rank-{rank}.npz")) for rank in range(2)]
     reports = [eval(str(arrays.pop("stats")), {"StepStats": StepStats}) for arrays in saved]
     assert reports[0] == reports[1]

@@ -1,0 +1,28 @@
+"""What ranks do that tests start as processes of their own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from areal_core.errors import ProcessError
+from areal_core.training.distributed.ranks import RankGroup
+
+TIMEOUT_S = 4.0  # for a collective operation
+
+
+def summing(rank: int, size: int, where: str, go: Path, join_s: float) -> None:
+    """A rank that sums once, says so, then sums again as soon as it is told to, which some never are."""
+    try:
+        rendezvous = where if where.count(":") else Path(where)
+        group = RankGroup(rank, size, rendezvous=rendezvous, timeout_s=TIMEOUT_S, join_s=join_s)
+        print("sum", *group.all_sum(np.array([rank, 1.0])), "max", *group.all_max(np.array([rank])))
+        while not go.exists():
+            time.sleep(0.01)
+        print("sum", *group.all_sum(np.array([rank, 1.0])))
+        group.close()
+    except ProcessError as error:
+        sys.exit(f"{error}")
