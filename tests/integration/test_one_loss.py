@@ -13,7 +13,7 @@ from areal_core.types import Float32Array
 from tests.support.engines import CUTS, SHARED, STAGES, WHOLE, Outcome, run
 from tests.support.training import engine, train, weights
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 
 BFLOAT16 = 2**-8  # between two numbers next to each other, relative
 CASES = [(size, f"torch {cut}") for size in SHARED for cut in CUTS] + [

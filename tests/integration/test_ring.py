@@ -25,7 +25,7 @@ from areal_core.types import RunStatus
 from tests.support.generation import by_transformers
 from tests.support.runs import tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 
 
 def small(root: Path, *, mode: str = "async", warm: bool = True, **groups: dict[str, Any]) -> RunConfig:

@@ -13,7 +13,7 @@ import pytest
 from flows.stack import ROOT
 from tests.support.control import emulated, environment, processes_of, run_python
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(60)]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
@@ -116,6 +117,7 @@ class Cases:
             return TorchEngine(SPEC, weights(), training, AlgorithmConfig(), ranks=ranks)
         from areal_core.training.engines.deepspeed_engine import DeepSpeedEngine
 
+        gc.freeze()  # DeepSpeed collects garbage several times an engine, through all that is imported
         training = replace(training, zero_stage=stage)
         return DeepSpeedEngine(SPEC, weights(), training, AlgorithmConfig(), ranks=ranks)
 
