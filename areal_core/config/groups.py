@@ -243,6 +243,9 @@ class LaunchConfig:
     elsewhere: str = choice(
         "none", "none", "generation", "trainer", "both"
     )  # roles that areal_core.run.remote_worker runs
+    log_format: str = choice("text", "text", "json")  # of a process's lines in logs/
+    log_bytes: int = bounded(16 * 2**20, low=64 * 1024)  # of a log, before it is rotated
+    log_files: int = bounded(4, low=1)  # older ones that are kept of it
     address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it
 
     def check(self) -> None:

@@ -31,7 +31,7 @@ from areal_core.controller.registry import Server, ServerState
 from areal_core.controller.weight_transfer import transfer_routes
 from areal_core.environments.source import PromptSource, open_source
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished
-from areal_core.launch import process
+from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.worker import GroupJob, GroupSession, RewardPool
 from areal_core.rollout.controller import RolloutController, Signal
@@ -227,6 +227,7 @@ class Service:
         if self.config.sleeps:
             await self.servers.wake_up()
         outcome = self.controller.publish(version)
+        logs.at_step(version.version)
         if outcome == "epoch":
             self.recorder.forget(version.version)
         if outcome != "same" or not self.recorder.has_published(version.version):
@@ -400,14 +401,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
     run = RunDir(parser.parse_args().run_dir)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logs.start("controller")
     process.adopt(run.ready_file("controller"))
     try:
         asyncio.run(_main(run, run.ready_file("controller")))
     except asyncio.CancelledError:
         raise SystemExit(143) from None
     except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
+        logger.error("%s", error)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

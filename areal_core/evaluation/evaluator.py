@@ -21,7 +21,7 @@ from areal_core.environments.registry import open_verifier
 from areal_core.environments.source import open_source
 from areal_core.errors import ArealError, RunFinished
 from areal_core.generation.engines.embedded import Engine
-from areal_core.launch import process
+from areal_core.launch import logs, process
 from areal_core.models.folders import check_weights, read_spec, read_weights
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.storage import weights
@@ -96,6 +96,7 @@ def evaluate(run: RunDir) -> None:
             version = controller.next_evaluation()
         except RunFinished:
             return
+        logs.at_step(version.version)
         start = time.monotonic()
         evaluation = evaluator.score(version)
         timeline.span("evaluate", start, time.monotonic(), version.version)
@@ -108,13 +109,14 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--index", type=int, default=0)
     run = RunDir(parser.parse_args().run_dir)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logs.start("evaluator")
     process.adopt(run.ready_file("evaluator"))
     torch.set_num_threads(1)
     try:
         evaluate(run)
     except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
+        logger.error("%s", error)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
-from areal_core.launch import process
+from areal_core.launch import logs, process
 from areal_core.storage.rundir import RunDir
 
 ATTEMPT = "AREAL_ATTEMPT"  # the same for all processes of a role that were started together, never used twice
@@ -40,11 +40,8 @@ CHILD_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-_TAIL_BYTES = 64 * 1024  # of new log forwarded at once; what is older stays in the file
-_LINE_CHARS = 500
 _RETRY_S = 0.1  # where the kernel tells of no change
 _NICE_S = 10.0  # for the kernel to take a session's nice value
-_LAST_LINES = 6  # of a log, in an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +146,17 @@ class Supervisor:
         stop: StopSignal,
         on_ready: Callable[[int, dict[str, Any]], None] | None = None,
         log: Callable[[str], None] = print,
+        forward: Callable[[str], None] | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> None:
+        """`log` is told what happens to the processes; what they log goes to `forward`, or there as well."""
         self._run_dir = run_dir
         self._spec = spec
         self._launch = launch
         self._stop = stop
         self._on_ready = on_ready
         self._log = log
+        self._forward = forward
         self._pass_fds = pass_fds
         self._children: dict[int, _Child] = {}
         self._restarts = dict.fromkeys(spec.indices, 0)
@@ -208,7 +208,7 @@ class Supervisor:
         name, spent, allowed = self._name(child), self._restarts[child.index], self._launch.restarts
         if final or spent >= allowed:
             after = f" after {spent} restarts" if spent else ""
-            raise ProcessError(f"{name} {how}{after}; {child.log.path} ends: {child.log.last_lines()}")
+            raise ProcessError(f"{name} {how}{after}; {child.log.path} ends: {child.log.last_lines(name)}")
         self._restarts[child.index] += 1
         self._say(f"{name} {how}: restart {spent + 1} of {allowed}")
         if self._spec.gang:
@@ -233,8 +233,10 @@ class Supervisor:
             ATTEMPT: attempt,
             process.LIFELINE: f"{read_end}:{os.fstat(read_end).st_ino}",
             process.GRACE: str(self._launch.stop_timeout_s),
+            logs.FORMAT: self._launch.log_format,
+            logs.INDEX: str(index),
         }
-        log = _Log(self._run_dir.log_file(name, index))
+        log = logs.LogFile(self._run_dir.log_file(name, index), self._launch.log_bytes, self._launch.log_files)
         try:
             with log.path.open("ab") as output:
                 self._watch.add_file(log.path)
@@ -307,15 +309,20 @@ class Supervisor:
         return code
 
     def _forward_log(self, child: _Child) -> None:
+        name = self._name(child)
         for line in child.log.new_lines():
-            self._say(f"{self._name(child)}: {line}")
+            for told in logs.plain(line, name):
+                self._tell(self._forward or self._log, f"{name}: {logs.shortened(told)}")
 
     def _say(self, line: str) -> None:
-        """A `log` that fails, a broken pipe for instance, ends the role; it isn't asked again."""
+        self._tell(self._log, line)
+
+    def _tell(self, listener: Callable[[str], None], line: str) -> None:
+        """A listener that fails, a broken pipe for instance, ends the role; none is told anything again."""
         try:
-            self._log(line)
+            listener(line)
         except BaseException:
-            self._log = lambda _: None
+            self._log = self._forward = lambda _: None
             raise
 
     def _name(self, child: _Child) -> str:
@@ -330,7 +337,7 @@ class _Child:
         started: subprocess.Popen[bytes],
         pidfd: int,
         lifeline: int,
-        log: _Log,
+        log: logs.LogFile,
         deadline: float,
     ) -> None:
         self.index = index
@@ -341,37 +348,6 @@ class _Child:
         self.log = log
         self.deadline = deadline  # monotonic; to be ready by
         self.ready = False
-
-
-class _Log:
-    """What one process writes, from its start on, in a file that it shares with those before it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._start = path.stat().st_size if path.exists() else 0
-        self._read = self._start
-        self._partial = b""
-
-    def new_lines(self) -> list[str]:
-        """Complete lines since the last call; of a flood only the end."""
-        skipped = self.path.stat().st_size - self._read - _TAIL_BYTES
-        if skipped == -_TAIL_BYTES:
-            return []
-        with self.path.open("rb") as file:
-            if skipped > 0:
-                self._read, self._partial = self._read + skipped, b"[...] "
-            file.seek(self._read)
-            data = file.read(_TAIL_BYTES)
-        self._read += len(data)
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        return [line.decode(errors="replace")[:_LINE_CHARS] for line in lines]
-
-    def last_lines(self) -> str:
-        """The end of the log on one line, for an error."""
-        with self.path.open("rb") as file:
-            file.seek(max(self._start, self.path.stat().st_size - _LAST_LINES * _LINE_CHARS))
-            lines = file.read().decode(errors="replace").splitlines()
-        return " | ".join([line.strip() for line in lines if line.strip()][-_LAST_LINES:]) or "(it is empty)"
 
 
 class _Watch:

@@ -212,7 +212,7 @@ class _Worker:
         self._cpu_s = 0.0  # that the process has used, as it says
         self._file = timeline
         self._timeline: TimelineWriter | None = None
-        self.process = _spawn.Process(target=_serve, args=(theirs, function), name="reward", daemon=True)
+        self.process = _spawn.Process(target=_serve, args=(theirs, function, place), name="reward", daemon=True)
         self.process.start()
         theirs.close()  # so that the process' death reads as end-of-file
 
@@ -247,11 +247,13 @@ class _Worker:
 _lost = functools.partial(RewardError, "the reward worker that this group was suspended in is gone")
 
 
-def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
+def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None:
     """The worker process: one message after the other until the pool is gone. With every answer go the CPU seconds that
     it has used so far; the first one says that it is ready."""
+    from areal_core.launch import logs
     from areal_core.launch.process import die_with_parent
 
+    logs.start("reward", place)
     die_with_parent()
     pipe.send((None, time.process_time()))
     while True:

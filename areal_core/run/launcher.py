@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import logging
 import os
 import sqlite3
 import threading
@@ -24,6 +25,7 @@ from typing import Any, Literal
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, TrackingError
+from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
 from areal_core.run.folders import Log, run_folder
 from areal_core.run.introduction import POLL_S, Introductions
@@ -52,8 +54,9 @@ class Run:
         self.run_dir = run_dir
         self.config = run_dir.config()
         self._info = run_dir.info()
-        self._log = log
+        self._forward = log
         self._lock: FileLock | None = sole_owner(run_dir, self.config)  # its children hold it too
+        self._log = Journal(run_dir.log_file("launcher"), self.config.launch, Source("launcher"), log)
         run_dir.forget_ready()
         self._specs = role_specs(run_dir, self.config, sorted(os.sched_getaffinity(0)))
         self._state = threading.Lock()  # guards the seven below and the lock
@@ -67,7 +70,7 @@ class Run:
         self._stop_servers = StopSignal()
         self._stop_tracker = StopSignal()
         self._introductions = Introductions(
-            run_dir, ranks=self.config.trainer_processes, stop=self._stop_servers, log=log
+            run_dir, ranks=self.config.trainer_processes, stop=self._stop_servers, log=self._log
         )
 
     # -- the five roles ------------------------------------------------------------------------------------------------
@@ -164,6 +167,7 @@ class Run:
             stop=stop,
             on_ready=on_ready,
             log=self._log,
+            forward=self._forward,
             pass_fds=(self._lock.fd,) if self._lock else (),
         ).run()
 
@@ -202,7 +206,7 @@ class Run:
                 self._log(f"after the end of the run: {error}")
                 return
             self._failure = error
-        self._log(f"the run has failed: {error}")
+        self._log(f"the run has failed: {error}", logging.ERROR)
         self._end_all()
 
     def _end_all(self) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, ProcessError
+from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.run.command import Parser, run_command
 from areal_core.run.introduction import Introductions
@@ -71,13 +72,14 @@ class Host:
         self._run = run
         self._locks = locks
         self._config = config
-        self._log = log
+        self._forward = self._log = log
         self._stop = StopSignal()
         self._failure: ArealError | None = None  # why the run is over for this machine, if not in order
 
     def generate(self, address: str, first: int, count: int) -> None:
         """`count` servers, from number `first` on. They are introduced to whatever controller the run has, and started
         again when it has lost them."""
+        self._keep_journal("host-generation", first)
         spec = host_generation(self._run, self._config, address=address, first=first, count=count)
         known = Introductions(self._run, ranks=self._config.trainer_processes, stop=self._stop, log=self._log)
         with known.running(self._guarded, self._config.launch.stop_timeout_s):
@@ -85,7 +87,12 @@ class Host:
 
     def train(self, address: str, node: int) -> None:
         """The ranks of one machine, number `node`."""
+        self._keep_journal("host-trainer", node)
         self._supervise(host_trainer(self._run, self._config, address=address, node=node))
+
+    def _keep_journal(self, role: str, index: int) -> None:
+        """From now on: there may be several commands like this one in a run."""
+        self._log = Journal(self._run.log_file(role, index), self._config.launch, Source(role, index), self._forward)
 
     def _supervise(self, spec: RoleSpec, on_ready: Callable[[int, dict[str, Any]], None] | None = None) -> None:
         watching = threading.Thread(target=self._guarded, args=(self._watch,), name="watch", daemon=True)
@@ -97,6 +104,7 @@ class Host:
             stop=self._stop,
             on_ready=on_ready,
             log=self._log,
+            forward=self._forward,
             pass_fds=self._locks,
         )
         try:

@@ -122,6 +122,7 @@ def _generation(
                 "areal_core.generation.vllm.server",
                 *common,
                 *("--log-file", run.log_file("vllm", index)),
+                *("--log-bytes", config.launch.log_bytes, "--log-files", config.launch.log_files),
                 *("--python", interpreter(vllm.python), "--dtype", vllm.dtype, f"--arguments={vllm.arguments}"),
                 *("--tensor-parallel", vllm.tensor_parallel, "--data-parallel", vllm.data_parallel),
                 *("--memory-share", vllm.memory_share, "--kv-cache-gib", vllm.kv_cache_gib),

@@ -19,6 +19,7 @@ def main() -> int:
     # Blocked, and taken only while the forwarder waits: a signal breaks into nothing, and none is lost in the seconds
     # of imports. They come after, since they start threads, and a signal goes to any thread that does not block it.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    from areal_core.launch import logs
     from areal_core.launch.process import adopt, announce_ready
     from areal_core.storage.rundir import RunDir
     from areal_core.tracking.forwarder import Forwarder
@@ -27,13 +28,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m areal_core.tracking", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
     run_dir = RunDir(parser.parse_args().run_dir)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logs.start("tracker")
     ready_file = run_dir.ready_file("tracker")
     adopt(ready_file)
 
     info = run_dir.info()
     if info.tracking_uri is None or info.tracking_run_id is None:
-        print("areal: error: tracking.enabled: this run is not tracked", file=sys.stderr)
+        logging.getLogger(__name__).error("tracking.enabled: this run is not tracked")
         return 2
     outbox = Outbox(run_dir.outbox, info.run_id)
     forwarder = Forwarder(outbox, info.tracking_uri, info.tracking_run_id, run_dir.config().tracking.flush_timeout_s)

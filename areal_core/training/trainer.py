@@ -26,7 +26,7 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.api.scored_groups import unpack_group
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, DivergenceError, ProcessError, RunFinished
-from areal_core.launch import process
+from areal_core.launch import logs, process
 from areal_core.models.folders import read_spec, read_weights, write_model
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
@@ -127,6 +127,7 @@ class Trainer:
 
     def _train_step(self, manifest: BatchManifest, batch: TrainingBatch, waiting_since: float) -> None:
         times = StepTimes(waiting_since=waiting_since, start=time.monotonic())
+        logs.at_step(manifest.step)
         self.timeline.span("wait", waiting_since, times.start, manifest.step)
         stats = self._learn(batch, times)
         self.step = manifest.step
@@ -258,7 +259,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     run = RunDir(parser.parse_args().run_dir)
     rank = int(os.environ.get("RANK", "0"))  # as every launcher of ranks says it
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logs.start("trainer", rank)
     process.adopt(run.ready_file("trainer", rank))
     torch.set_num_threads(1)
     try:
@@ -266,7 +267,8 @@ def main() -> None:
         process.announce_ready(run.ready_file("trainer", rank))
         trainer.train()
     except ArealError as error:
-        raise SystemExit(f"areal: error: {error}") from None
+        logger.error("%s", error)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ works its way to a right answer: what reinforcement learning finds and reinforce
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from areal_core.config.schema import RunConfig, load_file
-from areal_core.launch import process
+from areal_core.launch import logs, process
 from areal_core.models.folders import ModelSpec, init_weights, write_model
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.training import recipe
@@ -27,6 +28,8 @@ from areal_core.training.model.forward import answer_logprobs
 from areal_core.training.recipe import cache_key
 
 __all__ = ["cache_key", "embedded_spec", "make_model", "warm_up"]
+
+logger = logging.getLogger(__name__)
 
 _REPORT_EVERY = 200  # steps
 _GRAD_CLIP = 1.0
@@ -102,7 +105,7 @@ def _train(
         torch.nn.utils.clip_grad_norm_(weights.values(), _GRAD_CLIP)
         optimizer.step()
         if (step + 1) % _REPORT_EVERY == 0 or step + 1 == steps:
-            print(f"warm-up: {stage} answers, step {step + 1} of {steps}, loss {loss.item():.3f}", flush=True)
+            logger.info("warm-up: %s answers, step %d of %d, loss %.3f", stage, step + 1, steps, loss.item())
 
 
 def main() -> None:
@@ -110,6 +113,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, type=Path, help="resolved configuration, JSON")
     parser.add_argument("--out", required=True, type=Path, help="folder to write the model to")
     arguments = parser.parse_args()
+    logs.start("warmup")
     process.adopt()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

@@ -219,6 +219,9 @@ def test_the_first_failure_is_the_one_that_every_role_reports(stage: Callable[..
     }
     assert (played.dir.root / "tracked").read_text() == "FAILED"
     assert not played.dir.summary.exists()
+    assert (
+        played.dir.log_file("launcher").read_text().endswith(f" ERROR launcher-0 the run has failed: {caught.value}\n")
+    )
     assert nothing_left(played)
 
 

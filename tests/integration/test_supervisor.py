@@ -257,6 +257,29 @@ def test_a_flood_of_log_is_forwarded_in_part(rig: Rig) -> None:
     assert rig.run.log_file("role").stat().st_size > 99 * 9999
 
 
+def test_logs_are_rotated_and_an_error_still_has_the_last_lines(rig: Rig) -> None:
+    limit = 64 * 1024
+    code = READY + "print(('x' * 99 + '\\n') * 2000 + 'some talk', flush=True); raise SystemExit('no luck')"
+    with pytest.raises(ProcessError, match=r"role-0\.log ends: x.* \| some talk \| no luck$"):
+        rig.supervisor(code, launch(log_bytes=limit, log_files=2)).run()
+    assert sorted(file.name for file in rig.run.logs.iterdir()) == ["role-0.log", "role-0.log.1", "role-0.log.2"]
+    assert all(file.stat().st_size <= limit for file in rig.run.logs.iterdir())
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_lines_of_a_process_have_the_runs_format_and_are_forwarded_without_it(rig: Rig, log_format: str) -> None:
+    code = READY + "from areal_core.launch import logs; logs.start('role')\nlogs.logger.info('talk')"
+    forwarded: list[str] = []
+    supervisor = rig.supervisor(code, launch(log_format=log_format), first=3)
+    supervisor._forward = forwarded.append
+    supervisor.run()
+    assert (forwarded, rig.lines) == (["role-3: talk"], [])
+    (line,) = rig.run.log_file("role", 3).read_text().splitlines()
+    assert re.search(
+        {"text": "Z INFO role-3 talk$", "json": '"role": "role", "index": 3, "message": "talk"}$'}[log_format], line
+    )
+
+
 def test_a_log_that_fails_leaves_no_process(rig: Rig) -> None:
     def broken(line: str) -> None:
         raise BrokenPipeError

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import dataclasses
 import hashlib
+import logging
 import signal
 import sys
 import time
@@ -33,9 +34,11 @@ from areal_core.generation.engines.engine import Generation, ServedEngine
 from areal_core.generation.engines.registry import Options, make_engine
 from areal_core.generation.server.engine_thread import EngineThread
 from areal_core.generation.server.protocol import RequestError, parse_json, parse_request, parse_version, take
-from areal_core.launch import process
+from areal_core.launch import logs, process
 from areal_core.models.spec import read_spec
 from areal_core.tracking.timeline import TimelineWriter
+
+logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
 _PAUSE_MODES = ("abort", "wait", "keep")
@@ -333,20 +336,21 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine) -> None:
 
 def main() -> int:
     arguments = _arguments()
+    logs.start("generation")
     process.adopt(arguments.ready_file)
     try:
         engine = _engine(arguments)
     except (ConfigError, ModelError) as error:
-        print(f"areal: error: {error}", file=sys.stderr)
+        logger.error("%s", error)
         return 2
     try:
         asyncio.run(_serve(arguments, engine))
     except OSError as error:
         where = f"{arguments.host}:{arguments.port}"
-        print(f"areal: error: --port: can't listen on {where}: {error.strerror}; 0 takes any free one", file=sys.stderr)
+        logger.error("--port: can't listen on %s: %s; 0 takes any free one", where, error.strerror)
         return 2
     except ArealError as error:
-        print(f"areal: error: {error}", file=sys.stderr)
+        logger.error("%s", error)
         return 1
     return 0
 

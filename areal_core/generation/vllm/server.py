@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import shlex
 import signal
@@ -26,9 +27,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from areal_core.api.wire import MODEL_NAME, ROUTES_VERSION
+from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
 from areal_core.generation.command_line import server_parser
-from areal_core.launch import process
+from areal_core.launch import logs, process
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _WARM_UP_S = 300.0  # the first request compiles what it needs
@@ -181,6 +185,8 @@ def _arguments() -> argparse.Namespace:
     parser = server_parser("areal_core.generation.vllm.server")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has vLLM")
     parser.add_argument("--log-file", type=Path, help="what vLLM says; default: where this process writes")
+    parser.add_argument("--log-bytes", type=int, default=LaunchConfig.log_bytes, help="before it is rotated")
+    parser.add_argument("--log-files", type=int, default=LaunchConfig.log_files, help="older ones that are kept")
     parser.add_argument("--context", type=int, required=True, help="tokens of prompt and answer")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -198,7 +204,10 @@ def _serve(arguments: argparse.Namespace) -> None:
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())
-    output = sys.stdout.buffer if arguments.log_file is None else arguments.log_file.open("ab")
+    output, log = sys.stdout.buffer, None
+    if arguments.log_file is not None:
+        output = arguments.log_file.open("ab")
+        log = logs.LogFile(arguments.log_file, arguments.log_bytes, arguments.log_files)
     server = _Server(arguments, distribution, output)
     try:
         if server.wait_until_it_serves(stop):
@@ -207,18 +216,21 @@ def _serve(arguments: argparse.Namespace) -> None:
         while not stop.wait(_POLL_S):
             if (code := server.process.poll()) is not None:
                 raise ProcessError(f"vLLM ended with code {code}")
+            if log is not None:
+                log.new_lines()  # a look rotates it
     finally:
         server.end()
 
 
 def main() -> int:
     arguments = _arguments()
+    logs.start("generation")
     process.adopt(arguments.ready_file)
     try:
         _serve(arguments)
     except (ProcessError, OSError) as error:
         where = f"; see {arguments.log_file}" if arguments.log_file else ""
-        print(f"areal: error: {error}{where}", file=sys.stderr)
+        logger.error("%s%s", error, where)
         return 1
     return 0
 

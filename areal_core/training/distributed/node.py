@@ -9,6 +9,7 @@ they have failed too often.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -22,10 +23,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProcessError
-from areal_core.launch import process
+from areal_core.launch import logs, process
 from areal_core.storage.rundir import RunDir
 from areal_core.training.distributed import rounds
 from areal_core.training.distributed.ranks import ADDRESS, RENDEZVOUS
+
+logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 5  # between two heartbeats of an agent, stamped with its own machine's clock
 _KEEP_ALIVE_MISSED = 6  # and its machine is out of the round; clocks may differ by a few seconds
@@ -37,6 +40,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--address", required=True, help="of this machine")
     arguments = parser.parse_args()
+    logs.start("node")
     process.adopt()
     run = RunDir(arguments.run_dir)
     config = run.config()
@@ -47,13 +51,14 @@ def main() -> None:
         launch = elastic_launch(settings(run, config, where, arguments.address), sys.executable)
         launch("-m", "areal_core.training.trainer", "--run-dir", run.root)
     except ChildFailedError as error:
-        print(f"areal: error: {_described(error)}", file=sys.stderr)
+        logger.error("%s", _described(error))
         raise SystemExit(process.SPENT) from None
     except SignalException as ending:
         raise SystemExit(128 + ending.sigval) from None
     except (ProcessError, RendezvousError) as error:
         reason = str(error) or type(error).__name__
-        raise SystemExit(f"areal: error: {' '.join(reason.split())}") from None
+        logger.error("%s", " ".join(reason.split()))
+        raise SystemExit(1) from None
 
 
 def meeting_place(run: RunDir, timeout_s: float) -> str:

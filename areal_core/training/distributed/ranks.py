@@ -7,6 +7,7 @@ tell there who is missing.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from areal_core.errors import ProcessError
+
+logger = logging.getLogger(__name__)
 
 RENDEZVOUS = "AREAL_RENDEZVOUS"  # "<address>:<port>" of the store where ranks of several machines meet
 ADDRESS = "AREAL_ADDRESS"  # of the machine that a rank is on, for what it says
@@ -185,7 +188,7 @@ def _bounded(look: Callable[[], str]) -> str | None:
         try:
             found.append(look())
         except RuntimeError as error:
-            print(f"areal: the rendezvous fails: {_one_line(error)}", flush=True)
+            logger.warning("the rendezvous fails: %s", _one_line(error))
 
     looking = threading.Thread(target=try_to, name="look for ranks", daemon=True)
     looking.start()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from areal_core.launch import process
+from areal_core.launch import logs, process
 
 _BACKLOG = 128
 
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--address", required=True, help="where it listens, on a port that the kernel chooses")
     parser.add_argument("--ready-file", type=Path, required=True)
     arguments = parser.parse_args()
+    logs.start("rendezvous")
     process.adopt(arguments.ready_file)
     listening = socket.create_server(
         (arguments.address, 0),

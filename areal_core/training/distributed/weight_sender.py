@@ -6,9 +6,9 @@ The controller answers the engine as one vLLM server would and passes every phas
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -23,6 +23,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from areal_core.api.controller_client import ControllerClient
 from areal_core.types import PolicyVersion
+
+logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 600.0  # for one phase
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -92,7 +94,7 @@ class _Client(HTTPVLLMWeightSyncClient):
 def _end(error: OSError) -> NoReturn:
     """End the process, so that all ranks are started again and meet the servers that there are then. Nothing less gets
     out of a broadcast that nobody answers, the interpreter's own exit included."""
-    print(f"areal: error: the weights were not sent: {error}", file=sys.stderr, flush=True)
+    logger.error("the weights were not sent: %s", error)
     os._exit(1)
 
 

@@ -276,6 +276,8 @@ def test_a_machine_whose_restarts_are_spent(head: Head, part: Callable[..., Part
     error = part(server="fails").end()
     assert isinstance(error, ProcessError)
     assert str(error).startswith("generation-0 exited with code 1 after 2 restarts; ")
+    kept = head.run.log_file("host-generation").read_text()
+    assert "WARNING host-generation-0 generation-0 exited with code 1: restart 2 of 2\n" in kept
     assert str(error).endswith("no memory today")
 
 

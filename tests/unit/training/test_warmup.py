@@ -1,4 +1,5 @@
 import json
+import logging
 import subprocess
 import sys
 from itertools import islice
@@ -70,11 +71,12 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not():
     assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_the_warm_up_lowers_the_loss(capsys):
-    warm_up(small("warmup.worked_steps", 100))
-    out = capsys.readouterr().out
-    assert "worked answers, step 100 of 100, loss" in out
-    assert float(out.splitlines()[0].split()[-1]) < 2.5  # from log(18) = 2.9
+def test_the_warm_up_lowers_the_loss(caplog):
+    with caplog.at_level(logging.INFO):
+        warm_up(small("warmup.worked_steps", 100))
+    told = caplog.messages[0]
+    assert "worked answers, step 100 of 100, loss" in told
+    assert float(told.split()[-1]) < 2.5  # from log(18) = 2.9
 
 
 def test_the_command_writes_a_folder_that_transformers_loads(tmp_path):

@@ -1,0 +1,248 @@
+"""Logs of a run: one format for every process, on top of the standard `logging` package, in files that are rotated.
+
+    2026-11-23T03:22:48.123Z WARNING trainer-1 [step 7] message                                 launch.log_format=text
+    {"time": ..., "level": ..., "role": "trainer", "index": 1, "rank": 1, "step": 7, "message": ...}             json
+
+Time is UTC. A process calls `start` once; its format and its index come from its supervisor, through the environment.
+One that a person started has no supervisor, and writes messages alone, as `plain` makes them of a line. What others
+write into the same file (native libraries, vLLM) stands there as it came.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import IO, Any
+
+from areal_core.config.schema import LaunchConfig
+
+FORMAT = "AREAL_LOG_FORMAT"  # text or json; unset: a person reads
+INDEX = "AREAL_INDEX"  # of a process in its role
+_HEAD = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z ([A-Z]+) (\S+-\d+) (?:\[step \d+\] )?(.*)")
+_TAIL_BYTES = 64 * 1024  # of new log read at once; what is older stays in the file
+_LINE_CHARS = 500
+_LAST_LINES = 6  # of a log, in an error
+
+logger = logging.getLogger(__name__)
+_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The process that a line is from."""
+
+    role: str
+    index: int = 0
+    rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+def start(role: str, index: int | None = None) -> None:
+    """Set this process's logging up, on stderr. Warnings and exceptions that nobody catches become records as well.
+
+    `index`: unless the supervisor's counts, which is that of the process it has started.
+    """
+    rank = int(os.environ["RANK"]) if role == "trainer" and "RANK" in os.environ else None
+    source = Source(role, int(os.environ.get(INDEX, "0")) if index is None else index, rank)
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(os.environ.get(FORMAT), source))
+    logging.basicConfig(handlers=[handler])
+    for ours in ("areal_core", "__main__"):
+        logging.getLogger(ours).setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    sys.excepthook = _uncaught
+    threading.excepthook = _uncaught_in_thread
+
+
+def at_step(step: int) -> None:
+    """The training step that this process is at: lines that name no other one (`extra={"step": k}`) are of this."""
+    global _step
+    _step = step
+
+
+class Journal:
+    """What a launcher has to say itself: told to whoever listens, and kept in a log of its own, since its stderr is a
+    person's terminal."""
+
+    def __init__(self, path: Path, launch: LaunchConfig, source: Source, tell: Callable[[str], None]) -> None:
+        handler = RotatingFileHandler(path, maxBytes=launch.log_bytes, backupCount=launch.log_files, delay=True)
+        handler.setFormatter(formatter(launch.log_format, source))
+        self._logger = logging.Logger(source.name)  # without a parent: nothing goes on to the root's handlers
+        self._logger.addHandler(handler)
+        self._tell = tell
+
+    def __call__(self, line: str, level: int = logging.WARNING) -> None:
+        """What goes well is nothing to talk about."""
+        self._logger.log(level, "%s", line)
+        self._tell(line)
+
+
+def formatter(log_format: str | None, source: Source) -> logging.Formatter:
+    """Of `launch.log_format`; None: for a person."""
+    return _Plain() if log_format is None else {"text": _Text, "json": _Json}[log_format](source)
+
+
+class _Plain(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return _told(record.levelname, super().format(record))
+
+
+class _Text(logging.Formatter):
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._name = source.name
+
+    def format(self, record: logging.LogRecord) -> str:
+        step = _step_of(record)
+        at = "" if step is None else f"[step {step}] "
+        return f"{_time(record)} {record.levelname} {self._name} {at}{super().format(record)}"
+
+
+class _Json(logging.Formatter):
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = {"role": source.role, "index": source.index, "rank": source.rank}
+
+    def format(self, record: logging.LogRecord) -> str:
+        values = {
+            "time": _time(record),
+            "level": record.levelname,
+            **self._source,
+            "step": _step_of(record),
+            "message": record.getMessage(),
+            "traceback": self.formatException(record.exc_info) if record.exc_info else None,
+        }
+        return json.dumps({name: value for name, value in values.items() if value is not None})
+
+
+def plain(line: str, name: str) -> list[str]:
+    """What a person reads of a line in the log of process `name`, which is said already: the message, an error told as
+    one, and whose it is where another process wrote it. A line of no such format is itself."""
+    if match := _HEAD.fullmatch(line):
+        level, who, message = match.groups()
+    elif (record := _record(line)) is not None:
+        level, who = record["level"], f"{record['role']}-{record['index']}"
+        message = "\n".join(part for part in (record["message"], record.get("traceback")) if part)
+    else:
+        return [line]
+    told = _told(level, message)
+    return (told if who == name else f"{who}: {told}").splitlines()
+
+
+def _record(line: str) -> Mapping[str, Any] | None:
+    try:
+        record = json.loads(line) if line.startswith('{"time": ') else None
+    except ValueError:  # half of a line
+        return None
+    return record if record and record.keys() >= {"level", "role", "index", "message"} else None
+
+
+def _told(level: str, message: str) -> str:
+    return f"areal: error: {message}" if level in ("ERROR", "CRITICAL") else message
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _step_of(record: logging.LogRecord) -> int | None:
+    return getattr(record, "step", _step)
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    if issubclass(kind, Exception):
+        logger.critical("nothing caught this", exc_info=(kind, error, traceback))
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+def _uncaught_in_thread(thrown: threading.ExceptHookArgs) -> None:
+    name = thrown.thread.name if thrown.thread else "a thread"
+    error = thrown.exc_value or thrown.exc_type()
+    logger.critical("nothing caught this in %s", name, exc_info=(thrown.exc_type, error, thrown.exc_traceback))
+
+
+class LogFile:
+    """What one process writes, from its start on, in a file that it shares with those before it.
+
+    Whoever watches the process rotates the file: its content is copied to `<file>.1`, what was there before to `.2` up
+    to `.<files>`, and the file itself is emptied, so that the process, which appends, needs to know nothing. No older
+    file is larger than `limit` bytes, nor is the file after any look at it. Lines written in the instant between
+    the end of a copy and the emptying are lost.
+    """
+
+    def __init__(self, path: Path, limit: int, files: int) -> None:
+        self.path = path
+        self._limit, self._files = limit, files
+        self._start = self._read = path.stat().st_size if path.exists() else 0
+        self._start_in_older: int | None = None  # once it was rotated
+        self._partial = b""
+
+    def new_lines(self) -> list[str]:
+        """Complete lines since the last call; of a flood only the end."""
+        if self.path.stat().st_size == self._read:
+            return []
+        with self.path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            if rotates := end > self._limit - self._limit // 8:  # room for what comes between two looks
+                data, end = self._rotate(file, end)
+            else:
+                file.seek(max(self._read, end - _TAIL_BYTES))
+                data, end = file.read(_TAIL_BYTES), file.tell()
+        if (unread := end - self._read) > len(data):
+            self._partial = b"[...] "
+        self._read = 0 if rotates else end
+        *lines, self._partial = (self._partial + data[len(data) - min(unread, len(data)) :]).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def last_lines(self, name: str) -> str:
+        """The end of what process `name` wrote, on one line, for an error."""
+        data = _tail(self.path, self._start)
+        if self._start_in_older is not None:
+            data = _tail(self._older(1), self._start_in_older) + data
+        told = [part for line in data.decode(errors="replace").splitlines() for part in plain(line, name)]
+        return " | ".join([shortened(line.strip()) for line in told if line.strip()][-_LAST_LINES:]) or "(it is empty)"
+
+    def _rotate(self, file: IO[bytes], end: int) -> tuple[bytes, int]:
+        """Empty the file into the older ones. Returns the end of its content, and how much there was."""
+        tail, position = b"", file.seek(max(0, end - self._files * self._limit))
+        for _ in range(self._files):
+            for number in range(self._files, 1, -1):
+                if self._older(number - 1).exists():
+                    self._older(number - 1).replace(self._older(number))
+            self._start_in_older = max(0, self._start - position)
+            room = self._limit
+            with self._older(1).open("wb") as older:
+                while room and (piece := file.read(min(room, _TAIL_BYTES))):
+                    older.write(piece)
+                    room, position, tail = room - len(piece), position + len(piece), (tail + piece)[-_TAIL_BYTES:]
+            if room:
+                break
+        file.truncate(0)
+        self._start = 0
+        return tail, position
+
+    def _older(self, number: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{number}")
+
+
+def shortened(line: str) -> str:
+    return line[:_LINE_CHARS]
+
+
+def _tail(path: Path, start: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return file.read()

@@ -1,0 +1,231 @@
+"""The format of a run's logs, what a person is shown of them, and their rotation."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_core.config.schema import LaunchConfig
+from areal_core.launch import logs
+from areal_core.launch.logs import FORMAT, INDEX, Journal, LogFile, Source, plain
+
+CLOCK = 1795404168.123456  # 2026-11-23T03:22:48 UTC
+SAID = """
+import logging, os, threading, warnings
+from areal_core.launch import logs
+logger = logging.getLogger("areal_core.anything")
+logs.start({role!r})
+{code}
+"""
+
+
+def record(message: str = "loss %s", *args: object, level: int = logging.INFO, **extra: object) -> logging.LogRecord:
+    made = logging.LogRecord("areal_core.x", level, __file__, 1, message, args, None)
+    made.created = CLOCK
+    made.__dict__.update(extra)
+    return made
+
+
+def said(code: str, log_format: str | None, role: str = "trainer", **environment: str) -> tuple[int, list[str]]:
+    """Exit status of a process, and the lines of its stderr."""
+    clean = {name: value for name, value in os.environ.items() if name not in (FORMAT, INDEX, "RANK")}
+    chosen = {} if log_format is None else {FORMAT: log_format}
+    command = [sys.executable, "-c", SAID.format(role=role, code=code)]
+    done = subprocess.run(command, env=clean | chosen | environment, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_text() -> None:
+    text = logs.formatter("text", Source("trainer", 1))
+    assert text.format(record("loss %s", 0.5)) == "2026-11-23T03:22:48.123Z INFO trainer-1 loss 0.5"
+    with_step = text.format(record("slow", level=logging.WARNING, step=7))
+    assert with_step == "2026-11-23T03:22:48.123Z WARNING trainer-1 [step 7] slow"
+
+
+def test_json_has_what_is_known() -> None:
+    shown = logs.formatter("json", Source("trainer", 1, 1))
+    assert json.loads(shown.format(record('"%s"\n', "x", step=7))) == {
+        "time": "2026-11-23T03:22:48.123Z",
+        "level": "INFO",
+        "role": "trainer",
+        "index": 1,
+        "rank": 1,
+        "step": 7,
+        "message": '"x"\n',
+    }
+    assert json.loads(logs.formatter("json", Source("tracker")).format(record("x"))).keys() == {
+        *("time", "level", "role", "index", "message")
+    }
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_line_is_shown_as_its_message(log_format: str) -> None:
+    shown = logs.formatter(log_format, Source("evaluator"))
+    line = shown.format(record("version 0: held-out accuracy %.3f", 0.172, step=3))
+    assert plain(line, "evaluator-0") == ["version 0: held-out accuracy 0.172"]
+    assert plain(line, "node-1") == ["evaluator-0: version 0: held-out accuracy 0.172"]
+    assert plain(shown.format(record("no", level=logging.ERROR)), "evaluator-0") == ["areal: error: no"]
+
+
+@pytest.mark.parametrize(
+    "line", ["", "some talk", "{}", '{"time": 1}', '{"time": "half of a li', "2026-11-23 INFO trainer-0 x"]
+)
+def test_what_others_write_is_shown_as_it_came(line: str) -> None:
+    assert plain(line, "trainer-0") == [line]
+
+
+def test_a_process_knows_its_format_and_index_from_its_supervisor() -> None:
+    code = "logger.info('here'); logs.at_step(4); logger.warning('there'); os.write(2, b'native\\n')"
+    _, text = said(code, "text", **{INDEX: "2"})
+    assert [line.partition(" ")[2] for line in text[:2]] == ["INFO trainer-2 here", "WARNING trainer-2 [step 4] there"]
+    assert text[2:] == ["native"]
+    _, lines = said(code, "json", **{INDEX: "2", "RANK": "2"})
+    assert [json.loads(line).get("step") for line in lines[:2]] == [None, 4]
+    assert json.loads(lines[0])["rank"] == 2
+
+
+def test_one_that_a_person_started_writes_the_message_alone() -> None:
+    assert said("logger.info('here'); logger.error('port taken')", None)[1] == ["here", "areal: error: port taken"]
+
+
+def test_what_nobody_catches_is_a_record_too() -> None:
+    code = (
+        "warnings.warn('deprecated')\n"
+        "thread = threading.Thread(target=lambda: [][1], name='reader'); thread.start(); thread.join()\n"
+        "raise ValueError('no luck')"
+    )
+    status, lines = said(code, "json")
+    warned, in_thread, in_main = map(json.loads, lines)
+    assert status == 1
+    assert (warned["level"], "deprecated" in warned["message"]) == ("WARNING", True)
+    assert "reader" in in_thread["message"]
+    assert in_thread["traceback"].endswith("IndexError: list index out of range")
+    assert in_main["traceback"].endswith("ValueError: no luck")
+    assert plain(lines[2], "trainer-0")[-1] == "ValueError: no luck"
+
+
+def test_a_launcher_keeps_what_it_says(tmp_path: Path) -> None:
+    told: list[str] = []
+    journal = Journal(tmp_path / "l.log", LaunchConfig(log_format="json"), Source("launcher"), told.append)
+    journal("trainer-0 exited with code 1: restart 1 of 2")
+    assert told == ["trainer-0 exited with code 1: restart 1 of 2"]
+    kept = json.loads((tmp_path / "l.log").read_text())
+    assert (kept["role"], kept["level"], kept["message"]) == ("launcher", "WARNING", told[0])
+
+
+class Written:
+    """A file that somebody appends to, and who looks at it."""
+
+    def __init__(self, folder: Path, *, limit: int, files: int, before: bytes = b"") -> None:
+        self.path = folder / "x.log"
+        self.path.write_bytes(before)
+        self.log = LogFile(self.path, limit, files)
+
+    def write(self, *lines: bytes) -> None:
+        with self.path.open("ab") as file:
+            file.write(b"".join(line + b"\n" for line in lines))
+
+    def older(self, number: int) -> bytes:
+        return self.path.with_name(f"x.log.{number}").read_bytes()
+
+    def names(self) -> list[str]:
+        return sorted(file.name for file in self.path.parent.iterdir())
+
+
+def numbered(first: int, last: int) -> list[bytes]:
+    return [b"line %03d" % number for number in range(first, last)]  # nine bytes with its end
+
+
+@pytest.mark.parametrize(("limit", "lines"), [(1000, 50), (100_000, 4500)])
+def test_rotation_loses_no_line_and_forwards_each_once(tmp_path: Path, limit: int, lines: int) -> None:
+    written, seen = Written(tmp_path, limit=limit, files=9), []
+    for first in range(0, 10 * lines, lines):
+        written.write(*numbered(first, first + lines))
+        seen += written.log.new_lines()
+    assert seen == [line.decode() for line in numbered(0, 10 * lines)]
+    kept = [written.older(number) for number in range(len(written.names()) - 1, 0, -1)]
+    everything = b"".join(line + b"\n" for line in numbered(0, 10 * lines))
+    assert b"".join(kept) + written.path.read_bytes() == everything
+    assert len(kept) >= 4
+    assert all(len(one) <= limit for one in kept)
+
+
+def test_a_line_that_was_cut_by_a_rotation_is_forwarded_whole(tmp_path: Path) -> None:
+    written = Written(tmp_path, limit=1000, files=2)
+    with written.path.open("ab", buffering=0) as file:
+        file.write(b"x" * 950 + b"\nhalf of ")
+        assert written.log.new_lines() == ["x" * 950]
+        file.write(b"a line\n")
+    assert written.log.new_lines() == ["half of a line"]
+    assert written.path.read_bytes() == b"a line\n"
+
+
+def test_the_oldest_goes(tmp_path: Path) -> None:
+    written = Written(tmp_path, limit=1000, files=2)
+    for first in range(0, 900, 100):
+        written.write(*numbered(first, first + 100))
+        written.log.new_lines()
+    assert written.names() == ["x.log", "x.log.1", "x.log.2"]
+    assert written.older(1) == b"".join(line + b"\n" for line in numbered(800, 900))
+    assert written.older(2) == b"".join(line + b"\n" for line in numbered(700, 800))
+
+
+def test_more_than_all_files_hold_leaves_its_end(tmp_path: Path) -> None:
+    written = Written(tmp_path, limit=900, files=2)
+    written.write(*numbered(0, 999))
+    lines = written.log.new_lines()
+    assert lines[-1] == "line 998"
+    assert written.older(2) + written.older(1) == b"".join(line + b"\n" for line in numbered(799, 999))
+    assert written.path.read_bytes() == b""
+
+
+def test_the_bound_holds_under_a_writer_that_never_stops(tmp_path: Path) -> None:
+    limit = 64 * 1024
+    written = Written(tmp_path, limit=limit, files=3)
+    write = f"out = open({str(written.path)!r}, 'ab', buffering=0)\nwhile True: out.write(b'x' * 99 + b'\\n')"
+    writer = subprocess.Popen([sys.executable, "-c", write])
+    try:
+        rotations = 0
+        while rotations < 30:
+            if written.log.new_lines() and written.path.with_name("x.log.1").exists():
+                rotations += 1
+            older = [written.path.with_name(f"x.log.{number}") for number in (1, 2, 3)]
+            assert all(file.stat().st_size <= limit for file in older if file.exists())
+    finally:
+        writer.kill()
+        writer.wait()
+    written.log.new_lines()
+    assert written.path.stat().st_size <= limit
+    assert written.names() == ["x.log", "x.log.1", "x.log.2", "x.log.3"]
+
+
+def test_the_last_lines_reach_across_a_rotation(tmp_path: Path) -> None:
+    written = Written(tmp_path, limit=1000, files=2)
+    written.write(*numbered(0, 100))
+    written.log.new_lines()
+    written.write(b"no luck")
+    assert written.log.last_lines("x-0") == "line 095 | line 096 | line 097 | line 098 | line 099 | no luck"
+
+
+def test_the_last_lines_are_of_this_process_alone(tmp_path: Path) -> None:
+    before = b"of an earlier one\n" * 50
+    written = Written(tmp_path, limit=1000, files=2, before=before)
+    assert written.log.last_lines("x-0") == "(it is empty)"
+    written.write(b"mine")
+    assert written.log.last_lines("x-0") == "mine"
+    written.log.new_lines()
+    assert written.older(1) == before + b"mine\n"
+    assert written.log.last_lines("x-0") == "mine"
+
+
+def test_the_last_lines_are_messages(tmp_path: Path) -> None:
+    written = Written(tmp_path, limit=10**6, files=2)
+    shown = logs.formatter("json", Source("trainer"))
+    written.write(shown.format(record("a")).encode(), shown.format(record("b", level=logging.ERROR)).encode())
+    assert written.log.last_lines("trainer-0") == "a | areal: error: b"
