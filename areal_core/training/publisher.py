@@ -26,7 +26,7 @@ from areal_core.training.aside import Aside
 from areal_core.training.engines.engine import EngineState, Sender
 from areal_core.types import Float32Array, MetricRow
 
-_LOOK_S = 0.2  # between two looks at a version that a checkpoint waits for
+_LOOK_S = 0.2  # between two looks at whether what a checkpoint waits for has failed
 
 
 class Publisher:
@@ -40,14 +40,13 @@ class Publisher:
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
         self._publishing = Aside("publish", waiting=2)  # a version and what is told of it
         self._saving = Aside("checkpoint", waiting=1)
-        self._announced = threading.Event()  # whatever was handed in to be published
+        self._told, self._telling = 0, threading.Condition()  # the last step that the controller knows all about
         self._publishing_controller, self._saving_controller = ControllerClient(run), ControllerClient(run)
 
     def publish(self, step: int, tensors: Mapping[str, Float32Array]) -> None:
         """Hand `tensors`, which nobody changes any more, to the generation servers as version `step`. Waits for the
         version before; where the trainer itself sends weights to servers, from the device that trains, for this one."""
         self._publishing.drain()
-        self._announced.clear()
         self._publishing.submit(lambda: self._publish(step, tensors))
         if self._sender is not None:
             self._publishing.drain()
@@ -66,6 +65,9 @@ class Publisher:
         def tell() -> None:
             self._publishing_controller.metrics(rows)
             self._publishing_controller.document("staleness_histogram", step, {"counts": counts})
+            with self._telling:
+                self._told = step
+                self._telling.notify()
 
         self._publishing.submit(tell)
 
@@ -74,8 +76,8 @@ class Publisher:
         self._saving.drain()
 
     def checkpoint(self, step: int, state: EngineState) -> None:
-        """Commit a checkpoint of `step`, the last one handed in to be published: this state, and the ledger as it is
-        once that version is known to it."""
+        """Commit a checkpoint of `step`: this state, and the ledger as it is once it knows that version and what
+        `report` tells of the step."""
         self._saving.submit(lambda: self._checkpoint(step, state))
 
     def drain(self) -> None:
@@ -87,7 +89,6 @@ class Publisher:
         start = time.monotonic()
         version = weights.publish(self._run.weights, step, tensors, dtype=self._config.training.dtype)
         released = self._publishing_controller.announce(version)
-        self._announced.set()
         if self._sender is not None:
             self._sender.send(version, tensors)
         weights.release(self._run.weights, released)
@@ -103,8 +104,10 @@ class Publisher:
             write_tensors(file, state.arrays)
         except OSError as error:
             raise StorageError(f"can't write {file}: {error.strerror}") from error
-        while not self._announced.wait(_LOOK_S):
-            self._publishing.check()
+        with self._telling:
+            while self._told < step:
+                self._telling.wait(_LOOK_S)
+                self._publishing.check()
         ledger = checkpoint.FileEntry(**self._saving_controller.snapshot(step))
         checkpoint.save(
             self._storage,

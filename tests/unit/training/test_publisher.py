@@ -77,7 +77,7 @@ def test_versions_and_what_is_told_of_them_are_in_order(made: tuple[Publisher, C
     assert controller.calls == [(kind, step) for step in (1, 2, 3) for kind in kinds]
 
 
-def test_a_checkpoint_waits_until_its_version_is_known(made: tuple[Publisher, Controller]) -> None:
+def test_a_checkpoint_covers_all_that_is_told_of_its_step(made: tuple[Publisher, Controller]) -> None:
     publisher, controller = made
     controller.gate.clear()
     publisher.publish(1, TENSORS)
@@ -85,9 +85,35 @@ def test_a_checkpoint_waits_until_its_version_is_known(made: tuple[Publisher, Co
     threading.Event().wait(0.5)
     assert controller.calls == []
     controller.gate.set()
+    threading.Event().wait(0.5)
+    publisher.report(1, {"loss/policy": 0.5}, Counter({0: 7}))
     publisher.drain()
     names = [name for name, _ in controller.calls]
-    assert names.index("announce") < names.index("snapshot") < names.index("committed")
+    assert names == ["announce", "time/publish_s", "loss/policy", "staleness_histogram", "snapshot", "committed"]
+
+
+def test_a_checkpoint_that_is_written_slowly_does_not_wait_for_the_step_after(
+    made: tuple[Publisher, Controller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, controller = made
+    written, write = threading.Event(), module.write_tensors
+
+    def write_late(path: Path, arrays: Any) -> None:
+        assert written.wait(PATIENCE_S)
+        write(path, arrays)
+
+    monkeypatch.setattr(module, "write_tensors", write_late)
+    publisher.publish(1, TENSORS)
+    publisher.checkpoint(1, STATE)
+    publisher.report(1, {}, Counter({0: 7}))
+    publisher._publishing.drain()
+    controller.gate.clear()
+    publisher.publish(2, TENSORS)
+    written.set()
+    publisher.make_room()
+    assert ("committed", 1) in controller.calls
+    controller.gate.set()
+    publisher.drain()
 
 
 def test_a_version_that_can_not_be_published_ends_everything_that_waits(made: tuple[Publisher, Controller]) -> None:
