@@ -41,6 +41,10 @@ class LedgerError(ArealError):
     """A transition that the trajectory ledger does not allow."""
 
 
+class BooksError(ArealError):
+    """At the end of a run the generation servers have sampled other tokens than its ledger accounts for."""
+
+
 class DivergenceError(ArealError):
     """A loss, a gradient or a log-probability is not finite."""
 

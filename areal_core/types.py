@@ -150,18 +150,38 @@ class PolicyVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLedger:
-    """Where every sampled token went: generated = consumed + dropped + buffered + in flight."""
+class Tally:
+    """Tokens that servers have sampled for a request."""
 
-    generated: int
-    consumed: int
-    dropped: int
-    buffered: int
-    in_flight: int
+    tokens: int = 0
+    unread: int = 0  # more, at most, in bodies that can't be read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLedger:
+    """Two counts of the sampled tokens: the generation servers' own, and where they went, by group."""
+
+    generated: int  # by the servers' counters, for the rollout
+    consumed: int  # of groups that are part of a batch
+    dropped: int  # of groups and tries that were given up
+    buffered: int  # of READY groups
+    in_flight: int  # of groups that the end of the run cut short
+    allowance: int = 0  # that the two may differ by: sampled by servers that died unasked, and handed over to nobody
+
+    @property
+    def accounted(self) -> int:
+        return self.consumed + self.dropped + self.buffered + self.in_flight
 
     @property
     def balanced(self) -> bool:
-        return self.generated == self.consumed + self.dropped + self.buffered + self.in_flight
+        return abs(self.generated - self.accounted) <= self.allowance
+
+    def __str__(self) -> str:
+        return (
+            f"{self.generated:,} sampled by the servers, {self.accounted:,} in the ledger = {self.consumed:,} consumed"
+            f" + {self.dropped:,} dropped + {self.buffered:,} buffered + {self.in_flight:,} in flight; "
+            f"allowance {self.allowance:,}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from areal_core.types import RunSummary
 
 def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None) -> list[dict[str, str]]:
     """Name and value of everything worth knowing at the end; `untracked` is what MLflow has missed."""
-    ledger = summary.tokens
     rows = {
         "mode": summary.mode,
         "seed": str(summary.seed),
@@ -20,8 +19,7 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
         "effective throughput": f"{summary.effective_tokens_per_s:,.0f} tokens/s",
         "generated throughput": f"{summary.generated_tokens_per_s:,.0f} tokens/s",
         "staleness": f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
-        "tokens": f"{ledger.generated:,} generated = {ledger.consumed:,} consumed + {ledger.dropped:,} dropped"
-        f" + {ledger.buffered:,} buffered + {ledger.in_flight:,} in flight",
+        "tokens": str(summary.tokens),
         "what bounded it": summary.bound or "-",
         "model": summary.model_url,
         "checkpoints": info.checkpoint_url,

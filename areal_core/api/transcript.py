@@ -8,13 +8,15 @@ with an unfinished answer, token ids and finish reasons are read here, and nothi
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from areal_core.api.wire import BodyPart, SampledAnswer
 from areal_core.errors import GenerationError
-from areal_core.types import GenerationRequest
+from areal_core.types import GenerationRequest, Tally
 
 
 class _Choice(msgspec.Struct):
@@ -31,11 +33,19 @@ class _Body(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Body)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """A body and what it was asked for."""
+
+    body: bytes
+    answers: int
+    max_tokens: int  # of each
+
+
 @dataclass(slots=True)
 class _Answer:
     segments: list[BodyPart] = field(default_factory=list[BodyPart])
     tokens: list[int] = field(default_factory=list[int])  # of an answer that is not finished
-    count: int = 0  # tokens, as far as they were looked at
     finished: bool = False
     finish_reason: str | None = None  # where it isn't what the last segment says
 
@@ -47,37 +57,42 @@ class Transcript:
         self.request = request
         self._answers = [_Answer() for _ in range(request.n)]
         self._begun = False
+        self._kept: list[_Reply] = []  # that answers are made of
+        self._refused: list[_Reply] = []
 
     @property
     def begun(self) -> bool:
         """Whether the request itself was answered, if only in part."""
         return self._begun
 
-    @property
-    def held_tokens(self) -> int:
-        """Tokens that servers have handed back; 0 once all answers are finished."""
-        return sum(answer.count for answer in self._answers) if self.unfinished() else 0
-
     def begin(self, body: bytes) -> None:
         """Take the answer to the request. Raises GenerationError for a body that can't be gone on from."""
         self._answers = [_Answer() for _ in self._answers]  # of a body that was refused halfway, nothing stays
-        if b"abort" in body:
-            choices = _decode(body)
-            if len(choices) != len(self._answers):
-                raise GenerationError(f"{len(choices)} answers where {len(self._answers)} were asked for")
-            for index, choice in enumerate(choices):
-                self._add(index, (body, index), choice)
-        else:
-            for index, answer in enumerate(self._answers):
-                answer.segments, answer.finished = [(body, index)], True
+        with self._taking(_Reply(body, self.request.n, self.request.max_tokens)):
+            if b"abort" in body:
+                choices = _decode(body)
+                if len(choices) != len(self._answers):
+                    raise GenerationError(f"{len(choices)} answers where {len(self._answers)} were asked for")
+                for index, choice in enumerate(choices):
+                    self._add(index, (body, index), choice)
+            else:
+                for index, answer in enumerate(self._answers):
+                    answer.segments, answer.finished = [(body, index)], True
         self._begun = True
 
     def extend(self, index: int, body: bytes) -> None:
         """Take the answer to `continuation(index)`. Raises GenerationError as `begin` does."""
-        [choice, *more] = _decode(body) or [None]
-        if choice is None or more:
-            raise GenerationError("not one answer where one was to be gone on with")
-        self._add(index, (body, 0), choice)
+        with self._taking(_Reply(body, 1, self.request.max_tokens - len(self._answers[index].tokens))):
+            [choice, *more] = _decode(body) or [None]
+            if choice is None or more:
+                raise GenerationError("not one answer where one was to be gone on with")
+            self._add(index, (body, 0), choice)
+
+    def discard(self) -> None:
+        """Begin again: what servers have handed over stands for nothing."""
+        self._answers, self._begun = [_Answer() for _ in self._answers], False
+        self._refused += self._kept
+        self._kept = []
 
     def unfinished(self) -> list[int]:
         """Places of the answers that a server has to go on with."""
@@ -104,17 +119,23 @@ class Transcript:
             for answer in self._answers
         )
 
-    def sampled_tokens(self) -> int:
-        """Tokens of all segments. Raises GenerationError as `begin` does."""
-        choices: dict[int, list[_Choice]] = {}
-        total = 0
-        for body, place in (segment for answer in self._answers for segment in answer.segments):
-            if id(body) not in choices:
-                choices[id(body)] = _decode(body)
-            if place >= len(choices[id(body)]):
-                raise GenerationError(f"{len(choices[id(body)])} answers where {len(self._answers)} were asked for")
-            total += len(choices[id(body)][place].token_ids)
-        return total
+    def sampled(self) -> Tally:
+        """Tokens of everything that servers have handed over, but for what `take_refused` has told of."""
+        return _tally(self._kept + self._refused)
+
+    def take_refused(self) -> Tally:
+        """Tokens of what was refused or discarded since the last call."""
+        refused, self._refused = self._refused, []
+        return _tally(refused)
+
+    @contextmanager
+    def _taking(self, reply: _Reply) -> Iterator[None]:
+        try:
+            yield
+        except GenerationError:
+            self._refused.append(reply)
+            raise
+        self._kept.append(reply)
 
     def _add(self, index: int, segment: BodyPart, choice: _Choice) -> None:
         answer, request = self._answers[index], self.request
@@ -123,7 +144,6 @@ class Transcript:
         elif choice.finish_reason != "abort":
             raise GenerationError(f"answer {index} ended ({choice.finish_reason}) without a token")
         answer.tokens = answer.tokens + choice.token_ids
-        answer.count = len(answer.tokens)
         if choice.finish_reason != "abort":
             answer.finished = True
         elif answer.tokens and answer.tokens[-1] in request.stop_token_ids:  # interrupted after its last token
@@ -132,6 +152,19 @@ class Transcript:
             answer.finished, answer.finish_reason = True, "length"
         if answer.finished:
             answer.tokens = []
+
+
+def _tally(replies: Sequence[_Reply]) -> Tally:
+    """Whatever of the replies can be read, and at most how much more there may be."""
+    tokens = unread = 0
+    for reply in replies:
+        try:
+            choices = _decode(reply.body)
+        except GenerationError:
+            choices = []
+        tokens += sum(len(choice.token_ids) for choice in choices)
+        unread += max(0, reply.answers - len(choices)) * reply.max_tokens
+    return Tally(tokens=tokens, unread=unread)
 
 
 def _decode(body: bytes) -> list[_Choice]:

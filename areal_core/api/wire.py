@@ -18,6 +18,7 @@ from areal_core.types import Completion, GenerationRequest, Int32Array
 
 MODEL_NAME = "policy"
 ROUTES_VERSION = "0.32.0"  # the vLLM whose routes and fields these are
+ROLLOUT = "group-"  # what ids of the rollout's requests begin with: servers count their tokens apart from all others'
 BodyPart = tuple[bytes, int]  # a body of /inference/v1/generate, and the place of a choice in it
 
 
@@ -36,7 +37,7 @@ class ServerLoad:
     running: int  # answers being decoded
     waiting: int  # answers without a slot
     generated_tokens: int  # sampled since the start, whatever became of them
-    unfinished_tokens: int  # of these, the ones of requests that are not finished
+    rollout_tokens: int  # of these, the ones of the rollout's requests
     answer_s: float  # answers being decoded, summed over time
     idle_s: float  # time without a running answer, unless it was paused
     paused_s: float
@@ -89,6 +90,14 @@ def parse_generation(body: bytes) -> list[Completion]:
     and a version for every token."""
     try:
         return [_parse_answer(choice) for choice in orjson.loads(body)["choices"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise GenerationError(f"not an answer of /inference/v1/generate: {type(error).__name__}: {error}") from None
+
+
+def completion_tokens(body: bytes) -> int:
+    """The tokens of a body's answers, as it says itself. Raises GenerationError for one that does not."""
+    try:
+        return int(orjson.loads(body)["usage"]["completion_tokens"])
     except (KeyError, TypeError, ValueError) as error:
         raise GenerationError(f"not an answer of /inference/v1/generate: {type(error).__name__}: {error}") from None
 

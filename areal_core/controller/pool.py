@@ -8,9 +8,11 @@ requests fail, so that the controller repeats them elsewhere, and it has to join
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Coroutine
+import sqlite3
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -21,6 +23,7 @@ from areal_core.controller.registry import Server, ServerRegistry, ServerState, 
 from areal_core.controller.weight_transfer import Transfer
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
+from areal_core.rollout.counters import ServerCounters
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
 
@@ -41,10 +44,12 @@ class GenerationPool:
         transfer: str = "files",
         patience_s: float = 120.0,
         timeline: Callable[[str], TimelineWriter] | None = None,
+        counters: ServerCounters | None = None,
     ) -> None:
         """`interruption` is what an update does to running answers (generation.client); `transfer` how weights come:
         "files", or by the trainer itself (generation.transfer); `patience_s` bounds an update and the wait for a server
-        to join; `timeline` is where to write down what the server of a name does, if it does not do so itself."""
+        to join; `timeline` is where to write down what the server of a name does, if it does not do so itself;
+        `counters` keep what the servers have counted."""
         self._answers_per_server = answers_per_server
         self._interruption = interruption
         self._by_files = transfer == "files"
@@ -54,8 +59,11 @@ class GenerationPool:
         self.registry.subscribe(self._let_go)
         self.transfer = Transfer(self.registry, interruption, patience_s)
         self._asleep = False
+        self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()  # what goes on whatever becomes of the one who asked for it
-        self._open: set[Transcript] = set()  # what servers are working on
+        self._open: dict[Transcript, dict[str, Server]] = {}  # what servers are working on, by the ids of requests
+        self._given_up: set[Transcript] = set()  # of these, the ones that are not gone on with
+        self._counters = counters or ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
         self._ending = False  # what is aborted stays so
 
     @property
@@ -73,28 +81,27 @@ class GenerationPool:
         """Answers worth having in flight at once."""
         return self._answers_per_server * len(self.registry.at_work)
 
-    @property
-    def held_tokens(self) -> int:
-        """Tokens that servers have handed back, of requests that are not finished."""
-        return sum(transcript.held_tokens for transcript in self._open)
-
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def generate(self, transcript: Transcript) -> None:
         """Have the answers of a transcript finished, by whichever server has the least to do at the time: those of its
         request, or the rest of what an earlier call has left. Waits for a server to join. Raises GenerationError when
         none does, when a server refuses, and when one is lost or taken out meanwhile; the transcript keeps what is
-        known by then. After `abort_all` answers are left unfinished."""
-        self._open.add(transcript)
+        known by then. After `abort_all` answers are left unfinished. When cancelled, it has servers end what they do
+        first: the transcript keeps what they have sampled."""
+        self._open[transcript] = {}
+        work = asyncio.ensure_future(self._finish(transcript))
         try:
-            if not transcript.begun:
-                transcript.begin(await self._send(transcript.request))
-            rest = [self._go_on(transcript, index) for index in transcript.unfinished()]
-            failures = [error for error in await asyncio.gather(*rest, return_exceptions=True) if error is not None]
-            if failures:
-                raise failures[0]
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            ending = asyncio.ensure_future(self._give_up(transcript, work))
+            while not ending.done():  # it is bounded: nothing may keep it from counting what was sampled
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([ending])
+            ending.result()
+            raise
         finally:
-            self._open.discard(transcript)
+            del self._open[transcript]
 
     async def abort_all(self) -> None:
         """End all requests with the tokens that they have, for good."""
@@ -102,16 +109,49 @@ class GenerationPool:
         async with self.registry.exclusive:  # between two phases of an update, it would let the server go on
             await self.registry.ask(self.registry.at_work, lambda server: server.client.abort_all())
 
+    async def _finish(self, transcript: Transcript) -> None:
+        if not transcript.begun:
+            transcript.begin(await self._send(transcript, transcript.request))
+        rest = [self._go_on(transcript, index) for index in transcript.unfinished()]
+        failures = [error for error in await asyncio.gather(*rest, return_exceptions=True) if error is not None]
+        if failures:
+            raise failures[0]
+
+    async def _give_up(self, transcript: Transcript, work: asyncio.Future[None]) -> None:
+        """End the requests of a transcript; it keeps what servers hand over. One that does not is taken out."""
+        self._given_up.add(transcript)
+        serving = self._open[transcript]
+        try:
+            async with asyncio.timeout(_HAND_OVER_S):
+                while serving and not work.done():
+                    await self.registry.ask(set(serving.values()), lambda server: server.client.abort([*serving]))
+                    await asyncio.wait([work], timeout=_ABORT_AGAIN_S)  # one on its way may arrive after the abort
+        except TimeoutError:
+            for request_id, server in list(serving.items()):
+                self.registry.apply(server, "fail", f"it did not hand {request_id} over in {_HAND_OVER_S:g} s")
+        finally:
+            work.cancel()  # what waits for a server
+            await asyncio.gather(work, return_exceptions=True)
+            self._given_up.discard(transcript)
+
+    async def _reported(self, servers: Iterable[Server]) -> list[ServerLoad]:
+        accounted = self._counters.accounted()
+        loads = await self.registry.ask(servers, lambda server: server.client.load())
+        for server, load in loads.items():
+            self._counters.report(server.name, load.rollout_tokens, accounted)
+        return list(loads.values())
+
     async def _go_on(self, transcript: Transcript, index: int) -> None:
         """Ask for the rest of an answer until it is finished: updates may interrupt it again and again."""
-        while index in transcript.unfinished() and not self._ending:
-            transcript.extend(index, await self._send(transcript.continuation(index), again=True))
+        while index in transcript.unfinished() and not self._ending and transcript not in self._given_up:
+            transcript.extend(index, await self._send(transcript, transcript.continuation(index), again=True))
 
-    async def _send(self, request: GenerationRequest, *, again: bool = False) -> bytes:
+    async def _send(self, transcript: Transcript, request: GenerationRequest, *, again: bool = False) -> bytes:
         """The raw body of the answers, from the server with the least to do; `again`: it has been begun elsewhere."""
         server = await self._least_loaded()
         call = asyncio.ensure_future(server.client.generate(request))
         server.calls.add(call)
+        self._open[transcript][request.request_id] = server
         server.answers += request.n
         if again:
             server.client.resubmitted_tokens += len(request.token_ids)
@@ -127,6 +167,7 @@ class GenerationPool:
         finally:
             server.calls.discard(call)
             server.answers -= request.n
+            del self._open[transcript][request.request_id]
 
     async def _least_loaded(self) -> Server:
         try:
@@ -141,6 +182,8 @@ class GenerationPool:
         if server.gone and before not in (ServerState.LOST, ServerState.ENDED):
             for call in server.calls:
                 call.cancel()
+            if before in (ServerState.SERVING, ServerState.UPDATING, ServerState.LEAVING) and not self._closed:
+                self._counters.end(server.name, uncounted=server.client.unreported_tokens)
             self._start(server.client.close())
 
     # -- versions ----------------------------------------------------------------------------------------------
@@ -214,11 +257,11 @@ class GenerationPool:
 
     async def loads(self) -> list[ServerLoad]:
         """What the servers do; those that do not answer are taken out."""
-        answers = await self.registry.ask(self.registry.at_work, lambda server: server.client.load())
-        return list(answers.values())
+        return await self._reported(self.registry.at_work)
 
     async def close(self) -> None:
-        """Let go of all servers; they are not stopped."""
+        """Let go of all servers; they are not stopped, and go on counting for the controller that comes next."""
+        self._closed = True
         for server in self.registry.servers:
             if server.joining is not None:
                 server.joining.cancel()
@@ -248,6 +291,7 @@ class GenerationPool:
         await self._give_target(server, newest)
         async with registry.exclusive:
             await self._give_target(server, newest)
+            self._counters.join(server.name, server.url, (await server.client.load()).rollout_tokens)
             if self._asleep:
                 await server.client.sleep()
             registry.apply(server, "serve")
@@ -296,6 +340,7 @@ class GenerationPool:
                 while calls := [call for call in server.calls if not call.done()]:
                     await server.client.abort_all()
                     await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)  # one on its way may arrive after the abort
+                await self._reported([server])
         except (GenerationError, TimeoutError) as error:
             reason = str(error) or f"no answer in {_HAND_OVER_S:g} s"
             logger.warning("generation server %s left without handing over what it had: %s", server.name, reason)

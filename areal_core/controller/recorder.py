@@ -1,12 +1,11 @@
 """What a run writes down about itself: metrics, status, the end's summary. It watches; it decides only when to stop.
 
-Everything that must survive a restart of the controller lies in the ledger's notes. Metric rows go to the outbox and
-from there to MLflow. `docs/metrics.md` defines every key.
+Everything that must survive a restart of the controller lies in the run's notes, beside the ledger's groups. Metric
+rows go to the outbox and from there to MLflow. `docs/metrics.md` defines every key.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sqlite3
 import time
@@ -20,6 +19,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import TrackingError
 from areal_core.planning.account import explain
 from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.rollout.notes import Ending
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import Span
 from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow, Prompt, RunStatus, RunSummary
@@ -47,8 +47,9 @@ class Recorder:
         self._clock = clock
         self._started: float | None = None
         self._started_at, self._cpu_s = 0.0, 0.0  # the same since the epoch, and CPU seconds of this process by then
-        self._elapsed_before: float = ledger.note("elapsed_s", 0.0)
-        self.evaluations = [Evaluation(**values) for values in ledger.note("evaluations", [])]
+        self._notes = ledger.notes
+        self._elapsed_before = self._notes.elapsed_s
+        self.evaluations = self._notes.evaluations()
         self._last_load: tuple[float, list[ServerLoad]] | None = None
         self._batch_metrics: BatchMetrics | None = None
         if config.tracking.batch_metrics is not None:
@@ -62,7 +63,7 @@ class Recorder:
         if self._started is None:
             self._started = self._clock()
             self._started_at, self._cpu_s = time.time(), time.process_time()
-            self._ledger.set_note("starts", self._ledger.note("starts", 0) + 1)
+            self._notes.count_start()
 
     @property
     def elapsed_s(self) -> float:
@@ -101,15 +102,12 @@ class Recorder:
             ]
             self.document("trajectories", step, {"rows": rows[:_TABLE_ROWS]})
 
-    def published(self, step: int, loads: Sequence[ServerLoad], *, held_tokens: int = 0) -> None:
-        """Step `step` is done: throughput, bubbles and the token ledger since the step before. `held_tokens` are of
-        requests that were interrupted and are not finished."""
+    def published(self, step: int, loads: Sequence[ServerLoad]) -> None:
+        """Step `step` is done: throughput, bubbles and the token ledger since the step before."""
         now = self.elapsed_s
-        timeline: dict[str, float] = self._ledger.note("published_s", {})
-        step_s = max(now - timeline.get(str(step - 1), 0.0), 1e-9)
+        step_s = max(now - (self._notes.published_s(step - 1) or 0.0), 1e-9)
         tokens = self._ledger.tokens()
         dropped = self._ledger.dropped()
-        unfinished = held_tokens + sum(load.unfinished_tokens for load in loads)  # in no group's answer yet
         batch_tokens = sum(group.tokens for group in self._ledger.summaries(step))
         values = {
             "time/elapsed_s": now,
@@ -117,21 +115,22 @@ class Recorder:
             "throughput/effective_tokens_per_s": self._rate(batch_tokens, step_s),
             "throughput/effective_tokens_per_s_per_device": self._rate(batch_tokens, step_s)
             / self._config.launch.devices,
-            "ledger/generated_tokens": tokens.generated + unfinished,
+            "ledger/generated_tokens": tokens.generated,
             "ledger/consumed_tokens": tokens.consumed,
             "ledger/dropped_tokens": tokens.dropped,
             "ledger/buffered_tokens": tokens.buffered,
-            "ledger/in_flight_tokens": tokens.in_flight + unfinished,
+            "ledger/in_flight_tokens": max(
+                0, tokens.generated - tokens.accounted
+            ),  # nothing is cut short before the end
             "rollout/dropped_groups": sum(dropped.values()),
             "rollout/uniform_groups": dropped.get("uniform", 0),
         }
         self.log(step, values | self._server_rates(now, list(loads)))
-        self._ledger.set_note("elapsed_s", now)
-        self._ledger.set_note("published_s", timeline | {str(step): now})  # last: a step in it is recorded whole
+        self._notes.publish(step, now)  # last: a step in it is recorded whole
 
     def has_published(self, step: int) -> bool:
         """Whether `published` was called for a step; a controller that died on the way there has it to do again."""
-        return str(step) in self._ledger.note("published_s", {})
+        return self._notes.published_s(step) is not None
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """A version's held-out score is in."""
@@ -146,16 +145,12 @@ class Recorder:
             },
         )
         self.evaluations.append(evaluation)
-        self._ledger.set_note("evaluations", [dataclasses.asdict(known) for known in self.evaluations])
+        self._notes.add_evaluation(evaluation)
 
     def forget(self, version: int) -> None:
         """An epoch has replaced the weights of `version`: what was known of it and of later ones is of others."""
         self.evaluations = [known for known in self.evaluations if known.version < version]
-        self._ledger.set_note("evaluations", [dataclasses.asdict(known) for known in self.evaluations])
-        timeline: dict[str, float] = self._ledger.note("published_s", {})
-        self._ledger.set_note("published_s", {step: at for step, at in timeline.items() if int(step) < version})
-        known: dict[str, Any] = self._ledger.note("staleness", {"step": 0, "counts": {}})
-        self._ledger.set_note("staleness", known | {"step": min(known["step"], version - 1)})
+        self._notes.forget(version)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Metric rows of one step, time-stamped now."""
@@ -221,51 +216,43 @@ class Recorder:
             controller_cpu_s=time.process_time() - self._cpu_s,
         )
 
-    def summary(
-        self, *, run_id: str, reason: str, version: int, model_url: str, bound: str | None = None
-    ) -> RunSummary:
+    def summary(self, *, run_id: str, ending: Ending, bound: str | None = None) -> RunSummary:
         """How the run ended; the base and the last version must have been scored, if versions are."""
         scores = {known.version: known.accuracy for known in self.evaluations}
-        timeline: dict[str, float] = self._ledger.note("published_s", {})
-        wall_s = timeline.get(str(version), self.elapsed_s)
+        wall_s = self._notes.published_s(ending.version) or self.elapsed_s
         target = self._config.stop.score
         reached = [v for v, accuracy in sorted(scores.items()) if target is not None and accuracy >= target]
         tokens = self._ledger.tokens()
-        staleness: dict[str, int] = self._ledger.note("staleness", {"counts": {}})["counts"]
+        staleness = self._notes.staleness()
         counted = sum(staleness.values())
         return RunSummary(
             run_id=run_id,
             name=self._config.label,
             mode=self._config.mode,
             seed=self._config.seed,
-            reason=reason,
-            steps=version,
+            reason=ending.reason,
+            steps=ending.version,
             accuracy_before=scores[0] if self._config.evaluated else None,
-            accuracy_after=scores[version] if self._config.evaluated else None,
+            accuracy_after=scores[ending.version] if self._config.evaluated else None,
             best_accuracy=max(scores.values(), default=None),
             rl_wall_s=wall_s,
-            time_to_score_s=timeline.get(str(reached[0]), 0.0) if reached else None,
+            time_to_score_s=(self._notes.published_s(reached[0]) or 0.0) if reached else None,
             tokens=tokens,
             effective_tokens_per_s=self._rate(tokens.consumed, wall_s),
             generated_tokens_per_s=self._rate(tokens.generated, wall_s),
             staleness_mean=sum(int(lag) * n for lag, n in staleness.items()) / counted if counted else 0.0,
             staleness_max=max(map(int, staleness), default=0),
             staleness_tokens=staleness,
-            model_url=model_url,
+            model_url=ending.model_url,
             epochs=self._ledger.epoch,
             emulated=self._config.emulated_cluster,
-            starts=self._ledger.note("starts", 1),
+            starts=self._notes.starts,
             bound=bound,
         )
 
     def staleness(self, step: int, counts: dict[str, int]) -> None:
         """Tokens by staleness that the step trained on: a picture now and then, and the whole run's sum."""
-        known: dict[str, Any] = self._ledger.note("staleness", {"step": 0, "counts": {}})
-        if known["step"] < step:
-            total: dict[str, int] = known["counts"]
-            for lag, count in counts.items():
-                total[lag] = total.get(lag, 0) + count
-            self._ledger.set_note("staleness", {"step": step, "counts": total})
+        self._notes.add_staleness(step, counts)
         if step == 1 or step % self._config.tracking.table_every == 0:
             self.document("staleness_histogram", step, {"counts": counts})
 

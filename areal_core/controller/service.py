@@ -4,7 +4,8 @@
     evaluator --GET /evaluation; POST /evaluations--> here
     launcher --POST /servers; GET /status--> here --generate, pause, update, resume--> generation servers
 
-It ends with exit status 0 once the trainer has finished, the last version is scored and summary.json is written.
+It ends with exit status 0 once the trainer has finished, the last version is scored and summary.json is written; with
+SPENT and no summary where the tokens that the servers counted are not those that the ledger accounts for.
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ from areal_core.controller.recorder import Recorder
 from areal_core.controller.registry import Server, ServerState
 from areal_core.controller.weight_transfer import transfer_routes
 from areal_core.environments.source import PromptSource, open_source
-from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished
+from areal_core.errors import ArealError, BooksError, GenerationError, LedgerError, RunFinished
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.worker import GroupJob, GroupSession, RewardPool
 from areal_core.rollout.controller import RolloutController, Signal
 from areal_core.rollout.ledger import TrajectoryLedger, snapshot
+from areal_core.rollout.notes import Ending
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
-from areal_core.types import Evaluation, MetricRow, PolicyVersion, Prompt
+from areal_core.types import Evaluation, MetricRow, PolicyVersion, Prompt, TokenLedger
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 5.0  # between two looks at the generation servers' health
+_COUNT_TRIES, _COUNT_AGAIN_S = 10, 0.5  # at the end, for the servers' counters to catch up with their answers
 _VERSIONS_KEPT = 8  # at most, of the newest: servers may be staging one, and the trainer compares engines on old ones
 
 
@@ -79,6 +82,7 @@ class Service:
         restored = restore(run, self.storage)
         self.ledger = TrajectoryLedger(run.ledger, group_size=self.config.algorithm.group_size)
         self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
+        self.ledger.resume(self.config.algorithm.group_size * self.config.task.max_new_tokens)
         self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))
         if restored is not None:
             self.recorder.forget(restored + 1)
@@ -94,6 +98,7 @@ class Service:
             transfer=self.config.generation.transfer,
             patience_s=self.config.rollout.request_timeout_s,
             timeline=lambda name: TimelineWriter(run.timeline / f"{name}.jsonl"),
+            counters=self.ledger.counters,
         )
         self.controller = RolloutController(
             config=self.config,
@@ -105,7 +110,7 @@ class Service:
         )
         self.servers.registry.subscribe(self._server_changed)
         self._changed = Signal()
-        self._final: dict[str, Any] | None = self.ledger.note("final", None)  # what the trainer finished with
+        self._ending = self.ledger.notes.ending
 
     # -- the process -------------------------------------------------------------------------------------------
 
@@ -120,8 +125,8 @@ class Service:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch_servers(), name="watch servers")
-                if self._final:
-                    self.controller.finish(self._final["reason"])
+                if self._ending:
+                    self.controller.finish(self._ending.reason)
                 await self.controller.run()
                 await self._scored()
                 await self._write_summary()
@@ -138,39 +143,44 @@ class Service:
         self.controller.servers_changed()
 
     async def _watch_servers(self) -> None:
-        """Take out servers that hang, whether they have requests or not."""
+        """Take out servers that hang, whether they have requests or not, and keep what they have counted."""
         while True:
             await asyncio.sleep(_CHECK_S)
             await self.servers.check()
+            await self.servers.loads()
 
     async def _scored(self) -> None:
         """Wait until the trainer has handed its last version in and the evaluator has scored it."""
-        while self._final is None or self._next_evaluation() is not None:
+        while self._ending is None or self._next_evaluation() is not None:
             await self._changed.wait()
 
     async def _write_summary(self) -> None:
-        assert self._final is not None
+        """Raises BooksError, and writes none, unless the servers counted the tokens that the ledger accounts for."""
+        assert self._ending is not None
+        tokens = await self._counted()
+        for reason, groups in self.ledger.dropped().items():
+            logger.info("dropped groups: %d, %s", groups, reason)
+        if not tokens.balanced:
+            raise BooksError(f"tokens: the books do not balance: {tokens}")
+        logger.info("tokens: %s", tokens)
         spans = await asyncio.to_thread(read_timeline, self.run_dir.timeline)
         summary = self.recorder.summary(
             run_id=self.info.run_id,
-            reason=self._final["reason"],
-            version=self._final["version"],
-            model_url=self._final["model_url"],
+            ending=self._ending,
             bound=self.recorder.explained(spans),
         )
-        tokens = summary.tokens
-        assert tokens.balanced, f"the token ledger does not balance: {tokens}"
-        sampled = sum(load.generated_tokens for load in await self.servers.loads())
-        logger.info(
-            "tokens: %d generated = %d consumed + %d dropped + %d buffered + %d in flight; servers sampled %d",
-            *dataclasses.astuple(tokens),
-            sampled,
-        )
-        for reason, groups in self.ledger.dropped().items():
-            logger.info("dropped groups: %d, %s", groups, reason)
         values = dataclasses.asdict(summary)
         self.recorder.document("summary", summary.steps, values)
         write_json(self.run_dir.summary, values)
+
+    async def _counted(self) -> TokenLedger:
+        """The token ledger once all servers have said what they sampled: vLLM counts a moment after it has answered."""
+        for _ in range(_COUNT_TRIES):
+            await self.servers.loads()
+            if (tokens := self.ledger.tokens()).balanced:
+                return tokens
+            await asyncio.sleep(_COUNT_AGAIN_S)
+        return self.ledger.tokens()
 
     # -- routes ------------------------------------------------------------------------------------------------
 
@@ -232,7 +242,7 @@ class Service:
             self.recorder.forget(version.version)
         if outcome != "same" or not self.recorder.has_published(version.version):
             loads = await self.servers.loads()
-            self.recorder.published(version.version, loads, held_tokens=self.servers.held_tokens)
+            self.recorder.published(version.version, loads)
         self._changed.notify()
         return web.json_response({"status": outcome, "release": self._released()})
 
@@ -242,8 +252,8 @@ class Service:
                 while True:
                     if version := self._next_evaluation():
                         return web.json_response(dataclasses.asdict(version))
-                    if self._final is not None:
-                        raise RunFinished(self._final["reason"])
+                    if self._ending is not None:
+                        raise RunFinished(self._ending.reason)
                     await self._changed.wait()
         except TimeoutError:
             return web.Response(status=204)
@@ -256,7 +266,7 @@ class Service:
         if reason := self.recorder.reason_to_stop():
             self.controller.finish(reason)
         self._changed.notify()
-        return web.json_response({"more": self._final is None or self._next_evaluation() is not None})
+        return web.json_response({"more": self._ending is None or self._next_evaluation() is not None})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         rows = (await request.json())["rows"]
@@ -291,8 +301,8 @@ class Service:
     async def _finish(self, request: web.Request) -> web.Response:
         body = await request.json()
         reason = self.controller.finished or body["reason"]
-        self._final = {"reason": reason, "version": body["version"], "model_url": body["model_url"]}
-        self.ledger.set_note("final", self._final)
+        self._ending = Ending(reason=reason, version=body["version"], model_url=body["model_url"])
+        self.ledger.notes.end(self._ending)
         self.controller.finish(reason)
         self._changed.notify()
         return web.json_response({})
@@ -312,7 +322,7 @@ class Service:
         scored = {evaluation.version for evaluation in self.recorder.evaluations}
         every = self.config.evaluation.every
         newest = self._newest().version
-        due = range(0, newest + 1, every) if self._final is None else sorted({0, self._final["version"]})
+        due = range(0, newest + 1, every) if self._ending is None else sorted({0, self._ending.version})
         for number in due:
             version = None if number in scored else self.ledger.version(number)
             # Weights that another machine kept to itself are gone; no score of them will ever come.
@@ -409,7 +419,7 @@ def main() -> None:
         raise SystemExit(143) from None
     except ArealError as error:
         logger.error("%s", error)
-        raise SystemExit(1) from None
+        raise SystemExit(process.SPENT if isinstance(error, BooksError) else 1) from None
 
 
 if __name__ == "__main__":

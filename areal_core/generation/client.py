@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal_core.api.wire import ROUTES_VERSION, ServerLoad, encode_request
+from areal_core.api.wire import ROLLOUT, ROUTES_VERSION, ServerLoad, completion_tokens, encode_request
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
@@ -55,7 +55,10 @@ class GenerationClient:
         self._answer_s, self._looked = 0.0, time.monotonic()
         self._swap_ms = 0.0
         self._prefill = (0.0, 0.0)  # vLLM's: seconds, requests
-        self._vanished_tokens = 0  # vLLM's, of requests whose client has gone: it never counts those as finished
+        self._other_tokens = 0  # vLLM's, of requests that were not the rollout's
+        self._generated_tokens = 0  # at the last look
+        # Tokens, at most, of the rollout's requests: in flight, answered, and answered before the last look.
+        self._asked = self._answered = self._reported = 0
         # Without a bound on connections: requests wait at the server, which knows best when to run them.
         self._session = aiohttp.ClientSession(
             base_url=url,
@@ -70,21 +73,37 @@ class GenerationClient:
         if release != ROUTES_VERSION:
             raise GenerationError(f"{self.url} runs vLLM {found}; needed is vLLM {ROUTES_VERSION}, for its RL routes")
         self.in_place = local == "areal"
-        if not self.in_place:
-            if self._timeline is not None:
-                self._doing = Activity(self._doing.kind, self._timeline())
-            await self.load()  # what is unfinished by now is not this client's
+        if not self.in_place and self._timeline is not None:
+            self._doing = Activity(self._doing.kind, self._timeline())
 
     async def generate(self, request: GenerationRequest) -> bytes:
         """The raw body of the answers (wire.parse_generation reads it). Raises GenerationError when the server refuses
         the request. Waits as long as the server takes; when cancelled, the server aborts the request."""
+        is_rollout = request.request_id.startswith(ROLLOUT)
+        most = request.n * request.max_tokens if is_rollout else 0
         self._calls += 1
+        self._asked += most
         self._note()
         try:
-            return await self._call("POST", "/inference/v1/generate", encode_request(request), timeout_s=None)
+            body = await self._call("POST", "/inference/v1/generate", encode_request(request), timeout_s=None)
+            if not self.in_place and not is_rollout:
+                self._other_tokens += completion_tokens(body)
+            return body
         finally:
             self._calls -= 1
+            self._asked -= most
+            self._answered += most
             self._note()
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End requests with the tokens that they have; unknown ids are passed over."""
+        ids = [f"generate-tokens-{request_id}" for request_id in request_ids]  # as answers bear them
+        await self._control("POST", "/abort_requests", {"request_ids": ids})
+
+    @property
+    def unreported_tokens(self) -> int:
+        """What the server has sampled for the rollout, at most, since `load` was last asked."""
+        return self._asked + self._answered - self._reported
 
     async def load_version(self, version: PolicyVersion, interruption: str) -> None:
         """Have the server go on with the weights of a file. Raises ServerLostError if any phase fails."""
@@ -156,10 +175,14 @@ class GenerationClient:
         await self._within("POST", "/wake_up", None)
 
     async def load(self) -> ServerLoad:
+        answered = self._answered
         if self.in_place:
             load = ServerLoad(**orjson.loads(await self._control("GET", "/load")))
         else:
             load = self._vllm_load((await self._control("GET", "/metrics")).decode())
+        if load.generated_tokens < self._generated_tokens:
+            raise ServerLostError(f"{self.url}: it was started again")
+        self._generated_tokens, self._reported = load.generated_tokens, max(self._reported, answered)
         return dataclasses.replace(load, recomputed_tokens=load.recomputed_tokens + self.resubmitted_tokens)
 
     async def loaded_version(self) -> int | None:
@@ -242,9 +265,6 @@ class GenerationClient:
         running, now = int(values.get("num_requests_running", 0)), time.monotonic()
         self._answer_s, self._looked = self._answer_s + running * (now - self._looked), now
         generated = int(values.get("generation_tokens_total", 0))
-        unfinished = generated - int(values.get("request_generation_tokens_sum", 0))
-        if not self._calls:
-            self._vanished_tokens = unfinished
         prefill = (
             values.get("request_prefill_time_seconds_sum", 0.0),
             values.get("request_prefill_time_seconds_count", 0),
@@ -254,7 +274,7 @@ class GenerationClient:
             running=running,
             waiting=int(values.get("num_requests_waiting", 0)),
             generated_tokens=generated,
-            unfinished_tokens=max(0, unfinished - self._vanished_tokens),
+            rollout_tokens=generated - self._other_tokens,  # vLLM itself does not tell whose they are
             answer_s=self._answer_s,  # as if what runs at a look had run since the one before
             idle_s=self._doing.seconds("wait"),
             paused_s=self._doing.seconds("update"),

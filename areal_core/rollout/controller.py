@@ -21,21 +21,28 @@ never changes; nothing here knows of threads, sockets or wall time, so that the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import SampledAnswer
+from areal_core.api.wire import ROLLOUT, SampledAnswer
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, GenerationError, RewardError, RunFinished
 from areal_core.rollout.gate import StalenessGate
 from areal_core.rollout.ledger import AdmittedGroup, Selection, TrajectoryLedger
-from areal_core.types import BatchManifest, GenerationRequest, GroupSummary, PolicyVersion, Prompt, SampleRequest
+from areal_core.types import (
+    BatchManifest,
+    GenerationRequest,
+    GroupSummary,
+    PolicyVersion,
+    Prompt,
+    SampleRequest,
+    Tally,
+)
 
 logger = logging.getLogger(__name__)
 _ABORT_AGAIN_S = 1.0
@@ -61,7 +68,8 @@ class Engine(Protocol):
         ...
 
     async def generate(self, transcript: Transcript) -> None:
-        """Have its answers finished; raises GenerationError, and may be asked again for what is left then."""
+        """Have its answers finished; raises GenerationError, and may be asked again for what is left then. Cancelled,
+        it first has servers end what they do for it: the transcript knows all that they have sampled."""
         ...
 
     async def load_version(self, version: PolicyVersion) -> None:
@@ -145,6 +153,7 @@ class RolloutController:
         self._changed = Signal()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._generating: set[int] = set()  # of these, the ones that a server has: scoring keeps no server busy
+        self._disowned: set[int] = set()  # of the running, the ones that a new epoch has dropped
         self._failed_in_a_row = 0
         self._uniform_in_a_row = 0
         self._replaced = False  # servers may still hold weights that a new epoch has disowned
@@ -190,6 +199,7 @@ class RolloutController:
         if outcome == "epoch":
             logger.warning("version %d has other weights than before: epoch %d", version.version, self._ledger.epoch)
             self._replaced = True
+            self._disowned |= self._running.keys()
             for task in self._running.values():
                 task.cancel()
         self._changed.notify()
@@ -242,6 +252,7 @@ class RolloutController:
     def _ended(self, group_id: int) -> None:
         del self._running[group_id]
         self._generating.discard(group_id)
+        self._disowned.discard(group_id)
         self._changed.notify()
 
     async def _rollout(self, group: AdmittedGroup) -> None:
@@ -252,7 +263,7 @@ class RolloutController:
                 try:
                     await self._generate(group, rollout)
                     if self._finished is not None:
-                        self._ledger.partial(group.group_id, rollout.sampled_tokens())
+                        self._ledger.settle(group.group_id, rollout.sampled())
                         return
                     session = rollout.session or self._rewards.begin(prompt)
                     outcome = await rollout.advance(session)
@@ -260,10 +271,14 @@ class RolloutController:
                         break
                 except (GenerationError, RewardError) as error:
                     if self._finished is not None:
-                        self._ledger.partial(group.group_id, rollout.sampled_tokens())
+                        self._ledger.settle(group.group_id, rollout.sampled())
                         return
                     if self._give_up(group, error, rollout):
                         return
+        except asyncio.CancelledError:
+            if group.group_id in self._disowned:
+                self._ledger.settle(group.group_id, rollout.sampled())
+            raise
         finally:
             rollout.close()
         self._failed_in_a_row = 0
@@ -276,7 +291,7 @@ class RolloutController:
 
     def _request(self, group: AdmittedGroup, prompt: Prompt) -> GenerationRequest:
         return GenerationRequest(
-            request_id=f"group-{group.group_id}-{self._ledger.epoch}",
+            request_id=f"{ROLLOUT}{group.group_id}-{self._ledger.epoch}",
             token_ids=prompt.token_ids,
             n=self._group_size,
             max_tokens=self._config.task.max_new_tokens,
@@ -307,11 +322,11 @@ class RolloutController:
     def _give_up(self, group: AdmittedGroup, error: ArealError, rollout: _Rollout) -> bool:
         """Count a failed try; drop the group when its tries are spent. A run in which every group fails must end: after
         as many drops in a row as a batch has groups, the last error is the run's."""
-        tries = self._ledger.failed_try(group.group_id, lost_tokens=rollout.take_lost_tokens())
+        tries = self._ledger.failed_try(group.group_id, rollout.take_refused())
         logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
         if tries < self._config.rollout.max_tries:
             return False
-        self._ledger.partial(group.group_id, rollout.sampled_tokens())
+        self._ledger.settle(group.group_id, rollout.sampled())
         self._ledger.drop(group.group_id, "generation" if isinstance(error, GenerationError) else "reward")
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self._config.groups_per_batch:
@@ -321,7 +336,7 @@ class RolloutController:
     def _drop_uniform(self, group: AdmittedGroup, summary: GroupSummary) -> None:
         """Give the place of a group whose answers are all right, or all wrong, to another prompt (DAPO's dynamic
         sampling). A run that finds no other groups must end."""
-        self._ledger.partial(group.group_id, summary.tokens + summary.unused_tokens)
+        self._ledger.settle(group.group_id, Tally(tokens=summary.tokens + summary.unused_tokens))
         self._ledger.drop(group.group_id, "uniform")
         self._uniform_in_a_row += 1
         if self._uniform_in_a_row >= self._config.rollout.max_uniform_groups and self._finished is None:
@@ -353,7 +368,7 @@ class _Rollout:
         self._earlier: list[Transcript] = []  # of turns that the environment has taken
         self._turn = [Transcript(request)]
         self._turns = 0
-        self._lost_tokens = 0
+        self._lost: list[Transcript] = []  # of turns that a failure has made worthless
 
     def generating(self) -> list[Transcript]:
         """What servers have to go on with."""
@@ -369,9 +384,11 @@ class _Rollout:
         except (GenerationError, RewardError) as error:
             self.close()
             first, *later = self._earlier + self._turn
+            for transcript in later:
+                transcript.discard()
             if isinstance(error, GenerationError):
-                first, later = Transcript(self._request), [first, *later]
-            self._lost_tokens += _readable_tokens(later)
+                first.discard()
+            self._lost += later
             self._earlier, self._turn, self._turns = [], [first], 0
             raise
         if not isinstance(outcome, ScoredGroup):
@@ -380,14 +397,18 @@ class _Rollout:
             self._turn = [Transcript(self._further(place, asked)) for place, asked in enumerate(outcome)]
         return outcome
 
-    def sampled_tokens(self) -> int:
-        """Tokens of what servers have handed over and the environment has not lost."""
-        return _readable_tokens([*self._earlier, *self._turn])
+    def sampled(self) -> Tally:
+        """Tokens of everything that servers have handed over, but for what `take_refused` has told of."""
+        return _sum(transcript.sampled() for transcript in self._transcripts())
 
-    def take_lost_tokens(self) -> int:
-        """Tokens of turns that a failure has made worthless, since this was last asked."""
-        lost, self._lost_tokens = self._lost_tokens, 0
-        return lost
+    def take_refused(self) -> Tally:
+        """Tokens that a failure has made worthless, since this was last asked."""
+        refused = _sum(transcript.take_refused() for transcript in self._transcripts())
+        self._lost = []
+        return refused
+
+    def _transcripts(self) -> list[Transcript]:
+        return [*self._lost, *self._earlier, *self._turn]
 
     def close(self) -> None:
         if self.session is not None:
@@ -406,13 +427,9 @@ class _Rollout:
         )
 
 
-def _readable_tokens(transcripts: Sequence[Transcript]) -> int:
-    """Tokens of what servers have handed over, as far as it can be read: a failed try may have left anything."""
-    total = 0
-    for transcript in transcripts:
-        with contextlib.suppress(GenerationError):
-            total += transcript.sampled_tokens()
-    return total
+def _sum(tallies: Iterable[Tally]) -> Tally:
+    counted = list(tallies)
+    return Tally(tokens=sum(one.tokens for one in counted), unread=sum(one.unread for one in counted))
 
 
 def trajectory_seed(run_seed: int, prompt_index: int, requeues: int) -> int:

@@ -2,7 +2,7 @@
 
 A group goes WAITING -> INFLIGHT -> READY -> CONSUMED, or to DROPPED with a reason. Every public method is one
 transaction. State rows are small; payloads lie apart in their own table and are deleted once a committed checkpoint no
-longer needs them. The token ledger is a query over the rows, not a counter.
+longer needs them. The token ledger holds what the rows come to against what the servers have counted (counters.py).
 
 Batches are fixed by step: the first call for a step picks its groups; every later call, also after a restart, gives the
 same ones.
@@ -19,8 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.errors import LedgerError
-from areal_core.types import BatchGroup, BatchManifest, GroupState, GroupSummary, PolicyVersion, TokenLedger
+from areal_core.rollout.counters import ServerCounters
+from areal_core.rollout.notes import RunNotes
+from areal_core.types import (
+    BatchGroup,
+    BatchManifest,
+    GroupState,
+    GroupSummary,
+    PolicyVersion,
+    Tally,
+    TokenLedger,
+)
 
+_FORMAT = 1  # of the file; before there was a number it was 0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY,
@@ -33,17 +44,19 @@ CREATE TABLE IF NOT EXISTS groups (
     step INTEGER,                         -- the batch that it belongs to, once consumed
     tokens INTEGER NOT NULL DEFAULT 0,    -- sampled tokens of the answers that stand
     lost_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled by tries that failed
+    unread_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled, at most, in bodies that nobody could read
+    unsettled INTEGER NOT NULL DEFAULT 0, -- servers may sample for it: `tokens` are still to come
     min_version INTEGER, max_version INTEGER, ready_version INTEGER,
     summary TEXT
 );
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state, admission);
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step, admission);
-CREATE INDEX IF NOT EXISTS groups_tokens ON groups (state, tokens, lost_tokens);
+CREATE INDEX IF NOT EXISTS groups_tokens ON groups (state, tokens, lost_tokens, unread_tokens);
 CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (prompt_index);
 CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY, path TEXT NOT NULL, sha256 TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+_NOTHING = Tally()
 _ADMITTED = "state IN ('inflight', 'ready', 'consumed')"
 
 
@@ -74,14 +87,23 @@ class Selection:
 
 
 class TrajectoryLedger:
-    """The ledger of one run. Not thread-safe: it belongs to the controller's event loop."""
+    """The ledger of one run: its groups, its versions, its `notes` and the `counters` of its servers. Not thread-safe:
+    it belongs to the controller's event loop. Raises LedgerError for a file of another format."""
 
     def __init__(self, path: Path | str, *, group_size: int) -> None:
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.row_factory = sqlite3.Row
+        found = self._value("PRAGMA user_version")
+        if found != _FORMAT and self._value("SELECT COUNT(*) FROM sqlite_master"):
+            self._db.close()
+            raise LedgerError(
+                f"{path}: a ledger of format {found}, needed is {_FORMAT}; start the run under another id"
+            )
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.executescript(_SCHEMA)
+        self._db.executescript(f"PRAGMA user_version = {_FORMAT}; {_SCHEMA}")
+        self.notes = RunNotes(self._db)
+        self.counters = ServerCounters(self._db, lambda: self.tokens().accounted)
         self._group_size = group_size
         self._admitted_groups: int = self._value(f"SELECT COUNT(*) FROM groups WHERE {_ADMITTED}")
 
@@ -104,7 +126,8 @@ class TrajectoryLedger:
                 prompt_index = self._value("SELECT COALESCE(MAX(prompt_index), -1) + 1 FROM groups")
                 waiting = self._insert_waiting(prompt_index, requeues=0)
             self._db.execute(
-                "UPDATE groups SET state = 'inflight', admission = ? WHERE group_id = ?", (admission, waiting)
+                "UPDATE groups SET state = 'inflight', unsettled = 1, admission = ? WHERE group_id = ?",
+                (admission, waiting),
             )
             self._admitted_groups += 1
             return self._admitted_group(waiting)
@@ -114,29 +137,43 @@ class TrajectoryLedger:
         rows = self._db.execute("SELECT group_id FROM groups WHERE state = 'inflight' ORDER BY admission")
         return [self._admitted_group(row["group_id"]) for row in rows.fetchall()]
 
-    def failed_try(self, group_id: int, *, lost_tokens: int = 0) -> int:
-        """Count a failed try of a running group; returns how many have failed."""
+    def failed_try(self, group_id: int, lost: Tally = _NOTHING) -> int:
+        """Count a failed try of a running group, and what servers had sampled for it that stands for nothing now;
+        returns how many have failed."""
         with self._transaction():
             self._expect(group_id, GroupState.INFLIGHT)
             self._db.execute(
-                "UPDATE groups SET tries = tries + 1, lost_tokens = lost_tokens + ? WHERE group_id = ?",
-                (lost_tokens, group_id),
+                "UPDATE groups SET tries = tries + 1, lost_tokens = lost_tokens + ?, unread_tokens = unread_tokens + ? "
+                "WHERE group_id = ?",
+                (lost.tokens, lost.unread, group_id),
             )
             return self._value("SELECT tries FROM groups WHERE group_id = ?", group_id)
 
-    def partial(self, group_id: int, tokens: int) -> None:
-        """Note the tokens that a running group had sampled when the run ended: they stay in flight."""
+    def settle(self, group_id: int, sampled: Tally) -> None:
+        """Note what servers had sampled for a running group as the run ended: it stays in flight. For one that was
+        dropped while it ran: what they have handed over since."""
         with self._transaction():
-            self._expect(group_id, GroupState.INFLIGHT)
-            self._db.execute("UPDATE groups SET tokens = ? WHERE group_id = ?", (tokens, group_id))
+            self._expect(group_id, GroupState.INFLIGHT, GroupState.DROPPED)
+            self._db.execute(
+                "UPDATE groups SET tokens = ?, unread_tokens = unread_tokens + ?, unsettled = 0 WHERE group_id = ?",
+                (sampled.tokens, sampled.unread, group_id),
+            )
+
+    def resume(self, most_tokens: int) -> None:
+        """Another controller goes on with this ledger. What servers had sampled for the groups that were running, at
+        most `most_tokens` each, has reached nobody, and the groups start again."""
+        with self._transaction():
+            self._db.execute("UPDATE groups SET unread_tokens = unread_tokens + ? WHERE unsettled", (most_tokens,))
+            self._db.execute("UPDATE groups SET unsettled = 0 WHERE unsettled AND state != 'inflight'")
+            self.counters.resume()
 
     def ready(self, group_id: int, summary: GroupSummary, payload: bytes, *, version: int) -> None:
         """A scored group enters the buffer while `version` is the policy version in force."""
         with self._transaction():
             self._expect(group_id, GroupState.INFLIGHT)
             self._db.execute(
-                "UPDATE groups SET state = 'ready', tokens = ?, lost_tokens = lost_tokens + ?, min_version = ?, "
-                "max_version = ?, ready_version = ?, summary = ? WHERE group_id = ?",
+                "UPDATE groups SET state = 'ready', unsettled = 0, tokens = ?, lost_tokens = lost_tokens + ?, "
+                "min_version = ?, max_version = ?, ready_version = ?, summary = ? WHERE group_id = ?",
                 (
                     summary.tokens,
                     summary.unused_tokens,
@@ -274,20 +311,21 @@ class TrajectoryLedger:
     @property
     def epoch(self) -> int:
         """Times that recovery could not reproduce a version's weights."""
-        return self.note("epoch", 0)
+        return self.notes.epoch
 
     # -- looking at it -----------------------------------------------------------------------------------------
 
     def tokens(self) -> TokenLedger:
-        """Where every sampled token went."""
+        """Where every sampled token went, held against what the servers have counted."""
         row = self._db.execute(
-            "SELECT COALESCE(SUM(tokens + lost_tokens), 0) AS generated,"
-            " COALESCE(SUM(CASE WHEN state = 'consumed' THEN tokens END), 0) AS consumed,"
+            "SELECT COALESCE(SUM(CASE WHEN state = 'consumed' THEN tokens END), 0) AS consumed,"
             " COALESCE(SUM(CASE WHEN state = 'dropped' THEN tokens END), 0) + COALESCE(SUM(lost_tokens), 0) AS dropped,"
             " COALESCE(SUM(CASE WHEN state = 'ready' THEN tokens END), 0) AS buffered,"
-            " COALESCE(SUM(CASE WHEN state IN ('inflight', 'waiting') THEN tokens END), 0) AS in_flight FROM groups"
+            " COALESCE(SUM(CASE WHEN state IN ('inflight', 'waiting') THEN tokens END), 0) AS in_flight,"
+            " COALESCE(SUM(unread_tokens), 0) AS allowance FROM groups"
         ).fetchone()
-        return TokenLedger(**dict(row))
+        values = dict(row) | {"allowance": row["allowance"] + self.counters.uncounted()}
+        return TokenLedger(generated=self.counters.generated(), **values)
 
     def counts(self) -> dict[GroupState, int]:
         """Groups by state."""
@@ -305,14 +343,6 @@ class TrajectoryLedger:
     def last_step(self) -> int:
         """The last step whose batch is fixed; 0 if none is."""
         return self._value("SELECT COALESCE(MAX(step), 0) FROM groups")
-
-    def note(self, key: str, default: Any) -> Any:
-        """A small JSON value that must survive a restart together with the groups."""
-        row = self._db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
-        return default if row is None else json.loads(row["value"])
-
-    def set_note(self, key: str, value: Any) -> None:
-        self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, json.dumps(value)))
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -345,7 +375,7 @@ class TrajectoryLedger:
     def _new_epoch(self, version: int) -> None:
         """Forget what depends on the old content of `version`: later versions, batches fixed for later steps, and
         groups that hold its tokens, or may (the running ones). Their prompts are queued again."""
-        self.set_note("epoch", self.epoch + 1)
+        self.notes.count_epoch()
         self._db.execute("DELETE FROM versions WHERE version > ?", (version,))
         self._db.execute("UPDATE groups SET state = 'ready', step = NULL WHERE step > ?", (version,))
         rows = self._db.execute(

@@ -38,7 +38,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
     generating = servers * per_server if config.mode == "async" and "generation" not in config.elsewhere else 0
     specs = (
         _generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=allowed),
-        RoleSpec(name="controller", argv=lambda _: role("areal_core.controller.service")),
+        RoleSpec(name="controller", argv=lambda _: role("areal_core.controller.service"), final=SPENT),
         RoleSpec(
             name="trainer",
             argv=lambda _: role("areal_core.training.trainer"),

@@ -106,7 +106,7 @@ def test_an_evaluator_that_dies_when_all_wait_for_it(state: Path) -> None:
     with Launched(tiny(state), "evaluator") as run:
         evaluator = run.pid("evaluator")
         os.kill(evaluator, signal.SIGSTOP)
-        run.wait_for("the trainer has finished", lambda: in_ledger(run, lambda ledger: ledger.note("final", None)))
+        run.wait_for("the trainer has finished", lambda: in_ledger(run, lambda ledger: ledger.notes.ending))
         os.kill(evaluator, signal.SIGKILL)
         run.finished()
 

@@ -25,6 +25,7 @@ def test_a_run_recovers_from_the_death_of_each_of_its_processes(tmp_path: Path) 
             run.until_step(run.step() + 2)
             os.kill(pid, signal.SIGKILL)
             assert run.pid(role, but=pid)
-        run.finished()
+        tokens = run.finished().tokens
+        assert tokens.allowance <= 2 * 32 * 24 * len(ROLES)  # of what died: what it was asked for, at most
         for role in ROLES:
             assert run.output().count(f"{role}-0 was killed by SIGKILL: restart 1 of 2") == 1

@@ -22,8 +22,10 @@ from areal_core.storage.objects import Storage
 from areal_core.training.batching.packing import pack
 from areal_core.training.model.forward import answer_logprobs
 from areal_core.types import RunStatus
-from tests.support.generation import by_transformers
-from tests.support.runs import tiny
+from tests.support import runs
+from tests.support.generation import by_transformers, request
+from tests.support.runs import Launched, tiny
+from tests.support.trajectories import ServerView
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 
@@ -47,8 +49,10 @@ def test_a_run_from_nothing_to_its_summary(tmp_path: Path, mode: str) -> None:
     seen: list[RunStatus] = []
     summary = execute(config, run_id="r", log=lines.append, on_status=seen.append)
     assert (summary.run_id, summary.reason, summary.steps) == ("r", "steps", 2)
-    assert summary.tokens.balanced
-    assert summary.tokens.consumed > 0
+    assert summary.tokens.generated == summary.tokens.accounted > summary.tokens.in_flight
+    assert summary.tokens.allowance == 0
+    assert f"controller-0: tokens: {summary.tokens}" in lines
+    assert sum(summary.staleness_tokens.values()) == summary.tokens.consumed
     assert mode == "async" or summary.staleness_max == 0
     assert seen
     assert summary.bound is not None
@@ -78,6 +82,24 @@ def test_ranks_that_share_out_the_model_publish_and_save_all_of_it(tmp_path: Pat
     newest = checkpoint.newest(Storage.open(str(tmp_path / "store" / "runs" / "r")))
     assert newest is not None
     assert (newest.step, newest.extra["engine"]) == (2, {"updates": 4})
+
+
+def test_a_run_whose_books_do_not_balance_fails_once_its_model_is_safe(tmp_path: Path) -> None:
+    """Somebody has a server sample what passes for the rollout's."""
+    with Launched(runs.tiny(tmp_path, training={"steps": 4}), "books") as run:
+        run.until_step(1)
+        sampled = ServerView(run.url("generation")).ask(request("group-1000-0"))
+        line = run.failed()
+        found = re.search(r"tokens: .* ([\d,]+) sampled by the servers, ([\d,]+) in the ledger = ", line)
+        assert found, line
+        servers, ledger = (int(figure.replace(",", "")) for figure in found.groups())
+        assert servers - ledger == sampled > 0
+        assert "restart" not in run.output()
+        store = Storage.open(run.run.info().checkpoint_url)
+        newest = checkpoint.newest(store)
+        assert newest is not None
+        assert newest.step == 4
+        assert "model.safetensors" in store.child("final").sizes()
 
 
 def _check_final_model(config: RunConfig, folder: Path) -> None:
@@ -122,6 +144,7 @@ def test_on_a_new_machine_a_run_goes_on_from_its_checkpoint_in_s3(
         assert second.steps == 5
         assert second.epochs == 0
         assert second.tokens.balanced
+        assert sum(second.staleness_tokens.values()) == second.tokens.consumed  # those of the checkpoint's step as well
         assert second.tokens.consumed > first.tokens.consumed
         storage = Storage.open(f"{store['url']}/runs/r", store["endpoint_url"])
         newest = checkpoint.newest(storage)

@@ -203,11 +203,12 @@ def test_a_server_that_was_started_by_hand_joins_a_run_and_leaves_it(tmp_path: P
             client.join("by-hand", server.url)
             assert server.version() >= newest
             run.wait_for("it decodes", lambda: server.running() >= 4)
+            assert server.ask(request("held-out-1", n=3)) > 0  # who asks for something else is in no book of the run
             client.leave("by-hand")
             sampled, step = server.generated(), run.step()
             run.until_step(step + 3)
             assert (server.generated(), server.running()) == (sampled, 0)
-            run.finished()
+            assert run.finished().tokens.allowance == 0
             client.close()
             assert by_hand.poll() is None  # whoever started it ends it
     finally:

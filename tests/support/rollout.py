@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import orjson
 
@@ -17,19 +18,24 @@ from areal_core.types import Completion, GenerationRequest, GroupSummary, Policy
 FIRST_TOKEN = 100  # above the prompts' and the stop token
 
 
-def body(answers: Sequence[tuple[Sequence[int], str]], version: int) -> bytes:
+def body(answers: Sequence[tuple[Sequence[int], str]], version: int, *, logprobs: bool = True) -> bytes:
     """A server's answer: tokens and finish reason of every choice, all sampled by `version`."""
+
+    def content(tokens: Sequence[int]) -> dict[str, object]:
+        return {"content": [{"token_id": token, "logprob": -0.5} for token in tokens]}
+
     choices = [
         {
             "index": index,
             "finish_reason": finish,
             "token_ids": list(tokens),
             "weight_versions": [{"version": str(version), "start": 0, "end": len(tokens)}] if tokens else [],
-            "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in tokens]},
+            "logprobs": content(tokens) if logprobs else None,
         }
         for index, (tokens, finish) in enumerate(answers)
     ]
-    return orjson.dumps({"choices": choices})
+    usage = {"completion_tokens": sum(len(tokens) for tokens, _ in answers)}
+    return orjson.dumps({"usage": usage, "choices": choices})
 
 
 class Prompts:
@@ -39,29 +45,52 @@ class Prompts:
 
 class FakeEngine:
     """Takes a random time for each request and holds versions as real servers do. No two tokens that it samples are
-    the same one, so that each can be followed. With `interrupts`, an update ends what runs, to be gone on with."""
+    the same one, so that each can be followed. With `interrupts`, an update ends what runs, to be gone on with.
 
-    def __init__(self, rng: random.Random, *, capacity: int, fail: float = 0.0, interrupts: bool = False) -> None:
-        self.rng, self.capacity, self.fail, self.interrupts = rng, capacity, fail, interrupts
+    `sampled` is its own counter, which knows of no group. With probability `fail` a request, also one for the rest of
+    an answer, fails before it samples; with `garble` its body lacks log-probabilities."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        capacity: int,
+        fail: float = 0.0,
+        garble: float = 0.0,
+        interrupts: bool = False,
+    ) -> None:
+        self.rng, self.capacity, self.fail, self.garble, self.interrupts = rng, capacity, fail, garble, interrupts
         self.version = 0
         self.versions: list[int] = []  # that sampled token FIRST_TOKEN + i
         self.contexts: dict[int, tuple[int, ...]] = {}  # what stood before the first token of an answer to a request
         self.seeds: dict[str, int] = {}  # by request id
         self.interrupted = 0  # answers that were asked for again
+        self.cut_off = 0  # requests that were cancelled
         self._interruption = asyncio.Event()
         self._ending = False
 
     @property
     def sampled(self) -> int:
-        """Tokens that were handed over."""
+        """Tokens, whatever became of them."""
         return len(self.versions)
 
     async def generate(self, transcript: Transcript) -> None:
         if not transcript.begun:
-            transcript.begin(await self.serve(transcript.request))
+            await self._hand_over(transcript.request, transcript.begin)
         while not self._ending and (unfinished := transcript.unfinished()):
             self.interrupted += 1
-            transcript.extend(unfinished[0], await self.serve(transcript.continuation(unfinished[0])))
+            take = functools.partial(transcript.extend, unfinished[0])
+            await self._hand_over(transcript.continuation(unfinished[0]), take)
+
+    async def _hand_over(self, request: GenerationRequest, take: Callable[[bytes], None]) -> None:
+        """When cancelled, what a request has come to is handed over all the same."""
+        version = self.version
+        try:
+            take(await self.serve(request))
+        except asyncio.CancelledError:
+            self.cut_off += 1
+            take(body([self._sample(version, request, 0, 5, "abort") for _ in range(request.n)], version))
+            raise
 
     async def serve(self, request: GenerationRequest) -> bytes:
         version = self.version
@@ -79,7 +108,8 @@ class FakeEngine:
                 self._sample(version, request, *((1, 5, "stop") if self.rng.random() < 0.3 else (0, 5, "abort")))
                 for _ in range(request.n)
             ]
-        return body(answers, version)
+        garbled = self.garble > 0 and self.rng.random() < self.garble
+        return body(answers, version, logprobs=not garbled)
 
     async def load_version(self, version: PolicyVersion) -> None:
         await asyncio.sleep(self.rng.uniform(0.0, 0.2))

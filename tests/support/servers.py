@@ -42,9 +42,11 @@ class FakeServer:
         self.sampled = 2
         self.label = "0"
         self.metrics = ""
+        self.counted = 1
         self.cancelled = 0
         self.sleeping = False
         self._aborting = asyncio.Event()
+        self._ended: dict[str, asyncio.Event] = {}
         self._open = asyncio.Event()
         self._open.set()
 
@@ -62,7 +64,7 @@ class FakeServer:
 
     def updates(self) -> list[Any]:
         """What was asked of it, but for answers and for what a client asks to know it."""
-        known = ("/version", "/weight_info", "/is_sleeping")
+        known = ("/version", "/weight_info", "/is_sleeping", "/load")
         return [call for call in self.calls if isinstance(call, tuple) and call[0] not in known]
 
     async def started(self, *request_ids: str) -> None:
@@ -103,7 +105,11 @@ class FakeServer:
         if http.path == "/metrics":
             return web.Response(text=self.metrics)
         if http.path == "/load":
-            return web.json_response({field.name: 1 for field in dataclasses.fields(ServerLoad)})
+            values = {field.name: 1 for field in dataclasses.fields(ServerLoad)}
+            return web.json_response(values | {"generated_tokens": self.counted, "rollout_tokens": self.counted})
+        if http.path == "/abort_requests" and value is not None:
+            for request_id in value["request_ids"]:
+                self._ended.setdefault(request_id, asyncio.Event()).set()
         if http.path == "/finish_weight_update" and value is not None:
             self.label = value["weight_version"]
         if http.path == "/pause":
@@ -124,7 +130,8 @@ class FakeServer:
             return web.Response(status=400, text="refused")
         try:
             await self._open.wait()
-            aborted = await self._released_or_aborted()
+            ended = self._ended.setdefault(f"generate-tokens-{request['request_id']}", asyncio.Event())
+            aborted = await self._released_or_aborted(ended)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -133,8 +140,8 @@ class FakeServer:
         answer = (range(start, start + count), "abort" if aborted else "length")
         return web.Response(body=body([answer] * params["n"], int(self.label)))
 
-    async def _released_or_aborted(self) -> bool:
-        waits = [asyncio.ensure_future(event.wait()) for event in (self.release, self._aborting)]
+    async def _released_or_aborted(self, ended: asyncio.Event) -> bool:
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.release, self._aborting, ended)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             return not self.release.is_set()

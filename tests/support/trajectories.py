@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 from areal_core.api.scored_groups import unpack_group
+from areal_core.api.wire import completion_tokens, encode_request
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage.checkpoint import describe
-from areal_core.types import GroupPayload, GroupState, PolicyVersion
+from areal_core.types import GenerationRequest, GroupPayload, GroupState, PolicyVersion
 from tests.support.generation import by_transformers
 from tests.support.runs import Launched, tiny
 
@@ -64,6 +65,13 @@ class ServerView:
         """Tokens that it has sampled."""
         metrics = self._metrics()
         return int(metrics.get("generated_tokens", 0) + metrics.get("generation_tokens_total", 0))
+
+    def ask(self, request: GenerationRequest) -> int:
+        """Have it answer somebody; the tokens that it sampled for that."""
+        body = encode_request(request)
+        post = urllib.request.Request(f"{self.url}/inference/v1/generate", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(post, timeout=30.0) as response:
+            return completion_tokens(response.read())
 
     def version(self) -> int:
         (label,) = re.findall(r'"weight_version": ?"(\d+)"', self._get("/weight_info"))
@@ -159,7 +167,7 @@ def _check_groups(config: RunConfig, ledger: TrajectoryLedger) -> None:
     assert sorted(consumed) == list(range(steps * groups))
     tokens = ledger.tokens()
     assert tokens.balanced
-    assert tokens.generated == tokens.consumed == sum(sum(group.lengths) for row in rows for group in row)
+    assert tokens.accounted == tokens.consumed == sum(sum(group.lengths) for row in rows for group in row)
 
 
 def _payloads(run: Launched, ledger: TrajectoryLedger) -> dict[int, dict[int, GroupPayload]]:

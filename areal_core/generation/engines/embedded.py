@@ -93,13 +93,6 @@ class Engine:
         """Answers without a slot."""
         return sum(group.unstarted for group in self._waiting)
 
-    @property
-    def unfinished_tokens(self) -> int:
-        """Tokens sampled so far for requests that are not finished."""
-        decoding = int((self._table.length[self._running] - self._table.prompt[self._running]).sum())
-        groups = self._groups.values()
-        return decoding + sum(len(answer.token_ids) for group in groups for answer in group.answers if answer)
-
     def check(self, request: GenerationRequest) -> None:
         """Raise GenerationError, its message starting with the field's name, if the request can't be served. Any thread
         may call it."""
@@ -234,6 +227,7 @@ class Engine:
     def _postprocess(self, drawing: Int32Array, tokens: Int32Array, logprobs: Float32Array) -> list[Generation]:
         finished = self._batch.record(drawing, tokens, logprobs, self.version)
         self.stats.generated_tokens += len(drawing)
+        self.stats.rollout_tokens += int(np.count_nonzero(self._table.rollout[drawing]))
         ended = np.flatnonzero(finished)
         if not len(ended):
             return []

@@ -12,13 +12,14 @@ real ones. A token of the wire carries the version under which its last real tok
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from areal_core.api.wire import ROLLOUT
 from areal_core.config.schema import EmulationConfig
 from areal_core.errors import GenerationError
 from areal_core.generation.engines.engine import EngineStats, Generation, check_request
@@ -45,6 +46,10 @@ class _Group:
     @property
     def prompt_tokens(self) -> int:
         return len(self.request.token_ids)
+
+    @property
+    def is_rollout(self) -> bool:
+        return self.request.request_id.startswith(ROLLOUT)
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +103,7 @@ class EmulatedEngine:
         self._owed_s = 0.0  # emulated seconds to pass before decoding goes on
         self._stale = False  # the cache was thrown away
         self._interrupted = False  # by something that took its own time
-        self._closed_tokens = 0  # of the wire, in answers that have ended
+        self._closed_tokens: Counter[bool] = Counter()  # of the wire, in answers that have ended: the rollout's, or not
         self._stats = EngineStats()
 
     @property
@@ -111,14 +116,11 @@ class EmulatedEngine:
 
     @property
     def stats(self) -> EngineStats:
-        unfinished = sum(self._wire_tokens(sequence) for sequence in (*self._running, *self._waiting))
-        self._stats.generated_tokens = self._closed_tokens + unfinished
+        sampled = self._closed_tokens.copy()
+        for sequence in (*self._running, *self._waiting):
+            sampled[sequence.group.is_rollout] += self._wire_tokens(sequence)
+        self._stats.generated_tokens, self._stats.rollout_tokens = sampled.total(), sampled[True]
         return self._stats
-
-    @property
-    def unfinished_tokens(self) -> int:
-        ended = sum(len(answer.token_ids) for group in self._groups.values() for answer in group.answers if answer)
-        return ended + sum(self._wire_tokens(sequence) for sequence in (*self._running, *self._waiting))
 
     def check(self, request: GenerationRequest) -> None:
         check_request(request, self.spec, self._context)
@@ -267,7 +269,7 @@ class EmulatedEngine:
         group, answer = sequence.group, self._answer(sequence, finish_reason)
         group.answers[sequence.index] = answer
         group.missing -= 1
-        self._closed_tokens += len(answer.token_ids)
+        self._closed_tokens[group.is_rollout] += len(answer.token_ids)
         if group.missing:
             return None
         del self._groups[group.request.request_id]

@@ -25,6 +25,7 @@ class EngineStats:
     """Counters since the start, and the cost of the last update."""
 
     generated_tokens: int = 0
+    rollout_tokens: int = 0  # of these, the ones of requests whose id says that they are the rollout's
     swap_ms: float = 0.0
     recompute_ms: float = 0.0
     recomputed_tokens: int = 0
@@ -49,11 +50,6 @@ class ServedEngine(Protocol):
 
     @property
     def stats(self) -> EngineStats: ...
-
-    @property
-    def unfinished_tokens(self) -> int:
-        """Tokens sampled so far for requests that are not finished."""
-        ...
 
     def check(self, request: GenerationRequest) -> None:
         """Raise GenerationError, its message starting with the field's name, if the request can't be served."""

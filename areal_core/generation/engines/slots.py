@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_core.api.wire import ROLLOUT
 from areal_core.generation.engines.decoder import Pass
 from areal_core.generation.engines.sampling import stream_seed, uniforms
 from areal_core.models.vectors import compiled
@@ -33,6 +34,7 @@ class Slots:
         self.reader = np.full(slots, -1, dtype=np.int32)  # slot whose prompt this one waits for; -1: none
         self.seed = np.zeros(slots, dtype=np.uint64)
         self.temperature = np.zeros(slots, dtype=np.float32)  # 0: greedy
+        self.rollout = np.zeros(slots, dtype=np.bool_)  # what is sampled is the rollout's
         self.stops = np.full((slots, 1), -1, dtype=np.int32)  # end tokens, padded with -1
 
     def fill(self, slots: Int32Array, request: GenerationRequest, first: int) -> None:
@@ -42,6 +44,7 @@ class Slots:
         self.length[slots] = self.prompt[slots] = prompt
         self.limit[slots] = min(prompt + request.max_tokens, self.tokens.shape[1])
         self.cached[slots], self.reader[slots] = 0, -1
+        self.rollout[slots] = request.request_id.startswith(ROLLOUT)
         self.seed[slots] = [stream_seed(request.seed, index) for index in range(first, first + len(slots))]
         self.temperature[slots] = 0.0 if request.greedy else request.temperature
         missing = len(stops) - self.stops.shape[1]

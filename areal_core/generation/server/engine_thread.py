@@ -134,7 +134,7 @@ class EngineThread:
                 running=engine.running,
                 waiting=engine.waiting,
                 generated_tokens=stats.generated_tokens,
-                unfinished_tokens=engine.unfinished_tokens,
+                rollout_tokens=stats.rollout_tokens,
                 answer_s=self._answer_s,
                 idle_s=self._doing.seconds("wait"),
                 paused_s=self._doing.seconds("update"),

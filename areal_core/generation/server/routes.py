@@ -41,6 +41,7 @@ from areal_core.tracking.timeline import TimelineWriter
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
+_COUNTERS = ("generated_tokens", "rollout_tokens", "answer_s", "idle_s", "paused_s")
 _PAUSE_MODES = ("abort", "wait", "keep")
 
 
@@ -238,7 +239,7 @@ class GenerationServer:
         values = dataclasses.asdict(await self._thread.load()) | {"weight_version": self._label}
         lines: list[str] = []
         for name, value in values.items():
-            kind = "counter" if name in ("generated_tokens", "answer_s", "idle_s", "paused_s") else "gauge"
+            kind = "counter" if name in _COUNTERS else "gauge"
             lines += [f"# TYPE areal_generation_{name} {kind}", f"areal_generation_{name} {value}"]
         return web.Response(text="\n".join(lines) + "\n")
 

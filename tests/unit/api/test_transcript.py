@@ -10,7 +10,7 @@ from areal_core.api import transcript as module
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import encode_generation, join_answers
 from areal_core.errors import GenerationError
-from areal_core.types import Completion, GenerationRequest
+from areal_core.types import Completion, GenerationRequest, Tally
 
 STOP = 1
 REQUEST = GenerationRequest(
@@ -49,7 +49,7 @@ def test_a_body_that_is_complete_is_kept_as_it_is(monkeypatch):
     assert not transcript.begun
     transcript.begin(whole)
     assert transcript.begun
-    assert (transcript.unfinished(), transcript.held_tokens) == ([], 0)
+    assert transcript.unfinished() == []
     assert [one.segments for one in transcript.answers()] == [((whole, 0),), ((whole, 1),)]
     assert transcript.answers()[0].segments[0][0] is whole
     assert joined(transcript) == [([4, 5], "length"), ([6, STOP], "stop")]
@@ -58,14 +58,13 @@ def test_a_body_that_is_complete_is_kept_as_it_is(monkeypatch):
 def test_interrupted_answers_are_gone_on_with_and_others_are_left_alone():
     transcript = begun(([4, 5], "abort"), ([6, STOP], "stop"), ([], "abort"))
     assert transcript.unfinished() == [0, 2]
-    assert transcript.held_tokens == 4
     transcript.extend(2, body(([11, 12], "abort"), version=4))
     transcript.extend(0, body(([6], "abort"), version=4))
-    assert (transcript.unfinished(), transcript.held_tokens) == ([0, 2], 7)
+    assert transcript.unfinished() == [0, 2]
     transcript.extend(0, body(([7, STOP], "stop"), version=6))
-    assert (transcript.unfinished(), transcript.held_tokens) == ([2], 9)
+    assert transcript.unfinished() == [2]
     transcript.extend(2, body(([13, 14, 15, 16], "length"), version=6))
-    assert (transcript.unfinished(), transcript.held_tokens) == ([], 0)
+    assert transcript.unfinished() == []
     answers = join_answers(transcript.answers())
     assert [one.token_ids.tolist() for one in answers] == [[4, 5, 6, 7, STOP], [6, STOP], [11, 12, 13, 14, 15, 16]]
     assert [one.versions.tolist() for one in answers] == [[3, 3, 4, 6, 6], [3, 3], [4, 4, 6, 6, 6, 6]]
@@ -73,7 +72,7 @@ def test_interrupted_answers_are_gone_on_with_and_others_are_left_alone():
     for one in answers:
         assert one.logprobs.tolist() == (-one.token_ids / 8).tolist()
         assert (one.token_ids.dtype, one.logprobs.dtype, one.versions.dtype) == (np.int32, np.float32, np.int32)
-    assert transcript.sampled_tokens() == 13
+    assert transcript.sampled() == Tally(tokens=13)
 
 
 def test_a_continuation_asks_for_the_rest():
@@ -101,7 +100,7 @@ def test_the_seed_of_a_continuation_depends_on_seed_place_and_offset_alone():
 @pytest.mark.parametrize("stop", REQUEST.stop_token_ids)
 def test_an_answer_that_was_interrupted_after_its_stop_token_is_finished(stop):
     transcript = begun(([4, stop], "abort"), ([4], "abort"))
-    assert (transcript.unfinished(), transcript.held_tokens) == ([1], 3)
+    assert transcript.unfinished() == [1]
     transcript.extend(1, body(([stop], "abort")))
     assert transcript.unfinished() == []
     assert joined(transcript) == [([4, stop], "stop"), ([4, stop], "stop")]
@@ -162,31 +161,48 @@ def test_what_was_refused_halfway_leaves_nothing_behind():
         transcript.begin(body(([4, 5], "abort"), ([], "length")))
     transcript.begin(body(([6], "abort"), ([7, STOP], "stop")))
     assert joined(transcript) == [([6], "abort"), ([7, STOP], "stop")]
-    assert transcript.held_tokens == transcript.sampled_tokens() == 3
-
-
-def test_held_are_all_tokens_of_a_request_until_it_is_finished():
-    transcript = begun(([4, 5], "abort"), ([6, STOP], "stop"))
-    assert transcript.held_tokens == 4  # a server has counted the finished answer as handed over
-    transcript.extend(0, body(([7], "abort")))
-    assert transcript.held_tokens == 5
-    transcript.extend(0, body(([8], "length")))
-    assert transcript.held_tokens == 0
+    assert transcript.sampled() == Tally(tokens=5)
+    assert transcript.take_refused() == Tally(tokens=2)
+    assert transcript.sampled() == Tally(tokens=3)
+    assert transcript.take_refused() == Tally()
 
 
 def test_a_complete_body_with_too_few_answers_shows_when_it_is_read():
     transcript = Transcript(REQUEST)
     transcript.begin(body(([4], "stop")))
-    with pytest.raises(GenerationError, match="1 answers where 2 were asked for"):
-        transcript.sampled_tokens()
     with pytest.raises(GenerationError, match="fewer choices than asked for"):
         join_answers(transcript.answers())
+    assert transcript.sampled() == Tally(tokens=1, unread=6)
 
 
 def test_tokens_are_counted_whatever_the_answers_have_come_to():
-    assert Transcript(REQUEST).sampled_tokens() == 0
-    assert begun(([4, 5], "abort"), ([], "abort")).sampled_tokens() == 2
-    assert begun(([4, 5], "length"), ([6, STOP], "stop")).sampled_tokens() == 4
+    assert Transcript(REQUEST).sampled() == Tally()
+    assert begun(([4, 5], "abort"), ([], "abort")).sampled() == Tally(tokens=2)
+    assert begun(([4, 5], "length"), ([6, STOP], "stop")).sampled() == Tally(tokens=4)
+
+
+def test_what_can_not_be_read_is_bounded_by_what_was_asked_for():
+    transcript = Transcript(REQUEST)
+    transcript.begin(b"no JSON, and nobody looks yet")
+    assert transcript.sampled() == Tally(unread=2 * 6)
+    transcript.discard()
+    assert (transcript.begun, transcript.sampled()) == (False, Tally(unread=2 * 6))
+    transcript.begin(body(([4, 5], "abort"), ([6, STOP], "stop")))
+    with pytest.raises(GenerationError):
+        transcript.extend(0, b"no JSON")
+    assert transcript.take_refused() == Tally(unread=2 * 6 + 4)
+    assert transcript.sampled() == Tally(tokens=4)
+
+
+def test_what_is_discarded_is_told_of_and_asked_for_again():
+    transcript = begun(([4, 5], "abort"), ([6, STOP], "stop"))
+    transcript.extend(0, body(([7], "length")))
+    transcript.discard()
+    assert transcript.unfinished() == [0, 1]
+    assert transcript.take_refused() == Tally(tokens=5)
+    transcript.begin(body(([8], "length"), ([6, STOP], "stop")))
+    assert transcript.sampled() == Tally(tokens=3)
+    assert joined(transcript) == [([8], "length"), ([6, STOP], "stop")]
 
 
 def test_answers_travel_with_one_copy_of_a_body_that_they_share():

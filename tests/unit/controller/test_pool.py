@@ -13,6 +13,8 @@ from areal_core.controller import pool as module
 from areal_core.controller.pool import GenerationPool, server_routes
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.types import Tally
 from tests.support.generation import request
 from tests.support.servers import FakeServer, version
 
@@ -111,18 +113,98 @@ async def test_requests_wait_for_a_server_and_give_up(servers):
     await pool.close()
 
 
-async def test_a_cancelled_request_is_ended_at_its_server(servers, pool):
+async def test_a_request_that_is_cancelled_is_ended_at_its_servers_and_hands_over_what_it_has(servers, pool):
+    for name, server in zip("ab", servers, strict=True):
+        await pool.join(name, server.url, lambda: version(0))
     servers[0].release.clear()
-    await pool.join("a", servers[0].url, lambda: version(0))
-    call = asyncio.ensure_future(ask(pool))
+    servers[1].release.clear()
+    transcript, other = Transcript(request(n=4)), Transcript(request("other"))
+    call = asyncio.ensure_future(pool.generate(transcript))
     await servers[0].started("r")
+    await interrupt(servers[0])
+    await servers[0].started("r-0-2", "r-2-2")
+    await servers[1].started("r-1-2", "r-3-2")
+    another = asyncio.ensure_future(pool.generate(other))
+    await servers[0].started("other")
+    call.cancel()
+    await asyncio.sleep(0)
+    call.cancel()  # once more: it counts all the same
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert transcript.sampled() == Tally(tokens=4 * (2 + 2))
+    assert transcript.unfinished() == [0, 1, 2, 3]
+    assert servers[0].cancelled == servers[1].cancelled == 0
+    servers[0].release.set()
+    await another
+    assert tokens(other) == [WHOLE]
+    assert pool.capacity == 20
+
+
+async def test_a_request_that_waits_for_a_server_is_cancelled_at_once(pool):
+    call = asyncio.ensure_future(ask(pool))
+    await asyncio.sleep(0)
+    call.cancel()
+    async with asyncio.timeout(1):
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+
+async def test_a_server_that_hands_nothing_over_is_taken_out(servers, pool, monkeypatch):
+    monkeypatch.setattr(module, "_HAND_OVER_S", 0.05)
+    counters = pool._counters
+    await pool.join("a", servers[0].url, lambda: version(0))
+    servers[0].release.clear()
+    servers[0].hanging.add("/abort_requests")
+    call = asyncio.ensure_future(ask(pool, "group-1-0", n=2))
+    await servers[0].started("group-1-0")
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    async with asyncio.timeout(5):
-        while servers[0].cancelled < 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    assert (pool.capacity, pool.held_tokens) == (10, 0)
+    assert pool.lost == (servers[0].url,)
+    assert counters.uncounted() == 2 * 24
+
+
+# -- what servers have counted -----------------------------------------------------------------------------------------
+
+
+async def test_what_servers_count_is_kept_when_they_leave_and_when_they_are_lost(servers, pool):
+    counters = pool._counters
+    for name, server, counted in zip("ab", servers, (100, 4), strict=True):
+        server.counted = counted  # before it joined: none of the run's
+        await pool.join(name, server.url, lambda: version(0))
+    assert counters.generated() == 0
+    servers[0].counted, servers[1].counted = 130, 9
+    await pool.loads()
+    assert counters.generated() == 30 + 5
+    servers[0].counted = 140  # its last report, as it leaves
+    await pool.leave("a")
+    await ask(pool, "group-1-0", n=3)  # answered after the last report
+    servers[1].release.clear()
+    call = asyncio.ensure_future(ask(pool, "group-2-0", n=2))
+    await servers[1].started("group-2-0")
+    await servers[1].__aexit__()
+    with pytest.raises(ServerLostError):
+        await call
+    assert counters.generated() == 40 + 5
+    assert counters.uncounted() == (3 + 2) * 24
+    servers[0].counted = 500  # meanwhile, for others
+    await pool.join("a", servers[0].url, lambda: version(0))
+    servers[0].counted = 507
+    await pool.loads()
+    assert counters.generated() == 40 + 5 + 7
+
+
+async def test_a_server_that_a_new_controller_finds_goes_on_counting(servers, tmp_path):
+    ledger = TrajectoryLedger(tmp_path / "ledger.sqlite", group_size=2)
+    for counted, joined in ((10, 0), (25, 15), (3, 15)):  # the last one was started again
+        ledger.resume(0)
+        pool = GenerationPool(answers_per_server=10, patience_s=5, counters=ledger.counters)
+        servers[0].counted = counted
+        await pool.join("a", servers[0].url, lambda: version(0))
+        assert ledger.tokens().generated == joined
+        await pool.close()
+    assert ledger.tokens().allowance == 0
+    ledger.close()
 
 
 async def test_a_server_that_joins_gets_the_newest_version_first(servers, pool):
@@ -203,12 +285,10 @@ async def test_the_rest_of_interrupted_answers_goes_to_the_servers_with_the_leas
     await interrupt(servers[0])
     await servers[0].started("r-0-2", "r-2-2")
     await servers[1].started("r-1-2", "r-3-2")
-    assert pool.held_tokens == 8
     assert [load.recomputed_tokens for load in await pool.loads()] == [1 + 2 * 5, 1 + 2 * 5]  # a prompt of 3, 2 sampled
     for server in servers:
         server.release.set()
     assert await call == [WHOLE] * 4
-    assert pool.held_tokens == 0
     again = servers[1].requests["r-3-2"]
     assert (again["token_ids"], again["sampling_params"]["n"]) == ([2, 3, 4, 5, 6], 1)
 
@@ -296,7 +376,7 @@ async def test_what_was_sampled_before_a_server_was_lost_is_gone_on_with(servers
     await servers[0].__aexit__()
     with pytest.raises(ServerLostError):
         await call
-    assert (transcript.held_tokens, pool.held_tokens, pool.lost) == (4, 0, (servers[0].url,))
+    assert (transcript.sampled().tokens, pool.lost) == (4, (servers[0].url,))
     await pool.join("b", servers[1].url, lambda: version(0))
     assert await finish(pool, transcript) == [WHOLE] * 2
     assert servers[1].requests.keys() == {"r-0-2", "r-1-2"}
@@ -329,7 +409,7 @@ async def test_what_is_aborted_at_the_end_stays_so(servers, pool):
     await pool.abort_all()
     await call
     assert transcript.unfinished() == [0, 1]
-    assert (transcript.sampled_tokens(), pool.held_tokens) == (4, 0)
+    assert transcript.sampled().tokens == 4
     assert servers[0].requests.keys() | servers[1].requests.keys() == {"r"}
 
 

@@ -12,6 +12,7 @@ from areal_core.api.wire import ServerLoad
 from areal_core.config.schema import load
 from areal_core.controller.recorder import Recorder
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
+from areal_core.rollout.notes import Ending
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import Evaluation, GroupSummary, PolicyVersion, Prompt
 
@@ -72,7 +73,7 @@ def server(generated: int, idle_s: float) -> ServerLoad:
         running=0,
         waiting=0,
         generated_tokens=generated,
-        unfinished_tokens=4,
+        rollout_tokens=generated,
         idle_s=idle_s,
         paused_s=0.0,
         swap_ms=1.0,
@@ -83,6 +84,10 @@ def server(generated: int, idle_s: float) -> ServerLoad:
 
 def evaluation(version: int, accuracy: float) -> Evaluation:
     return Evaluation(version=version, sha256=str(version), accuracy=accuracy, prompts=10, mean_tokens=5.0, wall_s=0.1)
+
+
+def ending(version: int) -> Ending:
+    return Ending(reason="steps", version=version, model_url="final")
 
 
 def prompt(index: int) -> Prompt:
@@ -98,13 +103,15 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
     clock = Clock()
     recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r"), clock=clock)
     recorder.start_clock()
+    ledger.counters.join("a", "http://a", 0)
     for step, generated, idle_s in ((1, 10, 0.0), (2, 40, 1.0)):
         clock.now += 2.0
         train(ledger, step)
         manifest = ledger.batch(step)
         assert manifest is not None
         recorder.batch_fixed(manifest, prompt)
-        recorder.published(step, [server(generated, idle_s)], held_tokens=5)
+        ledger.counters.report("a", 12 * step, 0)
+        recorder.published(step, [server(generated, idle_s)])
     logged = points(tmp_path / "outbox.sqlite")
     assert logged["reward/mean", 2] == 0.5
     assert logged["answer/tokens_mean", 2] == 5.0
@@ -115,8 +122,8 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
     assert logged["throughput/generated_tokens_per_s", 2] == 15.0
     assert logged["bubble/generation_idle", 2] == 0.5
     assert logged["ledger/consumed_tokens", 2] == 20
-    assert logged["ledger/in_flight_tokens", 2] == 4 + 5  # those that servers have, and those that they handed back
-    assert logged["ledger/generated_tokens", 2] == 29
+    assert logged["ledger/generated_tokens", 2] == 24
+    assert logged["ledger/in_flight_tokens", 2] == 24 - 20
     assert logged["weights/recomputed_tokens", 2] == 3
     assert logged["time/elapsed_s", 2] == 4.0
     with sqlite3.connect(tmp_path / "outbox.sqlite") as outbox:
@@ -142,7 +149,7 @@ def test_a_controller_counts_once_and_only_when_it_gets_to_work(ledger: Trajecto
     recorder.start_clock()
     recorder.start_clock()
     recorder.evaluated(evaluation(0, 0.1))
-    assert recorder.summary(run_id="r", reason="steps", version=0, model_url="final").starts == 1
+    assert recorder.summary(run_id="r", ending=ending(0)).starts == 1
 
 
 def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedger, outbox: Outbox) -> None:
@@ -166,7 +173,7 @@ def test_time_scores_and_staleness_go_on_after_a_restart(ledger: TrajectoryLedge
     after.staleness(2, {"0": 5, "2": 5})
     after.evaluated(evaluation(1, 0.85))
     after.evaluated(evaluation(2, 0.7))
-    summary = after.summary(run_id="r", reason="steps", version=2, model_url="final")
+    summary = after.summary(run_id="r", ending=ending(2))
     assert (summary.accuracy_before, summary.accuracy_after, summary.best_accuracy) == (0.1, 0.7, 0.85)
     assert summary.rl_wall_s == 5.0
     assert summary.time_to_score_s == 3.0
@@ -189,7 +196,7 @@ def test_tokens_a_second_are_those_of_the_emulated_cluster(ledger: TrajectoryLed
     clock.now += 5.0
     train(ledger, 1)
     recorder.published(1, [])
-    summary = recorder.summary(run_id="r", reason="steps", version=1, model_url="final")
+    summary = recorder.summary(run_id="r", ending=ending(1))
     assert summary.effective_tokens_per_s == summary.tokens.consumed / 5.0 * 200 / 50
     assert outbox.history()["throughput/effective_tokens_per_s"] == [(1, summary.effective_tokens_per_s)]
     assert (summary.accuracy_before, summary.accuracy_after, summary.best_accuracy) == (None, None, None)
@@ -211,8 +218,9 @@ def test_an_epoch_forgets_the_scores_of_weights_that_are_gone(ledger: Trajectory
     assert recorder.has_published(1)
     recorder.evaluated(evaluation(2, 0.2))
     recorder.staleness(2, {"1": 10})
-    summary = recorder.summary(run_id="r", reason="steps", version=2, model_url="final")
+    summary = recorder.summary(run_id="r", ending=ending(2))
     assert (summary.accuracy_after, summary.best_accuracy) == (0.2, 0.5)
+    assert summary.staleness_tokens == {"0": 10, "1": 10}  # of the steps that made the model
     assert summary.staleness_max == 1
 
 

@@ -50,7 +50,10 @@ def test_rows_hold_score_cost_and_places() -> None:
     assert values["steps"] == "12 (ended by score)"
     assert values["time to score"] == "55.0 s"
     assert values["effective throughput"] == "21,904 tokens/s"
-    assert "10 generated = 6 consumed + 1 dropped + 2 buffered + 1 in flight" in values["tokens"]
+    said = (
+        "10 sampled by the servers, 10 in the ledger = 6 consumed + 1 dropped + 2 buffered + 1 in flight; allowance 0"
+    )
+    assert values["tokens"] == said
     assert values["model"] == "s3://bucket/runs/r-1/final"
     assert values["checkpoints"] == "s3://bucket/runs/r-1"
     assert values["tracking"] == "http://127.0.0.1:5000/#/runs/abc"

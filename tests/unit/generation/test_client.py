@@ -1,5 +1,6 @@
 """The client of one server, against servers that do as they are told: the embedded one's dialect, and vLLM's."""
 
+import asyncio
 import hashlib
 import subprocess
 import sys
@@ -82,7 +83,6 @@ async def test_vllm_forgets_what_old_weights_have_cached(vllm, vllm_client, weig
     await vllm_client.load_version(weights, interruption)
     assert vllm.calls == [
         ("/version", None),
-        ("/metrics", None),
         ("/start_weight_update", None),
         ("/update_weights", {"update_info": {"path": weights.path, "sha256": weights.sha256}}),
         (pause, None),
@@ -105,7 +105,7 @@ async def test_a_damaged_file_does_not_stop_vllm(vllm, vllm_client, weights, tmp
     with pytest.raises(ServerLostError, match=said) as caught:
         await vllm_client.load_version(weights, "resubmit")
     assert "\n" not in str(caught.value)
-    assert [path for path, _ in vllm.calls[2:]] == ["/start_weight_update", "/update_weights"]
+    assert [path for path, _ in vllm.calls[1:]] == ["/start_weight_update", "/update_weights"]
 
 
 async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
@@ -116,7 +116,6 @@ async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
         'vllm:num_requests_running{{engine="1",model_name="policy"}} 4.0\n'
         'vllm:num_requests_waiting{{engine="0"}} 2.0\n'
         'vllm:generation_tokens_total{{engine="0"}} {generated}\n'
-        'vllm:request_generation_tokens_sum{{engine="0"}} 90.0\n'
         'vllm:request_prefill_time_seconds_sum{{engine="0"}} {seconds}\n'
         'vllm:request_prefill_time_seconds_count{{engine="0"}} {count}\n'
         'vllm:request_prefill_time_seconds_bucket{{engine="0",le="0.3"}} 1.0\n'
@@ -125,15 +124,47 @@ async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
     vllm.release.clear()
     async with vllm.runs(vllm_client.generate(request("r"))):
         load = await vllm_client.load()
-        assert (load.running, load.waiting, load.generated_tokens, load.unfinished_tokens) == (7, 2, 100, 10)
+        assert (load.running, load.waiting, load.generated_tokens, load.rollout_tokens) == (7, 2, 100, 100)
         assert (load.recompute_ms, load.recomputed_tokens) == (500.0, 0)
         vllm_client.resubmitted_tokens = 12
         vllm.metrics = metrics.format(generated="130.0", seconds=2.5, count=9.0)
         load = await vllm_client.load()
-        assert (load.generated_tokens, load.unfinished_tokens) == (130, 40)
+        assert load.generated_tokens == 130
         assert (load.recompute_ms, load.recomputed_tokens) == (100.0, 12)  # a request's mean since the last look
         assert (await vllm_client.load()).recompute_ms == 0.0
-    assert (await vllm_client.load()).unfinished_tokens == 0  # of requests whose client has gone
+
+
+async def test_tokens_of_others_than_the_rollout_are_taken_from_what_vllm_counts(vllm, vllm_client):
+    await vllm_client.identify()
+    await vllm_client.generate(request("held-out-1", n=2))
+    await vllm_client.generate(request("group-1-0"))
+    vllm.metrics = "vllm:generation_tokens_total 100.0\n"
+    load = await vllm_client.load()
+    assert (load.generated_tokens, load.rollout_tokens) == (100, 100 - 2 * 24)
+
+
+async def test_what_a_server_may_have_sampled_since_its_last_report_is_bounded(vllm, vllm_client):
+    await vllm_client.identify()
+    await vllm_client.generate(request("group-1-0", n=3))
+    await vllm_client.generate(request("held-out-1"))
+    assert vllm_client.unreported_tokens == 3 * 24
+    vllm.release.clear()
+    async with vllm.runs(vllm_client.generate(request("group-2-0", n=2))):
+        assert vllm_client.unreported_tokens == (3 + 2) * 24
+        await asyncio.gather(vllm_client.load(), vllm_client.load())
+        assert vllm_client.unreported_tokens == 2 * 24
+    assert vllm_client.unreported_tokens == 2 * 24  # answered since
+    await vllm_client.load()
+    assert vllm_client.unreported_tokens == 0
+
+
+async def test_a_server_whose_counter_has_fallen_is_another_one(vllm, vllm_client):
+    await vllm_client.identify()
+    vllm.metrics = "vllm:generation_tokens_total 100.0\n"
+    await vllm_client.load()
+    vllm.metrics = "vllm:generation_tokens_total 99.0\n"
+    with pytest.raises(ServerLostError, match="started again"):
+        await vllm_client.load()
 
 
 async def test_a_client_counts_the_time_without_requests_and_the_time_of_an_update(vllm, vllm_client, weights):

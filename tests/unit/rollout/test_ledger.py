@@ -7,7 +7,7 @@ import pytest
 
 from areal_core.errors import LedgerError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
-from areal_core.types import GroupState, GroupSummary, PolicyVersion
+from areal_core.types import GroupState, GroupSummary, PolicyVersion, Tally
 
 GROUP = 2
 
@@ -131,12 +131,12 @@ def test_the_token_ledger_is_exact(ledger):
     admit_ready(ledger, tokens=7)
     dropped, flying = admit_ready(ledger, tokens=5), ledger.admit().group_id
     ledger.drop(dropped, "why")
-    ledger.failed_try(flying, lost_tokens=3)
-    ledger.partial(flying, 2)
+    ledger.failed_try(flying, Tally(tokens=3))
+    ledger.settle(flying, Tally(tokens=2))
     tokens = ledger.tokens()
     assert (tokens.consumed, tokens.buffered, tokens.dropped, tokens.in_flight) == (10, 7, 8, 2)
-    assert tokens.generated == 27
-    assert tokens.balanced
+    assert (tokens.accounted, tokens.generated, tokens.allowance) == (27, 0, 0)
+    assert not tokens.balanced  # no server has said that it sampled any
     assert ledger.payload(consumed) == b"payload"
 
 
@@ -214,11 +214,11 @@ def test_other_weights_under_an_old_number_open_an_epoch_and_no_label_lies(ledge
 
 def test_a_snapshot_of_a_ledger_in_use_is_a_ledger(ledger, tmp_path):
     admit_ready(ledger)
-    ledger.set_note("elapsed_s", 1.5)
+    ledger.notes.publish(1, 1.5)
     snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite")
     copy = TrajectoryLedger(tmp_path / "copy.sqlite", group_size=GROUP)
     assert copy.tokens() == ledger.tokens()
-    assert copy.note("elapsed_s", None) == 1.5
+    assert copy.notes.elapsed_s == copy.notes.published_s(1) == 1.5
     copy.close()
 
 
@@ -228,3 +228,36 @@ def test_a_transition_that_fails_leaves_nothing_half_done(ledger):
         ledger.ready(group, summary(), object(), version=0)  # type: ignore[arg-type]
     assert ledger.counts()[GroupState.INFLIGHT] == 1
     assert ledger.admitted == GROUP
+
+
+def test_a_group_that_was_dropped_while_it_ran_is_settled_when_servers_have_handed_it_over(ledger):
+    for number in (0, 1):
+        ledger.publish(version(number))
+    flying = ledger.admit().group_id
+    assert ledger.publish(version(1, "other")) == "epoch"
+    assert ledger.tokens().dropped == 0
+    ledger.settle(flying, Tally(tokens=5, unread=3))
+    assert (ledger.tokens().dropped, ledger.tokens().allowance) == (5, 3)
+
+
+def test_what_a_killed_controller_had_not_stored_is_allowed_for(ledger):
+    """Groups that ran, and those that an epoch dropped before they were handed over; not what was settled or stored."""
+    for number in (0, 1):
+        ledger.publish(version(number))
+    ledger.admit()
+    ledger.publish(version(1, "other"))
+    ledger.settle(ledger.admit().group_id, Tally(tokens=2))
+    admit_ready(ledger)
+    ledger.admit()
+    ledger.resume(10)
+    assert ledger.tokens().allowance == 2 * 10
+    ledger.resume(10)
+    assert ledger.tokens().allowance == 3 * 10  # it runs again; what was dropped does not
+
+
+def test_a_ledger_of_another_format_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "old.sqlite"
+    with sqlite3.connect(path) as old:
+        old.execute("CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+    with pytest.raises(LedgerError, match=r"^.*old\.sqlite: a ledger of format 0, needed is 1; start .* another id$"):
+        TrajectoryLedger(path, group_size=GROUP)

@@ -340,20 +340,22 @@ def test_without_admission_running_answers_finish_and_waiting_ones_stay():
     assert len(finish(served)["r"].answers) == 5
 
 
-def test_tokens_of_unfinished_requests_are_known():
-    served = engine(slots=2)
-    served.add(request("r", n=3, max_tokens=4, stop_token_ids=()))
-    for _ in range(5):
-        served.step()
-    assert served.unfinished_tokens == served.stats.generated_tokens == 4 + 4 + 1
-    finish(served)
-    assert served.unfinished_tokens == 0
-
-
 def test_every_sampled_token_is_counted():
     served = engine(slots=3)
     answers = served.generate(mixed_requests())
     assert served.stats.generated_tokens == sum(len(a.token_ids) for group in answers for a in group)
+
+
+def test_tokens_of_the_rollout_are_counted_apart_as_they_are_sampled():
+    served = engine(slots=2)
+    served.add(request("group-1-0", n=3, max_tokens=4, stop_token_ids=()))
+    served.add(request("held-out-1", max_tokens=4, stop_token_ids=()))
+    for _ in range(6):
+        served.step()
+    assert (served.stats.generated_tokens, served.stats.rollout_tokens) == (4 + 4 + 2 + 2, 4 + 4 + 2)
+    served.add(request("group-2-0", max_tokens=3, stop_token_ids=()))
+    finish(served)
+    assert (served.stats.generated_tokens, served.stats.rollout_tokens) == (12 + 4 + 3, 12 + 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -425,7 +427,7 @@ def test_decoding_goes_on_while_long_prompts_are_read(monkeypatch):
     served.add(request("long", [2] * 60, max_tokens=3, stop_token_ids=()))
     for _ in range(5):
         served.step()
-    assert served.unfinished_tokens == 6  # all of them of the short one
+    assert served.stats.generated_tokens == 6  # all of them of the short one
 
 
 def test_a_context_shorter_than_the_models_is_kept():

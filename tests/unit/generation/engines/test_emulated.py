@@ -71,7 +71,6 @@ def test_answers_have_the_lengths_of_their_seed_in_any_company() -> None:
             reasons.add(answer.finish_reason)
     assert reasons == {"stop", "length"}
     assert together.stats.generated_tokens == sum(len(a.token_ids) for group in answers.values() for a in group)
-    assert together.unfinished_tokens == 0
 
 
 def run_alone(wanted: GenerationRequest) -> tuple[Completion, ...]:
@@ -190,7 +189,7 @@ def test_an_update_in_the_middle_splits_versions_and_costs_a_recomputation() -> 
     served = engine(clock)
     served.add(wanted)
     advance(served, clock, plain.now_s / 2)
-    sampled = served.unfinished_tokens
+    sampled = served.stats.generated_tokens
     before_s = clock.now_s
     clock.now_s += 7.0  # paused
     served.clear_cache()
@@ -210,21 +209,23 @@ def test_an_update_in_the_middle_splits_versions_and_costs_a_recomputation() -> 
 def test_aborted_answers_keep_what_they_have() -> None:
     clock = Clock()
     served = engine(clock, slots=6)
-    served.add(request("a", n=4, seed=1))
+    served.add(request("group-1-0", n=4, seed=1))
     served.add(request("b", n=4, seed=2))
     advance(served, clock, 0.004)
-    (aborted,) = served.abort(["a", "unknown"])
-    assert aborted.request.request_id == "a"
+    before = served.stats.rollout_tokens
+    (aborted,) = served.abort(["group-1-0", "unknown"])
+    assert aborted.request.request_id == "group-1-0"
     assert {answer.finish_reason for answer in aborted.answers} == {"abort"}
     assert all(len(answer.token_ids) < LIMIT for answer in aborted.answers)
     left = sum(len(answer.token_ids) for answer in aborted.answers)
     answers = run(served)["b"]
     assert [len(answer.token_ids) for answer in answers] == [wire_length(request(seed=2), index) for index in range(4)]
     assert served.stats.generated_tokens == left + sum(len(answer.token_ids) for answer in answers)
+    assert served.stats.rollout_tokens == before == left > 0  # counted apart, and whether or not they have ended
     served.add(request("c"))
     (everything,) = served.abort()
     assert [len(answer.token_ids) for answer in everything.answers] == [0] * 4
-    assert (served.running, served.waiting, served.unfinished_tokens) == (0, 0, 0)
+    assert (served.running, served.waiting) == (0, 0)
 
 
 def test_what_the_real_engine_refuses_is_refused() -> None:

@@ -19,7 +19,7 @@ from areal_core.tracking.timeline import TimelineWriter, read_timeline
 class Stepping:
     """An engine whose answers run until they are aborted; a step waits for leave to end."""
 
-    waiting = unfinished_tokens = 0
+    waiting = 0
     admitting = True
     stats = EngineStats()
 

@@ -1,0 +1,116 @@
+"""What a run must remember beside its groups, in the same file: typed, a row a step, stored as it comes."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+
+from areal_core.types import Evaluation
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS run (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    epoch INTEGER NOT NULL DEFAULT 0,
+    starts INTEGER NOT NULL DEFAULT 0,
+    elapsed_s REAL NOT NULL DEFAULT 0,
+    reason TEXT, version INTEGER, model_url TEXT  -- how the trainer finished
+);
+INSERT OR IGNORE INTO run (one) VALUES (1);
+CREATE TABLE IF NOT EXISTS steps (
+    step INTEGER PRIMARY KEY,
+    published_s REAL,  -- RL wall time when its version was published
+    staleness TEXT     -- tokens that it trained on, by their staleness
+);
+CREATE TABLE IF NOT EXISTS evaluations (
+    version INTEGER PRIMARY KEY, sha256 TEXT NOT NULL, accuracy REAL NOT NULL, prompts INTEGER NOT NULL,
+    mean_tokens REAL NOT NULL, wall_s REAL NOT NULL
+);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What the trainer finished with."""
+
+    reason: str  # steps, score or minutes
+    version: int
+    model_url: str
+
+
+class RunNotes:
+    """The notes of one run. A write is one statement, and part of the transaction that it is made in."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        db.executescript(_SCHEMA)
+
+    @property
+    def epoch(self) -> int:
+        """Times that recovery could not reproduce a version's weights."""
+        return self._db.execute("SELECT epoch FROM run").fetchone()[0]
+
+    def count_epoch(self) -> None:
+        self._db.execute("UPDATE run SET epoch = epoch + 1")
+
+    @property
+    def starts(self) -> int:
+        """Times that a controller got to work."""
+        return self._db.execute("SELECT starts FROM run").fetchone()[0]
+
+    def count_start(self) -> None:
+        self._db.execute("UPDATE run SET starts = starts + 1")
+
+    @property
+    def elapsed_s(self) -> float:
+        """RL wall time of the last publication."""
+        return self._db.execute("SELECT elapsed_s FROM run").fetchone()[0]
+
+    @property
+    def ending(self) -> Ending | None:
+        row = self._db.execute("SELECT reason, version, model_url FROM run").fetchone()
+        return None if row["reason"] is None else Ending(**dict(row))
+
+    def end(self, ending: Ending) -> None:
+        self._db.execute("UPDATE run SET reason = ?, version = ?, model_url = ?", astuple(ending))
+
+    def published_s(self, step: int) -> float | None:
+        """RL wall time when the version of `step` was published; None if it was not, or stands no more."""
+        row = self._db.execute("SELECT published_s FROM steps WHERE step = ?", (step,)).fetchone()
+        return None if row is None else row["published_s"]
+
+    def publish(self, step: int, elapsed_s: float) -> None:
+        self._db.execute("UPDATE run SET elapsed_s = ?", (elapsed_s,))
+        self._db.execute(
+            "INSERT INTO steps (step, published_s) VALUES (?1, ?2) ON CONFLICT DO UPDATE SET published_s = ?2",
+            (step, elapsed_s),
+        )
+
+    def staleness(self) -> dict[str, int]:
+        """Tokens that the steps which stand have trained on, by their staleness."""
+        total: Counter[str] = Counter()
+        for row in self._db.execute("SELECT staleness FROM steps WHERE staleness IS NOT NULL ORDER BY step"):
+            total.update(json.loads(row["staleness"]))
+        return dict(total)
+
+    def add_staleness(self, step: int, counts: Mapping[str, int]) -> None:
+        """Of one step; a replayed one says the same again."""
+        self._db.execute(
+            "INSERT INTO steps (step, staleness) VALUES (?1, ?2) ON CONFLICT DO UPDATE SET staleness = ?2",
+            (step, json.dumps(counts)),
+        )
+
+    def evaluations(self) -> list[Evaluation]:
+        """By version."""
+        return [Evaluation(**dict(row)) for row in self._db.execute("SELECT * FROM evaluations ORDER BY version")]
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        marks = ", ".join("?" * len(fields(Evaluation)))
+        self._db.execute(f"INSERT INTO evaluations VALUES ({marks})", astuple(evaluation))
+
+    def forget(self, version: int) -> None:
+        """Steps and scores of `version` and of later ones are of weights that an epoch has replaced."""
+        self._db.execute("DELETE FROM evaluations WHERE version >= ?", (version,))
+        self._db.execute("DELETE FROM steps WHERE step >= ?", (version,))
