@@ -208,7 +208,8 @@ async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_bee
 
 
 async def test_one_request_is_ended_by_its_id(client, http):
-    """The id that its answer bears: vLLM knows no other."""
+    """The id that its answer bears: vLLM knows no other. What it hands over is what the server has counted."""
+    before = (await client.load()).generated_tokens
     calls = {
         name: asyncio.ensure_future(client.generate(request(name, n=8, max_tokens=LONG, stop_token_ids=())))
         for name in ("ended", "other")
@@ -216,13 +217,18 @@ async def test_one_request_is_ended_by_its_id(client, http):
     await until(client, lambda load: load.running == 16)
     answer = await post(http, "/abort_requests", {"request_ids": ["generate-tokens-ended"]})
     assert answer == (200, {"status": "aborted", "aborted": 1})
-    for ended in parse_generation(await calls["ended"]):
-        assert ended.finish_reason == "abort"
-        assert len(ended.token_ids) < LONG
+    ended = parse_generation(await calls["ended"])
+    assert {answer.finish_reason for answer in ended} == {"abort"}
+    assert all(len(answer.token_ids) < LONG for answer in ended)
     await until(client, lambda load: load.running == 8)
     assert not calls["other"].done()
     await client.abort_all()
-    assert {answer.finish_reason for answer in parse_generation(await calls["other"])} == {"abort"}
+    other = parse_generation(await calls["other"])
+    assert {answer.finish_reason for answer in other} == {"abort"}
+    sampled = sum(len(answer.token_ids) for answer in (*ended, *other))
+    await until(client, lambda load: load.generated_tokens >= before + sampled)
+    await asyncio.sleep(0.3)
+    assert (await client.load()).generated_tokens == before + sampled
 
 
 async def test_the_label_alone_can_be_changed(client, http):
