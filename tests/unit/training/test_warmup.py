@@ -86,7 +86,7 @@ def test_the_command_writes_a_folder_that_transformers_loads(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     command = ["-m", "areal_core.training.warmup", "--config", str(tmp_path / "config.json"), "--out", str(folder)]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    assert "warm-up: direct answers, step 4 of 4" in done.stdout
+    assert "warm-up: direct answers, step 4 of 4" in done.stderr
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     spec = read_spec(folder)
     assert spec == embedded_spec(config)
