@@ -19,7 +19,7 @@ from areal_core.api.transcript import Transcript
 from areal_core.api.wire import join_answers
 from areal_core.controller import pool as module
 from areal_core.controller.pool import GenerationPool
-from areal_core.controller.service import base_version
+from areal_core.controller.restore import base_version
 from areal_core.generation import client as client_module
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.engines.embedded import Engine

@@ -1,0 +1,42 @@
+"""Which published version is to be scored next, and which ones are kept for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal_core.config.schema import RunConfig
+from areal_core.controller.recorder import Recorder
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.types import PolicyVersion
+
+
+class EvaluationSchedule:
+    """Every `evaluation.every`-th version of a run is due, the base and the last one always; none where versions are
+    not scored."""
+
+    def __init__(self, config: RunConfig, ledger: TrajectoryLedger, recorder: Recorder) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._recorder = recorder
+
+    def next(self) -> PolicyVersion | None:
+        """The oldest version that is due and not scored; once the run has ended only the base and the last count."""
+        newest, ending = self._ledger.newest_version(), self._ledger.notes.ending
+        if not self._config.evaluated or newest is None:
+            return None
+        scored = self._scored()
+        regular = range(0, newest.version + 1, self._config.evaluation.every)
+        for number in regular if ending is None else sorted({0, ending.version}):
+            version = None if number in scored else self._ledger.version(number)
+            # Weights that another machine kept to itself are gone; no score of them will ever come.
+            if version is not None and Path(version.path).exists():
+                return version
+        return None
+
+    def awaited(self, newest: int) -> set[int]:
+        """Versions up to `newest` whose weights are still wanted for their scores."""
+        due = range(0, newest + 1, self._config.evaluation.every) if self._config.evaluated else ()
+        return set(due) - self._scored()
+
+    def _scored(self) -> set[int]:
+        return {evaluation.version for evaluation in self._recorder.evaluations}

@@ -1,0 +1,57 @@
+"""What a controller starts from: the ledger of its run, wherever that was left, and the base model's own facts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+from safetensors.numpy import load_file
+
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.storage import checkpoint, weights
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir
+from areal_core.types import PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+
+def restore(run: RunDir, storage: Storage) -> int | None:
+    """On a machine where this run has no ledger yet, take it and its policy version from the newest checkpoint. Returns
+    that version; None where there was nothing to do."""
+    if run.ledger.exists():
+        return None
+    newest = checkpoint.newest(storage)
+    if newest is None:
+        return None
+    files = checkpoint.fetch(storage, newest, run.root / "restored")
+    state = load_file(files[checkpoint.STATE])
+    tensors = {name.removeprefix("weight/"): array for name, array in state.items() if name.startswith("weight/")}
+    version = weights.publish(run.weights, newest.step, tensors, dtype=run.config().training.dtype)
+    ledger = TrajectoryLedger(files[checkpoint.LEDGER], group_size=run.config().algorithm.group_size)
+    ledger.rewind(version.version)  # it was copied after the trainer's state, and may know more
+    ledger.publish(version)
+    ledger.close()
+    files[checkpoint.LEDGER].replace(run.ledger)
+    logger.info("restored the ledger from the checkpoint of step %d", newest.step)
+    return newest.step
+
+
+def base_version(model_path: str) -> PolicyVersion:
+    """Version 0: the base model's own folder."""
+    files = sorted(Path(model_path).glob("*.safetensors"))
+    hashes = [checkpoint.describe(file).sha256 for file in files]
+    whole = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return PolicyVersion(version=0, path=model_path, sha256=whole)
+
+
+def stop_token_ids(model_path: str) -> tuple[int, ...]:
+    """The end tokens of a model folder, without loading the model."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        ids = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()

@@ -1,0 +1,170 @@
+"""The controller's routes; docs/architecture.md lists them. Bodies are JSON, refusals a line of text."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sqlite3
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from areal_core.controller.pool import server_routes
+from areal_core.controller.weight_transfer import transfer_routes
+from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished
+from areal_core.launch import logs
+from areal_core.rollout.ledger import snapshot
+from areal_core.rollout.notes import Ending
+from areal_core.storage import checkpoint
+from areal_core.types import Evaluation, MetricRow, PolicyVersion
+
+if TYPE_CHECKING:
+    from areal_core.controller.service import Service
+
+
+class Routes:
+    """Requests of trainer, evaluator and launcher, as calls of the parts of one run."""
+
+    def __init__(self, run: Service) -> None:
+        self._run = run
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[_errors_as_lines], client_max_size=64 * 2**20)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/status", self._status),
+                *server_routes(self._run.servers, self._run.newest),
+                web.get("/batch/{step}", self._batch),
+                web.get("/groups/{group_id}", self._group),
+                web.post("/versions", self._publish),
+                *transfer_routes(self._run.servers.transfer, self._run.newest),
+                web.get("/evaluation", self._evaluation),
+                web.post("/evaluations", self._evaluated),
+                web.post("/metrics", self._metrics),
+                web.post("/documents", self._document),
+                web.post("/checkpoints/{step}", self._snapshot),
+                web.post("/checkpoints/{step}/committed", self._committed),
+                web.post("/finish", self._finish),
+            ]
+        )
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _status(self, _: web.Request) -> web.Response:
+        status = self._run.recorder.status(
+            version=self._run.servers.version,
+            finished=self._run.controller.finished,
+            lost_servers=self._run.servers.lost,
+        )
+        return web.json_response(dataclasses.asdict(status))
+
+    async def _batch(self, request: web.Request) -> web.Response:
+        if reason := self._run.recorder.reason_to_stop():
+            self._run.controller.finish(reason)
+        step = int(request.match_info["step"])
+        fixed_before = self._run.ledger.last_step()
+        manifest = await self._run.controller.batch(step, timeout_s=float(request.query.get("timeout_s", "20")))
+        if manifest is None:
+            return web.Response(status=204)
+        if self._run.config.sleeps:
+            await self._run.servers.sleep()
+        if manifest.step >= fixed_before:  # once more after a restart, which may have come before the first time
+            self._run.recorder.batch_fixed(manifest, self._run.source.prompt)
+        return web.json_response(dataclasses.asdict(manifest))
+
+    async def _group(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._run.ledger.payload(int(request.match_info["group_id"])))
+
+    async def _publish(self, request: web.Request) -> web.Response:
+        version = PolicyVersion(**await request.json())
+        if self._run.config.sleeps:
+            await self._run.servers.wake_up()
+        outcome = self._run.controller.publish(version)
+        logs.at_step(version.version)
+        if outcome == "epoch":
+            self._run.recorder.forget(version.version)
+        if outcome != "same" or not self._run.recorder.has_published(version.version):
+            loads = await self._run.servers.loads()
+            self._run.recorder.published(version.version, loads)
+        self._run.changed.notify()
+        return web.json_response({"status": outcome, "release": self._run.retention.released()})
+
+    async def _evaluation(self, request: web.Request) -> web.Response:
+        try:
+            async with asyncio.timeout(float(request.query.get("timeout_s", "20"))):
+                while True:
+                    if version := self._run.schedule.next():
+                        return web.json_response(dataclasses.asdict(version))
+                    if (ending := self._run.ending) is not None:
+                        raise RunFinished(ending.reason)
+                    await self._run.changed.wait()
+        except TimeoutError:
+            return web.Response(status=204)
+
+    async def _evaluated(self, request: web.Request) -> web.Response:
+        evaluation = Evaluation(**await request.json())
+        published = self._run.ledger.version(evaluation.version)
+        if published is not None and published.sha256 == evaluation.sha256:  # else of weights that an epoch disowned
+            self._run.recorder.evaluated(evaluation)
+        if reason := self._run.recorder.reason_to_stop():
+            self._run.controller.finish(reason)
+        self._run.changed.notify()
+        return web.json_response({"more": self._run.ending is None or self._run.schedule.next() is not None})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        rows = (await request.json())["rows"]
+        self._run.recorder.log_rows([MetricRow(key=k, step=step, value=v, time_s=t) for k, step, v, t in rows])
+        return web.json_response({})
+
+    async def _document(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["kind"] == "staleness_histogram":
+            self._run.recorder.staleness(body["step"], body["data"]["counts"])
+        else:
+            self._run.recorder.document(body["kind"], body["step"], body["data"])
+        return web.json_response({})
+
+    async def _snapshot(self, request: web.Request) -> web.Response:
+        """Put the ledger, as it is now, beside the trainer's checkpoint."""
+        step = int(request.match_info["step"])
+        copy = self._run.run_dir.root / "ledger-snapshot.sqlite"
+        entry = await asyncio.to_thread(self._upload_snapshot, step, copy)
+        return web.json_response(entry)
+
+    def _upload_snapshot(self, step: int, copy: Path) -> dict[str, Any]:
+        snapshot(self._run.run_dir.ledger, copy)
+        self._run.storage.child(checkpoint.folder_name(step)).put_file(copy, checkpoint.LEDGER)
+        return dataclasses.asdict(checkpoint.describe(copy))
+
+    async def _committed(self, request: web.Request) -> web.Response:
+        self._run.retention.committed(int(request.match_info["step"]))
+        return web.json_response({})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        reason = self._run.controller.finished or body["reason"]
+        self._run.ledger.notes.end(Ending(reason=reason, version=body["version"], model_url=body["model_url"]))
+        self._run.controller.finish(reason)
+        self._run.changed.notify()
+        return web.json_response({})
+
+
+@web.middleware
+async def _errors_as_lines(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RunFinished as ending:
+        return web.Response(status=410, text=str(ending))
+    except (LedgerError, ValueError, KeyError, TypeError) as error:
+        return web.Response(status=400, text=f"{type(error).__name__}: {error}")
+    except GenerationError as error:
+        return web.Response(status=502, text=str(error))
+    except (ArealError, sqlite3.Error, OSError) as error:  # the store, the disk: nothing that the caller did
+        return web.Response(status=500, text=f"{type(error).__name__}: {error}")
