@@ -112,6 +112,7 @@ class Host:
             watching.join()  # ranks are done before the run is
         finally:
             self._stop.set()
+            watching.join(self._config.launch.stop_timeout_s)  # a look at a shared folder may take for ever
         if self._failure is not None:
             raise self._failure
 

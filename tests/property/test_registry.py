@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 from collections import Counter
 from typing import Any
 
@@ -13,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_core.api.transcript import Transcript
+from areal_core.api.wire import ServerLoad
 from areal_core.controller import pool as module
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.registry import Server, ServerState
 from areal_core.errors import ArealError, GenerationError, ServerLostError
+from areal_core.rollout.counters import ServerCounters
 from areal_core.types import GenerationRequest, PolicyVersion
 from tests.support.generation import request
 from tests.support.rollout import body
-from tests.support.servers import version
+from tests.support.servers import server_load, version
 from tests.support.virtual import run_virtual
 
 PATIENCE_S = 60.0
@@ -37,6 +40,7 @@ class World:
         self.hang = rng.choice((0.0, 0.02))
         self.slow = rng.choice(PHASES)  # takes longer than the pool has patience, now and then
         self.actual: dict[str, int] = {}  # version by URL
+        self.sampled: Counter[str] = Counter()  # tokens by URL
         self.dead: set[str] = set()
         self.clients: list[Client] = []
         self.newest = version(0)
@@ -57,6 +61,7 @@ class Client:
     def __init__(self, url: str, *, update_timeout_s: float, timeline: object) -> None:
         self.url, self.update_timeout_s = url, update_timeout_s
         self.resubmitted_tokens = 0
+        self.asked = self.answered = self.reported = 0  # tokens, at most
         self.closed = False
         self.aborted = asyncio.Event()
         self.world.clients.append(self)
@@ -106,6 +111,16 @@ class Client:
         await self.do("is_sleeping")
         return False
 
+    async def load(self) -> ServerLoad:
+        sampled, answered = self.world.sampled[self.url], self.answered
+        await self.do("load")
+        self.reported = answered
+        return server_load(sampled)
+
+    @property
+    def unreported_tokens(self) -> int:
+        return self.asked - self.reported
+
     async def abort_all(self) -> None:
         await self.do("abort_all")
         self.aborted.set()
@@ -114,15 +129,23 @@ class Client:
     async def generate(self, asked: GenerationRequest) -> bytes:
         (server,) = (server for server in self.world.pool.registry.servers if server.client is self)
         assert server.at_work
+        most = asked.n * asked.max_tokens
+        self.asked += most
+        sampled = self.world.rng.randint(0, most)  # whatever becomes of it
         try:
-            async with asyncio.timeout(self.world.rng.expovariate(0.2)):
-                await self.aborted.wait()
-            finish = "abort"
-        except TimeoutError:
-            finish = "length"
-        await self.do("generate")
-        tokens = list(range(5, 5 + (2 if finish == "abort" else asked.max_tokens)))
-        return body([(tokens[: asked.max_tokens], finish)] * asked.n, self.world.actual[self.url])
+            try:
+                async with asyncio.timeout(self.world.rng.expovariate(0.2)):
+                    await self.aborted.wait()
+                finish = "abort"
+            except TimeoutError:
+                finish = "length"
+            tokens = list(range(5, 5 + (min(2, asked.max_tokens) if finish == "abort" else asked.max_tokens)))
+            sampled = asked.n * len(tokens)
+            await self.do("generate")
+            return body([(tokens, finish)] * asked.n, self.world.actual[self.url])
+        finally:
+            self.world.sampled[self.url] += sampled
+            self.answered += most
 
     async def close(self) -> None:
         await asyncio.sleep(0)
@@ -141,7 +164,10 @@ class Play:
     def __init__(self, seed: int, transfer: str) -> None:
         self.rng = random.Random(seed)
         self.world = Client.world = World(self.rng)
-        self.pool = self.world.pool = GenerationPool(answers_per_server=4, transfer=transfer, patience_s=PATIENCE_S)
+        self.counters = ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
+        self.pool = self.world.pool = GenerationPool(
+            answers_per_server=4, transfer=transfer, patience_s=PATIENCE_S, counters=self.counters
+        )
         self.by_files = transfer == "files"
         self.registry = self.pool.registry
         self.registry.subscribe(self.look)
@@ -274,6 +300,9 @@ class Play:
             await asyncio.sleep(seconds)
             self.over = True
         await self.recovered()
+        await self.pool.loads()
+        sampled = sum(self.world.sampled.values())
+        assert self.counters.generated() <= sampled <= self.counters.generated() + self.counters.uncounted()
         await self.pool.close()
         assert self.registry.servers == ()
         assert not self.registry.exclusive.locked()

@@ -22,6 +22,22 @@ def version(number: int) -> PolicyVersion:
     return PolicyVersion(version=number, path=f"/weights/{number}", sha256=f"hash-{number}")
 
 
+def server_load(generated: int, idle_s: float = 0.0) -> ServerLoad:
+    """What a server says that has sampled so many tokens, all of them for the rollout."""
+    return ServerLoad(
+        answer_s=8 * idle_s,
+        running=0,
+        waiting=0,
+        generated_tokens=generated,
+        rollout_tokens=generated,
+        idle_s=idle_s,
+        paused_s=0.0,
+        swap_ms=1.0,
+        recompute_ms=2.0,
+        recomputed_tokens=3,
+    )
+
+
 class FakeServer:
     """Answers, once `release` is set, with every token that was asked for: those of the prompt's end, counted on.
 

@@ -148,7 +148,9 @@ def check_trajectories(run: Launched, published: PublishedWeights) -> None:
         versions = range(config.training.steps)
         assert {version for payload in payloads for version in payload.versions.tolist()} <= set(versions)
         interrupted = [answer for payload in payloads for answer in _split(payload) if len(set(answer[1].tolist())) > 1]
-        assert len(interrupted) > config.training.steps  # else there was little to get wrong
+        # Else there was little to get wrong. How many it is depends on who gets the cores: some 100 of 24 steps by
+        # themselves, a fifth of that beside three other busy processes.
+        assert len(interrupted) >= config.training.steps // 4
     finally:
         ledger.close()
 

@@ -43,6 +43,9 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
+    # It counts from when it began on a burst of requests, which may have been seconds ago: with its own 5 s connections
+    # end that its clients have just used.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
 }
 
 

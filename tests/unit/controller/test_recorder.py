@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.api.wire import ServerLoad
 from areal_core.config.schema import load
 from areal_core.controller.recorder import Recorder
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
 from areal_core.rollout.notes import Ending
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import Evaluation, GroupSummary, PolicyVersion, Prompt
+from tests.support.servers import server_load
 
 CONFIG = load(
     {
@@ -67,21 +67,6 @@ def train(ledger: TrajectoryLedger, step: int, *, version: int = 0) -> None:
     ledger.publish(PolicyVersion(version=step, path=f"v{step}", sha256=str(step)))
 
 
-def server(generated: int, idle_s: float) -> ServerLoad:
-    return ServerLoad(
-        answer_s=8 * idle_s,
-        running=0,
-        waiting=0,
-        generated_tokens=generated,
-        rollout_tokens=generated,
-        idle_s=idle_s,
-        paused_s=0.0,
-        swap_ms=1.0,
-        recompute_ms=2.0,
-        recomputed_tokens=3,
-    )
-
-
 def evaluation(version: int, accuracy: float) -> Evaluation:
     return Evaluation(version=version, sha256=str(version), accuracy=accuracy, prompts=10, mean_tokens=5.0, wall_s=0.1)
 
@@ -111,7 +96,7 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
         assert manifest is not None
         recorder.batch_fixed(manifest, prompt)
         ledger.counters.report("a", 12 * step, 0)
-        recorder.published(step, [server(generated, idle_s)])
+        recorder.published(step, [server_load(generated, idle_s)])
     logged = points(tmp_path / "outbox.sqlite")
     assert logged["reward/mean", 2] == 0.5
     assert logged["answer/tokens_mean", 2] == 5.0

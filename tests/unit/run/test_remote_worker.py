@@ -142,7 +142,10 @@ def test_shares_that_overlap_refuse_each_other(
     assert "--run-dir: generation 1 of run r is run by another command already" in capsys.readouterr().err
 
 
-def test_a_share_has_one_command(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_share_has_one_command(
+    head: Head, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_OWNER_S", -head.config.launch.stop_timeout_s)
     with FileLock(head.run.root / "host-trainer-0.lock", timeout_s=0.0, busy=""):
         assert command.main(["trainer", "--run-dir", str(head.run.root), "--address", "127.0.0.1"]) == 1
     assert "--run-dir: trainer 0 of run r is run by another command already" in capsys.readouterr().err
