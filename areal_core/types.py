@@ -16,6 +16,8 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
+FORMAT = 2  # of what a run stores and of what its processes say to each other: another one is refused
+
 
 class GroupState(StrEnum):
     """Where a trajectory group stands: WAITING -> INFLIGHT -> READY -> CONSUMED, or DROPPED."""
@@ -189,7 +191,7 @@ class Evaluation:
     """The score of one policy version on the held-out prompts."""
 
     version: int
-    sha256: str  # of its weights: after a new epoch the number alone does not say which
+    sha256: str  # of its weights: after a new incarnation of the run the number alone does not say which
     accuracy: float  # share of prompts answered right, greedy decoding
     prompts: int
     mean_tokens: float  # mean length of an answer
@@ -246,7 +248,7 @@ class RunSummary:
     staleness_mean: float
     staleness_max: int
     model_url: str  # the final model, transformers format
-    epochs: int  # times that recovery could not reproduce a version's weights
+    incarnation: int  # times that recovery could not reproduce a version's weights
     emulated: str | None = None  # the cluster whose tokens a second these are; None: this machine
     staleness_tokens: dict[str, int] = field(default_factory=dict[str, int])  # tokens trained on, by their staleness
     starts: int = 1  # times that its controller was started and got to work; above 1, work was done twice

@@ -67,8 +67,8 @@ class Offline:
             width = max(map(len, drawn))
             ids = torch.tensor([[self._eos[0]] * (width - len(prompt)) + prompt for prompt in drawn])
             mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in drawn])
-            answers = self._model.generate(ids, attention_mask=mask, generation_config=settings)[:, width:]
-            ends = torch.isin(answers, torch.tensor(self._eos)).int()
+            completions = self._model.generate(ids, attention_mask=mask, generation_config=settings)[:, width:]
+            ends = torch.isin(completions, torch.tensor(self._eos)).int()
             tokens += int((ends.cumsum(1) - ends == 0).sum())  # the first end token counts, what follows does not
         return {"tokens": tokens, "wall_s": time.monotonic() - start, "cpu_s": time.process_time() - cpu}
 

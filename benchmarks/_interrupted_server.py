@@ -81,7 +81,7 @@ def _command(config: RunConfig, base: Path, scratch: Path) -> list[str]:
 
 
 async def _window(url: str, config: RunConfig, arm: str, versions: _Versions, seconds: float, period_s: float) -> float:
-    pool = GenerationPool(answers_per_server=2 * SLOTS, interruption=arm)
+    pool = GenerationPool(completions_per_server=2 * SLOTS, interruption=arm)
     await pool.join("server", url, versions.next)
     group = config.algorithm.group_size
     requests = _requests(config)

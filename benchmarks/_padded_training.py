@@ -53,11 +53,11 @@ def pad(batch: TrainingBatch, members: Sequence[int]) -> Padded:
     steps = np.arange(lengths.max() - 1)
     inside = steps < lengths - 1
     inputs = np.where(inside, batch.tokens[np.where(inside, starts + steps, 0)], 0)
-    answers = inside & (steps >= prompts - 1)
-    source = (starts + steps + 1)[answers]
+    completions = inside & (steps >= prompts - 1)
+    source = (starts + steps + 1)[completions]
     return Padded(
         inputs=torch.from_numpy(inputs.astype(np.int64)),
-        rows=torch.from_numpy(np.flatnonzero(answers)),
+        rows=torch.from_numpy(np.flatnonzero(completions)),
         targets=torch.from_numpy(batch.tokens[source].astype(np.int64)),
         source=source,
     )

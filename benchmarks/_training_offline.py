@@ -38,7 +38,7 @@ PACKED_CAPACITIES = (1024, 2048, 4096)  # of a packed one, beside the whole batc
 LONGEST = 448  # tokens of a sequence of the long-tailed setting; the paper's are up to 28672
 CAPACITIES = (512, 1024, 2048, 4096, 8192)
 _PROMPT, _MEDIAN, _SIGMA = 16, 64, 0.8  # tokens of a prompt; log-normal tokens of an answer
-_LONG_PROMPT, _SHORT_ANSWERS = 200, (50,) * 8
+_LONG_PROMPT, _SHORT_COMPLETIONS = 200, (50,) * 8
 _TOLERANCE = 1e-4  # of two gradients, relative to the largest entry of a tensor
 _MIB = 1 << 20
 
@@ -60,8 +60,8 @@ class Setting:
 def long_tailed(config: RunConfig, seed: int) -> Groups:
     rng = np.random.default_rng(seed)
     while True:
-        answers = np.exp(np.log(_MEDIAN) + _SIGMA * rng.normal(size=4)).round()
-        yield _PROMPT, answers.clip(1, LONGEST - _PROMPT).astype(np.int32)
+        completions = np.exp(np.log(_MEDIAN) + _SIGMA * rng.normal(size=4)).round()
+        yield _PROMPT, completions.clip(1, LONGEST - _PROMPT).astype(np.int32)
 
 
 def worked_chains(config: RunConfig, seed: int) -> Groups:
@@ -75,7 +75,7 @@ def worked_chains(config: RunConfig, seed: int) -> Groups:
 
 def long_prompts(config: RunConfig, seed: int) -> Groups:
     while True:
-        yield _LONG_PROMPT, np.array(_SHORT_ANSWERS, np.int32)
+        yield _LONG_PROMPT, np.array(_SHORT_COMPLETIONS, np.int32)
 
 
 SETTINGS = {
@@ -179,19 +179,19 @@ def make_batch(setting: Setting, seed: int) -> TrainingBatch:
     needs no pi_prox. Every answer has an advantage, so that nobody can leave any out; tokens are random."""
     config, rng = setting.config, np.random.default_rng(seed)
     vocabulary, payloads, total = embedded_spec(config).vocab_size, {}, 0
-    for index, (prompt, answers) in enumerate(setting.groups(config, seed)):
-        tokens = int(answers.sum())
+    for index, (prompt, completions) in enumerate(setting.groups(config, seed)):
+        tokens = int(completions.sum())
         payloads[index] = GroupPayload(
             prompt_tokens=rng.integers(0, vocabulary, prompt).astype(np.int32),
-            lengths=answers,
+            lengths=completions,
             tokens=rng.integers(0, vocabulary, tokens).astype(np.int32),
             loss_mask=np.ones(tokens, np.bool_),
             logprobs=(rng.normal(size=tokens) / 10 - np.log(vocabulary)).astype(np.float32),
             versions=np.zeros(tokens, np.int32),
-            rewards=np.arange(len(answers), dtype=np.float32) % 2,
-            truncated=np.zeros(len(answers), np.bool_),
+            rewards=np.arange(len(completions), dtype=np.float32) % 2,
+            truncated=np.zeros(len(completions), np.bool_),
         )
-        total += tokens + prompt * len(answers)
+        total += tokens + prompt * len(completions)
         if total >= BATCH_TOKENS:
             break
     advantages = np.array([2.0 * group.rewards - 1.0 for group in payloads.values()])

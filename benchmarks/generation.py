@@ -129,10 +129,10 @@ class Child:
         assert self._popen.stdout is not None
         self._popen.stdin.write(orjson.dumps(what) + b"\n")
         self._popen.stdin.flush()
-        answer = self._popen.stdout.readline()
-        if not answer:
+        reply = self._popen.stdout.readline()
+        if not reply:
             raise ProcessError(f"{' '.join(map(str, self._popen.args))} ended with code {self._popen.wait()}")  # type: ignore
-        return orjson.loads(answer)
+        return orjson.loads(reply)
 
     def wait_for(self, file: Path) -> str:
         """The URL in a ready file."""

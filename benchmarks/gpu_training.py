@@ -65,14 +65,14 @@ def long_tailed(tokens: int, vocab_size: int, capacity: int, seed: int = 0) -> T
     """A batch of about so many tokens, one minibatch; pi_behav is uniform, as a model with random weights nearly is."""
     rng = np.random.default_rng(seed)
     prompts: list[int] = []
-    answers: list[int] = []
-    while sum(prompts) + sum(answers) < tokens:
+    completions: list[int] = []
+    while sum(prompts) + sum(completions) < tokens:
         prompts.append(int(rng.integers(_SHORTEST_PROMPT, _LONGEST_PROMPT)))
         longest = min(_LONGEST, capacity - prompts[-1])
-        answers.append(int(np.clip(rng.lognormal(np.log(_MEDIAN), _SIGMA), 1, longest)))
+        completions.append(int(np.clip(rng.lognormal(np.log(_MEDIAN), _SIGMA), 1, longest)))
     count = len(prompts)
-    lengths = np.array(prompts, np.int32) + np.array(answers, np.int32)
-    sampled = np.repeat(np.tile([False, True], count), np.stack((prompts, answers), axis=1).ravel())
+    lengths = np.array(prompts, np.int32) + np.array(completions, np.int32)
+    sampled = np.repeat(np.tile([False, True], count), np.stack((prompts, completions), axis=1).ravel())
     return TrainingBatch(
         step=1,
         tokens=rng.integers(0, vocab_size, len(sampled)).astype(np.int32),
@@ -83,7 +83,7 @@ def long_tailed(tokens: int, vocab_size: int, capacity: int, seed: int = 0) -> T
         versions=np.where(sampled, 0, -1).astype(np.int32),
         advantages=np.where(sampled, np.repeat(rng.choice([-1, 1], count), lengths), 0).astype(np.float32),
         weights=sampled.astype(np.float32),
-        masses=np.array(answers, np.float64),
+        denominator_terms=np.array(completions, np.float64),
         minibatches=((), tuple(range(count))),  # not the first, whose pi_prox takes no pass of its own
         capacity=capacity,
     )

@@ -12,7 +12,7 @@ step. At lag 0 both objectives are the same but for rounding, which is there to 
 The setting is the default base model and batch (512 answers, groups of 16, 4 minibatches) at a tenth of the default
 learning rate. A lag costs what the policy moves in as many steps, so learning must outlast the longest lag: at the
 default rate the decoupled objective has learned the task within 4 steps, while a lag of 8 still means batches of the
-base model. At the lower rate it takes most of 32 steps, and every lag counts. Naive PPO is slowed, not kept from
+base model. At the lower rate it takes most of 32 steps, and every lag counts. Standard PPO is slowed, not kept from
 learning: it may only move so far from a policy that is `lag` versions old, and given enough steps it arrives as well.
 At four times the default rate both objectives lose again what they have learned: nothing to compare either.
 """
@@ -36,7 +36,7 @@ import torch
 from areal_core.__main__ import configuration
 from areal_core.algorithm.advantages import advantages_of
 from areal_core.api.scored_groups import unpack_group
-from areal_core.api.wire import encode_generation, whole_answers
+from areal_core.api.wire import encode_generation, whole_completions
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
@@ -55,11 +55,11 @@ from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import GenerationRequest, PolicyVersion
 from benchmarks import _harness
 
-OBJECTIVES = ("decoupled", "naive")
+OBJECTIVES = ("decoupled", "standard")
 _SETTING = ("training.steps=32", "training.learning_rate=5e-6", "evaluation.every=8", "tracking.enabled=false")
 _OURS = ("seed", "algorithm.objective")  # fields that differ from job to job
 _PROCESSES = 2  # jobs at a time
-_COLOURS = {"decoupled": "#0072b2", "naive": "#d55e00"}  # of Okabe and Ito: told apart with any colour blindness
+_COLOURS = {"decoupled": "#0072b2", "standard": "#d55e00"}  # of Okabe and Ito: told apart with any colour blindness
 _INK = "#222222"
 
 
@@ -82,7 +82,7 @@ class StepRecord:
 
     step: int
     reward: float  # mean over answers
-    ess: float  # of pi_prox / pi_behav (naive: pi_theta / pi_behav), as a share of the tokens
+    ess: float  # of pi_prox / pi_behav (standard: pi_theta / pi_behav), as a share of the tokens
     weight_max: float  # largest of those ratios
     clip_fraction: float
     entropy: float  # nats
@@ -236,19 +236,19 @@ class LaggedTraining:
             )
             for prompt in prompts
         ]
-        answers = self._generator.generate(requests)
+        completions = self._generator.generate(requests)
         return [
             score_group(
                 GroupJob(
                     prompt=prompt,
-                    completions=whole_answers(encode_generation(request, group, logprobs=True), len(group)),
+                    completions=whole_completions(encode_generation(request, group, logprobs=True), len(group)),
                     environment=config.environment,
                     task=config.task,
                     algorithm=config.algorithm,
                     model_path=self._job.model_path,
                 )
             )
-            for prompt, request, group in zip(prompts, requests, answers, strict=True)
+            for prompt, request, group in zip(prompts, requests, completions, strict=True)
         ]
 
     def _build(self, step: int, scored: Sequence[ScoredGroup]) -> TrainingBatch:

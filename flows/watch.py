@@ -37,7 +37,7 @@ _CANCEL_TIMEOUT_S = 60.0
 _PATIENCE_S = 60.0  # with a server that is there and too busy to answer
 _NEWS_TIMEOUT_S = 2.0  # a supervisor sees at once what dies
 
-_Answer = TypeVar("_Answer")
+_Completion = TypeVar("_Completion")
 News = Callable[[], list[str]]  # what the user was not told yet; raises ProcessError when the servers have ended
 
 
@@ -162,10 +162,10 @@ class _Patience:
         self._clock = clock
         self._since: float | None = None  # when the trouble began
 
-    def ask(self, look: Callable[[], _Answer]) -> _Answer | None:
+    def ask(self, look: Callable[[], _Completion]) -> _Completion | None:
         """The answer, or None when there is none this time. Raises httpx.HTTPError."""
         try:
-            answer = look()
+            completion = look()
         except (httpx.HTTPStatusError, httpx.TimeoutException):
             now = self._clock()
             self._since = now if self._since is None else self._since
@@ -173,7 +173,7 @@ class _Patience:
                 raise
             return None
         self._since = None
-        return answer
+        return completion
 
 
 def _artifact(client: SyncPrefectClient, flow_run_id: UUID, key: str) -> Artifact | None:

@@ -17,7 +17,9 @@ Float64Array = NDArray[np.float64]
 
 class Mean(NamedTuple):
     weights: Float64Array  # [N] of each loss token of an answer
-    masses: Float64Array  # [N] what the answer adds to the denominator: 0 exactly where it has no loss tokens
+    denominator_terms: (
+        Float64Array  # [N] what the answer adds to the denominator: 0 exactly where it has no loss tokens
+    )
 
 
 def token_mean(loss_tokens: NDArray[np.int64], limit: int) -> Mean:

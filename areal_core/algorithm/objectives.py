@@ -76,7 +76,7 @@ def decoupled(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
 
 
 @objective
-def naive(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
+def standard(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
     """PPO as if data were never stale: min(u A, clip(u) A) with u = pi_theta / pi_behav."""
     return _ppo(tokens, config, *_log_ratios(tokens, None))
 

@@ -37,9 +37,9 @@ class ControllerClient:
     def batch(self, step: int) -> BatchManifest:
         """Wait for the batch of `step`. Raises RunFinished. If none ever comes, the launcher ends the run."""
         while True:
-            answer = self._call("GET", f"/batch/{step}?timeout_s={_POLL_S}")
-            if answer is not None:
-                manifest = json.loads(answer)
+            reply = self._call("GET", f"/batch/{step}?timeout_s={_POLL_S}")
+            if reply is not None:
+                manifest = json.loads(reply)
                 groups = (
                     BatchGroup(
                         group_id=group["group_id"],
@@ -54,9 +54,9 @@ class ControllerClient:
 
     def group(self, group_id: int) -> bytes:
         """The packed trajectories of a group."""
-        answer = self._call("GET", f"/groups/{group_id}")
-        assert answer is not None
-        return answer
+        reply = self._call("GET", f"/groups/{group_id}")
+        assert reply is not None
+        return reply
 
     def announce(self, version: PolicyVersion) -> list[int]:
         """Publish a version; returns the versions whose folders nobody needs any more."""
@@ -95,9 +95,9 @@ class ControllerClient:
     def next_evaluation(self) -> PolicyVersion:
         """Wait for the next version to score. Raises RunFinished."""
         while True:
-            answer = self._call("GET", f"/evaluation?timeout_s={_POLL_S}")
-            if answer is not None:
-                return PolicyVersion(**json.loads(answer))
+            reply = self._call("GET", f"/evaluation?timeout_s={_POLL_S}")
+            if reply is not None:
+                return PolicyVersion(**json.loads(reply))
 
     def evaluated(self, evaluation: Evaluation) -> bool:
         """Hand a score in; returns whether more versions will come."""
@@ -111,10 +111,10 @@ class ControllerClient:
 
     def join(self, name: str, url: str) -> None:
         """A generation server is ready to take work; returns once it has the newest version and takes it."""
-        while not self.introduce(name, url, timeout_s=_POLL_S):
+        while not self.register(name, url, timeout_s=_POLL_S):
             pass
 
-    def introduce(self, name: str, url: str, *, timeout_s: float) -> bool:
+    def register(self, name: str, url: str, *, timeout_s: float) -> bool:
         """Announce a generation server; whether it takes work within `timeout_s`. If not, it is safe to ask again."""
         return self._call("POST", "/servers", {"name": name, "url": url, "timeout_s": timeout_s}) is not None
 

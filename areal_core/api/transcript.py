@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from areal_core.api.wire import BodyPart, SampledAnswer
+from areal_core.api.wire import BodyPart, SampledCompletion
 from areal_core.errors import GenerationError
 from areal_core.types import GenerationRequest, Tally
 
@@ -38,12 +38,12 @@ class _Reply:
     """A body and what it was asked for."""
 
     body: bytes
-    answers: int
+    completions: int
     max_tokens: int  # of each
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Completion:
     segments: list[BodyPart] = field(default_factory=list[BodyPart])
     tokens: list[int] = field(default_factory=list[int])  # of an answer that is not finished
     finished: bool = False
@@ -55,7 +55,7 @@ class Transcript:
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self._answers = [_Answer() for _ in range(request.n)]
+        self._answers = [_Completion() for _ in range(request.n)]
         self._begun = False
         self._kept: list[_Reply] = []  # that answers are made of
         self._refused: list[_Reply] = []
@@ -67,7 +67,7 @@ class Transcript:
 
     def begin(self, body: bytes) -> None:
         """Take the answer to the request. Raises GenerationError for a body that can't be gone on from."""
-        self._answers = [_Answer() for _ in self._answers]  # of a body that was refused halfway, nothing stays
+        self._answers = [_Completion() for _ in self._answers]  # of a body that was refused halfway, nothing stays
         with self._taking(_Reply(body, self.request.n, self.request.max_tokens)):
             if b"abort" in body:
                 choices = _decode(body)
@@ -76,8 +76,8 @@ class Transcript:
                 for index, choice in enumerate(choices):
                     self._add(index, (body, index), choice)
             else:
-                for index, answer in enumerate(self._answers):
-                    answer.segments, answer.finished = [(body, index)], True
+                for index, completion in enumerate(self._answers):
+                    completion.segments, completion.finished = [(body, index)], True
         self._begun = True
 
     def extend(self, index: int, body: bytes) -> None:
@@ -90,13 +90,13 @@ class Transcript:
 
     def discard(self) -> None:
         """Begin again: what servers have handed over stands for nothing."""
-        self._answers, self._begun = [_Answer() for _ in self._answers], False
+        self._answers, self._begun = [_Completion() for _ in self._answers], False
         self._refused += self._kept
         self._kept = []
 
     def unfinished(self) -> list[int]:
         """Places of the answers that a server has to go on with."""
-        return [index for index, answer in enumerate(self._answers) if not answer.finished]
+        return [index for index, completion in enumerate(self._answers) if not completion.finished]
 
     def continuation(self, index: int) -> GenerationRequest:
         """The request for the rest of an answer: prompt and tokens so far, and a seed of its own. With the seed that
@@ -112,11 +112,11 @@ class Transcript:
             seed=int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1,
         )
 
-    def answers(self) -> tuple[SampledAnswer, ...]:
+    def completions(self) -> tuple[SampledCompletion, ...]:
         """The answers with all of their segments, finished or not."""
         return tuple(
-            SampledAnswer(segments=tuple(answer.segments), finish_reason=answer.finish_reason)
-            for answer in self._answers
+            SampledCompletion(segments=tuple(completion.segments), finish_reason=completion.finish_reason)
+            for completion in self._answers
         )
 
     def sampled(self) -> Tally:
@@ -138,20 +138,20 @@ class Transcript:
         self._kept.append(reply)
 
     def _add(self, index: int, segment: BodyPart, choice: _Choice) -> None:
-        answer, request = self._answers[index], self.request
+        completion, request = self._answers[index], self.request
         if choice.token_ids:
-            answer.segments.append(segment)
+            completion.segments.append(segment)
         elif choice.finish_reason != "abort":
             raise GenerationError(f"answer {index} ended ({choice.finish_reason}) without a token")
-        answer.tokens = answer.tokens + choice.token_ids
+        completion.tokens = completion.tokens + choice.token_ids
         if choice.finish_reason != "abort":
-            answer.finished = True
-        elif answer.tokens and answer.tokens[-1] in request.stop_token_ids:  # interrupted after its last token
-            answer.finished, answer.finish_reason = True, "stop"
-        elif len(answer.tokens) >= request.max_tokens:
-            answer.finished, answer.finish_reason = True, "length"
-        if answer.finished:
-            answer.tokens = []
+            completion.finished = True
+        elif completion.tokens and completion.tokens[-1] in request.stop_token_ids:  # interrupted after its last token
+            completion.finished, completion.finish_reason = True, "stop"
+        elif len(completion.tokens) >= request.max_tokens:
+            completion.finished, completion.finish_reason = True, "length"
+        if completion.finished:
+            completion.tokens = []
 
 
 def _tally(replies: Sequence[_Reply]) -> Tally:
@@ -163,7 +163,7 @@ def _tally(replies: Sequence[_Reply]) -> Tally:
         except GenerationError:
             choices = []
         tokens += sum(len(choice.token_ids) for choice in choices)
-        unread += max(0, reply.answers - len(choices)) * reply.max_tokens
+        unread += max(0, reply.completions - len(choices)) * reply.max_tokens
     return Tally(tokens=tokens, unread=unread)
 
 

@@ -14,16 +14,17 @@ import numpy as np
 import orjson
 
 from areal_core.errors import GenerationError
-from areal_core.types import Completion, GenerationRequest, Int32Array
+from areal_core.types import FORMAT, Completion, GenerationRequest, Int32Array
 
 MODEL_NAME = "policy"
 ROUTES_VERSION = "0.32.0"  # the vLLM whose routes and fields these are
+EMBEDDED = f"areal.{FORMAT}"  # what the embedded server adds to it, for what it has beyond them
 ROLLOUT = "group-"  # what ids of the rollout's requests begin with: servers count their tokens apart from all others'
 BodyPart = tuple[bytes, int]  # a body of /inference/v1/generate, and the place of a choice in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledAnswer:
+class SampledCompletion:
     """One answer as servers gave it, not decoded: interrupted ones have several segments."""
 
     segments: tuple[BodyPart, ...]
@@ -38,7 +39,7 @@ class ServerLoad:
     waiting: int  # answers without a slot
     generated_tokens: int  # sampled since the start, whatever became of them
     rollout_tokens: int  # of these, the ones of the rollout's requests
-    answer_s: float  # answers being decoded, summed over time
+    completion_s: float  # answers being decoded, summed over time
     idle_s: float  # time without a running answer, unless it was paused
     paused_s: float
     swap_ms: float  # the last change of weights
@@ -67,10 +68,10 @@ def encode_request(request: GenerationRequest) -> bytes:
 
 
 def encode_generation(
-    request: GenerationRequest, answers: Sequence[Completion], *, logprobs: bool, eos_token_ids: Sequence[int] = ()
+    request: GenerationRequest, completions: Sequence[Completion], *, logprobs: bool, eos_token_ids: Sequence[int] = ()
 ) -> bytes:
     """The body of an answer. As in vLLM, `stop_reason` names the stop token unless it is the model's own end token."""
-    completion_tokens = sum(len(answer.token_ids) for answer in answers)
+    completion_tokens = sum(len(completion.token_ids) for completion in completions)
     return orjson.dumps(
         {
             "request_id": f"generate-tokens-{request.request_id}",
@@ -80,7 +81,10 @@ def encode_generation(
                 "completion_tokens": completion_tokens,
                 "total_tokens": len(request.token_ids) + completion_tokens,
             },
-            "choices": [_encode_answer(index, answer, logprobs, eos_token_ids) for index, answer in enumerate(answers)],
+            "choices": [
+                _encode_choice(index, completion, logprobs, eos_token_ids)
+                for index, completion in enumerate(completions)
+            ],
         }
     )
 
@@ -89,7 +93,7 @@ def parse_generation(body: bytes) -> list[Completion]:
     """The answers of a body, in order. Raises GenerationError when the body is not one that carries log-probabilities
     and a version for every token."""
     try:
-        return [_parse_answer(choice) for choice in orjson.loads(body)["choices"]]
+        return [_parse_choice(choice) for choice in orjson.loads(body)["choices"]]
     except (KeyError, TypeError, ValueError) as error:
         raise GenerationError(f"not an answer of /inference/v1/generate: {type(error).__name__}: {error}") from None
 
@@ -102,28 +106,28 @@ def completion_tokens(body: bytes) -> int:
         raise GenerationError(f"not an answer of /inference/v1/generate: {type(error).__name__}: {error}") from None
 
 
-def whole_answers(body: bytes, n: int) -> tuple[SampledAnswer, ...]:
+def whole_completions(body: bytes, n: int) -> tuple[SampledCompletion, ...]:
     """The `n` answers of a body that holds all of them, finished."""
-    return tuple(SampledAnswer(segments=((body, place),)) for place in range(n))
+    return tuple(SampledCompletion(segments=((body, place),)) for place in range(n))
 
 
-def join_answers(answers: Sequence[SampledAnswer]) -> list[Completion]:
+def join_completions(completions: Sequence[SampledCompletion]) -> list[Completion]:
     """Answers from their segments. Raises GenerationError as `parse_generation` does."""
-    bodies = {id(body): body for answer in answers for body, _ in answer.segments}
+    bodies = {id(body): body for completion in completions for body, _ in completion.segments}
     parsed = {key: parse_generation(body) for key, body in bodies.items()}
-    return [_join(answer, parsed) for answer in answers]
+    return [_join(completion, parsed) for completion in completions]
 
 
-def _join(answer: SampledAnswer, parsed: dict[int, list[Completion]]) -> Completion:
+def _join(completion: SampledCompletion, parsed: dict[int, list[Completion]]) -> Completion:
     try:
-        parts = [parsed[id(body)][place] for body, place in answer.segments]
+        parts = [parsed[id(body)][place] for body, place in completion.segments]
     except IndexError:
         raise GenerationError("not an answer of /inference/v1/generate: it has fewer choices than asked for") from None
     return Completion(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
         versions=np.concatenate([part.versions for part in parts]),
-        finish_reason=answer.finish_reason or parts[-1].finish_reason,
+        finish_reason=completion.finish_reason or parts[-1].finish_reason,
     )
 
 
@@ -138,26 +142,26 @@ def version_spans(versions: Int32Array) -> list[tuple[int, int, int]]:
     return [(int(versions[start]), start, end) for start, end in itertools.pairwise(cuts)]
 
 
-def _encode_answer(index: int, answer: Completion, logprobs: bool, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    tokens = answer.token_ids.tolist()
+def _encode_choice(index: int, completion: Completion, logprobs: bool, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    tokens = completion.token_ids.tolist()
     content = [
-        {"token_id": token, "logprob": value} for token, value in zip(tokens, answer.logprobs.tolist(), strict=True)
+        {"token_id": token, "logprob": value} for token, value in zip(tokens, completion.logprobs.tolist(), strict=True)
     ]
-    own_stop = answer.finish_reason == "stop" and tokens[-1] not in eos_token_ids
+    own_stop = completion.finish_reason == "stop" and tokens[-1] not in eos_token_ids
     return {
         "index": index,
-        "finish_reason": answer.finish_reason,
+        "finish_reason": completion.finish_reason,
         "stop_reason": tokens[-1] if own_stop else None,
         "token_ids": tokens,
         "weight_versions": [
             {"version": str(version), "start": start, "end": end}
-            for version, start, end in version_spans(answer.versions)
+            for version, start, end in version_spans(completion.versions)
         ],
         "logprobs": {"content": content} if logprobs else None,
     }
 
 
-def _parse_answer(choice: dict[str, Any]) -> Completion:
+def _parse_choice(choice: dict[str, Any]) -> Completion:
     token_ids = np.array(choice["token_ids"], dtype=np.int32)
     content = choice["logprobs"]["content"]
     spans = [(int(span["version"]), span["start"], span["end"]) for span in choice["weight_versions"]]

@@ -19,7 +19,7 @@ class Objective:
 
 OBJECTIVES: dict[str, Objective] = {  # by AlgorithmConfig.objective
     "decoupled": Objective(),
-    "naive": Objective(takes_proximal=False, weighs=False),
+    "standard": Objective(takes_proximal=False, weighs=False),
     "a3po": Objective(takes_proximal=False),
     "gspo": Objective(),
     "cispo": Objective(takes_proximal=False, weighs=False),

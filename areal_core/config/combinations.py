@@ -139,20 +139,20 @@ def _check_devices(config: RunConfig, generating: int, who: str) -> None:
 
 def _check_hosts(config: RunConfig) -> None:
     hosts, ranks = config.training.hosts, config.trainer_processes
-    if hosts > 1 and "trainer" not in config.elsewhere:
+    if hosts > 1 and "trainer" not in config.remote_roles:
         raise ConfigError(
-            f"training.hosts: must be 1 unless other machines train (launch.elsewhere=trainer or both), got {hosts}"
+            f"training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got {hosts}"
         )
     if ranks % hosts:
         raise ConfigError(f"training.ranks: must be a multiple of training.hosts ({hosts}), got {ranks}")
     per_host = config.launch.devices_per_host
-    if config.elsewhere and per_host is not None and config.ranks_per_host > per_host:
+    if config.remote_roles and per_host is not None and config.ranks_per_host > per_host:
         raise ConfigError(
             f"training.hosts: must be at least {-(-ranks // per_host)}, so that no machine trains with more than its "
             f"launch.devices_per_host ({per_host}) GPUs, got {hosts}"
         )
-    if config.elsewhere and config.generation.transfer != "files":
+    if config.remote_roles and config.generation.transfer != "files":
         raise ConfigError(
-            f"generation.transfer: must be files with launch.elsewhere={config.launch.elsewhere}, "
+            f"generation.transfer: must be files with launch.remote_roles={config.launch.remote_roles}, "
             f"got {config.generation.transfer!r}"
         )

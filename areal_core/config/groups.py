@@ -174,7 +174,7 @@ class TrainingConfig:
     dtype: str = choice("float32", "float32", "bfloat16")  # of passes over the model; optimiser state is float32
     checkpoint_activations: bool = False  # keep a layer's input alone and compute the rest again in the backward pass
     ranks: int | None = bounded(None, low=1)  # data-parallel processes; None: see RunConfig.training_ranks
-    hosts: int = bounded(1, low=1)  # machines that the ranks are spread over; see launch.elsewhere
+    hosts: int = bounded(1, low=1)  # machines that the ranks are spread over; see launch.remote_roles
     minibatches: int = bounded(4, low=1)  # PPO minibatches a step, cut by whole groups
     learning_rate: float = bounded(5e-5, above=0.0)
     warmup_steps: int = bounded(0, low=0)  # optimiser steps of linear learning-rate warm-up
@@ -240,7 +240,7 @@ class LaunchConfig:
     start_timeout_s: float = bounded(120.0, above=0.0)
     stall_timeout_s: float = bounded(300.0, above=0.0)  # a run without a new step for so long has failed
     stop_timeout_s: float = bounded(15.0, above=0.0)
-    elsewhere: str = choice(
+    remote_roles: str = choice(
         "none", "none", "generation", "trainer", "both"
     )  # roles that areal_core.run.remote_worker runs
     log_format: str = choice("text", "text", "json")  # of a process's lines in logs/

@@ -157,10 +157,10 @@ class RunConfig:
         return 1 if self.emulated else self.training_ranks
 
     @property
-    def elsewhere(self) -> frozenset[str]:
+    def remote_roles(self) -> frozenset[str]:
         """Roles whose processes other machines run."""
         return {"none": frozenset[str](), "both": frozenset(("generation", "trainer"))}.get(
-            self.launch.elsewhere, frozenset((self.launch.elsewhere,))
+            self.launch.remote_roles, frozenset((self.launch.remote_roles,))
         )
 
     @property
@@ -182,7 +182,7 @@ class RunConfig:
         return max(1, devices // self.devices_per_server)
 
     @property
-    def answers_per_server(self) -> int:
+    def completions_per_server(self) -> int:
         """Worth having in flight at one server: more than it decodes at once, as those of a group that have ended
         count until all of them have."""
         return 2 * self.generation.slots

@@ -39,7 +39,7 @@ class GenerationPool:
     def __init__(
         self,
         *,
-        answers_per_server: int,
+        completions_per_server: int,
         interruption: str = "recompute",
         transfer: str = "files",
         patience_s: float = 120.0,
@@ -50,7 +50,7 @@ class GenerationPool:
         "files", or by the trainer itself (generation.transfer); `patience_s` bounds an update and the wait for a server
         to join; `timeline` is where to write down what the server of a name does, if it does not do so itself;
         `counters` keep what the servers have counted."""
-        self._answers_per_server = answers_per_server
+        self._completions_per_server = completions_per_server
         self._interruption = interruption
         self._by_files = transfer == "files"
         self._patience_s = patience_s
@@ -79,7 +79,7 @@ class GenerationPool:
     @property
     def capacity(self) -> int:
         """Answers worth having in flight at once."""
-        return self._answers_per_server * len(self.registry.at_work)
+        return self._completions_per_server * len(self.registry.at_work)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class GenerationPool:
         call = asyncio.ensure_future(server.client.generate(request))
         server.calls.add(call)
         self._open[transcript][request.request_id] = server
-        server.answers += request.n
+        server.completions += request.n
         if again:
             server.client.resubmitted_tokens += len(request.token_ids)
         try:
@@ -166,7 +166,7 @@ class GenerationPool:
             raise
         finally:
             server.calls.discard(call)
-            server.answers -= request.n
+            server.completions -= request.n
             del self._open[transcript][request.request_id]
 
     async def _least_loaded(self) -> Server:
@@ -175,7 +175,7 @@ class GenerationPool:
                 await self.registry.until(lambda: self.registry.at_work)
         except TimeoutError:
             raise GenerationError(f"no generation server joined in {self._patience_s:g} s") from None
-        return min(self.registry.at_work, key=lambda server: server.answers)
+        return min(self.registry.at_work, key=lambda server: server.completions)
 
     def _let_go(self, server: Server, before: ServerState) -> None:
         """An incarnation has come to its end: its requests fail, nobody asks it for anything more."""

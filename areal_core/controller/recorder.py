@@ -76,16 +76,16 @@ class Recorder:
         """The groups of a step are chosen: what they are like."""
         step = manifest.step
         groups = self._ledger.summaries(step)
-        answers = sum(len(group.lengths) for group in groups)
+        completions = sum(len(group.lengths) for group in groups)
         lag = [step - 1 - group.min_version for group in groups]
         self.log(
             step,
             {
-                "reward/mean": sum(sum(group.rewards) for group in groups) / answers,
-                "reward/correct": sum(group.correct for group in groups) / answers,
-                "answer/tokens_mean": sum(group.tokens for group in groups) / answers,
+                "reward/mean": sum(sum(group.rewards) for group in groups) / completions,
+                "reward/correct": sum(group.correct for group in groups) / completions,
+                "answer/tokens_mean": sum(group.tokens for group in groups) / completions,
                 "answer/tokens_longest": sum(max(group.lengths) for group in groups) / len(groups),
-                "answer/truncated": sum(group.truncated for group in groups) / answers,
+                "answer/truncated": sum(group.truncated for group in groups) / completions,
                 "staleness/oldest_token_mean": sum(lag) / len(lag),
                 "staleness/oldest_token_max": max(lag),
                 "staleness/groups_over_bound": sum(value > self._config.max_staleness for value in lag),
@@ -140,7 +140,7 @@ class Recorder:
             evaluation.version,
             {
                 "heldout/accuracy": evaluation.accuracy,
-                "heldout/answer_tokens_mean": evaluation.mean_tokens,
+                "heldout/completion_tokens_mean": evaluation.mean_tokens,
                 "heldout/wall_s": evaluation.wall_s,
             },
         )
@@ -148,7 +148,7 @@ class Recorder:
         self._notes.add_evaluation(evaluation)
 
     def forget(self, version: int) -> None:
-        """An epoch has replaced the weights of `version`: what was known of it and of later ones is of others."""
+        """Recovery has replaced the weights of `version`: what was known of it and of later ones is of others."""
         self.evaluations = [known for known in self.evaluations if known.version < version]
         self._notes.forget(version)
 
@@ -244,7 +244,7 @@ class Recorder:
             staleness_max=max(map(int, staleness), default=0),
             staleness_tokens=staleness,
             model_url=ending.model_url,
-            epochs=self._ledger.epoch,
+            incarnation=self._ledger.incarnation,
             emulated=self._config.emulated_cluster,
             starts=self._notes.starts,
             bound=bound,
@@ -273,7 +273,7 @@ class Recorder:
         return {
             "throughput/generated_tokens_per_s": generated,
             "throughput/generated_tokens_per_s_per_device": generated / self._config.launch.devices,
-            "rollout/running_answers": sum(b.answer_s - a.answer_s for a, b in pairs) / span_s / len(loads),
+            "rollout/running_completions": sum(b.completion_s - a.completion_s for a, b in pairs) / span_s / len(loads),
             "bubble/generation_idle": min(1.0, sum(b.idle_s - a.idle_s for a, b in pairs) / span_s / len(loads)),
             "bubble/generation_paused": min(1.0, sum(b.paused_s - a.paused_s for a, b in pairs) / span_s / len(loads)),
             "weights/swap_ms": max(load.swap_ms for load in loads),

@@ -87,7 +87,7 @@ class Server:
     why: str = ""  # it is in this state
     loaded: PolicyVersion | None = None
     joining: asyncio.Task[None] | None = None  # the work that makes it serve
-    answers: int = 0  # in flight
+    completions: int = 0  # in flight
     calls: set[asyncio.Future[bytes]] = field(default_factory=set[asyncio.Future[bytes]])
 
     @property
@@ -180,15 +180,15 @@ class ServerRegistry:
         included, have failed: they are not what they were."""
         servers = list(servers)
         results = await asyncio.gather(*map(call, servers), return_exceptions=True)
-        answers: dict[Server, T] = {}
+        completions: dict[Server, T] = {}
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, GenerationError):
                 self.apply(server, "fail", str(result))
             elif isinstance(result, BaseException):
                 raise result
             else:
-                answers[server] = result
-        return answers
+                completions[server] = result
+        return completions
 
     def _tell(self, server: Server, before: ServerState) -> None:
         self._changed.set()

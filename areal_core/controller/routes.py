@@ -86,7 +86,7 @@ class Routes:
             await self._run.servers.wake_up()
         outcome = self._run.controller.publish(version)
         logs.at_step(version.version)
-        if outcome == "epoch":
+        if outcome == "replaced":
             self._run.recorder.forget(version.version)
         if outcome != "same" or not self._run.recorder.has_published(version.version):
             loads = await self._run.servers.loads()
@@ -109,7 +109,7 @@ class Routes:
     async def _evaluated(self, request: web.Request) -> web.Response:
         evaluation = Evaluation(**await request.json())
         published = self._run.ledger.version(evaluation.version)
-        if published is not None and published.sha256 == evaluation.sha256:  # else of weights that an epoch disowned
+        if published is not None and published.sha256 == evaluation.sha256:  # else of weights that recovery replaced
             self._run.recorder.evaluated(evaluation)
         if reason := self._run.recorder.reason_to_stop():
             self._run.controller.finish(reason)

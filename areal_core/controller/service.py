@@ -88,7 +88,7 @@ class Service:
             timeline=lambda place: run.timeline_file("rewards", place),
         )
         self.servers = GenerationPool(
-            answers_per_server=self.config.answers_per_server,
+            completions_per_server=self.config.completions_per_server,
             interruption=self.config.interruption,
             transfer=self.config.generation.transfer,
             patience_s=self.config.rollout.request_timeout_s,

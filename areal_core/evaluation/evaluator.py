@@ -57,12 +57,12 @@ class Evaluator:
             tensors = {name: torch.from_numpy(array) for name, array in weights.load(version).items()}
             check_weights(self._spec, tensors)
         self._engine.swap(self._engine.prepare(tensors), version.version)
-        answers = self._engine.generate(self._request(index) for index in range(len(self._prompts)))
+        completions = self._engine.generate(self._request(index) for index in range(len(self._prompts)))
         correct = tokens = 0
-        for prompt, (answer,) in zip(self._prompts, answers, strict=True):
-            text = self._tokenizer.decode(answer.token_ids.tolist())
-            correct += answer.finish_reason == "stop" and self._verify(prompt, text) == 1.0
-            tokens += len(answer.token_ids)
+        for prompt, (completion,) in zip(self._prompts, completions, strict=True):
+            text = self._tokenizer.decode(completion.token_ids.tolist())
+            correct += completion.finish_reason == "stop" and self._verify(prompt, text) == 1.0
+            tokens += len(completion.token_ids)
         return Evaluation(
             version=version.version,
             sha256=version.sha256,

@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal_core.api.wire import ROLLOUT, ROUTES_VERSION, ServerLoad, completion_tokens, encode_request
+from areal_core.api.wire import EMBEDDED, ROLLOUT, ROUTES_VERSION, ServerLoad, completion_tokens, encode_request
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
@@ -52,7 +52,7 @@ class GenerationClient:
         self._doing = Activity("wait")
         self._standing = False  # still, for an update
         self._stood_s = 0.0  # before this update
-        self._answer_s, self._looked = 0.0, time.monotonic()
+        self._completion_s, self._looked = 0.0, time.monotonic()
         self._swap_ms = 0.0
         self._prefill = (0.0, 0.0)  # vLLM's: seconds, requests
         self._other_tokens = 0  # vLLM's, of requests that were not the rollout's
@@ -72,7 +72,11 @@ class GenerationClient:
         release, _, local = found.partition("+")
         if release != ROUTES_VERSION:
             raise GenerationError(f"{self.url} runs vLLM {found}; needed is vLLM {ROUTES_VERSION}, for its RL routes")
-        self.in_place = local == "areal"
+        self.in_place = local.startswith("areal")
+        if self.in_place and local != EMBEDDED:
+            raise GenerationError(
+                f"{self.url} has routes of {local}, needed is {EMBEDDED}: start it from the same installation"
+            )
         if not self.in_place and self._timeline is not None:
             self._doing = Activity(self._doing.kind, self._timeline())
 
@@ -263,7 +267,7 @@ class GenerationClient:
             values[name] = values.get(name, 0.0) + float(value)
         self._note()
         running, now = int(values.get("num_requests_running", 0)), time.monotonic()
-        self._answer_s, self._looked = self._answer_s + running * (now - self._looked), now
+        self._completion_s, self._looked = self._completion_s + running * (now - self._looked), now
         generated = int(values.get("generation_tokens_total", 0))
         prefill = (
             values.get("request_prefill_time_seconds_sum", 0.0),
@@ -275,7 +279,7 @@ class GenerationClient:
             waiting=int(values.get("num_requests_waiting", 0)),
             generated_tokens=generated,
             rollout_tokens=generated - self._other_tokens,  # vLLM itself does not tell whose they are
-            answer_s=self._answer_s,  # as if what runs at a look had run since the one before
+            completion_s=self._completion_s,  # as if what runs at a look had run since the one before
             idle_s=self._doing.seconds("wait"),
             paused_s=self._doing.seconds("update"),
             swap_ms=self._swap_ms,
@@ -301,15 +305,15 @@ class GenerationClient:
                 asyncio.timeout(timeout_s),
                 self._session.request(method, path, data=body, headers=headers) as response,
             ):
-                answer = await response.read()
+                reply = await response.read()
         except aiohttp.ClientError as error:
             raise ServerLostError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         except TimeoutError:
             raise ServerLostError(f"{self.url}{path}: no answer in {timeout_s} s") from None
         if response.status == 200:
-            return answer
+            return reply
         kind = ServerLostError if response.status >= 500 else GenerationError
-        raise kind(f"{self.url}{path}: {response.status}: {answer.decode(errors='replace'):.500}")
+        raise kind(f"{self.url}{path}: {response.status}: {reply.decode(errors='replace'):.500}")
 
 
 def _check_weights(version: PolicyVersion) -> None:

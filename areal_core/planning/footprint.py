@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
-from areal_core.planning.memory import Parts, answer_bytes, server_state, training_pass, training_state
+from areal_core.planning.memory import Parts, completion_bytes, server_state, training_pass, training_state
 from areal_core.planning.placement import Placement, place
 
 GIB = 2**30
@@ -53,7 +53,7 @@ class Footprint:
     placement: Placement
     memory: float  # bytes of a device
     needs: tuple[Need, ...]
-    answers: int  # of full length that the cache of one server holds at once
+    completions: int  # of full length that the cache of one server holds at once
     context: int  # tokens of such an answer, its prompt included
 
     def table(self) -> str:
@@ -62,7 +62,7 @@ class Footprint:
         link = "then" if at.shared else "and"
         lines = [
             f"{at.machines} machine{'s' * (at.machines > 1)}: {at.servers} x {at.devices_per_server} GPUs generate, "
-            f"{link} {at.ranks} train; the cache of a server holds {self.answers} answers of {self.context} tokens"
+            f"{link} {at.ranks} train; the cache of a server holds {self.completions} answers of {self.context} tokens"
         ]
         for need in self.needs:
             verdict = f"{need.excess / GIB:.1f} too many" if need.excess else "fits"
@@ -101,7 +101,7 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
         placement=placement,
         memory=memory,
         needs=needs,
-        answers=full_answers(config, spec, memory),
+        completions=full_completions(config, spec, memory),
         context=context,
     )
 
@@ -124,21 +124,21 @@ def _training_remedy(config: RunConfig, state: Parts, run: Parts) -> tuple[str, 
     return "training.ranks", f"raise ranks{less}"
 
 
-def full_answers(config: RunConfig, spec: ModelSpec, memory: float) -> int:
+def full_completions(config: RunConfig, spec: ModelSpec, memory: float) -> int:
     """Answers of full length, prompt included, that the cache of one server holds at once. vLLM fills with its cache
     what is left of `generation.vllm.memory_share`; the embedded engine has one for every slot."""
     if config.generation.engine != "vllm":
         return config.generation.slots
     vllm = config.generation.vllm
     left = vllm.memory_share * memory - sum(_with_margin(server_state(config, spec), memory).values())
-    return max(0, int(left // answer_bytes(config, spec))) * vllm.data_parallel
+    return max(0, int(left // completion_bytes(config, spec))) * vllm.data_parallel
 
 
 def _server(config: RunConfig, spec: ModelSpec, memory: float) -> Need:
     """A server must hold one answer of full length at the least."""
     vllm = config.generation.engine == "vllm"
-    answers = 1 if vllm else config.generation.slots
-    parts = server_state(config, spec) | {"cache": answers * answer_bytes(config, spec)}
+    completions = 1 if vllm else config.generation.slots
+    parts = server_state(config, spec) | {"cache": completions * completion_bytes(config, spec)}
     return Need(
         who="server",
         limit=memory * (config.generation.vllm.memory_share if vllm else 1.0),

@@ -150,7 +150,7 @@ def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
     return {"weights": weights, "step": _BATCHED_TOKENS * width * number + 3.0 * _FLOAT * slots * spec.vocab_size}
 
 
-def answer_bytes(config: RunConfig, spec: ModelSpec) -> float:
+def completion_bytes(config: RunConfig, spec: ModelSpec) -> float:
     """Keys and values of an answer of full length, its prompt included."""
     return (config.task.max_prompt_tokens + config.task.max_new_tokens) * kv_bytes(config, spec)
 

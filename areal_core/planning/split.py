@@ -31,13 +31,13 @@ _ALIKE = 0.05  # relative: loads that differ by less say nothing of how a step d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePace:
-    """Seconds that a server takes for a token of each of n running answers: fixed_s + answer_s n."""
+    """Seconds that a server takes for a token of each of n running answers: fixed_s + completion_s n."""
 
     fixed_s: float
-    answer_s: float
+    completion_s: float
 
-    def tokens_per_s(self, answers: float) -> float:
-        return answers / (self.fixed_s + self.answer_s * answers)
+    def tokens_per_s(self, completions: float) -> float:
+        return completions / (self.fixed_s + self.completion_s * completions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def rates(config: RunConfig, curves: Curves) -> Rates | None:
     known = (busy > 0) & (generated > 0)
     if not known.any():
         return None
-    answers, weights = running[known] / busy[known], taken[known]
+    completions, weights = running[known] / busy[known], taken[known]
     seconds = running[known] * config.generation_servers / generated[known]  # of a server, for a token of each answer
     total = taken.sum()
     return Rates(
@@ -91,7 +91,7 @@ def rates(config: RunConfig, curves: Curves) -> Rates | None:
         generated_tokens_per_s=float((generated * taken).sum() / total),
         trained_share=float(((1.0 - waited) * taken).sum() / total),
         running_share=float(mean.sum() / longest.sum()),
-        pace=decode_pace(answers, seconds, weights),
+        pace=decode_pace(completions, seconds, weights),
     )
 
 
@@ -99,7 +99,7 @@ _NEEDED = (
     "time/step_s",
     "throughput/generated_tokens_per_s",
     "throughput/effective_tokens_per_s",
-    "rollout/running_answers",
+    "rollout/running_completions",
     "bubble/generation_idle",
     "bubble/generation_paused",
     "bubble/trainer_wait",
@@ -108,18 +108,18 @@ _NEEDED = (
 )
 
 
-def decode_pace(answers: ArrayLike, seconds: ArrayLike, weights: ArrayLike) -> DecodePace:
+def decode_pace(completions: ArrayLike, seconds: ArrayLike, weights: ArrayLike) -> DecodePace:
     """The straight line nearest to `seconds` a token over running `answers`; neither of its parts is negative. Loads
     that are all alike say nothing of its slope: then a step takes the same whatever it runs."""
-    n, tau, weight = (np.asarray(values, np.float64) for values in (answers, seconds, weights))
+    n, tau, weight = (np.asarray(values, np.float64) for values in (completions, seconds, weights))
     weight = weight / weight.sum()
     mean_n, mean_tau = float(weight @ n), float(weight @ tau)
     spread = float(weight @ (n - mean_n) ** 2)
     if spread <= (_ALIKE * mean_n) ** 2:
-        return DecodePace(fixed_s=mean_tau, answer_s=0.0)
+        return DecodePace(fixed_s=mean_tau, completion_s=0.0)
     slope = float(weight @ ((n - mean_n) * (tau - mean_tau))) / spread
     slope = min(max(slope, 0.0), mean_tau / mean_n)
-    return DecodePace(fixed_s=mean_tau - slope * mean_n, answer_s=slope)
+    return DecodePace(fixed_s=mean_tau - slope * mean_n, completion_s=slope)
 
 
 def generation_used(config: RunConfig, measured: Rates) -> float:
@@ -151,7 +151,7 @@ def _able(config: RunConfig, measured: Rates, servers: int) -> float:
     """Tokens a second of so many servers where generation is what is short. Of what the staleness bound admits beside
     the batch that trains, half a batch waits to be complete."""
     admitted = (config.max_staleness + 0.5) * config.rollout.batch_size
-    running = measured.running_share * min(config.answers_per_server, admitted / servers)
+    running = measured.running_share * min(config.completions_per_server, admitted / servers)
     return servers * measured.pace.tokens_per_s(min(config.generation.slots, running))
 
 

@@ -140,11 +140,11 @@ class TimeModel:
                 f"emulation.tensor_parallel: {config.model} does not fit into {degree} x {config.accelerator}"
             )
 
-    def decode_s(self, answers: int, context_tokens: float, steps: int = 1) -> float:
+    def decode_s(self, completions: int, context_tokens: float, steps: int = 1) -> float:
         """`steps` decode steps of `answers` running answers whose texts have `context_tokens` tokens now, in all."""
-        mean_context = context_tokens + answers * (steps - 1) / 2  # it grows by a token an answer and step
+        mean_context = context_tokens + completions * (steps - 1) / 2  # it grows by a token an answer and step
         moved = self.shape.read_bytes + mean_context * self.shape.kv_bytes
-        computed = answers * self.shape.flops_per_token + mean_context * self.shape.attention_flops
+        computed = completions * self.shape.flops_per_token + mean_context * self.shape.attention_flops
         busy = max(moved / self._bytes_per_s, computed / self._flops_per_s)
         return steps * (self._config.decode_overhead_s + busy)
 
@@ -171,7 +171,7 @@ class TimeModel:
         return sum(lengths) * self.shape.flops_per_token + squares / 2 * self.shape.attention_flops
 
 
-class AnswerLengths:
+class CompletionLengths:
     """How long answers are, in real tokens: a log-normal distribution, or lengths that were recorded."""
 
     def __init__(self, config: EmulationConfig) -> None:
@@ -202,7 +202,7 @@ def _recorded(path: str) -> tuple[int, ...]:
 def check_emulation(config: EmulationConfig) -> None:
     """Raise ConfigError for a model that does not fit into its accelerators and for lengths that can't be read."""
     TimeModel(config)
-    AnswerLengths(config)
+    CompletionLengths(config)
 
 
 class Pace:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areal_core.api.scored_groups import ScoredGroup, pack_group
-from areal_core.api.wire import SampledAnswer, join_answers, version_spans
+from areal_core.api.wire import SampledCompletion, join_completions, version_spans
 from areal_core.environments.environment import Environment
 from areal_core.errors import RewardError
 from areal_core.models.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ Requests = tuple[SampleRequest, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     request: SampleRequest
-    answer: asyncio.Future[list[Completion]]
+    completions: asyncio.Future[list[Completion]]
 
 
 class GroupRollout:
@@ -53,18 +53,18 @@ class GroupRollout:
         self._policy = _Policy(prompt, n, max_new_tokens)
         self._rollout: asyncio.Task[list[Trajectory]] | None = None
 
-    async def advance(self, completions: Sequence[Sequence[SampledAnswer]]) -> Requests | ScoredGroup:
+    async def advance(self, completions: Sequence[Sequence[SampledCompletion]]) -> Requests | ScoredGroup:
         """Go on with what the last requests brought, in their order; at first, with the `n` completions of the prompt.
 
-        Raises GenerationError for a body that is no answer and RewardError for rollouts that can't be scored.
+        Raises GenerationError for a body that holds no completions and RewardError for rollouts that can't be scored.
         """
-        answers = [self._finished(part) for part in completions]
+        finished = [self._finished(part) for part in completions]
         if self._rollout is None:
-            self._policy.begin(answers[0])
+            self._policy.begin(finished[0])
             work = self._environment.rollout_group(self._prompt, self._policy, self._n)
             self._rollout = asyncio.ensure_future(work)
         else:
-            self._policy.answer(answers)
+            self._policy.go_on(finished)
         asking = asyncio.ensure_future(self._policy.asked())
         try:
             await asyncio.wait((self._rollout, asking), return_when=asyncio.FIRST_COMPLETED)
@@ -79,8 +79,8 @@ class GroupRollout:
         if self._rollout is not None:
             self._rollout.cancel()
 
-    def _finished(self, answers: Sequence[SampledAnswer]) -> list[Completion]:
-        completions = join_answers(answers)
+    def _finished(self, sampled: Sequence[SampledCompletion]) -> list[Completion]:
+        completions = join_completions(sampled)
         for index, completion in enumerate(completions):
             if completion.finish_reason not in ("stop", "length") or len(completion.token_ids) == 0:
                 raise RewardError(
@@ -124,7 +124,7 @@ class GroupRollout:
 
 
 class _Policy:
-    """`environments.Policy` whose requests are answered from outside."""
+    """`environments.Policy` whose requests are fulfilled from outside."""
 
     def __init__(self, prompt: Prompt, n: int, max_new_tokens: int) -> None:
         self._prompt = prompt
@@ -148,7 +148,7 @@ class _Policy:
             return taken
         future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self._open.append(
-            _Asked(request=SampleRequest(token_ids=tuple(token_ids), n=n, max_tokens=limit), answer=future)
+            _Asked(request=SampleRequest(token_ids=tuple(token_ids), n=n, max_tokens=limit), completions=future)
         )
         self._asking.set()
         return await future
@@ -162,12 +162,12 @@ class _Policy:
         self._first = completions
         self.sampled_tokens = sum(len(completion.token_ids) for completion in completions)
 
-    def answer(self, answers: Sequence[list[Completion]]) -> None:
+    def go_on(self, completions: Sequence[list[Completion]]) -> None:
         asked, self._open = self._open, []
         self._asking.clear()
-        for one, completions in zip(asked, answers, strict=True):
-            self.sampled_tokens += sum(len(completion.token_ids) for completion in completions)
-            one.answer.set_result(completions)
+        for one, sampled in zip(asked, completions, strict=True):
+            self.sampled_tokens += sum(len(completion.token_ids) for completion in sampled)
+            one.completions.set_result(sampled)
 
     async def asked(self) -> None:
         """Until the environment waits for the policy. Whoever asks at the same moment has asked by then as well: all

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.wire import SampledAnswer
+from areal_core.api.wire import SampledCompletion
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
@@ -41,7 +41,7 @@ class GroupJob:
 
     group: int = 0  # by which a worker knows it again
     prompt: Prompt
-    completions: tuple[SampledAnswer, ...] = ()  # G, as servers gave them
+    completions: tuple[SampledCompletion, ...] = ()  # G, as servers gave them
     environment: EnvironmentConfig
     task: TaskConfig
     algorithm: AlgorithmConfig
@@ -49,11 +49,11 @@ class GroupJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answers:
+class _Completions:
     """What the policy answered to the requests of a group that is suspended."""
 
     group: int
-    completions: Sequence[Sequence[SampledAnswer]]
+    completions: Sequence[Sequence[SampledCompletion]]
 
 
 def score_group(job: GroupJob) -> ScoredGroup:
@@ -180,14 +180,14 @@ class GroupSession:
         self._job = job
         self._worker: _Worker | None = None  # where it is suspended
 
-    async def advance(self, completions: Sequence[tuple[SampledAnswer, ...]]) -> Requests | ScoredGroup:
+    async def advance(self, completions: Sequence[tuple[SampledCompletion, ...]]) -> Requests | ScoredGroup:
         """Go on with what the last requests brought, in their order; at first, with the completions of the prompt. To
         be given up after an error. Raises GenerationError for a body that is no answer, and RewardError when rollouts
         fail or can't be scored, take longer than the timeout, or lose their worker."""
         if self._worker is None:
             message = replace(self._job, completions=completions[0])
         else:
-            message = _Answers(group=self._job.group, completions=completions)
+            message = _Completions(group=self._job.group, completions=completions)
         worker, self._worker = self._worker, None  # after an error nothing of it is left there
         outcome, worker = await self._pool.ask(message, worker)
         if not isinstance(outcome, ScoredGroup):
@@ -281,7 +281,7 @@ _suspended: dict[int, GroupRollout] = {}  # in a worker: groups that wait for th
 _loop = functools.cache(asyncio.new_event_loop)  # in a worker: where their coroutines live
 
 
-def _advance(message: GroupJob | _Answers) -> Requests | ScoredGroup:
+def _advance(message: GroupJob | _Completions) -> Requests | ScoredGroup:
     """In a worker: take a group up, or go on with one, until it asks for something or is done."""
     if isinstance(message, GroupJob):
         rollout, completions = _rollout(message), [message.completions]

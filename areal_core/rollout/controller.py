@@ -29,7 +29,7 @@ from typing import Protocol
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import ROLLOUT, SampledAnswer
+from areal_core.api.wire import ROLLOUT, SampledCompletion
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, GenerationError, RewardError, RunFinished
 from areal_core.rollout.gate import StalenessGate
@@ -85,7 +85,7 @@ class Session(Protocol):
     """The rollouts of one group in its environment."""
 
     async def advance(
-        self, completions: Sequence[tuple[SampledAnswer, ...]]
+        self, completions: Sequence[tuple[SampledCompletion, ...]]
     ) -> tuple[SampleRequest, ...] | ScoredGroup:
         """Go on with what the last requests brought, in their order; at first, with the G completions of the prompt.
         Raises RewardError, and GenerationError for what is no completion; to be closed then."""
@@ -153,10 +153,10 @@ class RolloutController:
         self._changed = Signal()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._generating: set[int] = set()  # of these, the ones that a server has: scoring keeps no server busy
-        self._disowned: set[int] = set()  # of the running, the ones that a new epoch has dropped
+        self._disowned: set[int] = set()  # of the running, the ones that a new incarnation has dropped
         self._failed_in_a_row = 0
         self._uniform_in_a_row = 0
-        self._replaced = False  # servers may still hold weights that a new epoch has disowned
+        self._replaced = False  # servers may still hold weights that a new incarnation has disowned
         self._finished: str | None = None
 
     # -- what the outside calls --------------------------------------------------------------------------------
@@ -196,8 +196,10 @@ class RolloutController:
     def publish(self, version: PolicyVersion) -> str:
         """The trainer has a new version; see TrajectoryLedger.publish. The servers load it as soon as they can."""
         outcome = self._ledger.publish(version)
-        if outcome == "epoch":
-            logger.warning("version %d has other weights than before: epoch %d", version.version, self._ledger.epoch)
+        if outcome == "replaced":
+            logger.warning(
+                "version %d has other weights than before: incarnation %d", version.version, self._ledger.incarnation
+            )
             self._replaced = True
             self._disowned |= self._running.keys()
             for task in self._running.values():
@@ -237,9 +239,9 @@ class RolloutController:
                 await self._changed.wait()
 
     def _has_room(self) -> bool:
-        answers = (len(self._generating) + 1) * self._group_size
+        completions = (len(self._generating) + 1) * self._group_size
         capacity = self._engine.capacity
-        if self._replaced or capacity == 0 or (self._generating and answers > capacity):
+        if self._replaced or capacity == 0 or (self._generating and completions > capacity):
             return False
         return self._gate.admits(self._group_size, admitted=self._ledger.admitted, version=self._engine.version)
 
@@ -291,7 +293,7 @@ class RolloutController:
 
     def _request(self, group: AdmittedGroup, prompt: Prompt) -> GenerationRequest:
         return GenerationRequest(
-            request_id=f"{ROLLOUT}{group.group_id}-{self._ledger.epoch}",
+            request_id=f"{ROLLOUT}{group.group_id}-{self._ledger.incarnation}",
             token_ids=prompt.token_ids,
             n=self._group_size,
             max_tokens=self._config.task.max_new_tokens,
@@ -380,7 +382,7 @@ class _Rollout:
         can't be read, with others."""
         self.session = session
         try:
-            outcome = await session.advance([transcript.answers() for transcript in self._turn])
+            outcome = await session.advance([transcript.completions() for transcript in self._turn])
         except (GenerationError, RewardError) as error:
             self.close()
             first, *later = self._earlier + self._turn

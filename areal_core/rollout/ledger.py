@@ -22,6 +22,7 @@ from areal_core.errors import LedgerError
 from areal_core.rollout.counters import ServerCounters
 from areal_core.rollout.notes import RunNotes
 from areal_core.types import (
+    FORMAT,
     BatchGroup,
     BatchManifest,
     GroupState,
@@ -31,7 +32,6 @@ from areal_core.types import (
     TokenLedger,
 )
 
-_FORMAT = 1  # of the file; before there was a number it was 0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY,
@@ -94,14 +94,12 @@ class TrajectoryLedger:
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.row_factory = sqlite3.Row
         found = self._value("PRAGMA user_version")
-        if found != _FORMAT and self._value("SELECT COUNT(*) FROM sqlite_master"):
+        if found != FORMAT and self._value("SELECT COUNT(*) FROM sqlite_master"):
             self._db.close()
-            raise LedgerError(
-                f"{path}: a ledger of format {found}, needed is {_FORMAT}; start the run under another id"
-            )
+            raise LedgerError(f"{path}: a ledger of format {found}, needed is {FORMAT}; start the run under another id")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.executescript(f"PRAGMA user_version = {_FORMAT}; {_SCHEMA}")
+        self._db.executescript(f"PRAGMA user_version = {FORMAT}; {_SCHEMA}")
         self.notes = RunNotes(self._db)
         self.counters = ServerCounters(self._db, lambda: self.tokens().accounted)
         self._group_size = group_size
@@ -273,7 +271,7 @@ class TrajectoryLedger:
     def publish(self, version: PolicyVersion) -> str:
         """Record a published version.
 
-        Returns "new"; "same" if it was published before with this content; "epoch" if its content differs from what was
+        Returns "new"; "same" if it was published before with this content; "replaced" if its content differs from what was
         published under its number, in which case everything that the old content touched starts again.
         """
         with self._transaction():
@@ -281,37 +279,37 @@ class TrajectoryLedger:
             if highest is not None and version.version > highest.version + 1:
                 raise LedgerError(f"version: {version.version} can't follow {highest.version}")
             known = self.version(version.version)
-            outcome = "new" if known is None else "same" if known.sha256 == version.sha256 else "epoch"
-            if outcome == "epoch":
-                self._new_epoch(version.version)
+            outcome = "new" if known is None else "same" if known.sha256 == version.sha256 else "replaced"
+            if outcome == "replaced":
+                self._new_incarnation(version.version)
             self._db.execute(
                 "INSERT OR REPLACE INTO versions VALUES (?, ?, ?)", (version.version, version.path, version.sha256)
             )
             return outcome
 
     def rewind(self, version: int) -> None:
-        """The weights of versions after this one are lost, those of a machine that is gone: a new epoch, unless there
-        are none. What later versions sampled, and batches that they were to be trained on, start again."""
+        """The weights of versions after this one are lost, those of a machine that is gone: a new incarnation of the run, unless
+        there are none. What later versions sampled, and batches that they were to be trained on, start again."""
         with self._transaction():
             newest = self.newest_version()
             if newest is not None and newest.version > version:
-                self._new_epoch(version + 1)
+                self._new_incarnation(version + 1)
                 self._db.execute("DELETE FROM versions WHERE version > ?", (version,))
 
     def newest_version(self) -> PolicyVersion | None:
-        """The highest version ever published in this epoch."""
+        """The highest version ever published in this incarnation."""
         highest = self._db.execute("SELECT MAX(version) FROM versions").fetchone()[0]
         return None if highest is None else self.version(highest)
 
     def version(self, version: int) -> PolicyVersion | None:
-        """What was published under a number in this epoch."""
+        """What was published under a number in this incarnation."""
         row = self._db.execute("SELECT * FROM versions WHERE version = ?", (version,)).fetchone()
         return None if row is None else PolicyVersion(**dict(row))
 
     @property
-    def epoch(self) -> int:
+    def incarnation(self) -> int:
         """Times that recovery could not reproduce a version's weights."""
-        return self.notes.epoch
+        return self.notes.incarnation
 
     # -- looking at it -----------------------------------------------------------------------------------------
 
@@ -372,10 +370,10 @@ class TrajectoryLedger:
         for row in rows:
             self._drop(row["group_id"], "stale", requeue=row["requeues"] < selection.max_requeues)
 
-    def _new_epoch(self, version: int) -> None:
+    def _new_incarnation(self, version: int) -> None:
         """Forget what depends on the old content of `version`: later versions, batches fixed for later steps, and
         groups that hold its tokens, or may (the running ones). Their prompts are queued again."""
-        self.notes.count_epoch()
+        self.notes.count_incarnation()
         self._db.execute("DELETE FROM versions WHERE version > ?", (version,))
         self._db.execute("UPDATE groups SET state = 'ready', step = NULL WHERE step > ?", (version,))
         rows = self._db.execute(
@@ -384,7 +382,7 @@ class TrajectoryLedger:
             (version,),
         ).fetchall()
         for row in rows:
-            self._drop(row["group_id"], "epoch", requeue=True)
+            self._drop(row["group_id"], "replaced", requeue=True)
 
     def _admitted_group(self, group_id: int) -> AdmittedGroup:
         row = self._row(group_id)

@@ -13,7 +13,7 @@ from areal_core.types import Evaluation
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (
     one INTEGER PRIMARY KEY CHECK (one = 1),
-    epoch INTEGER NOT NULL DEFAULT 0,
+    incarnation INTEGER NOT NULL DEFAULT 0,
     starts INTEGER NOT NULL DEFAULT 0,
     elapsed_s REAL NOT NULL DEFAULT 0,
     reason TEXT, version INTEGER, model_url TEXT  -- how the trainer finished
@@ -48,12 +48,12 @@ class RunNotes:
         db.executescript(_SCHEMA)
 
     @property
-    def epoch(self) -> int:
+    def incarnation(self) -> int:
         """Times that recovery could not reproduce a version's weights."""
-        return self._db.execute("SELECT epoch FROM run").fetchone()[0]
+        return self._db.execute("SELECT incarnation FROM run").fetchone()[0]
 
-    def count_epoch(self) -> None:
-        self._db.execute("UPDATE run SET epoch = epoch + 1")
+    def count_incarnation(self) -> None:
+        self._db.execute("UPDATE run SET incarnation = incarnation + 1")
 
     @property
     def starts(self) -> int:
@@ -111,6 +111,6 @@ class RunNotes:
         self._db.execute(f"INSERT INTO evaluations VALUES ({marks})", astuple(evaluation))
 
     def forget(self, version: int) -> None:
-        """Steps and scores of `version` and of later ones are of weights that an epoch has replaced."""
+        """Steps and scores of `version` and of later ones are of weights that recovery has replaced."""
         self._db.execute("DELETE FROM evaluations WHERE version >= ?", (version,))
         self._db.execute("DELETE FROM steps WHERE step >= ?", (version,))

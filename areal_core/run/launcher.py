@@ -28,9 +28,9 @@ from areal_core.errors import ArealError, ProcessError, TrackingError
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
 from areal_core.run.folders import Log, run_folder
-from areal_core.run.introduction import POLL_S, Introductions
 from areal_core.run.preflight import preflight
 from areal_core.run.prepare import prepare, sole_owner
+from areal_core.run.registration import POLL_S, ServerRegistration
 from areal_core.run.roles import role_specs
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
@@ -69,7 +69,7 @@ class Run:
         self._abort = StopSignal()
         self._stop_servers = StopSignal()
         self._stop_tracker = StopSignal()
-        self._introductions = Introductions(
+        self._introductions = ServerRegistration(
             run_dir, ranks=self.config.trainer_processes, stop=self._stop_servers, log=self._log
         )
 
@@ -78,7 +78,7 @@ class Run:
     def generate(self) -> None:
         """Keep the generation servers running until the controller has ended, unless other machines do."""
         with self._role("generation"):
-            if "generation" in self.config.elsewhere:
+            if "generation" in self.config.remote_roles:
                 return
             with self._introductions.running(self._guarded):
                 self._supervise("generation", self._stop_servers, self._introductions.server_ready)
@@ -101,7 +101,7 @@ class Run:
         """Keep the trainer's ranks running until they have finished; where other machines do, the place where they
         meet, until the controller has ended."""
         with self._role("trainer"):
-            if "trainer" in self.config.elsewhere:
+            if "trainer" in self.config.remote_roles:
                 self._supervise("rendezvous", self._stop_servers)
             else:
                 self._supervise("trainer", self._abort, self._wake)

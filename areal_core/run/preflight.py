@@ -36,7 +36,7 @@ def preflight(config: RunConfig) -> None:
     if config.emulated:
         check_emulation(config.emulation)
     _check_address(config.launch.address)
-    if config.launch.accelerator == "cuda" and not config.elsewhere:  # else its machines have a share of them each
+    if config.launch.accelerator == "cuda" and not config.remote_roles:  # else its machines have a share of them each
         found = len(visible_gpus())
         if found < config.launch.devices:
             raise ConfigError(

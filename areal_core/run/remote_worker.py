@@ -3,7 +3,7 @@
     generation   generation servers, which listen on this machine's address and join the run's controller
     trainer      this machine's share of the ranks, under torchrun
 
-The run's folder is shared with the machine that heads the run; `launch.elsewhere` has said there that the role is
+The run's folder is shared with the machine that heads the run; `launch.remote_roles` has said there that the role is
 left to others. This command may be started first: it waits for the run. It ends by itself with 0 once the run has ended
 in order, with 1 and one line when the run ended otherwise or the restarts are spent; exit statuses are those of
 areal_core.run.command.
@@ -26,8 +26,8 @@ from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.run.command import Parser, run_command
-from areal_core.run.introduction import Introductions
-from areal_core.run.roles import host_generation, host_trainer, interface, is_own
+from areal_core.run.registration import ServerRegistration
+from areal_core.run.roles import interface, is_own, remote_generation, remote_trainer
 from areal_core.storage.rundir import RunDir
 
 _POLL_S = 1.0  # between two looks at the run
@@ -53,13 +53,13 @@ def _run(arguments: Sequence[str] | None) -> None:
         if options.role == "generation":
             count = options.servers or config.generation_servers
             held = _lock(run, config, "generation", range(options.first, options.first + count), locks)
-            Host(run, config, locks=held).generate(options.address, options.first, count)
+            RemoteWorker(run, config, locks=held).generate(options.address, options.first, count)
         else:
             held = _lock(run, config, "trainer", range(options.node, options.node + 1), locks)
-            Host(run, config, locks=held).train(options.address, options.node)
+            RemoteWorker(run, config, locks=held).train(options.address, options.node)
 
 
-class Host:
+class RemoteWorker:
     """This machine's part in a run. Each method blocks, in the main thread, until the run has ended.
 
     Raises ProcessError when it ended without a summary, or when a process here has no restart left.
@@ -80,15 +80,15 @@ class Host:
         """`count` servers, from number `first` on. They are introduced to whatever controller the run has, and started
         again when it has lost them."""
         self._keep_journal("host-generation", first)
-        spec = host_generation(self._run, self._config, address=address, first=first, count=count)
-        known = Introductions(self._run, ranks=self._config.trainer_processes, stop=self._stop, log=self._log)
+        spec = remote_generation(self._run, self._config, address=address, first=first, count=count)
+        known = ServerRegistration(self._run, ranks=self._config.trainer_processes, stop=self._stop, log=self._log)
         with known.running(self._guarded, self._config.launch.stop_timeout_s):
             self._supervise(spec, known.server_ready)
 
     def train(self, address: str, node: int) -> None:
         """The ranks of one machine, number `node`."""
         self._keep_journal("host-trainer", node)
-        self._supervise(host_trainer(self._run, self._config, address=address, node=node))
+        self._supervise(remote_trainer(self._run, self._config, address=address, node=node))
 
     def _keep_journal(self, role: str, index: int) -> None:
         """From now on: there may be several commands like this one in a run."""
@@ -178,10 +178,10 @@ def _lock(run: RunDir, config: RunConfig, role: str, share: range, locks: ExitSt
 
 
 def _check_role(config: RunConfig, options: argparse.Namespace) -> None:
-    if options.role not in config.elsewhere:
+    if options.role not in config.remote_roles:
         raise ConfigError(
-            f"launch.elsewhere: must be {options.role} or both for another machine to take that role over, "
-            f"got {config.launch.elsewhere!r}"
+            f"launch.remote_roles: must be {options.role} or both for another machine to take that role over, "
+            f"got {config.launch.remote_roles!r}"
         )
     if options.role == "trainer" and options.node >= config.training.hosts:
         raise ConfigError(f"--node: must be at most {config.training.hosts - 1} (training.hosts), got {options.node}")

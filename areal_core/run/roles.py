@@ -1,8 +1,8 @@
 """How the processes of a run are started: on the machine that heads it, and on those that take over a role of it.
 
 role_specs        every role, where the run is headed; the rendezvous in the place of ranks that others run
-host_generation   generation servers of another machine
-host_trainer      another machine's share of the ranks, under torchrun
+remote_generation   generation servers of another machine
+remote_trainer      another machine's share of the ranks, under torchrun
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
     def role(module: str) -> list[str]:
         return python(module, "--run-dir", run.root)
 
-    generating = servers * per_server if config.mode == "async" and "generation" not in config.elsewhere else 0
+    generating = servers * per_server if config.mode == "async" and "generation" not in config.remote_roles else 0
     specs = (
         _generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=allowed),
         RoleSpec(name="controller", argv=lambda _: role("areal_core.controller.service"), final=SPENT),
@@ -64,12 +64,12 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
     return {spec.name: spec for spec in specs}
 
 
-def host_generation(run: RunDir, config: RunConfig, *, address: str, first: int, count: int) -> RoleSpec:
+def remote_generation(run: RunDir, config: RunConfig, *, address: str, first: int, count: int) -> RoleSpec:
     """`count` generation servers of this machine, from number `first` on, that listen on `address`."""
     return _generation(run, config, address=address, first=first, count=count, cpus=None)
 
 
-def host_trainer(run: RunDir, config: RunConfig, *, address: str, node: int) -> RoleSpec:
+def remote_trainer(run: RunDir, config: RunConfig, *, address: str, node: int) -> RoleSpec:
     """The agent of torchrun for this machine's share of the ranks. Raises ConfigError."""
     name = interface(address)
     network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

@@ -17,6 +17,7 @@ from typing import Any
 
 from areal_core.errors import StorageError
 from areal_core.storage.objects import Storage
+from areal_core.types import FORMAT
 
 STATE = "state.safetensors"  # the training engine's arrays
 LEDGER = "ledger.sqlite"  # the controller's snapshot
@@ -70,6 +71,7 @@ def save(
     if problem:
         raise StorageError(f"checkpoint {target.url} is not committed: {problem}")
     manifest = {
+        "format": FORMAT,
         "step": step,
         "files": {name: dataclasses.asdict(entry) for name, entry in entries.items()},
         "extra": dict(extra),
@@ -87,7 +89,8 @@ def describe(path: Path) -> FileEntry:
 
 
 def newest(storage: Storage) -> CheckpointInfo | None:
-    """The complete checkpoint of the highest step; broken ones are skipped with a line in the log."""
+    """The complete checkpoint of the highest step; broken ones are skipped with a line in the log. Raises StorageError
+    for one of another format."""
     return next(_complete(storage), None)
 
 
@@ -155,7 +158,12 @@ def _steps(sizes: Mapping[str, int]) -> list[int]:
 def _read_manifest(storage: Storage, folder: str) -> CheckpointInfo:
     manifest = json.loads(storage.get_bytes(f"{folder}/{_MANIFEST}"))
     files = {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
-    return CheckpointInfo(step=int(manifest["step"]), folder=folder, files=files, extra=manifest["extra"])
+    info = CheckpointInfo(step=int(manifest["step"]), folder=folder, files=files, extra=manifest["extra"])
+    if (found := manifest.get("format", 1)) != FORMAT:
+        raise StorageError(
+            f"{storage.url}/{folder}: a checkpoint of format {found}, needed is {FORMAT}; start the run under another id"
+        )
+    return info
 
 
 def _problem(entries: Mapping[str, FileEntry], present: Mapping[str, int]) -> str | None:

@@ -48,10 +48,10 @@ def check_reachable(uri: str) -> None:
             MlflowClient(uri).search_experiments(max_results=1)
             return
         endpoint = "/api/2.0/mlflow/experiments/search"
-        answer = http_request(
+        reply = http_request(
             get_default_host_creds(uri), endpoint, "POST", json={"max_results": 1}, max_retries=0, timeout=4
         )
-        verify_rest_response(answer, endpoint)
+        verify_rest_response(reply, endpoint)
 
 
 def start_run(uri: str, experiment: str, name: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, referen
     return 3 * everything + recomputed + (everything if reference else 0)
 
 
-def forward_flops(spec: ModelSpec, prompt: int, answers: Sequence[int], *, shared: bool) -> int:
+def forward_flops(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> int:
     """Of a forward pass over answers of so many tokens to one prompt of `prompt` tokens; `shared`: the prompt is
     computed once for all of them.
 
@@ -46,18 +46,18 @@ def forward_flops(spec: ModelSpec, prompt: int, answers: Sequence[int], *, share
     """
     shape = _shape(spec)
     head = 2.0 * spec.vocab_size * spec.hidden_size
-    own = [length - 1 for length in answers]
-    prompts = 1 if shared else len(answers)
+    own = [length - 1 for length in completions]
+    prompts = 1 if shared else len(completions)
     inputs = prompts * prompt + sum(own)
     attended = prompts * prompt * (prompt + 1) / 2 + sum(count * prompt + count * (count + 1) / 2 for count in own)
     layers = inputs * (shape.flops_per_token - head) + attended * shape.attention_flops
-    return round(layers + sum(answers) * head)
+    return round(layers + sum(completions) * head)
 
 
-def training_cost(spec: ModelSpec, prompt: int, answers: Sequence[int], *, shared: bool) -> int:
+def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> int:
     """FLOPs of forward and backward passes over a group: what ranks share out evenly, where long answers cost more
     than their tokens say. As `forward_flops`."""
-    return 3 * forward_flops(spec, prompt, answers, shared=shared)
+    return 3 * forward_flops(spec, prompt, completions, shared=shared)
 
 
 def peak_flops_per_s(name: str, dtype: str) -> float | None:

@@ -64,7 +64,7 @@ class StepMeter:
             self._spec, batch, proximal=config.recomputes_proximal, reference=config.algorithm.kl_coef > 0
         )
         tokens = batch.lengths[batch.has_gradient].sum()
-        *total, all_tokens, all_flops = self._engine.all_sum(np.append(counts, (tokens, flops))).tolist()
+        *total, all_tokens, all_flops = self._engine.all_reduce_sum(np.append(counts, (tokens, flops))).tolist()
         return Measured(
             staleness=Counter({lag: int(count) for lag, count in enumerate(total) if count}),
             trained_tokens=all_tokens,

@@ -22,7 +22,7 @@ from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.storage.tensorfile import write_tensors
 from areal_core.tracking.timeline import TimelineWriter
-from areal_core.training.aside import Aside
+from areal_core.training.background import BackgroundThread
 from areal_core.training.engines.engine import EngineState, Sender
 from areal_core.types import Float32Array, MetricRow
 
@@ -38,8 +38,8 @@ class Publisher:
         self._storage = storage
         self._sender = sender
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
-        self._publishing = Aside("publish", waiting=2)  # a version and what is told of it
-        self._saving = Aside("checkpoint", waiting=1)
+        self._publishing = BackgroundThread("publish", waiting=2)  # a version and what is told of it
+        self._saving = BackgroundThread("checkpoint", waiting=1)
         self._told, self._telling = 0, threading.Condition()  # the last step that the controller knows all about
         self._publishing_controller, self._saving_controller = ControllerClient(run), ControllerClient(run)
 

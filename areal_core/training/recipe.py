@@ -45,8 +45,8 @@ def batches(config: RunConfig, *, steps: int, batch: int, direct_share: float, s
         while len(sequences) < batch:
             chain = arithmetic.draw(rng, config.task.max_operations, config.task.length_decay)
             if not arithmetic.is_held_out(chain.prompt):
-                answer = chain.direct if rng.random() < direct_share else chain.worked
-                sequences.append((*tokenizer.encode(chain.prompt + answer), end))
+                completion = chain.direct if rng.random() < direct_share else chain.worked
+                sequences.append((*tokenizer.encode(chain.prompt + completion), end))
                 prompt_lengths.append(len(chain.prompt))
         tokens = np.concatenate([np.array(sequence, np.int32) for sequence in sequences])
         yield tokens, np.array([len(sequence) for sequence in sequences]), np.array(prompt_lengths)

@@ -35,7 +35,7 @@ from areal_core.storage.tensorfile import write_tensors
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.batching.feed import BatchFeed
 from areal_core.training.batching.partition import shard
-from areal_core.training.distributed.ranks import RankGroup, meeting_point
+from areal_core.training.distributed.ranks import RankGroup, rendezvous_of_ranks
 from areal_core.training.engines.engine import (
     EngineState,
     Sender,
@@ -67,7 +67,7 @@ class Trainer:
         self.ranks = RankGroup(
             rank,
             self.config.trainer_processes,
-            rendezvous=meeting_point(os.environ, run.root),
+            rendezvous=rendezvous_of_ranks(os.environ, run.root),
             timeout_s=self.config.training.collective_timeout_s,
             join_s=self.config.launch.start_timeout_s,
             backend="cpu:gloo,cuda:nccl" if self.config.launch.accelerator == "cuda" else "gloo",
@@ -76,7 +76,7 @@ class Trainer:
         self.engine = make_engine(self.config, self.spec, weights, self.ranks)
         self.publisher = Publisher(run, self.config, self.storage, self._sender()) if rank == 0 else None
         self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
-        if (newest := int(self.ranks.all_max(np.array([self.step]))[0])) != self.step:
+        if (newest := int(self.ranks.all_reduce_max(np.array([self.step]))[0])) != self.step:
             raise ProcessError(f"rank {rank} resumed from step {self.step}, another one from step {newest}")
         self._device = torch.device(self.config.launch.accelerator)
         self.meter = StepMeter(self.config, self.spec, self.engine, rank, run.weights)
@@ -101,10 +101,10 @@ class Trainer:
             self._train_step(manifest, batch, waiting_since)
             if manifest.step <= replayed:
                 # Should its weights not be those that were published before, batches of later steps are put together
-                # anew (a new epoch): no rank may ask for one before.
+                # anew (a new incarnation): no rank may ask for one before.
                 if self.publisher is not None:
                     self.publisher.drain()
-                self.ranks.meet()
+                self.ranks.barrier()
                 feed.ahead()
         self._finish(reason)
         self.engine.close()
@@ -112,7 +112,7 @@ class Trainer:
     def _published_before(self) -> int:
         """The highest version that was published before this process started: up to there its steps are a replay."""
         newest = self.controller.status().step if self.rank == 0 else 0
-        return int(self.ranks.all_max(np.array([newest]))[0])
+        return int(self.ranks.all_reduce_max(np.array([newest]))[0])
 
     def _sender(self) -> Sender | None:
         """What takes weights to the servers, where they don't read them from files."""

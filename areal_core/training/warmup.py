@@ -24,7 +24,7 @@ from areal_core.models.folders import ModelSpec, init_weights, write_model
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.training import recipe
 from areal_core.training.batching.packing import pack
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from areal_core.training.recipe import cache_key
 
 __all__ = ["cache_key", "embedded_spec", "make_model", "warm_up"]
@@ -98,7 +98,7 @@ def _train(
     for step, (tokens, lengths, prompt_lengths) in enumerate(data):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate(peak, step, steps)
-        logprobs, _ = answer_logprobs(spec, weights, pack(tokens, lengths, prompt_lengths, range(len(lengths))))
+        logprobs, _ = completion_logprobs(spec, weights, pack(tokens, lengths, prompt_lengths, range(len(lengths))))
         loss = -logprobs.mean()
         optimizer.zero_grad()
         loss.backward()

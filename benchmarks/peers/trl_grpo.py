@@ -80,10 +80,10 @@ class Reward:
         self.means: list[float] = []  # of this rank's share, one a generation batch
 
     def __call__(
-        self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **columns: Any
+        self, completions: list[str], completion_ids: list[list[int]], completion: list[str], **columns: Any
     ) -> list[float]:
         rewards = []
-        for text, ids, gold in zip(completions, completion_ids, answer, strict=True):
+        for text, ids, gold in zip(completions, completion_ids, completion, strict=True):
             _, mark, conclusion = text.rpartition("#")
             rewards.append(float(ids[-1] == self._eos and bool(mark) and conclusion == gold))
         self.means.append(sum(rewards) / len(rewards))

@@ -46,7 +46,7 @@ async def pool_of(client, server, published):
     pools = []
 
     async def make(interruption):
-        pool = GenerationPool(answers_per_server=4 * SLOTS, interruption=interruption)
+        pool = GenerationPool(completions_per_server=4 * SLOTS, interruption=interruption)
         pools.append(pool)
         await pool.join("server", server.url, lambda: published.versions[0])
         return pool

@@ -57,9 +57,9 @@ async def test_a_bad_update_loses_the_server_and_changes_nothing(client, http, p
     await client.health()
     await post(http, "/resume")
     asked = request("after", max_tokens=16, stop_token_ids=())
-    [answer] = parse_generation(await client.generate(asked))
-    assert set(answer.versions.tolist()) == {0}
-    assert deviations(published.reference, asked, answer).max() < EXACT
+    [completion] = parse_generation(await client.generate(asked))
+    assert set(completion.versions.tolist()) == {0}
+    assert deviations(published.reference, asked, completion).max() < EXACT
 
 
 @pytest.mark.usefixtures("mended")

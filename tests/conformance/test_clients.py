@@ -19,10 +19,10 @@ async def test_many_requests_share_the_slots(client, published):
         for i in range(40)
     ]
     for item, raw in zip(asked, await asyncio.gather(*map(client.generate, asked)), strict=True):
-        answers = parse_generation(raw)
-        assert [len(answer.token_ids) for answer in answers] == [item.max_tokens] * 2
-        for answer in answers:
-            assert deviations(published.reference, item, answer).max() < EXACT
+        completions = parse_generation(raw)
+        assert [len(completion.token_ids) for completion in completions] == [item.max_tokens] * 2
+        for completion in completions:
+            assert deviations(published.reference, item, completion).max() < EXACT
 
 
 async def test_no_more_answers_run_than_there_are_slots(client):
@@ -33,9 +33,9 @@ async def test_no_more_answers_run_than_there_are_slots(client):
     load = await until(client, lambda load: load.running == SLOTS and load.waiting == 8)
     assert load.generated_tokens > 0
     await client.abort_all()
-    answers = [answer for call in calls for answer in parse_generation(await call)]
-    assert {answer.finish_reason for answer in answers} == {"abort"}
-    assert [len(answer.token_ids) for answer in answers[SLOTS:]] == [0] * 8
+    completions = [completion for call in calls for completion in parse_generation(await call)]
+    assert {completion.finish_reason for completion in completions} == {"abort"}
+    assert [len(completion.token_ids) for completion in completions[SLOTS:]] == [0] * 8
     await until(client, lambda load: (load.running, load.waiting) == (0, 0))
 
 
@@ -52,16 +52,16 @@ async def test_a_client_that_reads_slowly_holds_up_nobody(server, client, publis
         others = [request(f"r{i}", seed=i, stop_token_ids=()) for i in range(8)]
         for raw in await asyncio.gather(*map(client.generate, others)):
             assert len(parse_generation(raw)[0].token_ids) == 24
-        answer = bytearray()
+        completion = bytearray()
         loop = asyncio.get_running_loop()
         while piece := await loop.sock_recv(slow, 1500):
-            answer += piece
-    head, _, content = bytes(answer).partition(b"\r\n\r\n")
+            completion += piece
+    head, _, content = bytes(completion).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200")
-    answers = parse_generation(content)
+    completions = parse_generation(content)
     assert len(content) > 50_000
-    assert [len(answer.token_ids) for answer in answers] == [120] * SLOTS
-    assert deviations(published.reference, asked, answers[-1]).max() < EXACT
+    assert [len(completion.token_ids) for completion in completions] == [120] * SLOTS
+    assert deviations(published.reference, asked, completions[-1]).max() < EXACT
 
 
 async def test_what_a_client_asked_for_ends_with_it(client):
@@ -100,9 +100,9 @@ async def test_the_load_counts_tokens_to_the_last(client):
     assert busy.running == 8
     assert busy.idle_s >= idle.idle_s > 0
     await client.abort_all()
-    answers = parse_generation(await call)
+    completions = parse_generation(await call)
     after = await until(client, lambda load: load.running == 0)
-    sampled = sum(len(answer.token_ids) for answer in answers)
+    sampled = sum(len(completion.token_ids) for completion in completions)
     assert after.generated_tokens - idle.generated_tokens == sampled
 
 

@@ -20,22 +20,22 @@ async def test_log_probabilities_are_those_of_transformers(client, published):
         for i in range(8)
     ]
     for item, raw in zip(asked, await asyncio.gather(*map(client.generate, asked)), strict=True):
-        answers = parse_generation(raw)
-        assert len(answers) == 3
-        for answer in answers:
-            assert (len(answer.token_ids), answer.finish_reason) == (60, "length")
-            assert set(answer.versions.tolist()) == {0}
-            assert deviations(published.reference, item, answer).max() < EXACT
+        completions = parse_generation(raw)
+        assert len(completions) == 3
+        for completion in completions:
+            assert (len(completion.token_ids), completion.finish_reason) == (60, "length")
+            assert set(completion.versions.tolist()) == {0}
+            assert deviations(published.reference, item, completion).max() < EXACT
 
 
 async def test_the_fields_of_an_answer(client, http):
-    status, answer = await post(http, "/inference/v1/generate", body(n=2) | {"request_id": "r-1"})
+    status, reply = await post(http, "/inference/v1/generate", body(n=2) | {"request_id": "r-1"})
     assert status == 200
-    assert answer["request_id"] == "generate-tokens-r-1"
-    assert answer["model"] == "policy"
-    counts = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    assert reply["request_id"] == "generate-tokens-r-1"
+    assert reply["model"] == "policy"
+    counts = {name: reply["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     assert counts == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
-    first, second = answer["choices"]
+    first, second = reply["choices"]
     assert (first["index"], second["index"]) == (0, 1)
     assert (first["finish_reason"], first["stop_reason"]) == ("length", None)
     assert first["weight_versions"] == [{"version": "0", "start": 0, "end": 8}]
@@ -83,27 +83,27 @@ async def test_the_seed_decides(client, http):
     assert await tokens(seed=7) == first
     assert len({tuple(await tokens(seed=seed)) for seed in range(8)}) == 8
     assert await tokens(seed=None) != await tokens(seed=None)
-    status, answer = await post(http, "/inference/v1/generate", body(n=8, max_tokens=24))
+    status, reply = await post(http, "/inference/v1/generate", body(n=8, max_tokens=24))
     assert status == 200
-    assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) == 8
+    assert len({tuple(choice["token_ids"]) for choice in reply["choices"]}) == 8
 
 
 async def test_greedy_answers_are_the_likeliest_tokens(client, published):
     asked = request(max_tokens=40, greedy=True, stop_token_ids=())
-    [answer] = parse_generation(await client.generate(asked))
-    text = [*asked.token_ids, *answer.token_ids.tolist()]
+    [completion] = parse_generation(await client.generate(asked))
+    text = [*asked.token_ids, *completion.token_ids.tolist()]
     logits = published.reference.logits(0, text)[2:-1]
-    assert answer.token_ids.tolist() == logits.argmax(-1).tolist()
-    assert deviations(published.reference, asked, answer).max() < EXACT
+    assert completion.token_ids.tolist() == logits.argmax(-1).tolist()
+    assert deviations(published.reference, asked, completion).max() < EXACT
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 async def test_log_probabilities_are_those_of_the_tempered_distribution(client, published, temperature):
     asked = request(max_tokens=60, temperature=temperature, stop_token_ids=())
-    [answer] = parse_generation(await client.generate(asked))
-    assert len(answer.token_ids) == 60
-    assert deviations(published.reference, asked, answer).max() < EXACT
-    assert deviations(published.reference, request(max_tokens=60), answer).max() > 100
+    [completion] = parse_generation(await client.generate(asked))
+    assert len(completion.token_ids) == 60
+    assert deviations(published.reference, asked, completion).max() < EXACT
+    assert deviations(published.reference, request(max_tokens=60), completion).max() > 100
 
 
 async def test_first_tokens_are_distributed_as_the_model_says(client, published):

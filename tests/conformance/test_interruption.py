@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import join_answers, parse_generation, version_spans
+from areal_core.api.wire import join_completions, parse_generation, version_spans
 from tests.support.generation import request
 from tests.support.live_servers import CONTEXT, EXACT, LONG, SLOTS, deviations, get, post, until
 
@@ -51,11 +51,15 @@ def any_over(calls):
 async def joined(transcripts, calls):
     """(request, answer) of all answers, once they are finished."""
     await asyncio.gather(*calls)
-    return [(transcript.request, answer) for transcript in transcripts for answer in join_answers(transcript.answers())]
+    return [
+        (transcript.request, completion)
+        for transcript in transcripts
+        for completion in join_completions(transcript.completions())
+    ]
 
 
-def crosses(answer):
-    return len(np.unique(answer.versions)) > 1
+def crosses(completion):
+    return len(np.unique(completion.versions)) > 1
 
 
 @pytest.mark.parametrize("interruption", EXACTLY)
@@ -70,11 +74,11 @@ async def test_answers_are_exact_before_across_and_after_updates(client, pool_of
     assert load.swap_ms > 0
 
     seen = set()
-    for item, answer in await joined(transcripts, calls):
-        assert (len(answer.token_ids), answer.finish_reason) == (length, "length")
-        spans = version_spans(answer.versions)
+    for item, completion in await joined(transcripts, calls):
+        assert (len(completion.token_ids), completion.finish_reason) == (length, "length")
+        spans = version_spans(completion.versions)
         assert [version for version, _, _ in spans] == sorted({version for version, _, _ in spans})
-        assert deviations(published.reference, item, answer).max() < EXACT
+        assert deviations(published.reference, item, completion).max() < EXACT
         seen.add(tuple(version for version, _, _ in spans))
     assert (0, 1, 2) in seen
     assert await client.loaded_version() == 2
@@ -89,12 +93,12 @@ async def test_keys_and_values_that_are_kept_are_those_of_the_old_weights(client
     asked = [request(f"r{i}", n=4, max_tokens=length, seed=i, stop_token_ids=()) for i in range(3)]
     update = functools.partial(pool.load_version, published.versions[1])
     _, transcripts, calls = await interrupted(client, pool, published, asked, update)
-    for item, answer in await joined(transcripts, calls):
-        assert len(answer.token_ids) == length
-        assert set(answer.versions.tolist()) == {0, 1}
-        found = deviations(published.reference, item, answer)
-        assert found[answer.versions == 0].max() < EXACT
-        assert found[answer.versions == 1].max() > 10
+    for item, completion in await joined(transcripts, calls):
+        assert len(completion.token_ids) == length
+        assert set(completion.versions.tolist()) == {0, 1}
+        found = deviations(published.reference, item, completion)
+        assert found[completion.versions == 0].max() < EXACT
+        assert found[completion.versions == 1].max() > 10
 
 
 async def test_an_update_that_waits_mixes_no_versions(client, pool_of, published, length):
@@ -102,13 +106,13 @@ async def test_an_update_that_waits_mixes_no_versions(client, pool_of, published
     asked = [request(f"r{i}", n=4, max_tokens=length, seed=i, stop_token_ids=()) for i in range(4)]  # all slots
     transcripts, calls = await begun(client, pool, asked)
     update = asyncio.ensure_future(pool.load_version(published.versions[1]))
-    assert {answer.versions.tolist()[-1] for _, answer in await joined(transcripts, calls)} == {0}
+    assert {completion.versions.tolist()[-1] for _, completion in await joined(transcripts, calls)} == {0}
     await update
     late = Transcript(request("late", stop_token_ids=()))
     await pool.generate(late)
-    for item, answer in await joined([*transcripts, late], []):
-        assert set(answer.versions.tolist()) == ({1} if item is late.request else {0})
-        assert deviations(published.reference, item, answer).max() < EXACT
+    for item, completion in await joined([*transcripts, late], []):
+        assert set(completion.versions.tolist()) == ({1} if item is late.request else {0})
+        assert deviations(published.reference, item, completion).max() < EXACT
 
 
 @pytest.mark.parametrize("interruption", EXACTLY)
@@ -118,15 +122,15 @@ async def test_an_answer_that_has_stopped_does_not_go_on(client, pool_of, publis
     asked = [request(f"r{i}", n=SLOTS, max_tokens=150, seed=i, stop_token_ids=(STOP,)) for i in range(length // 100)]
     updates = (functools.partial(pool.load_version, published.versions[number]) for number in (1, 2))
     _, transcripts, calls = await interrupted(client, pool, published, asked, *updates, too_late=all)
-    answers = await joined(transcripts, calls)
-    assert len(answers) == len(asked) * SLOTS
-    for item, answer in answers:
-        stopped = int(answer.token_ids[-1]) == STOP
-        assert STOP not in answer.token_ids[:-1]
-        assert stopped or len(answer.token_ids) == 150
-        assert answer.finish_reason == ("stop" if stopped else "length")
-        assert deviations(published.reference, item, answer).max() < EXACT
-    assert {answer.finish_reason for _, answer in answers if crosses(answer)} >= {"stop"}
+    completions = await joined(transcripts, calls)
+    assert len(completions) == len(asked) * SLOTS
+    for item, completion in completions:
+        stopped = int(completion.token_ids[-1]) == STOP
+        assert STOP not in completion.token_ids[:-1]
+        assert stopped or len(completion.token_ids) == 150
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert deviations(published.reference, item, completion).max() < EXACT
+    assert {completion.finish_reason for _, completion in completions if crosses(completion)} >= {"stop"}
 
 
 @pytest.mark.parametrize("interruption", EXACTLY)
@@ -135,10 +139,10 @@ async def test_the_context_ends_an_answer_that_was_interrupted(client, pool_of, 
     asked = [request("r", [2 + i % 20 for i in range(CONTEXT - length)], n=4, max_tokens=LONG, stop_token_ids=())]
     update = functools.partial(pool.load_version, published.versions[1])
     _, transcripts, calls = await interrupted(client, pool, published, asked, update)
-    for item, answer in await joined(transcripts, calls):
-        assert (len(answer.token_ids), answer.finish_reason) == (length, "length")
-        assert crosses(answer)
-        assert deviations(published.reference, item, answer).max() < EXACT
+    for item, completion in await joined(transcripts, calls):
+        assert (len(completion.token_ids), completion.finish_reason) == (length, "length")
+        assert crosses(completion)
+        assert deviations(published.reference, item, completion).max() < EXACT
 
 
 async def test_what_follows_a_seam_is_drawn_anew(client, pool_of, published, length):
@@ -147,17 +151,17 @@ async def test_what_follows_a_seam_is_drawn_anew(client, pool_of, published, len
     pool = await pool_of("resubmit")
     asked = [request(f"r{i}", max_tokens=length, seed=i, stop_token_ids=(), temperature=2.0) for i in range(12)]
     _, transcripts, calls = await interrupted(client, pool, published, asked, client.abort_all)
-    answers = await joined(transcripts, calls)
+    completions = await joined(transcripts, calls)
     seams = [
         len(parse_generation(body)[place].token_ids)
         for transcript in transcripts
-        for answer in transcript.answers()
-        for body, place in answer.segments[:1]
+        for completion in transcript.completions()
+        for body, place in completion.segments[:1]
     ]
     assert all(10 < seam < length - 10 for seam in seams)
     again = [
-        answer.token_ids[seam : seam + 10] == answer.token_ids[:10]
-        for (_, answer), seam in zip(answers, seams, strict=True)
+        completion.token_ids[seam : seam + 10] == completion.token_ids[:10]
+        for (_, completion), seam in zip(completions, seams, strict=True)
     ]
     assert np.mean(again) < 0.15  # 0.05 by chance, 0.3 and more with the seed of the whole
 
@@ -167,11 +171,11 @@ async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_w
     running = asyncio.ensure_future(client.generate(asked))
     await until(client, lambda load: load.running == 8)
     assert await post(http, "/pause?mode=abort&clear_cache=true") == (200, {"status": "paused"})
-    answers = parse_generation(await running)
-    assert {answer.finish_reason for answer in answers} == {"abort"}
-    for answer in answers:
-        assert len(answer.token_ids) < LONG
-        assert deviations(published.reference, asked, answer).max(initial=0) < EXACT
+    completions = parse_generation(await running)
+    assert {completion.finish_reason for completion in completions} == {"abort"}
+    for completion in completions:
+        assert len(completion.token_ids) < LONG
+        assert deviations(published.reference, asked, completion).max(initial=0) < EXACT
     assert await get(http, "/is_paused") == (200, {"is_paused": True})
 
     new = request("next")
@@ -185,9 +189,9 @@ async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_w
     assert (await post(http, "/reset_prefix_cache"))[0] == 200
     assert not waiting.done()
     assert await post(http, "/resume") == (200, {"status": "resumed"})
-    [answer] = parse_generation(await waiting)
-    assert set(answer.versions.tolist()) == {1}
-    assert deviations(published.reference, new, answer).max() < EXACT
+    [completion] = parse_generation(await waiting)
+    assert set(completion.versions.tolist()) == {1}
+    assert deviations(published.reference, new, completion).max() < EXACT
     assert await get(http, "/is_paused") == (200, {"is_paused": False})
 
 
@@ -203,9 +207,9 @@ async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_bee
     assert (await client.load()).generated_tokens == held.generated_tokens < start + asked.n * length
     assert not call.done()
     await post(http, "/resume")
-    for answer, expected in zip(parse_generation(await call), undisturbed, strict=True):
-        assert answer.token_ids.tolist() == expected.token_ids.tolist()
-        assert deviations(published.reference, asked, answer).max() < EXACT
+    for completion, expected in zip(parse_generation(await call), undisturbed, strict=True):
+        assert completion.token_ids.tolist() == expected.token_ids.tolist()
+        assert deviations(published.reference, asked, completion).max() < EXACT
 
 
 async def test_one_request_is_ended_by_its_id(client, http):
@@ -216,25 +220,25 @@ async def test_one_request_is_ended_by_its_id(client, http):
         for name in ("ended", "other")
     }
     await until(client, lambda load: load.running == 16)
-    answer = await post(http, "/abort_requests", {"request_ids": ["generate-tokens-ended"]})
-    assert answer == (200, {"status": "aborted", "aborted": 1})
+    reply = await post(http, "/abort_requests", {"request_ids": ["generate-tokens-ended"]})
+    assert reply == (200, {"status": "aborted", "aborted": 1})
     ended = parse_generation(await calls["ended"])
-    assert {answer.finish_reason for answer in ended} == {"abort"}
-    assert all(len(answer.token_ids) < LONG for answer in ended)
+    assert {reply.finish_reason for reply in ended} == {"abort"}
+    assert all(len(reply.token_ids) < LONG for reply in ended)
     await until(client, lambda load: load.running == 8)
     assert not calls["other"].done()
     await client.abort_all()
     other = parse_generation(await calls["other"])
-    assert {answer.finish_reason for answer in other} == {"abort"}
-    sampled = sum(len(answer.token_ids) for answer in (*ended, *other))
+    assert {reply.finish_reason for reply in other} == {"abort"}
+    sampled = sum(len(reply.token_ids) for reply in (*ended, *other))
     await until(client, lambda load: load.generated_tokens >= before + sampled)
     await asyncio.sleep(0.3)
     assert (await client.load()).generated_tokens == before + sampled
 
 
 async def test_the_label_alone_can_be_changed(client, http):
-    answer = await post(http, "/update_weight_version", {"new_version": "8"})
-    assert answer == (200, {"success": True, "new_version": "8"})
+    reply = await post(http, "/update_weight_version", {"new_version": "8"})
+    assert reply == (200, {"success": True, "new_version": "8"})
     assert await get(http, "/weight_info") == (200, {"weight_version": "8"})
     [sampled] = parse_generation(await client.generate(request()))
     assert set(sampled.versions.tolist()) == {8}

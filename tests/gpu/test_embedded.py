@@ -36,9 +36,9 @@ def test_logprobs_across_an_update_are_those_of_transformers(spec, tmp_path):
         finished += engine.step()
     assert len(finished) == len(asked)
     for generation in finished:
-        for answer in generation.answers:
-            assert set(answer.versions.tolist()) == {0, 1}
-            reference.check(generation.request, answer)
+        for completion in generation.completions:
+            assert set(completion.versions.tolist()) == {0, 1}
+            reference.check(generation.request, completion)
 
 
 def test_the_same_seed_gives_the_same_answer(spec):

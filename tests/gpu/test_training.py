@@ -23,7 +23,7 @@ from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.hardware import peak_memory_bytes
 from areal_core.training.model import attention
 from areal_core.training.model.attention import attention_by_block, causal_attention
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import SPEC, engine, train
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for sums in a fixed order
@@ -62,20 +62,22 @@ def batch(sequences: int = 24, capacity: int = 4096) -> TrainingBatch:
     """Long-tailed answers to short prompts, one minibatch."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(5, 40, sequences).astype(np.int32)
-    answers = np.clip(rng.lognormal(5.0, 0.9, sequences), 2, 900).astype(np.int32)
-    sampled = np.repeat(np.tile([False, True], sequences), np.stack((prompts, answers), axis=1).ravel())
+    completions = np.clip(rng.lognormal(5.0, 0.9, sequences), 2, 900).astype(np.int32)
+    sampled = np.repeat(np.tile([False, True], sequences), np.stack((prompts, completions), axis=1).ravel())
     total = len(sampled)
     return TrainingBatch(
         step=1,
         tokens=rng.integers(0, MEDIUM.vocab_size, total).astype(np.int32),
-        lengths=prompts + answers,
+        lengths=prompts + completions,
         prompt_lengths=prompts,
         loss_mask=sampled,
         behaviour_logprobs=np.where(sampled, -7 + 0.3 * rng.normal(size=total), 0).astype(np.float32),
         versions=np.where(sampled, 0, -1).astype(np.int32),
-        advantages=np.where(sampled, np.repeat(rng.normal(size=sequences), prompts + answers), 0).astype(np.float32),
+        advantages=np.where(sampled, np.repeat(rng.normal(size=sequences), prompts + completions), 0).astype(
+            np.float32
+        ),
         weights=sampled.astype(np.float32),
-        masses=answers.astype(np.float64),
+        denominator_terms=completions.astype(np.float64),
         minibatches=(tuple(range(sequences)),),
         capacity=capacity,
     )
@@ -144,9 +146,9 @@ def test_a_model_over_the_kernel_and_over_one_call_a_length(monkeypatch: pytest.
     tensors = {name: tensor.to(DEVICE, torch.bfloat16) for name, tensor in weights().items()}
     [packed, *_] = batch().microbatches[0]
     with torch.no_grad():
-        at_once, _ = answer_logprobs(MEDIUM, tensors, packed)
+        at_once, _ = completion_logprobs(MEDIUM, tensors, packed)
         monkeypatch.setattr(attention, "has_kernel", lambda query: False)
-        by_length, _ = answer_logprobs(MEDIUM, tensors, packed)
+        by_length, _ = completion_logprobs(MEDIUM, tensors, packed)
     assert at_once.dtype == torch.float32
     assert (at_once - by_length).abs().mean().item() < 0.02
 

@@ -15,7 +15,7 @@ import torch
 from aiohttp import web
 
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import join_answers
+from areal_core.api.wire import join_completions
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.weight_transfer import transfer_routes
 from areal_core.storage import weights as published
@@ -66,18 +66,18 @@ async def interrupted(pool, load, reference):
     await asyncio.gather(*calls)
     counts = {0: 0, 1: 0}
     for transcript in asked:
-        for answer in join_answers(transcript.answers()):
-            assert len(answer.token_ids) == 1000
-            reference.check(transcript.request, answer, noise=NOISE)
+        for completion in join_completions(transcript.completions()):
+            assert len(completion.token_ids) == 1000
+            reference.check(transcript.request, completion, noise=NOISE)
             for number in counts:
-                counts[number] += int((answer.versions == number).sum())
+                counts[number] += int((completion.versions == number).sum())
     return counts
 
 
 async def test_files(vllm_python, versions, tmp_path):
     base, made, _, reference = versions
     with serving(vllm_python, base, tmp_path) as url:
-        pool = GenerationPool(answers_per_server=64)
+        pool = GenerationPool(completions_per_server=64)
         await pool.join("a", url, lambda: made[0])
         counts = await interrupted(pool, lambda: pool.load_version(made[1]), reference)
         await pool.close()
@@ -94,7 +94,7 @@ async def test_weights_come_from_the_trainers_gpu(vllm_python, versions, tmp_pat
     base, made, tensors, reference = versions
     device = "1" if transfer == "nccl" else "0"
     with serving(vllm_python, base, tmp_path, "--transfer", transfer, device=device) as url:
-        pool = GenerationPool(answers_per_server=64, transfer=transfer)
+        pool = GenerationPool(completions_per_server=64, transfer=transfer)
         await pool.join("a", url, lambda: made[0])
         app = web.Application()
         app.add_routes(transfer_routes(pool.transfer, lambda: made[1]))
@@ -118,7 +118,7 @@ async def test_weights_come_from_the_trainers_gpu(vllm_python, versions, tmp_pat
 async def test_a_server_that_sleeps_gives_its_memory_back(vllm_python, versions, tmp_path):
     base, made, _, reference = versions
     with serving(vllm_python, base, tmp_path, "--sleep") as url:
-        pool = GenerationPool(answers_per_server=64, interruption="wait")
+        pool = GenerationPool(completions_per_server=64, interruption="wait")
         await pool.join("a", url, lambda: made[0])
         awake = torch.cuda.mem_get_info()[0]
         await pool.sleep()
@@ -128,9 +128,9 @@ async def test_a_server_that_sleeps_gives_its_memory_back(vllm_python, versions,
         transcript = Transcript(request("r", n=2, max_tokens=50, stop_token_ids=()))
         await pool.generate(transcript)
         await pool.close()
-    for answer in join_answers(transcript.answers()):
-        assert set(answer.versions.tolist()) == {1}
-        reference.check(transcript.request, answer, noise=NOISE)
+    for completion in join_completions(transcript.completions()):
+        assert set(completion.versions.tolist()) == {1}
+        reference.check(transcript.request, completion, noise=NOISE)
     assert asleep - awake > 0.2 * torch.cuda.mem_get_info()[1]  # of the 0.3 that it was started with
 
 
@@ -141,8 +141,8 @@ class _Controller:
         self._url = url
 
     def transfer_group(self, version):
-        with urllib.request.urlopen(f"{self._url}/transfer?version={version}", timeout=60) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(f"{self._url}/transfer?version={version}", timeout=60) as completion:
+            return json.load(completion)
 
     def transfer_url(self):
         return f"{self._url}/transfer"

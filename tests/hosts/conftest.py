@@ -57,7 +57,7 @@ def cluster(network: Network, store: str, state: Path, request: pytest.FixtureRe
             "steps": getattr(request, "param", 16),
             "collective_timeout_s": COLLECTIVE_TIMEOUT_S,
         },
-        "launch": {"elsewhere": "both", "address": ADDRESSES[HEAD], "devices": 3},
+        "launch": {"remote_roles": "both", "address": ADDRESSES[HEAD], "devices": 3},
     }
     config = load(
         TINY | {"state_dir": str(state)} | {name: TINY.get(name, {}) | group for name, group in groups.items()}

@@ -46,7 +46,7 @@ def test_an_emulated_run_ends_with_balanced_books_and_says_what_it_is(tmp_path: 
     config = emulated(tmp_path, mode=mode)
     seen: list[RunStatus] = []
     summary = execute(config, run_id="r", log=print, on_status=seen.append)
-    assert (summary.reason, summary.steps, summary.epochs) == ("steps", STEPS, 0)
+    assert (summary.reason, summary.steps, summary.incarnation) == ("steps", STEPS, 0)
     assert (summary.tokens.generated, summary.tokens.allowance) == (summary.tokens.accounted, 0)
     assert summary.tokens.consumed > 0
     assert summary.tokens.dropped == 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import join_answers, parse_generation
+from areal_core.api.wire import join_completions, parse_generation
 from areal_core.controller.pool import GenerationPool
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
@@ -55,7 +55,7 @@ async def http(server):
         yield session
 
 
-async def test_running_answers_keep_their_slots_through_updates(client, published):
+async def test_running_completions_keep_their_slots_through_updates(client, published):
     asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=1500, seed=i, stop_token_ids=()) for i in range(5)]
     calls = [asyncio.ensure_future(client.generate(item)) for item in asked]
     for version in (1, 2):
@@ -69,9 +69,9 @@ async def test_running_answers_keep_their_slots_through_updates(client, publishe
 
     seen = set()
     for item, call in zip(asked, calls, strict=True):
-        for answer in parse_generation(await call):
-            seen.add(tuple(np.unique(answer.versions).tolist()))
-            published.reference.check(item, answer)
+        for completion in parse_generation(await call):
+            seen.add(tuple(np.unique(completion.versions).tolist()))
+            published.reference.check(item, completion)
     assert (0, 1, 2) in seen
 
 
@@ -80,10 +80,10 @@ async def test_an_update_that_waits_for_running_answers_does_not_wait_for_others
     call = asyncio.ensure_future(client.generate(asked))
     await until(client, lambda load: load.running == SLOTS)
     await client.load_version(published.versions[1], "wait")
-    answers = parse_generation(await call)
-    assert [np.unique(answer.versions).tolist() for answer in answers] == [[0]] * SLOTS + [[1]] * 4
-    for answer in answers:
-        published.reference.check(asked, answer)
+    completions = parse_generation(await call)
+    assert [np.unique(completion.versions).tolist() for completion in completions] == [[0]] * SLOTS + [[1]] * 4
+    for completion in completions:
+        published.reference.check(asked, completion)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ async def test_an_update_that_waits_for_running_answers_does_not_wait_for_others
     ],
 )
 async def test_a_refusal_is_one_line_that_starts_with_the_field(http, value):
-    status, answer = await post(http, "/inference/v1/generate", value)
+    status, reply = await post(http, "/inference/v1/generate", value)
     assert status == 400
-    assert answer["error"]["message"].startswith(f"{answer['error']['param']}: ")
-    assert "\n" not in answer["error"]["message"]
+    assert reply["error"]["message"].startswith(f"{reply['error']['param']}: ")
+    assert "\n" not in reply["error"]["message"]
 
 
 async def test_an_id_is_served_once_at_a_time(client):
@@ -115,17 +115,17 @@ async def test_an_id_is_served_once_at_a_time(client):
 async def test_ids_that_are_not_served_are_not_counted(client, http):
     call = asyncio.ensure_future(client.generate(request("known", max_tokens=LONG, stop_token_ids=())))
     await until(client, lambda load: load.running == 1)
-    answer = await post(http, "/abort_requests", {"request_ids": ["known", "unknown"]})
-    assert answer == (200, {"status": "aborted", "aborted": 1})
+    reply = await post(http, "/abort_requests", {"request_ids": ["known", "unknown"]})
+    assert reply == (200, {"status": "aborted", "aborted": 1})
     assert parse_generation(await call)[0].finish_reason == "abort"
 
 
 async def test_a_bad_update_is_refused_while_decoding_goes_on(client, http, tmp_path):
     await post(http, "/start_weight_update")
     info = {"path": str(tmp_path / "nowhere"), "sha256": "0"}
-    status, answer = await post(http, "/update_weights", {"update_info": info})
+    status, reply = await post(http, "/update_weights", {"update_info": info})
     assert status == 400
-    assert "\n" not in answer["error"]["message"]
+    assert "\n" not in reply["error"]["message"]
     status, _ = await post(http, "/finish_weight_update", {"weight_version": "1"})
     assert status == 400
     assert await get(http, "/weight_info") == (200, {"weight_version": "0"})
@@ -142,15 +142,15 @@ async def test_a_bad_update_is_refused_while_decoding_goes_on(client, http, tmp_
     ],
 )
 async def test_control_routes_refuse_by_field(http, path, value, param):
-    status, answer = await post(http, path, value)
-    assert (status, answer["error"]["param"]) == (400, param)
+    status, reply = await post(http, path, value)
+    assert (status, reply["error"]["param"]) == (400, param)
 
 
 async def test_the_other_routes(client, http):
     async with http.get("/health") as response:
         assert (response.status, await response.read()) == (200, b"")
     assert await get(http, "/get_world_size") == (200, {"world_size": 1})
-    assert await get(http, "/version") == (200, {"version": "0.32.0+areal"})
+    assert await get(http, "/version") == (200, {"version": "0.32.0+areal.2"})
     assert (await post(http, "/init_weight_transfer_engine", {"init_info": {}}))[0] == 200
     assert await post(http, "/reset_prefix_cache") == (200, {"success": True})
     assert await post(http, "/update_weight_version", {"new_version": "8"}) == (
@@ -158,8 +158,8 @@ async def test_the_other_routes(client, http):
         {"success": True, "new_version": "8"},
     )
     assert await get(http, "/weight_info") == (200, {"weight_version": "8"})
-    [answer] = parse_generation(await client.generate(request()))
-    assert set(answer.versions.tolist()) == {8}
+    [completion] = parse_generation(await client.generate(request()))
+    assert set(completion.versions.tolist()) == {8}
     await post(http, "/sleep?level=1&mode=keep")
     assert await get(http, "/is_sleeping") == (200, {"is_sleeping": True})
     assert await get(http, "/is_paused") == (200, {"is_paused": True})
@@ -181,7 +181,7 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
         stack.callback(dying.communicate)
         stack.callback(dying.kill)
         other = stack.enter_context(serving("embedded", published.base, tmp_path / "b.json", "--slots", 4))
-        pool = GenerationPool(answers_per_server=8, patience_s=20)
+        pool = GenerationPool(completions_per_server=8, patience_s=20)
         pool.registry.subscribe(lambda server, before: changes.append(pool.capacity))
         base = PolicyVersion(version=0, path=str(published.base), sha256="not looked at")
         await pool.join("a", url_of(dying, tmp_path / "a.json"), lambda: base)
@@ -203,8 +203,8 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
         assert pool.version == 2
         await pool.abort_all()
         await calls[1]
-        for answer in join_answers(transcripts[1].answers()):
-            published.reference.check(transcripts[1].request, answer)
+        for completion in join_completions(transcripts[1].completions()):
+            published.reference.check(transcripts[1].request, completion)
         await pool.close()
     assert [capacity for capacity, _ in itertools.groupby(changes)] == [0, 8, 16, 8, 0]
 

@@ -44,7 +44,7 @@ def start() -> Iterator[Start]:
 
 
 def test_a_run_whose_roles_are_elsewhere_goes_on_after_a_part_of_it_was_ended(tmp_path: Path, start: Start) -> None:
-    launch = {"elsewhere": "both", "devices": 3, "stop_timeout_s": 10.0}
+    launch = {"remote_roles": "both", "devices": 3, "stop_timeout_s": 10.0}
     training = {"ranks": 2, "hosts": 2, "steps": 24}
     config = tiny(tmp_path, training=training, launch=launch, evaluation={"enabled": False})
     with Launched(config, "divided") as head:

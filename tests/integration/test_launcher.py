@@ -50,7 +50,7 @@ def folder(settings: RunConfig, **info: Any) -> RunDir:
 SUMMARY = RunSummary(
     run_id="r", name="n", mode="async", seed=1, reason="steps", steps=2, accuracy_before=0.1, accuracy_after=0.9,
     best_accuracy=0.9, rl_wall_s=1.0, time_to_score_s=None, effective_tokens_per_s=1.0, generated_tokens_per_s=1.0,
-    staleness_mean=0.5, staleness_max=1, model_url="/store/r/final", epochs=0,
+    staleness_mean=0.5, staleness_max=1, model_url="/store/r/final", incarnation=0,
     tokens=TokenLedger(generated=3, consumed=2, dropped=1, buffered=0, in_flight=0),
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_core.training.distributed.ranks import meeting_point
+from areal_core.training.distributed.ranks import rendezvous_of_ranks
 from tests.support import forked
 from tests.support.ranks import TIMEOUT_S, summing
 
@@ -167,7 +167,7 @@ def test_a_rendezvous_that_is_lost_too_holds_nobody_up(
 
 
 def test_where_ranks_meet(tmp_path: Path) -> None:
-    assert meeting_point({}, tmp_path) == tmp_path / "rendezvous-0"
-    assert meeting_point({"AREAL_ATTEMPT": "4f"}, tmp_path) == tmp_path / "rendezvous-4f"
+    assert rendezvous_of_ranks({}, tmp_path) == tmp_path / "rendezvous-0"
+    assert rendezvous_of_ranks({"AREAL_ATTEMPT": "4f"}, tmp_path) == tmp_path / "rendezvous-4f"
     by_torchrun = {"AREAL_RENDEZVOUS": "10.0.0.1:700", "MASTER_ADDR": "10.0.0.3", "MASTER_PORT": "4711"}
-    assert meeting_point(by_torchrun | {"AREAL_ATTEMPT": "4f"}, tmp_path) == "10.0.0.1:700/10.0.0.3:4711"
+    assert rendezvous_of_ranks(by_torchrun | {"AREAL_ATTEMPT": "4f"}, tmp_path) == "10.0.0.1:700/10.0.0.3:4711"

@@ -20,7 +20,7 @@ from areal_core.run.launcher import execute, run_folder
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.training.batching.packing import pack
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from areal_core.types import RunStatus
 from tests.support import runs
 from tests.support.generation import by_transformers, request
@@ -119,7 +119,7 @@ def _check_final_model(config: RunConfig, folder: Path) -> None:
         expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
         tokens = ids[0].numpy().astype(np.int32)
         exact = {name: tensor.double() for name, tensor in saved.items()}
-        ours, _ = answer_logprobs(spec, exact, pack(tokens, np.array([len(tokens)]), np.array([1]), [0]))
+        ours, _ = completion_logprobs(spec, exact, pack(tokens, np.array([len(tokens)]), np.array([1]), [0]))
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
@@ -139,10 +139,10 @@ def test_on_a_new_machine_a_run_goes_on_from_its_checkpoint_in_s3(
         assert first.model_url.startswith("s3://runs/areal/")
         shutil.rmtree(tmp_path / "state")  # its published versions and its base model are gone
         later = {"steps": 5, "checkpoint_every": 2}
-        config = small(tmp_path / "elsewhere", storage=store, training=later, evaluation={"every": 1})
+        config = small(tmp_path / "remote_roles", storage=store, training=later, evaluation={"every": 1})
         second = execute(config, run_id="r", log=print)
         assert second.steps == 5
-        assert second.epochs == 0
+        assert second.incarnation == 0
         assert second.tokens.balanced
         assert sum(second.staleness_tokens.values()) == second.tokens.consumed  # those of the checkpoint's step as well
         assert second.tokens.consumed > first.tokens.consumed

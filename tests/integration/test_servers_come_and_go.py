@@ -16,7 +16,7 @@ from aiohttp import web
 
 from areal_core.api.controller_client import ControllerClient
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import join_answers
+from areal_core.api.wire import join_completions
 from areal_core.controller import pool as module
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.restore import base_version
@@ -88,7 +88,7 @@ async def servers(models: list[PolicyVersion]) -> AsyncIterator[list[Served]]:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[GenerationPool]:
-    pool = GenerationPool(answers_per_server=8, patience_s=20)
+    pool = GenerationPool(completions_per_server=8, patience_s=20)
     async with asyncio.timeout(30):
         yield pool
     await pool.close()
@@ -104,8 +104,8 @@ async def finished(pool: GenerationPool, transcript: Transcript, generating: asy
     """The versions of an answer's tokens, once it has been ended."""
     await pool.abort_all()
     await generating
-    [answer] = join_answers(transcript.answers())
-    return answer.versions.tolist()
+    [completion] = join_completions(transcript.completions())
+    return completion.versions.tolist()
 
 
 async def test_a_server_that_is_introduced_twice_is_not_disturbed(

@@ -60,8 +60,8 @@ class Server:
 
     def healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=1) as answer:
-                return answer.status == 200
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=1) as completion:
+                return completion.status == 200
         except OSError:
             return False
 

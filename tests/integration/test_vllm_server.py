@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import join_answers
+from areal_core.api.wire import join_completions
 from areal_core.controller.pool import GenerationPool
 from areal_core.generation.client import GenerationClient
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
@@ -73,7 +73,7 @@ async def test_a_qwen2_model_is_updated_and_a_wrapper_that_is_killed_takes_vllm_
     """The wrapper is killed, so it can end nothing: the kernel tells vLLM, which ends what it has started."""
     with vllm(qwen2.base, tmp_path / "ready.json") as server:
         spans = TimelineWriter(tmp_path / "generation-0.jsonl")
-        pool = GenerationPool(answers_per_server=8, timeline=lambda name: spans)
+        pool = GenerationPool(completions_per_server=8, timeline=lambda name: spans)
         await pool.join("server", server.url, lambda: qwen2.versions[0])
         before, after = (Transcript(request(name, n=2, stop_token_ids=())) for name in ("before", "after"))
         await pool.generate(before)
@@ -81,9 +81,9 @@ async def test_a_qwen2_model_is_updated_and_a_wrapper_that_is_killed_takes_vllm_
         assert pool.lost == ()
         await pool.generate(after)
         for version, transcript in enumerate((before, after)):
-            for answer in join_answers(transcript.answers()):
-                assert set(answer.versions.tolist()) == {version}
-                assert deviations(qwen2.reference, transcript.request, answer).max() < EXACT
+            for completion in join_completions(transcript.completions()):
+                assert set(completion.versions.tolist()) == {version}
+                assert deviations(qwen2.reference, transcript.request, completion).max() < EXACT
         await pool.close()
         done = [kind for kind, _ in itertools.groupby(span.kind for span in read_timeline(tmp_path))]
         assert [kind for kind in done if kind != "wait"] == ["generate", "update", "generate"]

@@ -29,15 +29,15 @@ def test_at_most_one_microbatch_is_less_than_half_full(lengths: list[int]):
 def test_groups_are_cut_within_capacity_and_only_those_that_are_too_large(
     groups: list[tuple[int, list[int]]], least: int
 ):
-    prompts, answers = [prompt for prompt, _ in groups], [lengths for _, lengths in groups]
-    microbatches = allocate_groups(prompts, answers, CAPACITY, least)
+    prompts, completions = [prompt for prompt, _ in groups], [lengths for _, lengths in groups]
+    microbatches = allocate_groups(prompts, completions, CAPACITY, least)
     items = [item for members in microbatches for item in members]
     assert sorted(each for item in items for each in item) == [
-        (group, answer) for group, lengths in enumerate(answers) for answer in range(len(lengths))
+        (group, completion) for group, lengths in enumerate(completions) for completion in range(len(lengths))
     ]
     for members in microbatches:
         # What is computed: every item's answers, and its prompt once.
-        assert 0 < sum(prompts[item[0][0]] + sum(answers[g][a] for g, a in item) for item in members) <= CAPACITY
+        assert 0 < sum(prompts[item[0][0]] + sum(completions[g][a] for g, a in item) for item in members) <= CAPACITY
     for group, (prompt, lengths) in enumerate(groups):
         own = [item for item in items if item[0][0] == group]
         assert all(len({g for g, _ in item}) == 1 for item in own)
@@ -47,7 +47,7 @@ def test_groups_are_cut_within_capacity_and_only_those_that_are_too_large(
 @given(lengths, st.integers(1, 8))
 def test_groups_of_one_answer_are_cut_as_sequences_are(lengths: list[int], least: int):
     split = [(length // 2, length - length // 2) for length in lengths if length > 1]
-    cut = allocate_groups([prompt for prompt, _ in split], [[answer] for _, answer in split], CAPACITY, least)
+    cut = allocate_groups([prompt for prompt, _ in split], [[completion] for _, completion in split], CAPACITY, least)
     plain = allocate([sum(each) for each in split], CAPACITY, least)
     assert [[item[0][0] for item in members] for members in cut] == plain
 

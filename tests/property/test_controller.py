@@ -115,10 +115,10 @@ def check_books(
     assert len(served) == len(set(served)), "a group was trained on twice"
     check_tokens(engine, ledger)
     assert controller._rewards.open == 0
-    answers = controller._rewards.scored
-    scored = [token for _, tokens, _ in answers for token in tokens]
+    completions = controller._rewards.scored
+    scored = [token for _, tokens, _ in completions for token in tokens]
     assert len(set(scored)) == len(scored), "a token is in two answers"
-    for prompt, tokens, versions in answers:
+    for prompt, tokens, versions in completions:
         assert versions == [engine.versions[token - FIRST_TOKEN] for token in tokens]
         begun = [place for place, token in enumerate(tokens) if token in engine.contexts]
         assert begun[0] == 0
@@ -297,7 +297,7 @@ def test_a_restarted_controller_sends_running_groups_again_under_the_same_seeds(
         assert engine.seeds[f"group-{group_id}-0"] == trajectory_seed(5, prompt_index, 0)
 
 
-def test_an_epoch_starts_running_groups_again():
+def test_an_incarnation_starts_running_groups_again():
     _, _, engine, ledger, controller = build(11, steps=6, eta=1)
 
     async def main() -> None:
@@ -309,7 +309,7 @@ def test_an_epoch_starts_running_groups_again():
         flying = {group.group_id for group in ledger.inflight()}
         controller.publish(PolicyVersion(version=1, path="v1", sha256="other"))
         await asyncio.sleep(5.0)
-        assert ledger.epoch == 1
+        assert ledger.incarnation == 1
         assert engine.version == 1
         assert not flying & {group.group_id for group in ledger.inflight()}
         # Nothing that the disowned weights of version 2 sampled may stand: version 2 does not exist any more.

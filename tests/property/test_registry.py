@@ -166,7 +166,7 @@ class Play:
         self.world = Client.world = World(self.rng)
         self.counters = ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
         self.pool = self.world.pool = GenerationPool(
-            answers_per_server=4, transfer=transfer, patience_s=PATIENCE_S, counters=self.counters
+            completions_per_server=4, transfer=transfer, patience_s=PATIENCE_S, counters=self.counters
         )
         self.by_files = transfer == "files"
         self.registry = self.pool.registry

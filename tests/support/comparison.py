@@ -32,7 +32,7 @@ def made_up(trial: Trial, *, start_s: float = 1e9, **known: Any) -> TrialResult:
         "staleness_mean": float(config.max_staleness),
         "staleness_max": config.max_staleness,
         "model_url": "final",
-        "epochs": 0,
+        "incarnation": 0,
         "emulated": config.emulated_cluster,
     }
     curves = {

@@ -77,20 +77,20 @@ class Reference:
         """[L, vocabulary] in float64"""
         return _logits(self._exact[version], token_ids)
 
-    def check(self, request: GenerationRequest, answer: Completion, *, noise: float = NOISE) -> None:
+    def check(self, request: GenerationRequest, completion: Completion, *, noise: float = NOISE) -> None:
         """Every token's log-probability is that of the version that it names, over the whole text before it."""
-        expected, allowed = self.logprobs(request, answer, noise=noise)
-        np.testing.assert_allclose(answer.logprobs, expected, atol=allowed, rtol=0)
+        expected, allowed = self.logprobs(request, completion, noise=noise)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=allowed, rtol=0)
 
     def logprobs(
-        self, request: GenerationRequest, answer: Completion, *, noise: float = NOISE
+        self, request: GenerationRequest, completion: Completion, *, noise: float = NOISE
     ) -> tuple[np.ndarray, float]:
         """[L] what the answer's log-probabilities should be, and how far off rounding allows them to be, in nats."""
-        found = [np.full(len(answer.token_ids), np.nan) for _ in range(2)]
-        for version in np.unique(answer.versions).tolist():
-            of_version = answer.versions == version
+        found = [np.full(len(completion.token_ids), np.nan) for _ in range(2)]
+        for version in np.unique(completion.versions).tolist():
+            of_version = completion.versions == version
             for judge, logprobs in zip((self._exact[version], self._rounded[version]), found, strict=True):
-                logprobs[of_version] = _logprobs(judge, request, answer)[of_version]
+                logprobs[of_version] = _logprobs(judge, request, completion)[of_version]
         exact, rounded = found
         tempered = noise if request.greedy else noise / min(request.temperature, 1.0)
         return exact, tempered + ROUNDING * float(np.abs(rounded - exact).max(initial=0.0))
@@ -101,11 +101,11 @@ def _logits(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
     return model(torch.tensor([list(token_ids)])).logits[0].double()
 
 
-def _logprobs(model: torch.nn.Module, request: GenerationRequest, answer: Completion) -> np.ndarray:
+def _logprobs(model: torch.nn.Module, request: GenerationRequest, completion: Completion) -> np.ndarray:
     """[L] at the temperature asked for."""
-    logits = _logits(model, [*request.token_ids, *answer.token_ids.tolist()])[len(request.token_ids) - 1 : -1]
+    logits = _logits(model, [*request.token_ids, *completion.token_ids.tolist()])[len(request.token_ids) - 1 : -1]
     logprobs = (logits / (1.0 if request.greedy else request.temperature)).log_softmax(-1)
-    return logprobs[np.arange(len(logits)), answer.token_ids].numpy()
+    return logprobs[np.arange(len(logits)), completion.token_ids].numpy()
 
 
 def request(request_id: str = "r", prompt: Sequence[int] = (2, 3, 4), **changes) -> GenerationRequest:

@@ -23,7 +23,7 @@ PATIENCE_S = 30.0
 
 class Head:
     def __init__(self, root: Path, **launch: Any) -> None:
-        values = {"elsewhere": "both", "restarts": 2, "stop_timeout_s": 5.0, "devices": 3} | launch
+        values = {"remote_roles": "both", "restarts": 2, "stop_timeout_s": 5.0, "devices": 3} | launch
         self.config = load({"state_dir": str(root), "launch": values, "training": {"ranks": 1}})
         info = RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r")
         self.run = RunDir.create(self.config, info)

@@ -136,11 +136,11 @@ def digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def deviations(reference: Reference, asked: GenerationRequest, answer: Completion) -> np.ndarray:
+def deviations(reference: Reference, asked: GenerationRequest, completion: Completion) -> np.ndarray:
     """[L] between each log-probability and that of the version that the token names, over the whole text before it, at
     the temperature asked for, as multiples of what rounding allows: some 1e-4 nats."""
-    expected, allowed = reference.logprobs(asked, answer)
-    return np.abs(answer.logprobs - expected) / allowed
+    expected, allowed = reference.logprobs(asked, completion)
+    return np.abs(completion.logprobs - expected) / allowed
 
 
 def body(token_ids: Sequence[int] = (2, 3, 4), **params: object) -> dict[str, Any]:
@@ -162,9 +162,9 @@ async def get(http: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
 
 async def sample(http: aiohttp.ClientSession, value: dict[str, Any]) -> dict[str, Any]:
     """The first choice of an answer."""
-    status, answer = await post(http, "/inference/v1/generate", value)
-    assert status == 200, answer
-    return answer["choices"][0]
+    status, reply = await post(http, "/inference/v1/generate", value)
+    assert status == 200, reply
+    return reply["choices"][0]
 
 
 async def until(client: GenerationClient, condition: Callable[[ServerLoad], bool]) -> ServerLoad:

@@ -19,10 +19,10 @@ def summing(rank: int, size: int, where: str, go: Path, join_s: float) -> None:
     try:
         rendezvous = where if where.count(":") else Path(where)
         group = RankGroup(rank, size, rendezvous=rendezvous, timeout_s=TIMEOUT_S, join_s=join_s)
-        print("sum", *group.all_sum(np.array([rank, 1.0])), "max", *group.all_max(np.array([rank])))
+        print("sum", *group.all_reduce_sum(np.array([rank, 1.0])), "max", *group.all_reduce_max(np.array([rank])))
         while not go.exists():
             time.sleep(0.01)
-        print("sum", *group.all_sum(np.array([rank, 1.0])))
+        print("sum", *group.all_reduce_sum(np.array([rank, 1.0])))
         group.close()
     except ProcessError as error:
         sys.exit(f"{error}")

@@ -11,14 +11,14 @@ import orjson
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import SampledAnswer, join_answers
+from areal_core.api.wire import SampledCompletion, join_completions
 from areal_core.errors import GenerationError, RewardError
 from areal_core.types import Completion, GenerationRequest, GroupSummary, PolicyVersion, Prompt, SampleRequest
 
 FIRST_TOKEN = 100  # above the prompts' and the stop token
 
 
-def body(answers: Sequence[tuple[Sequence[int], str]], version: int, *, logprobs: bool = True) -> bytes:
+def body(completions: Sequence[tuple[Sequence[int], str]], version: int, *, logprobs: bool = True) -> bytes:
     """A server's answer: tokens and finish reason of every choice, all sampled by `version`."""
 
     def content(tokens: Sequence[int]) -> dict[str, object]:
@@ -32,9 +32,9 @@ def body(answers: Sequence[tuple[Sequence[int], str]], version: int, *, logprobs
             "weight_versions": [{"version": str(version), "start": 0, "end": len(tokens)}] if tokens else [],
             "logprobs": content(tokens) if logprobs else None,
         }
-        for index, (tokens, finish) in enumerate(answers)
+        for index, (tokens, finish) in enumerate(completions)
     ]
-    usage = {"completion_tokens": sum(len(tokens) for tokens, _ in answers)}
+    usage = {"completion_tokens": sum(len(tokens) for tokens, _ in completions)}
     return orjson.dumps({"usage": usage, "choices": choices})
 
 
@@ -102,14 +102,14 @@ class FakeEngine:
         except TimeoutError:
             if self.rng.random() < self.fail:
                 raise GenerationError("the server is gone") from None
-            answers = [self._sample(version, request, 1, 30, "stop") for _ in range(request.n)]
+            completions = [self._sample(version, request, 1, 30, "stop") for _ in range(request.n)]
         else:
-            answers = [
+            completions = [
                 self._sample(version, request, *((1, 5, "stop") if self.rng.random() < 0.3 else (0, 5, "abort")))
                 for _ in range(request.n)
             ]
         garbled = self.garble > 0 and self.rng.random() < self.garble
-        return body(answers, version, logprobs=not garbled)
+        return body(completions, version, logprobs=not garbled)
 
     async def load_version(self, version: PolicyVersion) -> None:
         await asyncio.sleep(self.rng.uniform(0.0, 0.2))
@@ -175,12 +175,14 @@ class FakeSession:
         self.turns: list[tuple[tuple[int, ...], Completion]] = []
         self.n = 0
 
-    async def advance(self, completions: Sequence[Sequence[SampledAnswer]]) -> tuple[SampleRequest, ...] | ScoredGroup:
+    async def advance(
+        self, completions: Sequence[Sequence[SampledCompletion]]
+    ) -> tuple[SampleRequest, ...] | ScoredGroup:
         rewards = self.rewards
         await asyncio.sleep(rewards.rng.uniform(0.0, 0.1))
         if rewards.rng.random() < rewards.fail:
             raise RewardError("the verifier broke")
-        joined = [join_answers(part) for part in completions]
+        joined = [join_completions(part) for part in completions]
         assert {one.finish_reason for part in joined for one in part} <= {"stop", "length"}
         if self.asked is None:
             self.n, texts = len(joined[0]), [self.prompt.token_ids]

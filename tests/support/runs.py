@@ -190,7 +190,7 @@ def checked_summary(run: RunDir, config: RunConfig) -> RunSummary:
     twice, and the tokens add up."""
     summary = read_summary(run)
     steps = config.training.steps
-    assert (summary.steps, summary.reason, summary.epochs) == (steps, "steps", 0)
+    assert (summary.steps, summary.reason, summary.incarnation) == (steps, "steps", 0)
     assert summary.tokens.balanced
     ledger = TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)
     batches = [ledger.batch(step) for step in range(1, steps + 1)]

@@ -25,7 +25,7 @@ def version(number: int) -> PolicyVersion:
 def server_load(generated: int, idle_s: float = 0.0) -> ServerLoad:
     """What a server says that has sampled so many tokens, all of them for the rollout."""
     return ServerLoad(
-        answer_s=8 * idle_s,
+        completion_s=8 * idle_s,
         running=0,
         waiting=0,
         generated_tokens=generated,
@@ -45,7 +45,7 @@ class FakeServer:
     fails with the status there. Without a `+` in `release_name` it is vLLM's own.
     """
 
-    def __init__(self, release_name: str = "0.32.0+areal") -> None:
+    def __init__(self, release_name: str = "0.32.0+areal.2") -> None:
         self.release_name = release_name
         self.calls: list[Any] = []  # (path, body), of requests for answers their id
         self.requests: dict[str, dict[str, Any]] = {}  # by id
@@ -153,8 +153,8 @@ class FakeServer:
             raise
         params, start = request["sampling_params"], request["token_ids"][-1] + 1
         count = min(self.sampled, params["max_tokens"]) if aborted else params["max_tokens"]
-        answer = (range(start, start + count), "abort" if aborted else "length")
-        return web.Response(body=body([answer] * params["n"], int(self.label)))
+        completion = (range(start, start + count), "abort" if aborted else "length")
+        return web.Response(body=body([completion] * params["n"], int(self.label)))
 
     async def _released_or_aborted(self, ended: asyncio.Event) -> bool:
         waits = [asyncio.ensure_future(event.wait()) for event in (self.release, self._aborting, ended)]
@@ -166,6 +166,6 @@ class FakeServer:
                 wait.cancel()
 
 
-def choices(answer: bytes) -> list[tuple[list[int], str]]:
+def choices(completion: bytes) -> list[tuple[list[int], str]]:
     """Tokens and finish reason of every choice of a body."""
-    return [(choice["token_ids"], choice["finish_reason"]) for choice in orjson.loads(answer)["choices"]]
+    return [(choice["token_ids"], choice["finish_reason"]) for choice in orjson.loads(completion)["choices"]]

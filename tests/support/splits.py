@@ -13,12 +13,12 @@ from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
 
-FIXED_S, ANSWER_S = 0.01, 0.0001  # of a decode step
-PACE = DecodePace(fixed_s=FIXED_S, answer_s=ANSWER_S)
+FIXED_S, COMPLETION_S = 0.01, 0.0001  # of a decode step
+PACE = DecodePace(fixed_s=FIXED_S, completion_s=COMPLETION_S)
 SLOTS = 100
 RUNNING = 0.8  # of a group's answers, over its time
 TRAINED = 4000.0  # tokens a second of one rank
-GENERATED = SLOTS / (FIXED_S + SLOTS * ANSWER_S)  # of one server with all its slots in use: 5000
+GENERATED = SLOTS / (FIXED_S + SLOTS * COMPLETION_S)  # of one server with all its slots in use: 5000
 
 
 def config(servers: int, ranks: int, devices: int = 8, **rollout: Any) -> RunConfig:
@@ -49,7 +49,7 @@ def curves(servers: int, ranks: int, steps: int) -> dict[str, list[tuple[int, fl
     """What a run without loss would log: with more servers than training needs, these run fewer answers at once."""
     throughput = min(servers * GENERATED, ranks * TRAINED)
     per_server = throughput / servers  # = n / (a + b n)
-    n = FIXED_S * per_server / (1 - ANSWER_S * per_server)
+    n = FIXED_S * per_server / (1 - COMPLETION_S * per_server)
 
     def constant(value: float) -> list[tuple[int, float]]:
         return [(step, value) for step in range(2, steps + 1)]
@@ -58,7 +58,7 @@ def curves(servers: int, ranks: int, steps: int) -> dict[str, list[tuple[int, fl
         "time/step_s": constant(2.0),
         "throughput/generated_tokens_per_s": constant(throughput),
         "throughput/effective_tokens_per_s": [(1, 99.0), *constant(throughput)],
-        "rollout/running_answers": constant(n),
+        "rollout/running_completions": constant(n),
         "bubble/generation_idle": constant(0.0),
         "bubble/generation_paused": constant(0.0),
         "bubble/trainer_wait": constant(1 - throughput / (ranks * TRAINED)),

@@ -61,12 +61,12 @@ class Up:
         """What the pages do: a bare call of Prefect's API, tried again while its database is locked."""
 
         def served() -> httpx.Response | None:
-            answer = httpx.request(method, self.told["prefect_api"] + path, json=body)
-            return None if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE else answer
+            reply = httpx.request(method, self.told["prefect_api"] + path, json=body)
+            return None if reply.status_code == httpx.codes.SERVICE_UNAVAILABLE else reply
 
-        answer = self.until(f"{method} {path} is served", served)
-        assert answer.is_success, answer.text
-        return answer.json() if answer.content else None
+        reply = self.until(f"{method} {path} is served", served)
+        assert reply.is_success, reply.text
+        return reply.json() if reply.content else None
 
     def start(self, **parameters: Any) -> UUID:
         return self.client.create_flow_run_from_deployment(self.deployment_id, parameters=parameters).id

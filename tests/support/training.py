@@ -46,9 +46,9 @@ def weights(spec: ModelSpec = SPEC, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def payload(seed: int, answers: int = GROUP_SIZE, version: int = 0) -> GroupPayload:
+def payload(seed: int, completions: int = GROUP_SIZE, version: int = 0) -> GroupPayload:
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 12, answers).astype(np.int32)
+    lengths = rng.integers(1, 12, completions).astype(np.int32)
     total = int(lengths.sum())
     return GroupPayload(
         prompt_tokens=rng.integers(0, SPEC.vocab_size, rng.integers(1, 6)).astype(np.int32),
@@ -57,8 +57,8 @@ def payload(seed: int, answers: int = GROUP_SIZE, version: int = 0) -> GroupPayl
         loss_mask=np.ones(total, np.bool_),
         logprobs=(-3 + 0.5 * rng.normal(size=total)).astype(np.float32),
         versions=np.full(total, version, np.int32),
-        rewards=(rng.random(answers) < 0.5).astype(np.float32),
-        truncated=rng.random(answers) < 0.3,
+        rewards=(rng.random(completions) < 0.5).astype(np.float32),
+        truncated=rng.random(completions) < 0.3,
     )
 
 

@@ -147,7 +147,9 @@ def check_trajectories(run: Launched, published: PublishedWeights) -> None:
         reference.check(payloads)
         versions = range(config.training.steps)
         assert {version for payload in payloads for version in payload.versions.tolist()} <= set(versions)
-        interrupted = [answer for payload in payloads for answer in _split(payload) if len(set(answer[1].tolist())) > 1]
+        interrupted = [
+            completion for payload in payloads for completion in _split(payload) if len(set(completion[1].tolist())) > 1
+        ]
         # Else there was little to get wrong. How many it is depends on who gets the cores: some 100 of 24 steps by
         # themselves, a fifth of that beside three other busy processes.
         assert len(interrupted) >= config.training.steps // 4
@@ -220,7 +222,7 @@ class _Reference:
 
     def check(self, payloads: list[GroupPayload]) -> None:
         texts = [
-            (payload.prompt_tokens, *answer) for payload in payloads for answer in _split(payload)
+            (payload.prompt_tokens, *completion) for payload in payloads for completion in _split(payload)
         ]  # prompt, tokens, versions, log-probabilities
         for version in self._files:
             of_version = [text for text in texts if version in text[2]]

@@ -35,14 +35,14 @@ class _Group:
     """A request under way. Its answers start in order, as slots become free."""
 
     request: GenerationRequest
-    answers: list[Completion | None]
+    completions: list[Completion | None]
     started: int = 0
     missing: int = 0  # answers not finished
     reader: int | None = None  # slot that holds the prompt's keys and values, or will after the next pass
 
     @property
     def unstarted(self) -> int:
-        return len(self.answers) - self.started
+        return len(self.completions) - self.started
 
 
 class Engine:
@@ -123,7 +123,7 @@ class Engine:
             ids.append(request.request_id)
         finished: dict[str, tuple[Completion, ...]] = {}
         while self.running or self._waiting:
-            finished |= {generation.request.request_id: generation.answers for generation in self.step()}
+            finished |= {generation.request.request_id: generation.completions for generation in self.step()}
         return [finished[request_id] for request_id in ids]
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Generation]:
@@ -132,12 +132,12 @@ class Engine:
         doomed = {request_id: self._groups[request_id] for request_id in ids}
         self._waiting = deque(group for group in self._waiting if group.request.request_id not in doomed)
         for group in doomed.values():
-            for index in range(group.started, len(group.answers)):
-                group.answers[index] = _nothing()
+            for index in range(group.started, len(group.completions)):
+                group.completions[index] = _nothing()
             group.missing -= group.unstarted
-            group.started = len(group.answers)
+            group.started = len(group.completions)
         never_started = [self._close(group) for group in doomed.values() if group.missing == 0]
-        slots = [slot for slot in self._running.tolist() if self._answer_in(slot)[0].request.request_id in doomed]
+        slots = [slot for slot in self._running.tolist() if self._completion_in(slot)[0].request.request_id in doomed]
         return never_started + self._release(slots, ["abort"] * len(slots))
 
     def read(self, file: Path) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ class Engine:
         for group in self._groups.values():
             group.reader = None
         for slot in self._running.tolist():
-            group, _ = self._answer_in(slot)
+            group, _ = self._completion_in(slot)
             table.reader[slot] = -1 if group.reader is None else group.reader
             group.reader = slot if group.reader is None else group.reader
         table.cached[self._running] = 0
@@ -239,8 +239,8 @@ class Engine:
         """Take the answers out of these slots; the requests that this completes."""
         completed: list[Generation] = []
         for slot, reason in zip(slots, reasons, strict=True):
-            group, index = self._answer_in(slot)
-            group.answers[index] = self._table.answer(slot, reason)
+            group, index = self._completion_in(slot)
+            group.completions[index] = self._table.completion(slot, reason)
             group.missing -= 1
             if group.missing == 0:
                 completed.append(self._close(group))
@@ -251,16 +251,17 @@ class Engine:
         self._free += slots
         return completed
 
-    def _answer_in(self, slot: int) -> tuple[_Group, int]:
-        answer = self._answers[slot]
-        assert answer is not None
-        return answer
+    def _completion_in(self, slot: int) -> tuple[_Group, int]:
+        completion = self._answers[slot]
+        assert completion is not None
+        return completion
 
     def _close(self, group: _Group) -> Generation:
         del self._groups[group.request.request_id]
-        assert all(answer is not None for answer in group.answers)
+        assert all(completion is not None for completion in group.completions)
         return Generation(
-            request=group.request, answers=tuple(answer for answer in group.answers if answer is not None)
+            request=group.request,
+            completions=tuple(completion for completion in group.completions if completion is not None),
         )
 
 

@@ -25,7 +25,7 @@ from areal_core.errors import GenerationError
 from areal_core.generation.engines.engine import EngineStats, Generation, check_request
 from areal_core.generation.engines.sampling import stream_seed, uniforms
 from areal_core.models.spec import ModelSpec, check_shapes, header_shapes
-from areal_core.planning.time_model import AnswerLengths, Pace, TimeModel
+from areal_core.planning.time_model import CompletionLengths, Pace, TimeModel
 from areal_core.types import Completion, GenerationRequest
 
 _SLICE_S = 0.004  # real seconds that a step takes at most, or one decode step: how soon commands are obeyed
@@ -39,7 +39,7 @@ class _Group:
     """A request under way."""
 
     request: GenerationRequest
-    answers: list[Completion | None]
+    completions: list[Completion | None]
     missing: int
     prompt_read: bool = False  # its keys and values are in the cache, for all of its answers
 
@@ -90,7 +90,7 @@ class EmulatedEngine:
         self._context = context or spec.context
         self._scale = emulation.tokens_per_token
         self._time = TimeModel(emulation)
-        self._lengths = AnswerLengths(emulation)
+        self._lengths = CompletionLengths(emulation)
         self._handover_s = 0.0 if switches else emulation.handover_s
         self._pace = pace or Pace(emulation.speed)
         self._groups: dict[str, _Group] = {}  # by request id
@@ -229,14 +229,14 @@ class EmulatedEngine:
         """Let as many decode steps pass as fit into the budget, at least one, up to the end of the next answer."""
         while self._cached + len(self._running) > self._time.kv_tokens and len(self._running) > 1:
             self._preempt()
-        answers = len(self._running)
-        steps = max(1, int(budget_s / self._time.decode_s(answers, self._cached)))
+        completions = len(self._running)
+        steps = max(1, int(budget_s / self._time.decode_s(completions, self._cached)))
         steps = min(steps, self._ends[0][0] - self._steps)
-        if answers > 1:
-            steps = min(steps, (self._time.kv_tokens - self._cached) // answers)
-        duration_s = self._time.decode_s(answers, self._cached, steps)
+        if completions > 1:
+            steps = min(steps, (self._time.kv_tokens - self._cached) // completions)
+        duration_s = self._time.decode_s(completions, self._cached, steps)
         self._steps += steps
-        self._cached += steps * answers
+        self._cached += steps * completions
         self._pace.spend(duration_s)
 
     def _preempt(self) -> None:
@@ -266,15 +266,16 @@ class EmulatedEngine:
 
     def _close(self, sequence: _Sequence, finish_reason: str) -> Generation | None:
         """Record an answer's end; its request, once all of its answers have ended."""
-        group, answer = sequence.group, self._answer(sequence, finish_reason)
-        group.answers[sequence.index] = answer
+        group, completion = sequence.group, self._answer(sequence, finish_reason)
+        group.completions[sequence.index] = completion
         group.missing -= 1
-        self._closed_tokens[group.is_rollout] += len(answer.token_ids)
+        self._closed_tokens[group.is_rollout] += len(completion.token_ids)
         if group.missing:
             return None
         del self._groups[group.request.request_id]
         return Generation(
-            request=group.request, answers=tuple(answer for answer in group.answers if answer is not None)
+            request=group.request,
+            completions=tuple(completion for completion in group.completions if completion is not None),
         )
 
     def _answer(self, sequence: _Sequence, finish_reason: str) -> Completion:

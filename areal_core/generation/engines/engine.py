@@ -17,7 +17,7 @@ class Generation:
     """A finished request with its answers, in order."""
 
     request: GenerationRequest
-    answers: tuple[Completion, ...]
+    completions: tuple[Completion, ...]
 
 
 @dataclass(slots=True)

@@ -255,9 +255,9 @@ def draw(logits, vocab, width, ends, count, temperatures, uniforms, tokens, logp
     at the answer's temperature, and record its log-probability; temperature 0 takes the most probable token and
     records its log-probability at temperature 1. False if any logit is not finite."""
     weights = np.empty(width, dtype=np.float32)
-    for answer in range(count):
-        row = ends[answer] * width
-        temperature = temperatures[answer]
+    for completion in range(count):
+        row = ends[completion] * width
+        temperature = temperatures[completion]
         greedy = temperature == 0.0
         scale = splatted(np.float32(1.0) if greedy else np.float32(1.0) / temperature)
         top, finite = splatted(np.float32(-np.inf)), splatted(np.float32(0.0))
@@ -280,7 +280,7 @@ def draw(logits, vocab, width, ends, count, temperatures, uniforms, tokens, logp
                 chosen += 1
         else:
             # The first token at which the sum of weights exceeds u * total: whole vectors, then inside of one.
-            target, before, block = uniforms[answer] * total, 0.0, 0
+            target, before, block = uniforms[completion] * total, 0.0, 0
             while True:
                 weight = np.float64(lanes_sum(loaded(weights, block)))
                 if before + weight > target or block + LANES >= vocab:
@@ -292,9 +292,9 @@ def draw(logits, vocab, width, ends, count, temperatures, uniforms, tokens, logp
                     before += weights[i]
                     if before > target:
                         break
-        tokens[answer] = chosen
+        tokens[completion] = chosen
         distance = np.float64(logits[row + chosen] - highest)
-        logprobs[answer] = distance / (1.0 if greedy else np.float64(temperature)) - np.log(total)
+        logprobs[completion] = distance / (1.0 if greedy else np.float64(temperature)) - np.log(total)
     return True
 
 

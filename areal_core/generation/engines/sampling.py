@@ -26,10 +26,10 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArr
     return ((x ^ (x >> np.uint64(31))) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
-def stream_seed(seed: int, answer_index: int) -> int:
+def stream_seed(seed: int, completion_index: int) -> int:
     """Seed of the stream of one answer of a request, in [0, 2^64); answer 0 of n answers has the seed that a single
     answer would have. Mixed twice, so that neighbouring seeds and answers have nothing in common."""
-    return _mix(_mix(seed) + answer_index * _GOLDEN)
+    return _mix(_mix(seed) + completion_index * _GOLDEN)
 
 
 def _mix(x: int) -> int:

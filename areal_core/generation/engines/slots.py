@@ -52,7 +52,7 @@ class Slots:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
         self.stops[slots] = (*stops, *[-1] * (self.stops.shape[1] - len(stops)))
 
-    def answer(self, slot: int, finish_reason: str) -> Completion:
+    def completion(self, slot: int, finish_reason: str) -> Completion:
         span = slice(self.prompt[slot], self.length[slot])
         return Completion(
             token_ids=self.tokens[slot, span].copy(),

@@ -50,7 +50,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._doing = Activity("wait", timeline)
         self._marked = time.monotonic()
-        self._answer_s = 0.0
+        self._completion_s = 0.0
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     @property
@@ -135,7 +135,7 @@ class EngineThread:
                 waiting=engine.waiting,
                 generated_tokens=stats.generated_tokens,
                 rollout_tokens=stats.rollout_tokens,
-                answer_s=self._answer_s,
+                completion_s=self._completion_s,
                 idle_s=self._doing.seconds("wait"),
                 paused_s=self._doing.seconds("update"),
                 swap_ms=stats.swap_ms,
@@ -190,6 +190,6 @@ class EngineThread:
         """Put the time since the last call where it belongs."""
         now = time.monotonic()
         if not self.is_paused:
-            self._answer_s += (now - self._marked) * self._engine.running
+            self._completion_s += (now - self._marked) * self._engine.running
         self._marked = now
         self._doing.note("update" if self.is_paused else "generate" if self._engine.running else "wait")

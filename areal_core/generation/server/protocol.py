@@ -14,7 +14,7 @@ from areal_core.types import GenerationRequest
 T = TypeVar("T")
 
 _DEFAULT_MAX_TOKENS = 16  # vLLM's
-_MAX_ANSWERS = 16384  # vLLM's bound on n
+_MAX_COMPLETIONS = 16384  # vLLM's bound on n
 _TEMPERATURES = (0.01, 100.0)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # Anything else would sample from another distribution than the recorded log-probabilities say, or is not built.
@@ -96,7 +96,7 @@ def parse_request(body: dict[str, Any], *, eos_token_ids: tuple[int, ...], defau
     request = GenerationRequest(
         request_id=body.get("request_id", default_id),
         token_ids=_tokens(body, "token_ids"),
-        n=_count(params, "n", 1, high=_MAX_ANSWERS),
+        n=_count(params, "n", 1, high=_MAX_COMPLETIONS),
         max_tokens=_count(params, "max_tokens", _DEFAULT_MAX_TOKENS),
         # Without a seed no two requests may sample alike.
         seed=_seed(params, default_id),

@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from areal_core.api.wire import ROUTES_VERSION, encode_generation
+from areal_core.api.wire import EMBEDDED, ROUTES_VERSION, encode_generation
 from areal_core.config.schema import load_file
 from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
 from areal_core.generation.command_line import server_parser
@@ -41,7 +41,7 @@ from areal_core.tracking.timeline import TimelineWriter
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
-_COUNTERS = ("generated_tokens", "rollout_tokens", "answer_s", "idle_s", "paused_s")
+_COUNTERS = ("generated_tokens", "rollout_tokens", "completion_s", "idle_s", "paused_s")
 _PAUSE_MODES = ("abort", "wait", "keep")
 
 
@@ -121,7 +121,9 @@ class GenerationServer:
         finally:
             del self._pending[request.request_id]
         return _json_bytes(
-            encode_generation(request, generation.answers, logprobs=wanted.logprobs, eos_token_ids=spec.eos_token_ids)
+            encode_generation(
+                request, generation.completions, logprobs=wanted.logprobs, eos_token_ids=spec.eos_token_ids
+            )
         )
 
     async def _abort_requests(self, http: web.Request) -> web.Response:
@@ -227,7 +229,7 @@ class GenerationServer:
         return web.Response(status=503 if self.failure.done() else 200)
 
     async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": f"{ROUTES_VERSION}+areal"})
+        return web.json_response({"version": f"{ROUTES_VERSION}+{EMBEDDED}"})
 
     async def _world_size(self, _: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})

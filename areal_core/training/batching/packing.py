@@ -56,16 +56,16 @@ def pack(
     ends = np.cumsum(lengths)
     inputs: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
-    answer: list[NDArray[np.bool_]] = []
+    completion: list[NDArray[np.bool_]] = []
     blocks: list[Block] = []
     for length, block in _by_length(chosen, lengths):
         steps = np.arange(length - 1)
         inputs.append((ends[block, None] - length + steps).ravel())
         positions.append(np.broadcast_to(steps, (len(block), len(steps))).ravel())
-        answer.append((steps >= prompt_lengths[block, None] - 1).ravel())
+        completion.append((steps >= prompt_lengths[block, None] - 1).ravel())
         blocks.append(Block(len(block), length - 1))
     source = np.concatenate(inputs)
-    rows = np.flatnonzero(np.concatenate(answer))
+    rows = np.flatnonzero(np.concatenate(completion))
     targets = source[rows] + 1
     return Packed(
         inputs=tokens[source].astype(np.int64),

@@ -87,7 +87,7 @@ def allocate(
 
 
 def allocate_groups(
-    prompts: Sequence[int], answers: Sequence[Sequence[int]], capacity: int, min_microbatches: int = 1
+    prompts: Sequence[int], completions: Sequence[Sequence[int]], capacity: int, min_microbatches: int = 1
 ) -> list[list[list[tuple[int, int]]]]:
     """Algorithm 1 where a group's prompt is computed once for all answers that are in one micro-batch.
 
@@ -98,16 +98,16 @@ def allocate_groups(
     """
     items: list[list[tuple[int, int]]] = []
     loads: list[int] = []
-    for group, (prompt, lengths) in enumerate(zip(prompts, answers, strict=True)):
+    for group, (prompt, lengths) in enumerate(zip(prompts, completions, strict=True)):
         room = 0
-        for answer in _longest_first(lengths):
-            length = lengths[answer]
+        for completion in _longest_first(lengths):
+            length = lengths[completion]
             if length > room:
                 _check_fits(prompt + length, capacity)
                 items.append([])
                 loads.append(prompt)
                 room = capacity - prompt
-            items[-1].append((group, answer))
+            items[-1].append((group, completion))
             loads[-1] += length
             room -= length
     cut = allocate(loads, capacity, min_microbatches, [len(item) for item in items])

@@ -45,7 +45,7 @@ def main() -> None:
     run = RunDir(arguments.run_dir)
     config = run.config()
     try:
-        where = meeting_place(run, config.launch.start_timeout_s)
+        where = await_rendezvous(run, config.launch.start_timeout_s)
         os.environ |= {RENDEZVOUS: where, ADDRESS: arguments.address}
         rounds.register()
         launch = elastic_launch(settings(run, config, where, arguments.address), sys.executable)
@@ -61,7 +61,7 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
-def meeting_place(run: RunDir, timeout_s: float) -> str:
+def await_rendezvous(run: RunDir, timeout_s: float) -> str:
     """ "<address>:<port>" of the rendezvous, once it is ready. Raises ProcessError."""
     deadline = time.monotonic() + timeout_s
     while (info := run.ready_info("rendezvous")) is None:

@@ -1,7 +1,7 @@
 """The ranks of a data-parallel group, and what they say to each other.
 
 Ranks meet in a store: a file where all are on one machine, the rendezvous process beside the controller where they are
-on several (`meeting_point`). No rank hosts it, so that it outlives whichever rank hangs or dies, and the others can
+on several (`rendezvous_of_ranks`). No rank hosts it, so that it outlives whichever rank hangs or dies, and the others can
 tell there who is missing.
 """
 
@@ -33,7 +33,7 @@ _JOIN_S = 120.0  # for all ranks of a group to be there
 _GRACE_S = 3.0  # between a failed collective and the look at who else waits
 
 
-def meeting_point(environment: Mapping[str, str], folder: Path) -> Path | str:
+def rendezvous_of_ranks(environment: Mapping[str, str], folder: Path) -> Path | str:
     """Where the ranks that were started together meet: "<address>:<port>/<name>" of a store, or a file in `folder`.
 
     torchrun finds a free port for every round of ranks. Nobody listens on it; it gives the round its name.
@@ -46,7 +46,7 @@ def meeting_point(environment: Mapping[str, str], folder: Path) -> Path | str:
 class RankGroup:
     """This rank among `size` ranks. All methods are collective: every rank calls them, in the same order.
 
-    Ranks find each other at `rendezvous` (see `meeting_point`), which must not be left over from an earlier group;
+    Ranks find each other at `rendezvous` (see `rendezvous_of_ranks`), which must not be left over from an earlier group;
     every wait for another rank is bounded by `timeout_s`, the first one by `join_s`. A group of one needs neither.
     `backend` is torch.distributed's: tensors on GPUs want "cpu:gloo,cuda:nccl", and a GPU for each rank.
     Raises ProcessError that names the ranks which did not come.
@@ -81,21 +81,21 @@ class RankGroup:
             except RuntimeError as error:
                 raise ProcessError(f"rank {rank} can't connect to the others: {_one_line(error)}") from error
 
-    def sum_into(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over ranks."""
         self._reduce(tensor, dist.ReduceOp.SUM)
 
-    def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The sum over ranks, elementwise."""
         total = torch.from_numpy(values.copy())
         self._reduce(total, dist.ReduceOp.SUM)
         return total.numpy()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.all_sum(np.zeros(1))
+        self.all_reduce_sum(np.zeros(1))
 
-    def all_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+    def all_reduce_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """The largest over ranks, elementwise."""
         largest = torch.from_numpy(values.copy())
         self._reduce(largest, dist.ReduceOp.MAX)

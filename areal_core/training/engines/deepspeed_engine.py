@@ -198,7 +198,7 @@ class DeepSpeedEngine(PolicyEngine):
 
     def _over_ranks(self, squares: float) -> float:
         """A sum of squares over this rank's part, for the whole model."""
-        return float(self.all_sum(np.array([squares]))[0]) if self._stage else squares
+        return float(self.all_reduce_sum(np.array([squares]))[0]) if self._stage else squares
 
     def _remember(self, optimiser: torch.optim.Optimizer, *_: Any) -> None:
         """At stage 3 the optimiser steps through this rank's parts one after another."""

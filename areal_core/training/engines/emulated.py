@@ -86,7 +86,7 @@ class EmulatedTrainingEngine:
     def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
         return 0.0, 0
 
-    def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         return values
 
     def compute_s(self) -> float:

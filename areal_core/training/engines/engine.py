@@ -34,7 +34,7 @@ class TrainingBatch:
     versions: Int32Array  # [S] policy version that sampled the token; -1 in prompts
     advantages: Float32Array  # [S] the answer's at each of its tokens; 0 in prompts
     weights: Float32Array  # [S] of the token's term in the loss, see algorithm.means; 0 in prompts
-    masses: NDArray[np.float64]  # [N] what an answer adds to the loss's denominator
+    denominator_terms: NDArray[np.float64]  # [N] what an answer adds to the loss's denominator
     regularised: bool = False  # answers without an advantage have a gradient too
     groups: Int32Array | None = None  # [N] group of a sequence: its prompt is computed once; None: for every sequence
     minibatches: tuple[tuple[int, ...], ...]  # this rank's sequences of each PPO minibatch; may be empty
@@ -65,10 +65,10 @@ class TrainingBatch:
             together.setdefault(int(self.groups[index]), []).append(index)
         groups = list(together.values())
         prompts = [int(self.prompt_lengths[group[0]]) for group in groups]
-        answers = [(self.lengths[group] - prompt).tolist() for group, prompt in zip(groups, prompts, strict=True)]
+        completions = [(self.lengths[group] - prompt).tolist() for group, prompt in zip(groups, prompts, strict=True)]
         return tuple(
-            pack_shared(*laid, [[groups[group][answer] for group, answer in item] for item in items])
-            for items in allocate_groups(prompts, answers, self.capacity, self.min_microbatches)
+            pack_shared(*laid, [[groups[group][completion] for group, completion in item] for item in items])
+            for items in allocate_groups(prompts, completions, self.capacity, self.min_microbatches)
         )
 
     @property
@@ -90,7 +90,7 @@ class TrainingBatch:
     @property
     def denominators(self) -> list[float]:
         """What this rank's share of each minibatch adds to the loss's denominator; 0 where it has no loss tokens."""
-        return [float(self.masses[list(members)].sum()) for members in self.minibatches]
+        return [float(self.denominator_terms[list(members)].sum()) for members in self.minibatches]
 
     @property
     def has_gradient(self) -> BoolArray:
@@ -178,7 +178,7 @@ class TrainingEngine(Protocol):
         that `version` sampled in the first of this rank's sequences that hold any, given that version's `weights`."""
         ...
 
-    def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Collective. The sum over ranks, elementwise."""
         ...
 
@@ -245,19 +245,25 @@ def build_batch(
     """
     members = [payloads[group] for share in shares for group in share]
     assert all(len(group.prompt_tokens) and group.lengths.all() for group in members), "empty prompt or answer"
-    answers = _joined([group.lengths for group in members], np.int32)  # [N]
+    completions = _joined([group.lengths for group in members], np.int32)  # [N]
     prompts = np.array([len(group.prompt_tokens) for group in members for _ in group.lengths], np.int32)  # [N]
-    sampled = np.repeat(np.tile([False, True], len(answers)), np.stack((prompts, answers), axis=1).ravel())  # [S]
+    sampled = np.repeat(
+        np.tile([False, True], len(completions)), np.stack((prompts, completions), axis=1).ravel()
+    )  # [S]
 
-    def laid_out(in_answers: NDArray[Any], in_prompts: Any, dtype: type[np.generic]) -> NDArray[Any]:
+    def laid_out(in_completions: NDArray[Any], in_prompts: Any, dtype: type[np.generic]) -> NDArray[Any]:
         values = np.empty(len(sampled), dtype)
-        values[sampled], values[~sampled] = in_answers, in_prompts
+        values[sampled], values[~sampled] = in_completions, in_prompts
         return values
 
-    cut_off = np.repeat(_joined([group.truncated & mask_truncated for group in members], np.bool_), answers)
+    cut_off = np.repeat(_joined([group.truncated & mask_truncated for group in members], np.bool_), completions)
     counted = _joined([group.loss_mask for group in members], np.bool_) & ~cut_off  # [T]
     rewarded = _joined([advantages[group] for share in shares for group in share], np.float32)
-    loss_tokens = np.add.reduceat(counted, np.cumsum(answers) - answers, dtype=np.int64) if len(answers) else answers
+    loss_tokens = (
+        np.add.reduceat(counted, np.cumsum(completions) - completions, dtype=np.int64)
+        if len(completions)
+        else completions
+    )
     mean = LOSS_MEANS[loss_mean](loss_tokens, max_new_tokens)
     ends = np.cumsum([sum(len(payloads[group].lengths) for group in share) for share in shares]).tolist()
     return TrainingBatch(
@@ -267,14 +273,14 @@ def build_batch(
             _joined([np.tile(group.prompt_tokens, len(group.lengths)) for group in members], np.int32),
             np.int32,
         ),
-        lengths=prompts + answers,
+        lengths=prompts + completions,
         prompt_lengths=prompts,
         loss_mask=laid_out(counted, False, np.bool_),
         behaviour_logprobs=laid_out(_joined([group.logprobs for group in members], np.float32), 0.0, np.float32),
         versions=laid_out(_joined([group.versions for group in members], np.int32), -1, np.int32),
-        advantages=laid_out(np.repeat(rewarded, answers), 0.0, np.float32),
-        weights=laid_out(np.repeat(mean.weights, answers), 0.0, np.float32),
-        masses=mean.masses,
+        advantages=laid_out(np.repeat(rewarded, completions), 0.0, np.float32),
+        weights=laid_out(np.repeat(mean.weights, completions), 0.0, np.float32),
+        denominator_terms=mean.denominator_terms,
         regularised=regularised,
         groups=np.repeat(np.arange(len(members)), [len(group.lengths) for group in members]).astype(np.int32)
         if share_prompts

@@ -25,7 +25,7 @@ from areal_core.models.folders import ModelSpec, check_weights, weight_shapes
 from areal_core.training.batching.packing import Packed, idle
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import EngineState, StepStats, TrainingBatch
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from areal_core.training.model.pointwise import is_compiled, kernels
 from areal_core.types import Float32Array
 
@@ -142,7 +142,7 @@ class PolicyEngine(ABC):
         reference = self.reference_logprobs(batch) if self.algorithm.kl_coef else None
         columns = _columns(batch, proximal, reference)
         shares = np.array([batch.loss_tokens, batch.denominators], np.float64)
-        loss_tokens, denominators = self.all_sum(shares).tolist()
+        loss_tokens, denominators = self.all_reduce_sum(shares).tolist()
         losses: list[float] = []
         norms: list[float] = []
         changes: list[float] = []
@@ -162,7 +162,7 @@ class PolicyEngine(ABC):
             losses.append(loss)
             norms.append(norm)
             changes.append(change)
-        totals = self.all_sum(np.array(losses, np.float64)).tolist()
+        totals = self.all_reduce_sum(np.array(losses, np.float64)).tolist()
         return self._step_stats(totals, norms, changes, skipped, int(sum(loss_tokens)), self._merged(stats))
 
     @torch.no_grad()
@@ -180,10 +180,10 @@ class PolicyEngine(ABC):
             tokens += int(matched.sum())
         return total, tokens
 
-    def all_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         start = time.perf_counter()
         try:
-            return self.ranks.all_sum(values)
+            return self.ranks.all_reduce_sum(values)
         finally:
             self._compute_s += time.perf_counter() - start  # next to all of it is waiting for ranks that still compute
 
@@ -198,14 +198,14 @@ class PolicyEngine(ABC):
 
     def _evaluated(self, weights: Mapping[str, Tensor], packed: Packed) -> Tensor:
         """Log-probability of the answer tokens, [A], under other weights than the engine's own."""
-        return answer_logprobs(self.spec, weights, packed, temperature=self.temperature)[0]
+        return completion_logprobs(self.spec, weights, packed, temperature=self.temperature)[0]
 
     def _passes(self, microbatches: Sequence[Packed]) -> Iterator[tuple[bool, Packed | None]]:
         """(whether it is the last, micro-batch), with None for an idle pass; at least as many on every rank where a
         pass is collective."""
         count = len(microbatches)
         if self.lockstep:
-            count = max(1, int(self.ranks.all_max(np.array([count]))[0]))
+            count = max(1, int(self.ranks.all_reduce_max(np.array([count]))[0]))
         for index in range(count):
             yield index + 1 == count, microbatches[index] if index < len(microbatches) else None
 
@@ -222,7 +222,7 @@ class PolicyEngine(ABC):
                 logprobs = forward(packed or idle())
                 if packed is not None:
                     recomputed[packed.source] = logprobs.float().cpu().numpy()
-        finite = self.all_sum(np.array([np.isfinite(recomputed).all()], np.float64))[0] == self.ranks.size
+        finite = self.all_reduce_sum(np.array([np.isfinite(recomputed).all()], np.float64))[0] == self.ranks.size
         if not finite:
             raise DivergenceError(f"{policy} log-probabilities of step {batch.step} are not finite")
         return recomputed
@@ -293,7 +293,7 @@ class PolicyEngine(ABC):
         values = stats.values()
         rows = np.zeros((self.ranks.size, len(values)))
         rows[self.ranks.rank] = values
-        return sum((LossStats.from_values(row) for row in self.all_sum(rows)), LossStats())
+        return sum((LossStats.from_values(row) for row in self.all_reduce_sum(rows)), LossStats())
 
     def _step_stats(
         self,

@@ -24,7 +24,7 @@ _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm
 
 
 class PolicyModule(nn.Module):
-    """`forward.answer_logprobs` over parameters of its own.
+    """`forward.completion_logprobs` over parameters of its own.
 
     Passes are in `dtype`, whatever the parameters are kept in. With `checkpoint_activations` a layer's input is all
     that is kept of it for the backward pass.

@@ -21,7 +21,7 @@ from areal_core.models.folders import weight_shapes
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.engine import EngineState
 from areal_core.training.engines.policy_engine import PolicyEngine, check_state
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from areal_core.types import Float32Array
 
 
@@ -43,7 +43,7 @@ class TorchEngine(PolicyEngine):
         self._steps = torch.zeros((), device=self.device)
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        return answer_logprobs(
+        return completion_logprobs(
             self.spec,
             self._parameters,
             packed,
@@ -61,7 +61,7 @@ class TorchEngine(PolicyEngine):
             self._working_gradient.zero_()
 
     def reduce_gradient(self) -> float:
-        self.ranks.sum_into(self.gradient)
+        self.ranks.all_reduce(self.gradient)
         return float(self.gradient.norm())
 
     def apply_gradient(self, rate: float, norm: float) -> float:

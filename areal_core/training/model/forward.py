@@ -4,7 +4,7 @@ Linear layers see all tokens of a micro-batch as one matrix; attention stays wit
 the precision of the weights but for log-probabilities and entropies, which are float32 at least. Axes: T packed input
 tokens, A answer tokens (the targets), H heads, D width of a head.
 
-`answer_logprobs` runs a whole model; its parts stand alone for an engine that has the weights of one layer at a time.
+`completion_logprobs` runs a whole model; its parts stand alone for an engine that has the weights of one layer at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at any moment: wh
 _LOGITS_AT_ONCE_GPU = 1 << 27  # enough rows for a full-sized product, half a gigabyte
 
 
-def answer_logprobs(
+def completion_logprobs(
     spec: ModelSpec,
     weights: Mapping[str, Tensor],
     packed: Packed,
@@ -107,7 +107,7 @@ def decoder_layer(
 
 
 def target_logprobs(head: Tensor, hidden: Tensor, packed: Packed, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """What `answer_logprobs` returns, from the hidden states after the last norm, [T, hidden_size]."""
+    """What `completion_logprobs` returns, from the hidden states after the last norm, [T, hidden_size]."""
     rows, targets = (torch.from_numpy(values).to(hidden.device) for values in (packed.rows, packed.targets))
     hidden = hidden.index_select(0, rows)
     if temperature != 1.0:

@@ -17,7 +17,7 @@ from areal_core.config.schema import load
 from areal_core.errors import ConfigError
 from tests.support.tokens import of
 
-CONFIG = AlgorithmConfig(objective="naive", clip_eps=1.5)  # so wide that nothing below is clipped
+CONFIG = AlgorithmConfig(objective="standard", clip_eps=1.5)  # so wide that nothing below is clipped
 LOG2 = 0.6931471805599453
 
 

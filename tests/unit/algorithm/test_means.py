@@ -19,10 +19,10 @@ LOSS_TOKENS = np.array([2, 3, 1, 0])
     ],
 )
 def test_means_by_hand(name: str, expected: float):
-    weights, masses = LOSS_MEANS[name](LOSS_TOKENS, 5)
+    weights, denominator_terms = LOSS_MEANS[name](LOSS_TOKENS, 5)
     total = sum(weight * sum(terms) for weight, terms in zip(weights, TERMS, strict=False))
-    assert total / masses.sum() == pytest.approx(expected)
-    assert masses[3] == 0
+    assert total / denominator_terms.sum() == pytest.approx(expected)
+    assert denominator_terms[3] == 0
     assert np.isfinite(weights).all()
 
 
@@ -30,7 +30,7 @@ def test_means_by_hand(name: str, expected: float):
 def test_the_denominator_is_the_sum_over_any_partition_of_the_answers(name: str):
     whole = LOSS_MEANS[name](LOSS_TOKENS, 5)
     parts = [LOSS_MEANS[name](LOSS_TOKENS[part], 5) for part in (slice(0, 1), slice(1, 4), slice(4, 4))]
-    assert sum(part.masses.sum() for part in parts) == whole.masses.sum()
+    assert sum(part.denominator_terms.sum() for part in parts) == whole.denominator_terms.sum()
     np.testing.assert_array_equal(np.concatenate([part.weights for part in parts]), whole.weights)
 
 

@@ -18,9 +18,9 @@ from areal_core.algorithm.objectives import (
     decoupled,
     find_objective,
     gspo,
-    naive,
     objective,
     reinforce,
+    standard,
 )
 from areal_core.config.algorithm import OBJECTIVES, AlgorithmConfig
 from areal_core.config.schema import load
@@ -55,12 +55,12 @@ def test_decoupled_by_hand():
     assert not surrogate.masked.any()
 
 
-def test_naive_by_hand():
+def test_standard_by_hand():
     # u = pi_theta / pi_behav = 2.2, 1.5, 0.25: all three are clipped
-    terms, gradient = differentiated(naive, TOKENS, CONFIG)
+    terms, gradient = differentiated(standard, TOKENS, CONFIG)
     assert terms == pytest.approx([1.2, 1.2, -1.6, 0])
     assert gradient == [0, 0, 0, 0]
-    surrogate = naive(TOKENS, CONFIG)
+    surrogate = standard(TOKENS, CONFIG)
     assert (flags(surrogate.clipped_low), flags(surrogate.clipped_high)) == ([2], [0, 1])
     assert surrogate.log_weight.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])
 
@@ -109,11 +109,11 @@ def test_the_clip_leaves_the_pessimistic_side_alone():
         sequence=torch.tensor([0, 1]),
         sequences=2,
     )
-    terms, gradient = differentiated(naive, tokens, CONFIG)
+    terms, gradient = differentiated(standard, tokens, CONFIG)
     assert terms == pytest.approx([-1.5, 0.5])
     assert gradient == pytest.approx([-1.5, 0.5])
-    assert not naive(tokens, CONFIG).clipped_low.any()
-    assert not naive(tokens, CONFIG).clipped_high.any()
+    assert not standard(tokens, CONFIG).clipped_low.any()
+    assert not standard(tokens, CONFIG).clipped_high.any()
 
 
 def test_the_cap_bounds_the_weight():
@@ -226,7 +226,7 @@ def test_nothing_outside_the_mask_matters(name: str):
 
 def test_decoupled_is_ppo_where_nothing_is_stale():
     tokens = sample(4)
-    ppo = differentiated(naive, tokens, CONFIG)
+    ppo = differentiated(standard, tokens, CONFIG)
     fresh = replace(tokens, proximal=tokens.behaviour)
     terms, gradient = differentiated(decoupled, fresh, CONFIG)
     assert terms == ppo[0]
@@ -234,21 +234,21 @@ def test_decoupled_is_ppo_where_nothing_is_stale():
     assert differentiated(decoupled, replace(tokens, proximal=None), CONFIG) == ppo
 
 
-def test_a3po_is_naive_ppo_for_tokens_of_the_version_trained_on():
+def test_a3po_is_standard_ppo_for_tokens_of_the_version_trained_on():
     tokens = replace(sample(5), staleness=torch.zeros(40, dtype=torch.long))
-    assert differentiated(a3po, tokens, CONFIG) == differentiated(naive, tokens, CONFIG)
+    assert differentiated(a3po, tokens, CONFIG) == differentiated(standard, tokens, CONFIG)
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 5])
-def test_a3po_has_the_gradient_of_naive_ppo_under_a_clip_that_widens_with_staleness(staleness: int):
+def test_a3po_has_the_gradient_of_standard_ppo_under_a_clip_that_widens_with_staleness(staleness: int):
     """w u = pi_theta / pi_behav = q, and u = q^(1/d) lies in [1 - eps, 1 + eps] where q lies between the d-th powers of
     the bounds."""
     tokens = replace(sample(6), staleness=torch.full((40,), staleness))
     d = staleness + 1
     wide = replace(CONFIG, clip_eps=1 - 0.8**d, clip_eps_high=1.2**d - 1)
     gradient = differentiated(a3po, tokens, CONFIG)[1]
-    assert gradient == pytest.approx(differentiated(naive, tokens, wide)[1])
-    assert gradient != pytest.approx(differentiated(naive, tokens, CONFIG)[1])
+    assert gradient == pytest.approx(differentiated(standard, tokens, wide)[1])
+    assert gradient != pytest.approx(differentiated(standard, tokens, CONFIG)[1])
 
 
 def test_a3po_reads_no_proximal_policy():
@@ -425,7 +425,7 @@ def test_cispo_without_a_clip_has_the_gradient_of_weighted_reinforce_and_of_uncl
     tokens = sample(15)
     free = replace(CONFIG, clip_eps=1e9)
     gradient = differentiated(cispo, tokens, free)[1]
-    assert gradient == pytest.approx(differentiated(naive, tokens, free)[1])
+    assert gradient == pytest.approx(differentiated(standard, tokens, free)[1])
     weighted = replace(tokens, proximal=tokens.current)  # w = pi_theta / pi_behav
     assert gradient == pytest.approx(differentiated(reinforce, weighted, free)[1])
     assert gradient != pytest.approx(differentiated(cispo, tokens, CONFIG)[1])
@@ -447,7 +447,7 @@ def test_every_objective_can_be_chosen():
 
 def test_a_function_that_is_not_listed_is_no_objective():
     def unheard_of(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
-        return naive(tokens, config)
+        return standard(tokens, config)
 
     with pytest.raises(AssertionError, match=r"config.algorithm.OBJECTIVES has no unheard_of"):
         objective(unheard_of)

@@ -44,7 +44,7 @@ def test_statistics_by_hand():
     assert (masked.stats.masked, masked.stats.capped) == (2, 0)
 
 
-@pytest.mark.parametrize("objective", ["naive", "a3po"])
+@pytest.mark.parametrize("objective", ["standard", "a3po"])
 def test_without_a_proximal_policy_the_mismatch_is_that_of_the_untouched_policy(objective: str):
     """pi_theta / pi_behav of token 1 is 1.5, and A-3PO's pi_prox would be pi_behav itself."""
     tokens, config = replace(TOKENS, proximal=None), AlgorithmConfig(objective=objective)

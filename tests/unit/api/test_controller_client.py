@@ -28,12 +28,12 @@ def run(tmp_path: Path) -> RunDir:
 def serve(run: RunDir) -> Iterator[Callable[[Answer], ThreadingHTTPServer]]:
     servers: list[ThreadingHTTPServer] = []
 
-    def start(answer: Answer) -> ThreadingHTTPServer:
+    def start(completion: Answer) -> ThreadingHTTPServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                status, body = answer(self.path)
+                status, body = completion(self.path)
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -66,8 +66,8 @@ MANIFEST = {
 
 
 def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]) -> None:
-    answers = iter([(204, b""), (204, b""), (200, json.dumps(MANIFEST).encode())])
-    serve(lambda path: next(answers))
+    completions = iter([(204, b""), (204, b""), (200, json.dumps(MANIFEST).encode())])
+    serve(lambda path: next(completions))
     manifest = ControllerClient(run).batch(1)
     assert manifest.step == 1
     assert manifest.groups[0].group_id == 7
@@ -77,10 +77,10 @@ def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[A
 def test_a_join_is_asked_for_until_the_server_is_at_work(
     run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]
 ) -> None:
-    answers = iter([(204, b""), (200, b"{}"), (204, b""), (204, b""), (200, b"{}"), (502, b"it runs vLLM 0.31.0")])
-    serve(lambda path: next(answers))
+    completions = iter([(204, b""), (200, b"{}"), (204, b""), (204, b""), (200, b"{}"), (502, b"it runs vLLM 0.31.0")])
+    serve(lambda path: next(completions))
     client = ControllerClient(run)
-    assert [client.introduce("a", "http://a", timeout_s=1.0) for _ in range(2)] == [False, True]
+    assert [client.register("a", "http://a", timeout_s=1.0) for _ in range(2)] == [False, True]
     client.join("a", "http://a")
     with pytest.raises(ProcessError, match=r"POST /servers answered 502: it runs vLLM 0\.31\.0"):
         client.join("a", "http://a")

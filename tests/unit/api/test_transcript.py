@@ -8,7 +8,7 @@ import pytest
 
 from areal_core.api import transcript as module
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import encode_generation, join_answers
+from areal_core.api.wire import encode_generation, join_completions
 from areal_core.errors import GenerationError
 from areal_core.types import Completion, GenerationRequest, Tally
 
@@ -18,7 +18,7 @@ REQUEST = GenerationRequest(
 )
 
 
-def answer(tokens, version, finish_reason):
+def completion(tokens, version, finish_reason):
     """One whose log-probabilities say the token: -t / 8."""
     return Completion(
         token_ids=np.array(tokens, np.int32),
@@ -28,18 +28,18 @@ def answer(tokens, version, finish_reason):
     )
 
 
-def body(*answers, version=3):
-    return encode_generation(REQUEST, [answer(tokens, version, why) for tokens, why in answers], logprobs=True)
+def body(*completions, version=3):
+    return encode_generation(REQUEST, [completion(tokens, version, why) for tokens, why in completions], logprobs=True)
 
 
-def begun(*answers, **changes):
-    transcript = Transcript(dataclasses.replace(REQUEST, n=len(answers), **changes))
-    transcript.begin(body(*answers))
+def begun(*completions, **changes):
+    transcript = Transcript(dataclasses.replace(REQUEST, n=len(completions), **changes))
+    transcript.begin(body(*completions))
     return transcript
 
 
 def joined(transcript):
-    return [(one.token_ids.tolist(), one.finish_reason) for one in join_answers(transcript.answers())]
+    return [(one.token_ids.tolist(), one.finish_reason) for one in join_completions(transcript.completions())]
 
 
 def test_a_body_that_is_complete_is_kept_as_it_is(monkeypatch):
@@ -50,8 +50,8 @@ def test_a_body_that_is_complete_is_kept_as_it_is(monkeypatch):
     transcript.begin(whole)
     assert transcript.begun
     assert transcript.unfinished() == []
-    assert [one.segments for one in transcript.answers()] == [((whole, 0),), ((whole, 1),)]
-    assert transcript.answers()[0].segments[0][0] is whole
+    assert [one.segments for one in transcript.completions()] == [((whole, 0),), ((whole, 1),)]
+    assert transcript.completions()[0].segments[0][0] is whole
     assert joined(transcript) == [([4, 5], "length"), ([6, STOP], "stop")]
 
 
@@ -65,11 +65,11 @@ def test_interrupted_answers_are_gone_on_with_and_others_are_left_alone():
     assert transcript.unfinished() == [2]
     transcript.extend(2, body(([13, 14, 15, 16], "length"), version=6))
     assert transcript.unfinished() == []
-    answers = join_answers(transcript.answers())
-    assert [one.token_ids.tolist() for one in answers] == [[4, 5, 6, 7, STOP], [6, STOP], [11, 12, 13, 14, 15, 16]]
-    assert [one.versions.tolist() for one in answers] == [[3, 3, 4, 6, 6], [3, 3], [4, 4, 6, 6, 6, 6]]
-    assert [one.finish_reason for one in answers] == ["stop", "stop", "length"]
-    for one in answers:
+    completions = join_completions(transcript.completions())
+    assert [one.token_ids.tolist() for one in completions] == [[4, 5, 6, 7, STOP], [6, STOP], [11, 12, 13, 14, 15, 16]]
+    assert [one.versions.tolist() for one in completions] == [[3, 3, 4, 6, 6], [3, 3], [4, 4, 6, 6, 6, 6]]
+    assert [one.finish_reason for one in completions] == ["stop", "stop", "length"]
+    for one in completions:
         assert one.logprobs.tolist() == (-one.token_ids / 8).tolist()
         assert (one.token_ids.dtype, one.logprobs.dtype, one.versions.dtype) == (np.int32, np.float32, np.int32)
     assert transcript.sampled() == Tally(tokens=13)
@@ -119,7 +119,7 @@ def test_a_stop_token_at_the_limit_is_a_stop():
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("completions", "said"),
     [
         (body(([4], "abort")), "1 answers where 2 were asked for"),
         (body(*[([4], "abort")] * 3), "3 answers where 2 were asked for"),
@@ -129,10 +129,10 @@ def test_a_stop_token_at_the_limit_is_a_stop():
         (body(([4], "abort"), ([], "length")), r"answer 1 ended \(length\) without a token"),
     ],
 )
-def test_what_can_not_be_gone_on_from_is_refused(answers, said):
+def test_what_can_not_be_gone_on_from_is_refused(completions, said):
     transcript = Transcript(REQUEST)
     with pytest.raises(GenerationError, match=said) as caught:
-        transcript.begin(answers)
+        transcript.begin(completions)
     assert "\n" not in str(caught.value)
     assert not transcript.begun
 
@@ -148,10 +148,10 @@ def test_what_can_not_be_gone_on_from_is_refused(answers, said):
 )
 def test_a_rest_that_is_none_leaves_the_answer_as_it_was(rest, said):
     transcript = begun(([4], "abort"), ([5, STOP], "stop"))
-    before, asked = transcript.answers(), transcript.continuation(0)
+    before, asked = transcript.completions(), transcript.continuation(0)
     with pytest.raises(GenerationError, match=said):
         transcript.extend(0, rest)
-    assert (transcript.answers(), transcript.unfinished()) == (before, [0])
+    assert (transcript.completions(), transcript.unfinished()) == (before, [0])
     assert transcript.continuation(0) == asked
 
 
@@ -171,7 +171,7 @@ def test_a_complete_body_with_too_few_answers_shows_when_it_is_read():
     transcript = Transcript(REQUEST)
     transcript.begin(body(([4], "stop")))
     with pytest.raises(GenerationError, match="fewer choices than asked for"):
-        join_answers(transcript.answers())
+        join_completions(transcript.completions())
     assert transcript.sampled() == Tally(tokens=1, unread=6)
 
 
@@ -208,9 +208,9 @@ def test_what_is_discarded_is_told_of_and_asked_for_again():
 def test_answers_travel_with_one_copy_of_a_body_that_they_share():
     transcript = begun(([4] * 5, "abort"), ([6, STOP], "stop"))
     transcript.extend(0, body(([7], "length")))
-    sent = pickle.dumps(transcript.answers())
+    sent = pickle.dumps(transcript.completions())
     bodies = [text for one in pickle.loads(sent) for text, _ in one.segments]
     assert len(bodies) == 3
     assert bodies[0] is bodies[2]
     assert len(sent) < sum(map(len, bodies))
-    assert join_answers(pickle.loads(sent))[1].token_ids.tolist() == [6, STOP]
+    assert join_completions(pickle.loads(sent))[1].token_ids.tolist() == [6, STOP]

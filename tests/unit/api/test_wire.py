@@ -11,7 +11,7 @@ from areal_core.types import Completion, GenerationRequest
 REQUEST = GenerationRequest(request_id="r-1", token_ids=(3, 4), n=2, max_tokens=8, seed=5, stop_token_ids=(1,))
 
 
-def answer(tokens, versions, finish_reason="stop"):
+def completion(tokens, versions, finish_reason="stop"):
     logprobs = -np.random.default_rng(len(tokens)).exponential(size=len(tokens)).astype(np.float32)
     return Completion(
         token_ids=np.array(tokens, dtype=np.int32),
@@ -21,7 +21,7 @@ def answer(tokens, versions, finish_reason="stop"):
     )
 
 
-ANSWERS = [answer([7, 8, 9, 1], [3, 3, 4, 6]), answer([2, 2], [4, 4], "length"), answer([], [], "abort")]
+ANSWERS = [completion([7, 8, 9, 1], [3, 3, 4, 6]), completion([2, 2], [4, 4], "length"), completion([], [], "abort")]
 
 
 def encode(**changes):

@@ -22,12 +22,12 @@ def test_shapes_are_those_of_the_models() -> None:
 
 def test_lengths_are_long_tailed() -> None:
     batch = long_tailed(131072, 1000, 8192)
-    answers = (batch.lengths - batch.prompt_lengths).tolist()
+    completions = (batch.lengths - batch.prompt_lengths).tolist()
     assert 131072 <= batch.lengths.sum() < 131072 + 8192
     assert batch.lengths.max() <= 8192
-    assert max(answers) > 3 * sorted(answers)[len(answers) // 2]
+    assert max(completions) > 3 * sorted(completions)[len(completions) // 2]
     assert batch.has_gradient.all()
-    assert batch.loss_mask.sum() == sum(answers)
+    assert batch.loss_mask.sum() == sum(completions)
     assert len(batch.later) > 131072 // 8192 - 1
 
 

@@ -23,7 +23,7 @@ def run(seed: int, speed: float, *, staleness_max: int, dropped: int) -> RunSumm
         staleness_mean=1.0 + 0.1 * seed,
         staleness_max=staleness_max,
         model_url="final",
-        epochs=0,
+        incarnation=0,
     )
 
 

@@ -46,14 +46,14 @@ def outcome(objective: str, lag: int, seed: int, last: float) -> Outcome:
 
 
 OUTCOMES = [  # in the order in which jobs happened to finish
-    outcome("naive", 4, 2, 0.4),
+    outcome("standard", 4, 2, 0.4),
     outcome("decoupled", 4, 2, 0.8),
     outcome("decoupled", 0, 1, 0.9),
-    outcome("naive", 0, 1, 0.9),
+    outcome("standard", 0, 1, 0.9),
     outcome("decoupled", 4, 1, 0.7),
-    outcome("naive", 4, 1, 0.5),
+    outcome("standard", 4, 1, 0.5),
     outcome("decoupled", 0, 2, 0.8),
-    outcome("naive", 0, 2, 0.8),
+    outcome("standard", 0, 2, 0.8),
 ]
 
 
@@ -100,25 +100,25 @@ def test_every_objective_and_lag_sees_the_same_prompts(tmp_path: Path) -> None:
 
     first = prompts(0, "decoupled")
     assert len(set(first)) == 4  # two groups a step, all different
-    assert prompts(3, "naive") == first
+    assert prompts(3, "standard") == first
 
 
 def test_a_job_is_scored_before_now_and_then_and_at_the_end(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    done = staleness.run_job(job(tmp_path, 1, "naive"))
+    done = staleness.run_job(job(tmp_path, 1, "standard"))
     assert [step for step, _ in done.accuracy] == [0, 2, 4, 5]
     assert all(0 <= accuracy <= 1 for _, accuracy in done.accuracy)
     assert [record.step for record in done.steps] == [1, 2, 3, 4, 5]
-    assert (done.objective, done.lag, done.seed) == ("naive", 1, 1)
+    assert (done.objective, done.lag, done.seed) == ("standard", 1, 1)
 
 
 def test_summary_has_means_by_objective_and_lag() -> None:
-    answer = summary(OUTCOMES, load(TINY))
-    assert answer["decoupled"] == {"0": 0.85, "4": 0.75}
-    assert answer["naive"] == {"0": 0.85, "4": 0.45}
-    assert answer["by_seed"]["naive"]["4"] == {"1": 0.5, "2": 0.4}
-    assert (answer["seeds"], answer["steps"], answer["learning_rate"]) == ([1, 2], 5, 0.5)
-    assert answer["base_accuracy"] == 0.2
+    completion = summary(OUTCOMES, load(TINY))
+    assert completion["decoupled"] == {"0": 0.85, "4": 0.75}
+    assert completion["standard"] == {"0": 0.85, "4": 0.45}
+    assert completion["by_seed"]["standard"]["4"] == {"1": 0.5, "2": 0.4}
+    assert (completion["seeds"], completion["steps"], completion["learning_rate"]) == ([1, 2], 5, 0.5)
+    assert completion["base_accuracy"] == 0.2
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     assert (tmp_path / "lag.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("override", ["seed=2", "algorithm.objective=naive"])
+@pytest.mark.parametrize("override", ["seed=2", "algorithm.objective=standard"])
 def test_fields_that_the_jobs_differ_in_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=f"^{override.partition('=')[0]}: this benchmark sets it"):
         staleness.plan([1], [0], [override])

@@ -92,7 +92,7 @@ def test_what_must_match_is_named_with_the_arm(field: str, ours: object, theirs:
     "overrides",
     [
         {"mode": "sync"},
-        {"rollout__policy": "drop", "algorithm__objective": "naive", "training__learning_rate": 1e-3},
+        {"rollout__policy": "drop", "algorithm__objective": "standard", "training__learning_rate": 1e-3},
         {"rollout__batch_size": 256, "training__steps": 50},  # as many trajectories
     ],
 )
@@ -207,7 +207,7 @@ def test_a_generated_name_is_a_name(experiment: str) -> None:
     assert name.endswith("-0123456789ab")
     arms, files = _TWO, []
     if experiment.startswith(("gpu-", "paper-")):  # these set what only one of the two modes can have
-        arms = {"decoupled": ["algorithm.objective=decoupled"], "naive": ["algorithm.objective=naive"]}
+        arms = {"decoupled": ["algorithm.objective=decoupled"], "standard": ["algorithm.objective=standard"]}
         files = ["model.path=m", "task.path=t", "task.held_out_path=h"]
     assert plan_trials(name, experiment, arms, [1], files)[0].run_id == f"{name}.{next(iter(arms))}.s1"
 

@@ -107,16 +107,16 @@ def test_what_can_not_work_together_on_gpus_is_refused(values: dict[str, Any], s
             "algorithm.behaviour_mask_low: must be below algorithm.behaviour_mask_high (0.5), got 5",
         ),
         (
-            {"objective": "naive", "behaviour_cap": 2.0},
-            "algorithm.behaviour_cap: must be null with algorithm.objective=naive, which has no pi_prox / pi_behav",
+            {"objective": "standard", "behaviour_cap": 2.0},
+            "algorithm.behaviour_cap: must be null with algorithm.objective=standard, which has no pi_prox / pi_behav",
         ),
         (
-            {"objective": "naive", "behaviour_mask_low": 0.5},
-            "algorithm.behaviour_mask_low: must be null with algorithm.objective=naive, which has no pi_prox",
+            {"objective": "standard", "behaviour_mask_low": 0.5},
+            "algorithm.behaviour_mask_low: must be null with algorithm.objective=standard, which has no pi_prox",
         ),
         (
-            {"objective": "naive", "behaviour_mask_high": 5.0},
-            "algorithm.behaviour_mask_high: must be null with algorithm.objective=naive, which has no pi_prox",
+            {"objective": "standard", "behaviour_mask_high": 5.0},
+            "algorithm.behaviour_mask_high: must be null with algorithm.objective=standard, which has no pi_prox",
         ),
         (
             {"objective": "cispo", "behaviour_cap": 2.0},
@@ -155,7 +155,7 @@ def test_algorithms_that_may_seem_wrong_and_are_not() -> None:
         ({"mode": "sync"}, False),  # nothing is stale
         ({"mode": "sync", "algorithm": {"behaviour_cap": 2.0}}, True),  # what engines differ in is
         ({"mode": "sync", "algorithm": {"behaviour_mask_low": 0.5}}, True),
-        ({"algorithm": {"objective": "naive"}}, False),
+        ({"algorithm": {"objective": "standard"}}, False),
         ({"algorithm": {"objective": "a3po"}}, False),
         ({"algorithm": {"objective": "a3po", "behaviour_cap": 2.0}, "mode": "sync"}, False),
         ({"algorithm": {"objective": "gspo"}}, True),
@@ -202,24 +202,27 @@ def test_what_needs_answers_that_differ_is_refused_where_none_do(values: dict[st
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ({"launch": {"elsewhere": "evaluator"}}, "launch.elsewhere: must be one of none, generation, trainer, both"),
+        (
+            {"launch": {"remote_roles": "evaluator"}},
+            "launch.remote_roles: must be one of none, generation, trainer, both",
+        ),
         ({"launch": {"address": "head"}}, "launch.address: must be an IP address of this machine, got 'head'"),
         ({"launch": {"address": "0.0.0.0"}}, "launch.address: must be an IP address of this machine, got '0.0.0.0'"),
         ({"training": {"hosts": 0}}, "training.hosts: must be at least 1, got 0"),
         (
-            {"training": {"ranks": 2, "hosts": 2}, "launch": {"elsewhere": "generation"}},
-            "training.hosts: must be 1 unless other machines train (launch.elsewhere=trainer or both), got 2",
+            {"training": {"ranks": 2, "hosts": 2}, "launch": {"remote_roles": "generation"}},
+            "training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got 2",
         ),
         (
-            {"training": {"ranks": 3, "hosts": 2}, "launch": {"elsewhere": "trainer"}},
+            {"training": {"ranks": 3, "hosts": 2}, "launch": {"remote_roles": "trainer"}},
             "training.ranks: must be a multiple of training.hosts (2), got 3",
         ),
         (
             {
                 "generation": {"engine": "vllm", "transfer": "nccl"},
-                "launch": {"accelerator": "cuda", "elsewhere": "generation"},
+                "launch": {"accelerator": "cuda", "remote_roles": "generation"},
             },
-            "generation.transfer: must be files with launch.elsewhere=generation, got 'nccl'",
+            "generation.transfer: must be files with launch.remote_roles=generation, got 'nccl'",
         ),
     ],
 )
@@ -232,9 +235,9 @@ def test_what_is_wrong_with_several_machines_is_one_line_that_names_it(
     assert "\n" not in str(caught.value)
 
 
-def test_what_follows_from_roles_elsewhere() -> None:
-    assert load({}).elsewhere == frozenset()
-    assert load({"launch": {"elsewhere": "generation"}}).elsewhere == {"generation"}
-    config = load({"training": {"ranks": 4, "hosts": 2}, "launch": {"elsewhere": "both", "address": "fd00::1"}})
-    assert config.elsewhere == {"generation", "trainer"}
+def test_what_follows_from_remote_roles() -> None:
+    assert load({}).remote_roles == frozenset()
+    assert load({"launch": {"remote_roles": "generation"}}).remote_roles == {"generation"}
+    config = load({"training": {"ranks": 4, "hosts": 2}, "launch": {"remote_roles": "both", "address": "fd00::1"}})
+    assert config.remote_roles == {"generation", "trainer"}
     assert config.ranks_per_host == 2

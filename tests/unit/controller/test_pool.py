@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import join_answers
+from areal_core.api.wire import join_completions
 from areal_core.controller import pool as module
 from areal_core.controller.pool import GenerationPool, server_routes
 from areal_core.errors import GenerationError, ServerLostError
@@ -29,7 +29,7 @@ async def servers():
 
 @pytest.fixture
 async def pool():
-    pool = GenerationPool(answers_per_server=10, patience_s=5)
+    pool = GenerationPool(completions_per_server=10, patience_s=5)
     yield pool
     await pool.close()
 
@@ -45,7 +45,7 @@ async def finish(pool, transcript):
 
 
 def tokens(transcript):
-    return [answer.token_ids.tolist() for answer in join_answers(transcript.answers())]
+    return [completion.token_ids.tolist() for completion in join_completions(transcript.completions())]
 
 
 async def asked(server, path):
@@ -102,10 +102,10 @@ async def test_a_refused_request_does_not_cost_the_server_its_place(servers, poo
 
 
 async def test_requests_wait_for_a_server_and_give_up(servers):
-    pool = GenerationPool(answers_per_server=10, patience_s=0.05)
+    pool = GenerationPool(completions_per_server=10, patience_s=0.05)
     with pytest.raises(GenerationError, match="no generation server joined"):
         await ask(pool)
-    pool = GenerationPool(answers_per_server=10, patience_s=5)
+    pool = GenerationPool(completions_per_server=10, patience_s=5)
     call = asyncio.ensure_future(ask(pool))
     await asyncio.sleep(0)
     await pool.join("a", servers[0].url, lambda: None)
@@ -198,7 +198,7 @@ async def test_a_server_that_a_new_controller_finds_goes_on_counting(servers, tm
     ledger = TrajectoryLedger(tmp_path / "ledger.sqlite", group_size=2)
     for counted, joined in ((10, 0), (25, 15), (3, 15)):  # the last one was started again
         ledger.resume(0)
-        pool = GenerationPool(answers_per_server=10, patience_s=5, counters=ledger.counters)
+        pool = GenerationPool(completions_per_server=10, patience_s=5, counters=ledger.counters)
         servers[0].counted = counted
         await pool.join("a", servers[0].url, lambda: version(0))
         assert ledger.tokens().generated == joined
@@ -294,7 +294,7 @@ async def test_the_rest_of_interrupted_answers_goes_to_the_servers_with_the_leas
 
 
 async def test_an_update_that_resubmits_has_every_token_under_the_version_that_sampled_it(servers):
-    pool = GenerationPool(answers_per_server=10, interruption="resubmit", patience_s=5)
+    pool = GenerationPool(completions_per_server=10, interruption="resubmit", patience_s=5)
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
     transcript = Transcript(request())
@@ -305,7 +305,7 @@ async def test_an_update_that_resubmits_has_every_token_under_the_version_that_s
         await servers[0].started("r-0-4")
         assert (await pool.loads())[0].recomputed_tokens == 1 + 7  # since the last update
     assert call.result() == [WHOLE]
-    assert join_answers(transcript.answers())[0].versions.tolist() == [0] * 2 + [1] * 2 + [2] * 20
+    assert join_completions(transcript.completions())[0].versions.tolist() == [0] * 2 + [1] * 2 + [2] * 20
     await pool.close()
 
 
@@ -432,10 +432,10 @@ async def test_a_join_that_is_asked_for_again_changes_nothing(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(3))
     asked = len(servers[0].calls)
     servers[0].release.clear()
-    async with servers[0].runs(ask(pool)) as answer:
+    async with servers[0].runs(ask(pool)) as completion:
         await pool.join("a", servers[0].url, lambda: version(3))
         assert servers[0].calls[asked:] == ["r", ("/weight_info", None)]
-    assert await answer == [WHOLE]
+    assert await completion == [WHOLE]
     servers[0].label = "0"  # another one was started in its place
     await pool.join("a", servers[0].url, lambda: version(3))
     assert servers[0].label == "3"

@@ -189,7 +189,7 @@ def test_tokens_a_second_are_those_of_the_emulated_cluster(ledger: TrajectoryLed
     assert recorder.status(version=1, finished=None, lost_servers=()).emulated
 
 
-def test_an_epoch_forgets_the_scores_of_weights_that_are_gone(ledger: TrajectoryLedger, outbox: Outbox) -> None:
+def test_an_incarnation_forgets_the_scores_of_weights_that_are_gone(ledger: TrajectoryLedger, outbox: Outbox) -> None:
     recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
     recorder.start_clock()
     for version, accuracy in ((0, 0.1), (1, 0.5), (2, 0.9)):

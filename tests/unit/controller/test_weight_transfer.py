@@ -233,8 +233,8 @@ async def test_to_the_trainer_the_controller_is_one_server(pool):
             ("finish_weight_update", {"weight_version": None}),
         ):
             await http.post(f"{url}/transfer/{path}", json=body)
-        answer = await (await http.get(f"{url}/transfer?version=3")).json()
-    assert answer == {"needed": False, "open": True, "world_size": 3}
+        reply = await (await http.get(f"{url}/transfer?version=3")).json()
+    assert reply == {"needed": False, "open": True, "world_size": 3}
     assert pool.servers["a"].client.calls[:4] == [
         ("open_transfer", {"packed": True}),
         ("begin_transfer", version(3), "recompute"),

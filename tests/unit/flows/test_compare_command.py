@@ -60,7 +60,7 @@ def test_what_is_wrong_is_one_line(asked: dict[str, Any], line: str) -> None:
 
 @pytest.fixture
 def known(tmp_path: Path) -> Comparison:
-    arms = {"sync": ["mode=sync"], "naive": ["algorithm=naive"]}
+    arms = {"sync": ["mode=sync"], "standard": ["algorithm=standard"]}
     comparison = Comparison(
         name="first", experiment="cpu-sync", arms=arms, seeds=[5], overrides=[f"state_dir={tmp_path}"]
     )

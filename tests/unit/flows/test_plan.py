@@ -37,7 +37,7 @@ def test_every_experiment_for_gpus_is_planned() -> None:
 @pytest.mark.parametrize(("experiment", "model"), plan.PLANNED.items())
 def test_every_planned_experiment_fits_an_h800(experiment: str, model: str) -> None:
     found = check_footprint(compose(experiment, FILES), plan.SPECS[model], 80e9)
-    assert found.answers >= 16  # a group of full length
+    assert found.completions >= 16  # a group of full length
 
 
 def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:

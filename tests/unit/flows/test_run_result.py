@@ -31,7 +31,7 @@ _SUMMARY = RunSummary(
     staleness_mean=1.25,
     staleness_max=3,
     model_url="s3://bucket/runs/r-1/final",
-    epochs=0,
+    incarnation=0,
 )
 
 

@@ -21,23 +21,23 @@ _GONE = httpx.ConnectError("refused", request=_REQUEST)
 class _Server:
     """Answers with each of these in turn; raises those that are errors."""
 
-    def __init__(self, *answers: Any) -> None:
-        self._answers = [*answers]
+    def __init__(self, *completions: Any) -> None:
+        self._answers = [*completions]
 
     def __call__(self) -> Any:
-        answer = self._answers.pop(0)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        completion = self._answers.pop(0)
+        if isinstance(completion, BaseException):
+            raise completion
+        return completion
 
 
 def test_trouble_is_borne_for_a_while_and_forgotten_by_an_answer() -> None:
     now = SimpleNamespace(s=0.0)
     patience, server = watch._Patience(lambda: now.s), _Server(_BUSY, _LATE, "yes", _LATE, _BUSY, _BUSY)
-    answers: list[Any] = []
+    completions: list[Any] = []
     for now.s in (0.0, 59.0, 61.0, 100.0, 160.0):
-        answers.append(patience.ask(server))
-    assert answers == [None, None, "yes", None, None]
+        completions.append(patience.ask(server))
+    assert completions == [None, None, "yes", None, None]
     now.s = 160.1
     with pytest.raises(httpx.HTTPStatusError):
         patience.ask(server)

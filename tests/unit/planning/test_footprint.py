@@ -64,7 +64,7 @@ def test_a_server_caches_what_is_left_of_its_share() -> None:
     # 68 GiB, less weights, a step (8192 tokens x (3 x 18944 + 4 x 3584) x 2 bytes, 128 slots x 152064 x 12) and the
     # margin, in answers of 8192 tokens x 57344 bytes.
     left = 68 * GIB - 2 * 7_615_616_512 - 8192 * 71168 * 2 - 128 * 152064 * 12 - 6.4 * GIB
-    assert found.answers == int(left // (8192 * 57344)) == 105
+    assert found.completions == int(left // (8192 * 57344)) == 105
 
 
 @pytest.mark.parametrize(

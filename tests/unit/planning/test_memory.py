@@ -16,7 +16,7 @@ from areal_core.models.folders import init_weights
 from areal_core.models.spec import ModelSpec
 from areal_core.planning.memory import (
     LOGITS_AT_ONCE,
-    answer_bytes,
+    completion_bytes,
     kv_bytes,
     layer_parameters,
     server_state,
@@ -121,7 +121,7 @@ def test_a_server_of_vllm(degree: int, heads: int) -> None:
     vllm = config(generation={"engine": "vllm", "slots": 16, "vllm": {"tensor_parallel": degree}})
     token = 2 * 2 * heads * 16 * 2  # keys and values, layers, heads of this GPU, width, bytes
     assert kv_bytes(vllm, SPEC) == token
-    assert answer_bytes(vllm, SPEC) == 32 * token
+    assert completion_bytes(vllm, SPEC) == 32 * token
     assert server_state(vllm, SPEC) == {
         "weights": 2 * P / degree,
         "step": 8192 * (300 / degree + 256) * 2 + 12 * 16 * 1000,

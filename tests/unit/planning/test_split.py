@@ -14,7 +14,7 @@ from areal_core.errors import ConfigError
 from areal_core.planning.split import advice, decode_pace, generation_used, rates, splits, splits_of_run
 from areal_core.storage.rundir import RunDir
 from tests.support.splits import (
-    ANSWER_S,
+    COMPLETION_S,
     FIXED_S,
     GENERATED,
     RUNNING,
@@ -42,7 +42,7 @@ def test_what_the_staleness_bound_admits_is_shared_out() -> None:
     tight = config(6, 2, batch_size=64, max_staleness=4)
     found = splits(tight, measured(6, 2))
     per_server = {servers: min(SLOTS, RUNNING * 288 / servers) for servers in range(1, 8)}
-    able = {s: s * n / (FIXED_S + n * ANSWER_S) for s, n in per_server.items()}
+    able = {s: s * n / (FIXED_S + n * COMPLETION_S) for s, n in per_server.items()}
     best = max(able, key=lambda s: min(able[s], (8 - s) * TRAINED))
     assert found[0].servers == best
 
@@ -50,7 +50,7 @@ def test_what_the_staleness_bound_admits_is_shared_out() -> None:
 def test_answers_that_have_ended_hold_places_until_their_group_has() -> None:
     """With a quarter of each group's answers running, half of a server's slots are in use."""
     few = dataclasses.replace(measured(4, 4), running_share=0.25)
-    half = 50 / (FIXED_S + 50 * ANSWER_S)
+    half = 50 / (FIXED_S + 50 * COMPLETION_S)
     found = {split.servers: split.ratio for split in splits(config(4, 4), few)}
     for servers in (1, 2, 3):
         assert found[servers] == pytest.approx(servers * half / min(4 * half, 4 * TRAINED))
@@ -78,23 +78,23 @@ def test_servers_of_several_devices() -> None:
 
 
 def test_the_pace_of_decoding_is_the_line_through_what_was_seen() -> None:
-    answers = np.array([10.0, 40.0, 80.0, 95.0])
-    found = decode_pace(answers, FIXED_S + ANSWER_S * answers, [1.0, 2.0, 1.0, 5.0])
-    assert (found.fixed_s, found.answer_s) == (pytest.approx(FIXED_S), pytest.approx(ANSWER_S))
+    completions = np.array([10.0, 40.0, 80.0, 95.0])
+    found = decode_pace(completions, FIXED_S + COMPLETION_S * completions, [1.0, 2.0, 1.0, 5.0])
+    assert (found.fixed_s, found.completion_s) == (pytest.approx(FIXED_S), pytest.approx(COMPLETION_S))
     assert found.tokens_per_s(SLOTS) == pytest.approx(GENERATED)
 
 
 def test_neither_part_of_the_pace_is_negative() -> None:
     faster_with_more = decode_pace([10.0, 100.0], [0.02, 0.01], [1.0, 1.0])
-    assert (faster_with_more.fixed_s, faster_with_more.answer_s) == (pytest.approx(0.015), 0.0)
+    assert (faster_with_more.fixed_s, faster_with_more.completion_s) == (pytest.approx(0.015), 0.0)
     all_of_it_grows = decode_pace([10.0, 100.0], [0.001, 0.02], [1.0, 1.0])
     assert all_of_it_grows.fixed_s == pytest.approx(0.0)
-    assert all_of_it_grows.answer_s > 0
+    assert all_of_it_grows.completion_s > 0
 
 
 def test_loads_that_are_alike_say_nothing_of_other_loads() -> None:
     found = decode_pace([50.0, 51.0], [0.015, 0.016], [1.0, 1.0])
-    assert (found.fixed_s, found.answer_s) == (pytest.approx(0.0155), 0.0)
+    assert (found.fixed_s, found.completion_s) == (pytest.approx(0.0155), 0.0)
 
 
 def test_rates_are_those_of_the_metrics() -> None:
@@ -112,7 +112,7 @@ def test_the_ends_of_a_run_are_left_out() -> None:
     logged = curves(4, 4, chosen.training.steps)
     steps, eta = chosen.training.steps, chosen.max_staleness
     last = dict.fromkeys((*range(2, eta + 2), *range(steps - eta, steps + 1)), 0.1)
-    for key in ("throughput/generated_tokens_per_s", "rollout/running_answers"):
+    for key in ("throughput/generated_tokens_per_s", "rollout/running_completions"):
         logged[key] = [(step, value * last.get(step, 1.0)) for step, value in logged[key]]
     found = rates(chosen, logged)
     assert found is not None

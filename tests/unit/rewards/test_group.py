@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import unpack_group
-from areal_core.api.wire import encode_generation, whole_answers
+from areal_core.api.wire import encode_generation, whole_completions
 from areal_core.environments.environment import given, sampled
 from areal_core.errors import RewardError
 from areal_core.rewards.group import GroupRollout
@@ -22,7 +22,7 @@ def served(*completions):
     request = GenerationRequest(
         request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
     )
-    return whole_answers(encode_generation(request, completions, logprobs=True), len(completions))
+    return whole_completions(encode_generation(request, completions, logprobs=True), len(completions))
 
 
 def advance_all(environment, *turns, n=2, max_new_tokens=20):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import ScoredGroup, unpack_group
-from areal_core.api.wire import SampledAnswer, encode_generation, whole_answers
+from areal_core.api.wire import SampledCompletion, encode_generation, whole_completions
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.errors import GenerationError, RewardError
 from areal_core.models.tokenizer import EOS, char_tokenizer
@@ -26,7 +26,7 @@ BUSY_S = 0.05  # CPU seconds of a job that does nothing else
 SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, correct=0, truncated=0)
 
 
-def answer(text, versions, finish_reason="stop"):
+def completion(text, versions, finish_reason="stop"):
     ids = [*char_tokenizer().encode(text), *([END] if finish_reason == "stop" else [])]
     return Completion(
         token_ids=np.array(ids, np.int32),
@@ -36,15 +36,15 @@ def answer(text, versions, finish_reason="stop"):
     )
 
 
-def body(*answers):
+def body(*completions):
     request = GenerationRequest(
-        request_id="1", token_ids=(2,), n=len(answers), max_tokens=9, seed=0, stop_token_ids=(END,)
+        request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
     )
-    return encode_generation(request, answers, logprobs=True)
+    return encode_generation(request, completions, logprobs=True)
 
 
-def whole(*answers):
-    return whole_answers(body(*answers), len(answers))
+def whole(*completions):
+    return whole_completions(body(*completions), len(completions))
 
 
 def job(completions=(), *, gold="3", model_path="", environment=None, **algorithm):
@@ -86,7 +86,7 @@ def obey(job):
 
 
 def test_a_group_is_scored_and_packed(model):
-    group = whole(answer("1-1=0;0-7=3#3", [4] * 9 + [5] * 5), answer("#7", [5, 5, 5]))
+    group = whole(completion("1-1=0;0-7=3#3", [4] * 9 + [5] * 5), completion("#7", [5, 5, 5]))
     scored = score_group(job(group, model_path=model, reward_correct=5.0, reward_wrong=-5.0))
     payload = unpack_group(scored.payload)
     assert payload.lengths.tolist() == [14, 3]
@@ -112,9 +112,12 @@ def test_a_group_is_scored_and_packed(model):
 
 
 def test_the_segments_of_an_interrupted_answer_are_scored_as_one(model):
-    parts = body(answer("1-1=0;", [4] * 6, "abort"), answer("#3", [4, 4, 4])), body(answer("0-7=3#3", [5] * 8))
-    interrupted = SampledAnswer(segments=((parts[0], 0), (parts[1], 0)))
-    scored = score_group(job((interrupted, SampledAnswer(segments=((parts[0], 1),))), model_path=model))
+    parts = (
+        body(completion("1-1=0;", [4] * 6, "abort"), completion("#3", [4, 4, 4])),
+        body(completion("0-7=3#3", [5] * 8)),
+    )
+    interrupted = SampledCompletion(segments=((parts[0], 0), (parts[1], 0)))
+    scored = score_group(job((interrupted, SampledCompletion(segments=((parts[0], 1),))), model_path=model))
     payload = unpack_group(scored.payload)
     assert payload.lengths.tolist() == [14, 3]
     assert payload.versions.tolist() == [4] * 6 + [5] * 8 + [4] * 3
@@ -123,22 +126,22 @@ def test_the_segments_of_an_interrupted_answer_are_scored_as_one(model):
 
 
 def test_a_truncated_answer_is_flagged_and_wrong_even_if_its_text_is_right(model):
-    scored = score_group(job(whole(answer("#3", [0, 0], "length"), answer("#3", [0, 0, 0])), model_path=model))
+    scored = score_group(job(whole(completion("#3", [0, 0], "length"), completion("#3", [0, 0, 0])), model_path=model))
     payload = unpack_group(scored.payload)
     assert payload.truncated.tolist() == [True, False]
     assert payload.rewards.tolist() == [0.0, 1.0]
     assert (scored.summary.correct, scored.summary.truncated) == (1, 1)
 
 
-@pytest.mark.parametrize("unfinished", [answer("#3", [0, 0], "abort"), answer("", [], "length")])
+@pytest.mark.parametrize("unfinished", [completion("#3", [0, 0], "abort"), completion("", [], "length")])
 def test_an_unfinished_answer_is_not_scored(model, unfinished):
     with pytest.raises(RewardError, match="completion 1 is not finished"):
-        score_group(job(whole(answer("#3", [0, 0, 0]), unfinished), model_path=model))
+        score_group(job(whole(completion("#3", [0, 0, 0]), unfinished), model_path=model))
 
 
 def test_a_body_that_is_no_answer_is_refused(model):
     with pytest.raises(GenerationError):
-        score_group(job(whole_answers(b"{}", 1), model_path=model))
+        score_group(job(whole_completions(b"{}", 1), model_path=model))
 
 
 # RewardPool
@@ -155,9 +158,9 @@ async def pool():
 
 async def test_the_pool_scores_in_processes_of_its_own(model):
     pool = RewardPool(workers=1, timeout_s=30.0)
-    scored = await pool.score(job(whole(answer("#3", [0, 0, 0])), model_path=model))
+    scored = await pool.score(job(whole(completion("#3", [0, 0, 0])), model_path=model))
     with pytest.raises(GenerationError):  # an error of its own comes back as it is
-        await pool.score(job(whole_answers(b"{}", 1), model_path=model))
+        await pool.score(job(whole_completions(b"{}", 1), model_path=model))
     await pool.close()
     assert scored.summary.correct == 1
 
@@ -253,11 +256,11 @@ async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
     pool = RewardPool(workers=2, timeout_s=30.0)
     sessions = [pool.begin(job(model_path=model, environment=TALKING)) for _ in range(3)]
     asked = await asyncio.gather(
-        *(session.advance([whole(answer(f"#{place}", [0, 0, 0]))]) for place, session in enumerate(sessions))
+        *(session.advance([whole(completion(f"#{place}", [0, 0, 0]))]) for place, session in enumerate(sessions))
     )
     texts = [char_tokenizer().decode(request.token_ids) for (request,) in asked]
     assert texts == ["1-1-7=#0=", "1-1-7=#1=", "1-1-7=#2="]
-    scored = [await session.advance([whole(answer("#3", [1, 1, 1]))]) for session in reversed(sessions)]
+    scored = [await session.advance([whole(completion("#3", [1, 1, 1]))]) for session in reversed(sessions)]
     assert [one.summary.samples[0][0] for one in scored] == ["#2=#3", "#1=#3", "#0=#3"]
     assert {one.summary.rewards for one in scored} == {(0.5,)}
     await pool.close()
@@ -266,14 +269,14 @@ async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
 async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(model):
     pool = RewardPool(workers=1, timeout_s=30.0)
     session = pool.begin(job(model_path=model, environment=TALKING))
-    await session.advance([whole(answer("#0", [0, 0, 0]))])
+    await session.advance([whole(completion("#0", [0, 0, 0]))])
     [pid] = pool.pids()
     workers = Watch([pid])
     os.kill(pid, signal.SIGKILL)
     assert workers.all_end()
     with pytest.raises(RewardError, match="suspended"):
-        await session.advance([whole(answer("#3", [0, 0, 0]))])
-    [request] = await session.advance([whole(answer("#0", [0, 0, 0]))])  # it starts again, in another worker
+        await session.advance([whole(completion("#3", [0, 0, 0]))])
+    [request] = await session.advance([whole(completion("#0", [0, 0, 0]))])  # it starts again, in another worker
     assert request.n == 1
     await pool.close()
 
@@ -282,7 +285,7 @@ async def test_a_group_that_is_given_up_leaves_its_worker(model):
     pool = RewardPool(workers=1, timeout_s=30.0, function=count_suspended)
     for _ in range(3):
         session = pool.begin(job(model_path=model, environment=TALKING))
-        await session.advance([whole(answer("#0", [0, 0, 0]))])
+        await session.advance([whole(completion("#0", [0, 0, 0]))])
         session.close()
     suspended, _ = await pool.ask("how many")
     assert suspended == 0

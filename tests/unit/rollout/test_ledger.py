@@ -1,4 +1,4 @@
-"""Transitions, selection policies, recovery and epochs of the trajectory ledger, on a real SQLite file."""
+"""Transitions, selection policies, recovery and incarnations of the trajectory ledger, on a real SQLite file."""
 
 import sqlite3
 from pathlib import Path
@@ -158,7 +158,7 @@ def test_publishing_the_same_weights_again_changes_nothing(ledger):
     assert ledger.publish(version(1)) == "same"
     assert ledger.newest_version() == version(2)
     assert ledger.payload(group) == b"payload"
-    assert ledger.epoch == 0
+    assert ledger.incarnation == 0
     with pytest.raises(LedgerError, match="can't follow 2"):
         ledger.publish(version(4))
 
@@ -171,11 +171,11 @@ def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledg
         batches[step] = admit_ready(ledger, at=sampled_by)
         ledger.fix_batch(step, selection(groups=1))
     ledger.rewind(3)
-    assert (ledger.epoch, ledger.newest_version()) == (0, version(3))  # nothing is lost
+    assert (ledger.incarnation, ledger.newest_version()) == (0, version(3))  # nothing is lost
 
     ledger.rewind(1)
 
-    assert (ledger.epoch, ledger.newest_version()) == (1, version(1))
+    assert (ledger.incarnation, ledger.newest_version()) == (1, version(1))
     assert ledger.batch(2) is not None  # what version 1 is to be trained on
     assert (ledger.batch(3), ledger.batch(4)) == (None, None)
     assert ledger.payload(batches[3])  # version 1 sampled it: it is in the buffer again
@@ -184,7 +184,7 @@ def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledg
     assert ledger.publish(version(2, "other")) == "new"
 
 
-def test_other_weights_under_an_old_number_open_an_epoch_and_no_label_lies(ledger):
+def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies(ledger):
     for number in (0, 1, 2, 3):
         ledger.publish(version(number))
     batches = {}
@@ -193,9 +193,9 @@ def test_other_weights_under_an_old_number_open_an_epoch_and_no_label_lies(ledge
         ledger.fix_batch(step, selection(groups=1))
     ready_old, ready_new, flying = admit_ready(ledger, at=1), admit_ready(ledger, at=3), ledger.admit().group_id
 
-    assert ledger.publish(version(2, "other")) == "epoch"
+    assert ledger.publish(version(2, "other")) == "replaced"
 
-    assert ledger.epoch == 1
+    assert ledger.incarnation == 1
     assert ledger.newest_version() == version(2, "other")
     assert ledger.batch(2) is not None  # made version 2: its content stands
     assert ledger.batch(3) is None
@@ -208,7 +208,7 @@ def test_other_weights_under_an_old_number_open_an_epoch_and_no_label_lies(ledge
     assert ledger.payload(ready_old) == b"payload"
     with pytest.raises(LedgerError):
         ledger.payload(ready_new)
-    assert ledger.dropped() == {"epoch": 3}
+    assert ledger.dropped() == {"replaced": 3}
     assert ledger.fix_batch(3, selection(groups=2)).groups[0].group_id == batches[3]
 
 
@@ -234,14 +234,14 @@ def test_a_group_that_was_dropped_while_it_ran_is_settled_when_servers_have_hand
     for number in (0, 1):
         ledger.publish(version(number))
     flying = ledger.admit().group_id
-    assert ledger.publish(version(1, "other")) == "epoch"
+    assert ledger.publish(version(1, "other")) == "replaced"
     assert ledger.tokens().dropped == 0
     ledger.settle(flying, Tally(tokens=5, unread=3))
     assert (ledger.tokens().dropped, ledger.tokens().allowance) == (5, 3)
 
 
 def test_what_a_killed_controller_had_not_stored_is_allowed_for(ledger):
-    """Groups that ran, and those that an epoch dropped before they were handed over; not what was settled or stored."""
+    """Groups that ran, and those that a new incarnation dropped before they were handed over; not what was settled or stored."""
     for number in (0, 1):
         ledger.publish(version(number))
     ledger.admit()
@@ -259,5 +259,5 @@ def test_a_ledger_of_another_format_is_refused_in_one_line(tmp_path):
     path = tmp_path / "old.sqlite"
     with sqlite3.connect(path) as old:
         old.execute("CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-    with pytest.raises(LedgerError, match=r"^.*old\.sqlite: a ledger of format 0, needed is 1; start .* another id$"):
+    with pytest.raises(LedgerError, match=r"^.*old\.sqlite: a ledger of format 0, needed is 2; start .* another id$"):
         TrajectoryLedger(path, group_size=GROUP)

@@ -48,7 +48,7 @@ def test_conclude() -> None:
     summary = RunSummary(
         run_id="r", name="n", mode="async", seed=1, reason="score", steps=12, accuracy_before=0.1712,
         accuracy_after=0.8, best_accuracy=0.81, rl_wall_s=61.0, time_to_score_s=50.0, effective_tokens_per_s=20000.4,
-        generated_tokens_per_s=21000.0, staleness_mean=0.5, staleness_max=2, model_url="/store/r/final", epochs=0,
+        generated_tokens_per_s=21000.0, staleness_mean=0.5, staleness_max=2, model_url="/store/r/final", incarnation=0,
         tokens=TokenLedger(generated=3, consumed=2, dropped=1, buffered=0, in_flight=0),
     )  # fmt: skip
     lines = conclude(summary).splitlines()

@@ -16,8 +16,8 @@ import pytest
 from areal_core.errors import ProcessError
 from areal_core.launch.supervisor import FileLock, RoleSpec
 from areal_core.run import remote_worker as command
-from areal_core.run.remote_worker import Host
-from areal_core.run.roles import host_generation
+from areal_core.run.remote_worker import RemoteWorker
+from areal_core.run.roles import remote_generation
 from areal_core.storage.rundir import RunDir, write_json
 from tests.support.heads import PATIENCE_S, Head, wait_for
 
@@ -61,8 +61,8 @@ def head(tmp_path: Path) -> Iterator[Head]:
         ),
         (
             ["generation", "--address", "127.0.0.1"],
-            {"elsewhere": "trainer"},
-            "launch.elsewhere: must be generation or both for another machine to take that role over, got 'trainer'",
+            {"remote_roles": "trainer"},
+            "launch.remote_roles: must be generation or both for another machine to take that role over, got 'trainer'",
         ),
         (
             ["trainer", "--address", "127.0.0.1", "--node", "1"],
@@ -171,12 +171,12 @@ class Part:
             def argv(index: int) -> list[str]:
                 return [sys.executable, "-c", SERVER, str(run.ready_file("generation", index)), server]
 
-            return dataclasses.replace(host_generation(run, *arguments, **options), argv=argv)
+            return dataclasses.replace(remote_generation(run, *arguments, **options), argv=argv)
 
-        patch.setattr(command, "host_generation", spec)
+        patch.setattr(command, "remote_generation", spec)
         self.lines: list[str] = []
         self.head = head
-        part = Host(head.run, head.config, locks=locks, log=self.lines.append)
+        part = RemoteWorker(head.run, head.config, locks=locks, log=self.lines.append)
         self._thread = ThreadPoolExecutor(1)
         self.running = self._thread.submit(part.generate, "127.0.0.1", first, count)
 
@@ -185,7 +185,7 @@ class Part:
         self._thread.shutdown()
         infos = [json.loads(file.read_text()) for file in self.head.run.ready.glob("generation-*.json")]
         assert not any(Path(f"/proc/{info['pid']}").exists() for info in infos)
-        assert not [thread for thread in threading.enumerate() if thread.name in ("introduce", "watch")]
+        assert not [thread for thread in threading.enumerate() if thread.name in ("register", "watch")]
         return error
 
 
@@ -289,7 +289,7 @@ def test_a_machine_whose_restarts_are_spent(head: Head, part: Callable[..., Part
     ("where", "thread"),
     [
         ("areal_core.run.remote_worker.FileLock.is_held", "watch"),
-        ("areal_core.run.remote_worker.Introductions._ready", "introduce"),
+        ("areal_core.run.remote_worker.ServerRegistration._ready", "register"),
     ],
 )
 def test_a_thread_that_fails_ends_the_part(

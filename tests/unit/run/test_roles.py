@@ -12,7 +12,7 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from areal_core.run.roles import host_generation, host_trainer, interface, role_specs
+from areal_core.run.roles import interface, remote_generation, remote_trainer, role_specs
 from areal_core.storage.rundir import RunDir, RunInfo
 
 EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated"}}
@@ -27,7 +27,7 @@ def folder(settings: RunConfig) -> RunDir:
 
 
 def prepared(root: Path, **launch: Any) -> tuple[RunDir, RunConfig]:
-    launch = {"elsewhere": "both", "address": "127.0.0.1", "devices": 8} | launch
+    launch = {"remote_roles": "both", "address": "127.0.0.1", "devices": 8} | launch
     settings = config(root, launch=launch, training={"ranks": 4, "hosts": 2, "minibatches": 1})
     return folder(settings), settings
 
@@ -152,7 +152,7 @@ def test_processes_see_the_gpus_that_the_launcher_may_use(tmp_path: Path, monkey
 
 def test_servers_of_another_machine_listen_on_its_address_and_have_numbers_of_their_own(tmp_path: Path) -> None:
     run, config = prepared(tmp_path)
-    spec = host_generation(run, config, address="10.0.0.2", first=2, count=2)
+    spec = remote_generation(run, config, address="10.0.0.2", first=2, count=2)
     assert list(spec.indices) == [2, 3]
     assert option(spec.argv(3), "--host") == "10.0.0.2"
     assert option(spec.argv(3), "--ready-file") == str(run.ready_file("generation", 3))
@@ -164,16 +164,16 @@ def test_servers_of_another_machine_listen_on_its_address_and_have_numbers_of_th
 def test_a_machines_gpus_are_counted_from_its_first_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     run, config = prepared(tmp_path, accelerator="cuda")
-    servers = host_generation(run, config, address="10.0.0.2", first=2, count=2)
+    servers = remote_generation(run, config, address="10.0.0.2", first=2, count=2)
     assert [servers.env(index)["CUDA_VISIBLE_DEVICES"] for index in servers.indices] == ["4", "5"]
-    assert host_trainer(run, config, address="127.0.0.1", node=1).env(1)["CUDA_VISIBLE_DEVICES"] == "4,5"
-    run, config = prepared(tmp_path, accelerator="cuda", elsewhere="trainer")
+    assert remote_trainer(run, config, address="127.0.0.1", node=1).env(1)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    run, config = prepared(tmp_path, accelerator="cuda", remote_roles="trainer")
     assert role_specs(run, config, [0])["generation"].env(1)["CUDA_VISIBLE_DEVICES"] == "5"
 
 
 def test_ranks_of_another_machine_talk_through_the_interface_of_its_address(tmp_path: Path) -> None:
     run, config = prepared(tmp_path)
-    spec = host_trainer(run, config, address="127.0.0.1", node=1)
+    spec = remote_trainer(run, config, address="127.0.0.1", node=1)
     assert list(spec.indices) == [1]
     assert spec.env(1)["GLOO_SOCKET_IFNAME"] == "lo"
     assert spec.argv(1)[1:] == [

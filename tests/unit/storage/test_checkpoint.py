@@ -94,6 +94,16 @@ def test_broken_checkpoint_is_never_chosen(
     assert "step-000002" in caplog.text
 
 
+def test_a_checkpoint_of_another_format_is_refused_not_skipped(store: Storage, tmp_path: Path) -> None:
+    save(store, tmp_path, 1)
+    name = "checkpoints/step-000001/manifest.json"
+    manifest = json.loads(store.get_bytes(name))
+    del manifest["format"]
+    store.put_bytes(name, json.dumps(manifest).encode())
+    with pytest.raises(StorageError, match=r"step-000001: a checkpoint of format 1, needed is 2; start .* another id$"):
+        checkpoint.newest(store)
+
+
 def test_changed_content_is_noticed_by_fetch(store: Storage, tmp_path: Path) -> None:
     save(store, tmp_path, 1, "weights")
     (tmp_path / "store" / "checkpoints" / "step-000001" / "model" / "model.safetensors").write_text("WEIGHTS 1")

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from areal_core.models.spec import ModelSpec
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.flops import forward_flops, peak_flops_per_s, step_flops, training_cost
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import SPEC, batch, weights
 
 LENGTHS, PROMPTS = [4, 7, 4, 12], [1, 3, 2, 5]
@@ -35,7 +35,7 @@ def counted(spec: ModelSpec, packed: Packed) -> tuple[float, float]:
         )
 
     with FlopCounterMode(display=False) as forward:
-        logprobs, _ = answer_logprobs(spec, leaves, packed)
+        logprobs, _ = completion_logprobs(spec, leaves, packed)
     with FlopCounterMode(display=False) as backward:
         logprobs.sum().backward()
     return products(forward), products(backward)
@@ -45,8 +45,8 @@ def counted(spec: ModelSpec, packed: Packed) -> tuple[float, float]:
 @pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=lambda spec: spec.architecture)
 def test_products_are_those_that_torch_counts(spec: ModelSpec, shared: bool) -> None:
     groups = PAIRED if shared else [(p, [length - p]) for p, length in zip(PROMPTS, LENGTHS, strict=True)]
-    prompts = np.array([prompt for prompt, answers in groups for _ in answers])
-    lengths = prompts + np.array([answer for _, answers in groups for answer in answers])
+    prompts = np.array([prompt for prompt, completions in groups for _ in completions])
+    lengths = prompts + np.array([completion for _, completions in groups for completion in completions])
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, lengths.sum()).astype(np.int32)
     laid = tokens, lengths, prompts
     forward, backward = counted(spec, pack_shared(*laid, [[0, 1], [2, 3]]) if shared else pack(*laid, range(4)))
@@ -96,15 +96,15 @@ def passed(packed: Packed) -> float:
 
 
 def test_a_long_answer_costs_more_than_its_tokens() -> None:
-    def cost(*answers: int, shared: bool = False) -> int:
-        return training_cost(SPEC, 1, answers, shared=shared)
+    def cost(*completions: int, shared: bool = False) -> int:
+        return training_cost(SPEC, 1, completions, shared=shared)
 
     assert cost(1000) > cost(500, 501)
     assert cost(1000, 6) == cost(1000) + cost(6)
 
 
 def test_what_is_shared_costs_once() -> None:
-    alone, twice = (training_cost(SPEC, 300, answers, shared=True) for answers in ([9], [9, 9]))
+    alone, twice = (training_cost(SPEC, 300, completions, shared=True) for completions in ([9], [9, 9]))
     assert alone == training_cost(SPEC, 300, [9], shared=False)
     assert twice < 1.1 * alone
 

@@ -58,14 +58,14 @@ def built(**algorithm: Any) -> TrainingBatch:
     return trainer._build(BatchManifest(step=1, groups=tuple(groups)), Served())
 
 
-def answers(batch: TrainingBatch, values: np.ndarray) -> list[float]:
+def completions(batch: TrainingBatch, values: np.ndarray) -> list[float]:
     """Of the last token of each answer."""
     return values[np.cumsum(batch.lengths) - 1].tolist()
 
 
 def test_advantages_are_those_of_the_rewards() -> None:
     batch = built()
-    assert answers(batch, batch.advantages) == [-0.5, 0.5, 0, 0]
+    assert completions(batch, batch.advantages) == [-0.5, 0.5, 0, 0]
     assert batch.has_gradient.tolist() == [True, True, False, False]
     assert (batch.loss_tokens, batch.denominators) == ([12], [12.0])
 
@@ -73,7 +73,7 @@ def test_advantages_are_those_of_the_rewards() -> None:
 def test_length_is_charged_against_the_limit_of_answers() -> None:
     # nothing up to 2 tokens, half at 3, all at 4: rewards 0 and 1 - 1, 1 - 0.5 and 1 - 1
     batch = built(overlong_cache=2)
-    assert answers(batch, batch.advantages) == [0, 0, 0.25, -0.25]
+    assert completions(batch, batch.advantages) == [0, 0, 0.25, -0.25]
 
 
 @pytest.mark.parametrize("field", ["kl_coef", "entropy_coef"])
@@ -83,9 +83,9 @@ def test_a_term_of_its_own_takes_in_answers_without_an_advantage(field: str) -> 
 
 def test_the_mean_is_the_one_that_was_chosen() -> None:
     sequence, constant = built(loss_mean="sequence"), built(loss_mean="constant")
-    assert answers(sequence, sequence.weights) == pytest.approx([1, 1 / 4, 1 / 3, 1 / 4])
+    assert completions(sequence, sequence.weights) == pytest.approx([1, 1 / 4, 1 / 3, 1 / 4])
     assert sequence.denominators == [4]
-    assert answers(constant, constant.weights) == [1] * 4
+    assert completions(constant, constant.weights) == [1] * 4
     assert constant.denominators == [4 * 4]
     masked = built(loss_mean="constant", truncated="mask")
     assert (masked.loss_tokens, masked.denominators) == ([4], [2 * 4])

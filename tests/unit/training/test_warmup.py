@@ -41,17 +41,17 @@ def drawn(config, share, steps=20):
 
 def test_batches_are_solved_training_chains_that_end_with_the_end_token():
     rows = drawn(small(), share=0.5)
-    for prompt, answer, last in rows:
+    for prompt, completion, last in rows:
         assert prompt.endswith("=")
         assert not is_held_out(prompt)
-        assert answer.rpartition("#")[2].isdigit()
+        assert completion.rpartition("#")[2].isdigit()
         assert last == embedded_spec(small()).eos_token_ids[0]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
 def test_the_share_of_direct_answers(share):
     rows = drawn(small(), share)
-    direct = sum(answer.startswith("#") for _, answer, _ in rows) / len(rows)
+    direct = sum(completion.startswith("#") for _, completion, _ in rows) / len(rows)
     assert direct == pytest.approx(share, abs=0.0 if share in (0.0, 1.0) else 0.08)
 
 

@@ -49,8 +49,8 @@ def mixed_requests():
     return [request(f"r{i}", range(2, 3 + 3 * i), n=1 + 2 * i, max_tokens=10 + 15 * i, seed=i) for i in range(5)]
 
 
-def as_lists(answers):
-    return [(a.token_ids.tolist(), a.logprobs.tolist(), a.versions.tolist(), a.finish_reason) for a in answers]
+def as_lists(completions):
+    return [(a.token_ids.tolist(), a.logprobs.tolist(), a.versions.tolist(), a.finish_reason) for a in completions]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,12 +71,12 @@ def test_logprobs_are_those_of_transformers_before_across_and_after_interruption
     assert len(generations) == 5
     spans = set()
     for generation in generations.values():
-        assert len(generation.answers) == generation.request.n
-        for answer in generation.answers:
-            assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) > 0
-            assert (np.diff(answer.versions) >= 0).all()
-            spans.add(tuple(np.unique(answer.versions).tolist()))
-            reference.check(generation.request, answer)
+        assert len(generation.completions) == generation.request.n
+        for completion in generation.completions:
+            assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) > 0
+            assert (np.diff(completion.versions) >= 0).all()
+            spans.add(tuple(np.unique(completion.versions).tolist()))
+            reference.check(generation.request, completion)
     assert any(len(span) > 1 for span in spans)
     assert {version for span in spans for version in span} == {0, 3, 4}
 
@@ -87,8 +87,8 @@ def test_versions_change_at_the_token_where_the_weights_did():
     for _ in range(4):
         served.step()
     served.swap(served.prepare(weights(QWEN2, 2)), 7)
-    [answer] = finish(served)["r"].answers
-    assert answer.versions.tolist() == [0] * 4 + [7] * 5
+    [completion] = finish(served)["r"].completions
+    assert completion.versions.tolist() == [0] * 4 + [7] * 5
     assert served.stats.recomputed_tokens == 3 + 4 - 1  # all but the last, which the next step feeds
 
 
@@ -109,17 +109,17 @@ def test_the_prompt_of_a_group_is_recomputed_once():
 
 def test_without_recompute_the_old_keys_and_values_stay(tmp_path):
     reference = Reference(tmp_path, QWEN2, {0: 1, 1: 2})
-    answers = {}
+    completions = {}
     for recompute in (True, False):
         served = engine()
         served.add(request(max_tokens=30, stop_token_ids=()))
         for _ in range(15):
             served.step()
         served.swap(served.prepare(weights(QWEN2, 2)), 1, recompute=recompute)
-        [answers[recompute]] = finish(served)["r"].answers
-    reference.check(request(), answers[True])
+        [completions[recompute]] = finish(served)["r"].completions
+    reference.check(request(), completions[True])
     with pytest.raises(AssertionError):
-        reference.check(request(), answers[False])
+        reference.check(request(), completions[False])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,9 +130,9 @@ def test_prompts_that_wait_for_slots_are_read_again_after_an_update(tmp_path, ki
     served.step()
     served.swap(served.prepare(weights(QWEN2, 2)), 1)
     generation = finish(served)["r"]
-    for answer in generation.answers:
-        reference.check(generation.request, answer)
-    assert {version for answer in generation.answers for version in answer.versions.tolist()} == {0, 1}
+    for completion in generation.completions:
+        reference.check(generation.request, completion)
+    assert {version for completion in generation.completions for version in completion.versions.tolist()} == {0, 1}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,13 +140,13 @@ def test_greedy_answers_are_the_most_probable_tokens(tmp_path, kind):
     reference = Reference(tmp_path, QWEN2_GQA, {0: 1})
     greedy = request(greedy=True, max_tokens=20, n=2)
     company = [request(f"company-{i}", (5, 6), n=2, seed=i) for i in range(2)]
-    answers = engine(QWEN2_GQA, kind=kind).generate([greedy, *company])[0]
+    completions = engine(QWEN2_GQA, kind=kind).generate([greedy, *company])[0]
     text = list(greedy.token_ids)
-    for token in answers[0].token_ids.tolist():
+    for token in completions[0].token_ids.tolist():
         assert reference.logits(0, text)[-1].argmax() == token
         text.append(token)
-    reference.check(greedy, answers[0])
-    assert as_lists(answers[:1]) == as_lists(answers[1:])
+    reference.check(greedy, completions[0])
+    assert as_lists(completions[:1]) == as_lists(completions[1:])
 
 
 @pytest.mark.parametrize(("kind", "temperature"), [("cpu", 0.8), ("cpu", 1.0), ("cpu", 3.0), ("torch", 0.8)])
@@ -154,8 +154,8 @@ def test_sampling_follows_the_models_distribution_at_the_temperature(tmp_path, t
     prompt, draws = (2, 3, 4), 8000
     logits = Reference(tmp_path, QWEN2, {0: 1}).logits(0, prompt)[-1]
     served = engine(kind=kind, slots=128)
-    [answers] = served.generate([request(prompt=prompt, n=draws, max_tokens=1, seed=3, temperature=temperature)])
-    counts = np.bincount([answer.token_ids[0] for answer in answers], minlength=QWEN2.vocab_size)
+    [completions] = served.generate([request(prompt=prompt, n=draws, max_tokens=1, seed=3, temperature=temperature)])
+    counts = np.bincount([completion.token_ids[0] for completion in completions], minlength=QWEN2.vocab_size)
     expected = draws * (logits.double() / temperature).softmax(-1).numpy()
     assert expected.min() > 5
     assert ((counts - expected) ** 2 / expected).sum() < 54  # chi-square, 22 degrees of freedom: p = 1.7e-4
@@ -169,7 +169,7 @@ def test_answers_depend_on_seed_and_index_and_the_first_is_that_of_a_single_answ
     assert group == sample(n=4)
     assert group[:1] == sample(n=1)
     assert group != sample(n=4, seed=8)
-    assert len({tuple(answer) for answer in group}) == 4
+    assert len({tuple(completion) for completion in group}) == 4
 
 
 def test_in_other_company_the_same_tokens_are_sampled():
@@ -217,12 +217,12 @@ def test_answers_are_the_same_in_any_company_and_however_they_are_disturbed(monk
     assert cleared > 3 or kind == "torch-deterministic"
     assert {generation.request.request_id for generation in done} == wanted.keys()
     for generation in done:
-        for answer, other in zip(generation.answers, wanted[generation.request.request_id], strict=True):
-            length = len(answer.token_ids)
-            assert answer.finish_reason == "abort" or length == len(other.token_ids)
-            assert answer.token_ids.tolist() == other.token_ids[:length].tolist()
+        for completion, other in zip(generation.completions, wanted[generation.request.request_id], strict=True):
+            length = len(completion.token_ids)
+            assert completion.finish_reason == "abort" or length == len(other.token_ids)
+            assert completion.token_ids.tolist() == other.token_ids[:length].tolist()
             np.testing.assert_allclose(
-                answer.logprobs, other.logprobs[:length], atol=2e-4 if kind == "torch" else 0, rtol=0
+                completion.logprobs, other.logprobs[:length], atol=2e-4 if kind == "torch" else 0, rtol=0
             )
 
 
@@ -238,16 +238,16 @@ def test_answers_are_the_same_to_the_bit_in_any_company_and_slot(spec, kind):
             served.add(item)
         done = [generation for _ in range(shift) for generation in served.step()]
         served.add(wanted)
-        assert as_lists(finish(served, done)["wanted"].answers) == as_lists(alone[0])
+        assert as_lists(finish(served, done)["wanted"].completions) == as_lists(alone[0])
 
 
 def test_stop_tokens_end_an_answer_and_are_part_of_it():
     free = engine().generate([request(max_tokens=30, stop_token_ids=())])[0][0].token_ids.tolist()
     assert len(free) == 30
     stop = free[11]
-    [answer] = engine().generate([request(max_tokens=30, stop_token_ids=(stop, 22))])[0]
-    assert answer.token_ids.tolist() == free[: free.index(stop) + 1]
-    assert answer.finish_reason == "stop"
+    [completion] = engine().generate([request(max_tokens=30, stop_token_ids=(stop, 22))])[0]
+    assert completion.token_ids.tolist() == free[: free.index(stop) + 1]
+    assert completion.finish_reason == "stop"
 
 
 def test_a_stop_token_at_the_length_limit_is_a_stop():
@@ -256,16 +256,16 @@ def test_a_stop_token_at_the_length_limit_is_a_stop():
     last = int(free.token_ids[-1])
     if last in free.token_ids[:-1]:
         pytest.fail("choose another seed: the last token must be new")
-    [answer] = engine().generate([request(max_tokens=5, stop_token_ids=(last,))])[0]
-    assert answer.finish_reason == "stop"
-    assert len(answer.token_ids) == 5
+    [completion] = engine().generate([request(max_tokens=5, stop_token_ids=(last,))])[0]
+    assert completion.finish_reason == "stop"
+    assert len(completion.token_ids) == 5
 
 
 def test_the_context_cuts_answers_off():
     prompt = [2 + i % 20 for i in range(QWEN2.context - 3)]
-    [answer] = engine().generate([request(prompt=prompt, max_tokens=50, stop_token_ids=())])[0]
-    assert len(answer.token_ids) == 3
-    assert answer.finish_reason == "length"
+    [completion] = engine().generate([request(prompt=prompt, max_tokens=50, stop_token_ids=())])[0]
+    assert len(completion.token_ids) == 3
+    assert completion.finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -307,11 +307,13 @@ def test_abort_returns_what_there_is_and_leaves_the_others_alone(tmp_path):
         served.step()
     ended = {generation.request.request_id: generation for generation in served.abort(["ended", "waits", "unknown"])}
 
-    assert [len(answer.token_ids) for answer in ended["ended"].answers] == [5, 5]
-    assert [len(answer.token_ids) for answer in ended["waits"].answers] == [0, 0, 0]
-    assert {answer.finish_reason for generation in ended.values() for answer in generation.answers} == {"abort"}
+    assert [len(completion.token_ids) for completion in ended["ended"].completions] == [5, 5]
+    assert [len(completion.token_ids) for completion in ended["waits"].completions] == [0, 0, 0]
+    assert {completion.finish_reason for generation in ended.values() for completion in generation.completions} == {
+        "abort"
+    }
     assert (served.running, served.waiting) == (2, 0)
-    kept = finish(served)["kept"].answers
+    kept = finish(served)["kept"].completions
     assert [a.token_ids.tolist() for a in kept] == [a.token_ids.tolist() for a in undisturbed]
 
 
@@ -321,7 +323,7 @@ def test_abort_of_a_group_of_which_some_answers_are_finished_and_some_wait():
     for _ in range(4):
         served.step()
     [generation] = served.abort()
-    assert [(len(a.token_ids), a.finish_reason) for a in generation.answers] == [
+    assert [(len(a.token_ids), a.finish_reason) for a in generation.completions] == [
         (3, "length"), (3, "length"), (1, "abort"), (1, "abort"), (0, "abort"),
     ]  # fmt: skip
     assert (served.running, served.waiting) == (0, 0)
@@ -337,13 +339,13 @@ def test_without_admission_running_answers_finish_and_waiting_ones_stay():
         served.step()
     assert (served.running, served.waiting) == (0, 3)
     served.admitting = True
-    assert len(finish(served)["r"].answers) == 5
+    assert len(finish(served)["r"].completions) == 5
 
 
 def test_every_sampled_token_is_counted():
     served = engine(slots=3)
-    answers = served.generate(mixed_requests())
-    assert served.stats.generated_tokens == sum(len(a.token_ids) for group in answers for a in group)
+    completions = served.generate(mixed_requests())
+    assert served.stats.generated_tokens == sum(len(a.token_ids) for group in completions for a in group)
 
 
 def test_tokens_of_the_rollout_are_counted_apart_as_they_are_sampled():
@@ -372,9 +374,9 @@ def test_log_probabilities_are_those_of_the_distribution_at_the_temperature_in_o
     reference = Reference(tmp_path, LLAMA_GQA, {0: 1})
     temperatures = (0.01, 0.3, 1.0, 2.5, 100.0)
     requests = [request(f"r{i}", n=2, seed=i, temperature=t) for i, t in enumerate(temperatures)]
-    for each, answers in zip(requests, engine(LLAMA_GQA, slots=10).generate(requests), strict=True):
-        for answer in answers:
-            reference.check(each, answer)
+    for each, completions in zip(requests, engine(LLAMA_GQA, slots=10).generate(requests), strict=True):
+        for completion in completions:
+            reference.check(each, completion)
     [[greedy]] = engine(LLAMA_GQA).generate([request(greedy=True, temperature=5.0)])
     reference.check(request(), greedy)
 
@@ -397,9 +399,9 @@ def test_long_texts_agree_with_transformers(tmp_path):
         served.swap(served.prepare(weights(spec, 2)), 1)
         generations = finish(served, done)
         for each in requests:
-            for answer in generations[each.request_id].answers:
-                assert len(answer.token_ids) == each.max_tokens
-                reference.check(each, answer)
+            for completion in generations[each.request_id].completions:
+                assert len(completion.token_ids) == each.max_tokens
+                reference.check(each, completion)
 
 
 def test_the_prompt_of_a_group_is_read_once_and_again_after_an_update():
@@ -432,5 +434,5 @@ def test_decoding_goes_on_while_long_prompts_are_read(monkeypatch):
 
 def test_a_context_shorter_than_the_models_is_kept():
     served = engine(dataclasses.replace(QWEN2), context=10)
-    [answer] = served.generate([request(max_tokens=50, stop_token_ids=())])[0]
-    assert len(answer.token_ids) == 7
+    [completion] = served.generate([request(max_tokens=50, stop_token_ids=())])[0]
+    assert len(completion.token_ids) == 7

@@ -18,7 +18,7 @@ from areal_core.errors import GenerationError, ModelError
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation
 from areal_core.generation.engines.sampling import stream_seed, uniforms
-from areal_core.planning.time_model import AnswerLengths, TimeModel
+from areal_core.planning.time_model import CompletionLengths, TimeModel
 from areal_core.types import Completion, GenerationRequest
 from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, pace, request
 from tests.support.models import SPEC
@@ -29,7 +29,7 @@ PROMPT = 3 * SCALE  # real tokens of the prompt of `request`
 def real_length(wanted: GenerationRequest, index: int) -> int:
     """What an answer's length is drawn to be, before the limit."""
     share = uniforms(np.array([stream_seed(wanted.seed, index)], np.uint64), np.zeros(1, np.int64))[0]
-    return AnswerLengths(CONFIG).quantile(float(share))
+    return CompletionLengths(CONFIG).quantile(float(share))
 
 
 def wire_length(wanted: GenerationRequest, index: int) -> int:
@@ -40,7 +40,7 @@ def run(served: EmulatedEngine) -> dict[str, tuple[Completion, ...]]:
     done: list[Generation] = []
     while served.running or served.waiting:
         done += served.step()
-    return {generation.request.request_id: generation.answers for generation in done}
+    return {generation.request.request_id: generation.completions for generation in done}
 
 
 def advance(served: EmulatedEngine, clock: Clock, until_s: float) -> list[Generation]:
@@ -56,21 +56,23 @@ def test_answers_have_the_lengths_of_their_seed_in_any_company() -> None:
     together = engine(Clock(), slots=10)
     for each in requests:
         together.add(each)
-    answers = run(together)
+    completions = run(together)
     reasons = set()
     for each in requests:
-        lengths = [len(answer.token_ids) for answer in answers[each.request_id]]
+        lengths = [len(completion.token_ids) for completion in completions[each.request_id]]
         assert lengths == [wire_length(each, index) for index in range(8)]
-        assert lengths == [len(answer.token_ids) for answer in alone[each.request_id]]
-        for index, answer in enumerate(answers[each.request_id]):
+        assert lengths == [len(completion.token_ids) for completion in alone[each.request_id]]
+        for index, completion in enumerate(completions[each.request_id]):
             cut = real_length(each, index) >= LIMIT * SCALE
-            assert answer.finish_reason == ("length" if cut else "stop")
-            assert ((answer.token_ids == 1).nonzero()[0].tolist()) == ([] if cut else [len(answer.token_ids) - 1])
-            assert np.isfinite(answer.logprobs).all()
-            assert len(answer.logprobs) == len(answer.versions) == len(answer.token_ids)
-            reasons.add(answer.finish_reason)
+            assert completion.finish_reason == ("length" if cut else "stop")
+            assert ((completion.token_ids == 1).nonzero()[0].tolist()) == (
+                [] if cut else [len(completion.token_ids) - 1]
+            )
+            assert np.isfinite(completion.logprobs).all()
+            assert len(completion.logprobs) == len(completion.versions) == len(completion.token_ids)
+            reasons.add(completion.finish_reason)
     assert reasons == {"stop", "length"}
-    assert together.stats.generated_tokens == sum(len(a.token_ids) for group in answers.values() for a in group)
+    assert together.stats.generated_tokens == sum(len(a.token_ids) for group in completions.values() for a in group)
 
 
 def run_alone(wanted: GenerationRequest) -> tuple[Completion, ...]:
@@ -171,13 +173,15 @@ def test_the_cache_bounds_what_runs_and_nothing_is_lost_when_it_is_full() -> Non
     served = engine(Clock(), dataclasses.replace(CONFIG, memory_share=share))
     served.add(request(n=16))
     running: list[int] = []
-    answers: list[Generation] = []
+    completions: list[Generation] = []
     while served.running or served.waiting:
-        answers += served.step()
+        completions += served.step()
         running.append(served.running)
     assert running[0] == 16
     assert any(before < after for before, after in pairwise(running))  # some gave way, and came back
-    assert [len(a.token_ids) for a in answers[0].answers] == [wire_length(request(), index) for index in range(16)]
+    assert [len(a.token_ids) for a in completions[0].completions] == [
+        wire_length(request(), index) for index in range(16)
+    ]
 
 
 def test_an_update_in_the_middle_splits_versions_and_costs_a_recomputation() -> None:
@@ -194,10 +198,10 @@ def test_an_update_in_the_middle_splits_versions_and_costs_a_recomputation() -> 
     clock.now_s += 7.0  # paused
     served.clear_cache()
     served.swap(None, 5, recompute=False)
-    (answer,) = run(served)["r"]
+    (completion,) = run(served)["r"]
     total = wire_length(wanted, 0)
     assert 0 < sampled < total
-    assert version_spans(answer.versions) == [(0, 0, sampled), (5, sampled, total)]
+    assert version_spans(completion.versions) == [(0, 0, sampled), (5, sampled, total)]
     extra_s = clock.now_s - 7.0 - plain.now_s
     read = round(served.stats.recomputed_tokens)
     assert read == pytest.approx(3 + sampled, abs=1)
@@ -215,16 +219,18 @@ def test_aborted_answers_keep_what_they_have() -> None:
     before = served.stats.rollout_tokens
     (aborted,) = served.abort(["group-1-0", "unknown"])
     assert aborted.request.request_id == "group-1-0"
-    assert {answer.finish_reason for answer in aborted.answers} == {"abort"}
-    assert all(len(answer.token_ids) < LIMIT for answer in aborted.answers)
-    left = sum(len(answer.token_ids) for answer in aborted.answers)
-    answers = run(served)["b"]
-    assert [len(answer.token_ids) for answer in answers] == [wire_length(request(seed=2), index) for index in range(4)]
-    assert served.stats.generated_tokens == left + sum(len(answer.token_ids) for answer in answers)
+    assert {completion.finish_reason for completion in aborted.completions} == {"abort"}
+    assert all(len(completion.token_ids) < LIMIT for completion in aborted.completions)
+    left = sum(len(completion.token_ids) for completion in aborted.completions)
+    completions = run(served)["b"]
+    assert [len(completion.token_ids) for completion in completions] == [
+        wire_length(request(seed=2), index) for index in range(4)
+    ]
+    assert served.stats.generated_tokens == left + sum(len(completion.token_ids) for completion in completions)
     assert served.stats.rollout_tokens == before == left > 0  # counted apart, and whether or not they have ended
     served.add(request("c"))
     (everything,) = served.abort()
-    assert [len(answer.token_ids) for answer in everything.answers] == [0] * 4
+    assert [len(completion.token_ids) for completion in everything.completions] == [0] * 4
     assert (served.running, served.waiting) == (0, 0)
 
 

@@ -24,14 +24,14 @@ def test_a_number_does_not_depend_on_its_company():
 
 
 def test_stream_seeds_differ_between_answers_and_requests_and_fit_64_bits():
-    seeds = {stream_seed(seed, answer) for seed in (0, 1, 2, 2**63, -1) for answer in range(200)}
+    seeds = {stream_seed(seed, completion) for seed in (0, 1, 2, 2**63, -1) for completion in range(200)}
     assert len(seeds) == 5 * 200
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_numbers_are_uniform_and_uncorrelated_between_neighbours():
-    answers = streams(*(stream_seed(11, answer) for answer in range(200)))
-    grid = np.stack([uniforms(answers, np.full(200, position)) for position in range(200)])
+    completions = streams(*(stream_seed(11, completion) for completion in range(200)))
+    grid = np.stack([uniforms(completions, np.full(200, position)) for position in range(200)])
     assert grid.min() >= 0
     assert grid.max() < 1
     counts, _ = np.histogram(grid, bins=50, range=(0, 1))

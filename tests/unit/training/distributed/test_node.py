@@ -24,7 +24,7 @@ PATIENCE_S = 90.0
 
 
 def prepared(root: Path, *, ranks: int = 4, **launch: Any) -> tuple[RunDir, RunConfig]:
-    launch = {"elsewhere": "trainer", "restarts": 1, "stop_timeout_s": 9.0, "start_timeout_s": 30.0} | launch
+    launch = {"remote_roles": "trainer", "restarts": 1, "stop_timeout_s": 9.0, "start_timeout_s": 30.0} | launch
     training = {"ranks": ranks, "hosts": 2, "minibatches": 1}
     config = load({"state_dir": str(root), "launch": launch, "training": training})
     return RunDir.create(config, RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r")), config
@@ -46,9 +46,9 @@ def test_settings(tmp_path: Path) -> None:
 def test_where_the_rendezvous_is(tmp_path: Path) -> None:
     run, _ = prepared(tmp_path)
     with pytest.raises(ProcessError, match=r"^no rendezvous in 0\.1 s \(launch\.start_timeout_s\)"):
-        node.meeting_place(run, 0.1)
+        node.await_rendezvous(run, 0.1)
     write_json(run.ready_file("rendezvous"), {"pid": 1, "url": "tcp://10.0.0.1:700"})
-    assert node.meeting_place(run, 0.1) == "10.0.0.1:700"
+    assert node.await_rendezvous(run, 0.1) == "10.0.0.1:700"
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from areal_core.training.batching.partition import shard
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import StepStats, TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import GROUPS, SPEC, TRAINING, payload, weights
 
 LIMIT = 12  # tokens of an answer
@@ -173,21 +173,21 @@ def test_any_cut_gives_the_same_step(
 @pytest.mark.parametrize("mean", MEANS)
 def test_the_loss_is_the_mean_that_it_is_called(mean: str):
     """Behaviour is the policy itself, so that a token's term is its advantage: answer by answer."""
-    algorithm = AlgorithmConfig(objective="naive", loss_mean=mean)
+    algorithm = AlgorithmConfig(objective="standard", loss_mean=mean)
     one, batch = engine(algorithm), share(algorithm)
     batch = replace(batch, behaviour_logprobs=one.logprobs(batch))
-    answers = []
+    completions = []
     ends = np.cumsum(batch.lengths)
     for start, end in zip(ends - batch.lengths, ends, strict=True):
         mask = batch.loss_mask[start:end]
         if mask.any():
-            answers.append(batch.advantages[start:end][mask].tolist())
-    assert 0 < len(answers) < len(batch.lengths)
-    total = sum(sum(answer) for answer in answers)
+            completions.append(batch.advantages[start:end][mask].tolist())
+    assert 0 < len(completions) < len(batch.lengths)
+    total = sum(sum(completion) for completion in completions)
     expected = {
-        "token": total / sum(len(answer) for answer in answers),
-        "sequence": sum(sum(answer) / len(answer) for answer in answers) / len(answers),
-        "constant": total / (len(answers) * LIMIT),
+        "token": total / sum(len(completion) for completion in completions),
+        "sequence": sum(sum(completion) / len(completion) for completion in completions) / len(completions),
+        "constant": total / (len(completions) * LIMIT),
     }[mean]
     assert one.train_step(batch, None).loss == pytest.approx(-expected, rel=1e-5)
 
@@ -206,7 +206,7 @@ def test_gradient_is_that_of_the_whole_minibatch(mean: str, estimator: str):
 
     leaves = {name: tensor.requires_grad_() for name, tensor in weights(seed=1).items()}
     everything = pack(batch.tokens, batch.lengths, batch.prompt_lengths, range(len(batch.lengths)))
-    current, entropy = answer_logprobs(SPEC, leaves, everything)
+    current, entropy = completion_logprobs(SPEC, leaves, everything)
     known = {
         "behaviour": batch.behaviour_logprobs,
         "advantages": batch.advantages,
@@ -220,10 +220,10 @@ def test_gradient_is_that_of_the_whole_minibatch(mean: str, estimator: str):
         entropy=entropy,
         sequences=len(batch.lengths),
         proximal=current.detach(),
-        reference=answer_logprobs(SPEC, weights(), everything)[0].detach(),
+        reference=completion_logprobs(SPEC, weights(), everything)[0].detach(),
         **{name: torch.from_numpy(values[everything.source]) for name, values in known.items()},
     )
-    loss, expected = policy_loss(tokens, algorithm, denominator=float(batch.masses.sum()))
+    loss, expected = policy_loss(tokens, algorithm, denominator=float(batch.denominator_terms.sum()))
     loss.backward()
     assert stats.loss == pytest.approx(loss.item(), rel=1e-4)
     assert stats.reference_kl == pytest.approx(expected.reference_kl / expected.tokens, rel=1e-4)
@@ -255,7 +255,7 @@ def test_a_gspo_step_is_that_of_its_completions_one_by_one(share_prompts: bool):
         counted += 1
         advantage = float(batch.advantages[packed.source[0]])
         start, sampled = (torch.from_numpy(values[packed.source]) for values in (proximal, batch.behaviour_logprobs))
-        ratio = (answer_logprobs(SPEC, leaves, packed)[0] - start).mean().exp()
+        ratio = (completion_logprobs(SPEC, leaves, packed)[0] - start).mean().exp()
         weight = (start - sampled).mean().exp()
         bounded = ratio.clamp(0.95, 1.05) * advantage
         total = total + weight.clamp(max=0.5) * torch.minimum(ratio * advantage, bounded)
@@ -344,7 +344,9 @@ def test_a_batch_without_loss_tokens_is_no_update(algorithm: AlgorithmConfig, lo
 
     Engine.lockstep = lockstep
     batch = share(algorithm, minibatches=2)
-    nothing = replace(batch, loss_mask=np.zeros_like(batch.loss_mask), masses=np.zeros_like(batch.masses))
+    nothing = replace(
+        batch, loss_mask=np.zeros_like(batch.loss_mask), denominator_terms=np.zeros_like(batch.denominator_terms)
+    )
     one = Engine(SPEC, weights(), TRAINING, algorithm)
     before = one.state()
     stats = step(one, nothing)

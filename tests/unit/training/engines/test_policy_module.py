@@ -8,7 +8,7 @@ from areal_core.errors import ModelError
 from areal_core.models.folders import ModelSpec, weight_shapes
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.policy_module import PolicyModule
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import SPEC, batch, weights
 
 UNTIED = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False)
@@ -23,7 +23,7 @@ def packed() -> Packed:
 @pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=["tied", "untied"])
 def test_the_module_is_the_forward_pass(spec: ModelSpec, recompute: bool):
     tensors = {name: tensor.requires_grad_() for name, tensor in weights(spec).items()}
-    expected = answer_logprobs(spec, tensors, packed(), temperature=0.7)
+    expected = completion_logprobs(spec, tensors, packed(), temperature=0.7)
     expected[0].sum().backward()
     module = PolicyModule(spec, weights(spec), temperature=0.7, checkpoint_activations=recompute)
     logprobs, entropy = module(packed())
@@ -53,7 +53,7 @@ def test_passes_may_be_less_precise_than_parameters():
     assert table.dtype == torch.float32
     assert table.grad is not None
     assert table.grad.dtype == torch.float32
-    exact, _ = answer_logprobs(SPEC, weights(), packed())
+    exact, _ = completion_logprobs(SPEC, weights(), packed())
     error = np.abs(logprobs.detach().float().numpy() - exact.numpy()).max()
     assert 0 < error < 0.2  # logits of some units, with 8 bits
 

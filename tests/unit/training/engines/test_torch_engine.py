@@ -14,11 +14,11 @@ from areal_core.errors import DivergenceError, ModelError
 from areal_core.training.batching.packing import pack
 from areal_core.training.engines.engine import StepStats, TrainingEngine, build_batch
 from areal_core.training.engines.policy_engine import learning_rate
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from tests.support import forked
 from tests.support.training import GROUP_SIZE, SPEC, TRAINING, batch, engine, payload, run_rank, train, weights
 
-NAIVE = AlgorithmConfig(objective="naive")
+STANDARD = AlgorithmConfig(objective="standard")
 HALF = replace(TRAINING, dtype="bfloat16")
 
 
@@ -72,7 +72,7 @@ def test_gradient_is_that_of_eq5_over_the_whole_minibatch():
     leaves = {name: tensor.requires_grad_() for name, tensor in weights().items()}
     everything = pack(share.tokens, share.lengths, share.prompt_lengths, range(len(share.lengths)))
     source = everything.source
-    current, entropy = answer_logprobs(SPEC, leaves, everything)
+    current, entropy = completion_logprobs(SPEC, leaves, everything)
     known = {
         "proximal": proximal,
         "behaviour": share.behaviour_logprobs,
@@ -149,13 +149,13 @@ def test_training_raises_the_probability_of_good_answers():
     assert change[share.advantages > 0].mean() > change[share.advantages < 0].mean()
 
 
-@pytest.mark.parametrize("algorithm", [AlgorithmConfig(), NAIVE], ids=lambda algorithm: algorithm.objective)
+@pytest.mark.parametrize("algorithm", [AlgorithmConfig(), STANDARD], ids=lambda algorithm: algorithm.objective)
 def test_any_cut_into_microbatches_gives_the_same_step(algorithm: AlgorithmConfig):
     def after(capacity: int, least: int) -> tuple[StepStats, dict[str, np.ndarray]]:
         # SGD-like: with a large epsilon, Adam's step is as smooth in the gradient as the comparison needs.
         config = replace(TRAINING, adam_eps=1.0, minibatches=1)
         one, share = engine(config, algorithm), batch(minibatches=1, capacity=capacity, least=least)
-        stats = one.train_step(share, None if algorithm is NAIVE else one.logprobs(share))
+        stats = one.train_step(share, None if algorithm is STANDARD else one.logprobs(share))
         return stats, {name: values for name, values in one.state().arrays.items() if name.startswith("exp_avg/")}
 
     whole, gradient = after(10_000, 1)
@@ -341,14 +341,14 @@ def test_mismatch_is_measured_where_the_version_has_sampled():
     assert one.mismatch(share, one.weights(), 4) == (0.0, 0)
 
 
-def test_naive_measures_the_mismatch_before_its_first_update_only():
-    one, share = engine(algorithm=NAIVE), batch()
+def test_standard_measures_the_mismatch_before_its_first_update_only():
+    one, share = engine(algorithm=STANDARD), batch()
     stats = one.train_step(share, None)
     assert stats.updates == 2
     assert stats.mismatch_tokens == share.loss_tokens[0]
     assert one.train_step(batch(step=1), None).mismatch_kl != stats.mismatch_kl
     stale = replace(share, versions=share.versions - 1)
-    assert engine(algorithm=NAIVE).train_step(stale, None).mismatch_kl is None
+    assert engine(algorithm=STANDARD).train_step(stale, None).mismatch_kl is None
 
 
 @pytest.mark.parametrize("minibatches", [2, 5])

@@ -14,7 +14,7 @@ from torch import Tensor
 from areal_core.training.batching.packing import Block, pack
 from areal_core.training.model import attention
 from areal_core.training.model.attention import attention_by_block, bounds, causal_attention, causal_kernel
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import SPEC, weights
 
 BLOCKS = (Block(3, 2), Block(1, 5), Block(2, 7))  # 25 tokens
@@ -126,7 +126,7 @@ def test_a_whole_model_over_the_kernel(monkeypatch: pytest.MonkeyPatch):
     lengths, prompts = np.array([4, 7, 4, 12]), np.array([1, 3, 2, 5])
     tokens = np.random.default_rng(0).integers(0, SPEC.vocab_size, lengths.sum()).astype(np.int32)
     packed = pack(tokens, lengths, prompts, [2, 0, 3, 1])
-    expected, _ = answer_logprobs(spec, weights(spec), packed)
+    expected, _ = completion_logprobs(spec, weights(spec), packed)
     use(monkeypatch, of_torch_2_13)
-    got, _ = answer_logprobs(spec, weights(spec), packed)
+    got, _ = completion_logprobs(spec, weights(spec), packed)
     torch.testing.assert_close(got, expected)

@@ -7,7 +7,7 @@ import torch
 from areal_core.models.folders import ModelSpec, weight_shapes
 from areal_core.training.batching.packing import Block, Packed, pack, pack_shared
 from areal_core.training.model import attention, forward
-from areal_core.training.model.forward import answer_logprobs
+from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import SPEC, weights
 
 LLAMA = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False, kv_heads=4, head_dim=8)
@@ -51,13 +51,13 @@ def test_forward_agrees_with_transformers(spec: ModelSpec, temperature: float):
     packed = pack(TOKENS, LENGTHS, PROMPTS, [2, 0, 1])
     logprobs, entropy = np.full(15, np.nan), np.full(15, np.nan)
     exact = {name: tensor.double() for name, tensor in weights(spec).items()}
-    results = answer_logprobs(spec, exact, packed, temperature=temperature)
+    results = completion_logprobs(spec, exact, packed, temperature=temperature)
     logprobs[packed.source], entropy[packed.source] = (tensor.numpy() for tensor in results)
     for start, length, prompt in zip([0, 4, 11], LENGTHS, PROMPTS, strict=True):
         expected = reference(spec, TOKENS[start : start + length], temperature)
-        answer = slice(start + prompt, start + length)
-        np.testing.assert_allclose(logprobs[answer], expected[0][prompt - 1 :], atol=1e-6)
-        np.testing.assert_allclose(entropy[answer], expected[1][prompt - 1 :], atol=1e-6)
+        completion = slice(start + prompt, start + length)
+        np.testing.assert_allclose(logprobs[completion], expected[0][prompt - 1 :], atol=1e-6)
+        np.testing.assert_allclose(entropy[completion], expected[1][prompt - 1 :], atol=1e-6)
         assert np.isnan(logprobs[start : start + prompt]).all()
 
 
@@ -80,8 +80,8 @@ SHARED_LENGTHS = SHARED_PROMPTS + np.array([3, 1, 3, 5, 2, 5, 9, 1, 1])
 def same_prompts() -> np.ndarray:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, SPEC.vocab_size, SHARED_PROMPTS[members[0]]) for members in GROUPS]
-    answers = [rng.integers(0, SPEC.vocab_size, length) for length in SHARED_LENGTHS - SHARED_PROMPTS]
-    parts = [(prompt, answers[index]) for prompt, members in zip(prompts, GROUPS, strict=True) for index in members]
+    completions = [rng.integers(0, SPEC.vocab_size, length) for length in SHARED_LENGTHS - SHARED_PROMPTS]
+    parts = [(prompt, completions[index]) for prompt, members in zip(prompts, GROUPS, strict=True) for index in members]
     return np.concatenate([part for pair in parts for part in pair]).astype(np.int32)
 
 
@@ -127,7 +127,7 @@ def test_prompts_that_are_computed_once_change_nothing(spec: ModelSpec, dtype: t
 
     def outcome(packed: Packed) -> tuple[np.ndarray, tuple[torch.Tensor, ...]]:
         leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in weights(spec).items()}
-        made = answer_logprobs(spec, leaves, packed)
+        made = completion_logprobs(spec, leaves, packed)
         upstream = torch.from_numpy(np.sin(np.stack((packed.source, 2 * packed.source)))).to(dtype)
         values = np.zeros((2, len(tokens)))
         values[:, packed.source] = torch.stack(made).detach().numpy()
@@ -151,7 +151,7 @@ def test_gradient_of_the_sliced_head_is_that_of_log_softmax(
     def gradients(sliced: bool) -> tuple[torch.Tensor, ...]:
         leaves = {name: tensor.double().requires_grad_() for name, tensor in weights().items()}
         if sliced:
-            made = answer_logprobs(SPEC, leaves, packed)
+            made = completion_logprobs(SPEC, leaves, packed)
         else:
             hidden = forward.hidden_states(SPEC, leaves, packed)[packed.rows]
             scores = (hidden @ leaves["model.embed_tokens.weight"].T).log_softmax(-1)
@@ -180,7 +180,7 @@ def test_neighbours_in_the_pack_do_not_matter():
     together = pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2])
     own = torch.from_numpy(np.isin(together.source, alone.source))
     torch.testing.assert_close(
-        answer_logprobs(SPEC, weights(), together)[0][own], answer_logprobs(SPEC, weights(), alone)[0]
+        completion_logprobs(SPEC, weights(), together)[0][own], completion_logprobs(SPEC, weights(), alone)[0]
     )
 
 
@@ -223,7 +223,7 @@ def test_layers_computed_again_give_the_same_gradient(dtype: torch.dtype):
 
     def gradients(recompute: bool) -> tuple[torch.Tensor, ...]:
         leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in weights().items()}
-        logprobs, _ = answer_logprobs(SPEC, leaves, packed, recompute_layers=recompute)
+        logprobs, _ = completion_logprobs(SPEC, leaves, packed, recompute_layers=recompute)
         return torch.autograd.grad(logprobs.sum(), list(leaves.values()))
 
     for one, other in zip(gradients(True), gradients(False), strict=True):
@@ -264,7 +264,7 @@ def test_what_is_computed_stays_on_the_device(
         name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         for name, shape in weight_shapes(SPEC).items()
     }
-    logprobs, entropy = answer_logprobs(SPEC, leaves, packed, temperature=0.7, recompute_layers=recompute)
+    logprobs, entropy = completion_logprobs(SPEC, leaves, packed, temperature=0.7, recompute_layers=recompute)
     assert logprobs.shape == entropy.shape == packed.rows.shape
     assert logprobs.dtype == entropy.dtype == torch.float32
     assert logprobs.device.type == entropy.device.type == "meta"

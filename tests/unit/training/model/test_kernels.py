@@ -71,9 +71,9 @@ def test_attention_sees_nothing_of_what_comes_later_or_of_others():
     for changed in inputs[1:]:
         changed[30] = 1e6  # in the middle of the last prompt
     same = (causal_attention(*inputs, blocks) == before).all(-1).all(-1)
-    answers = tokens - 3 * 25 - 130  # where those begin that attend to it
+    completions = tokens - 3 * 25 - 130  # where those begin that attend to it
     sees = np.zeros(tokens, np.bool_)
-    sees[30:50] = sees[answers:] = True
+    sees[30:50] = sees[completions:] = True
     assert (same.numpy() != sees).all()
 
 

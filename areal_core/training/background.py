@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 
-class Aside:
+class BackgroundThread:
     """A thread that does one job after another.
 
     At most `waiting` jobs wait beside the one that runs: who hands in more waits too. Once a job has failed no other is

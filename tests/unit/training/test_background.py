@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from areal_core.training.aside import Aside
+from areal_core.training.background import BackgroundThread
 
 PATIENCE_S = 20.0
 
 
 def test_jobs_are_done_in_order_and_drain_waits_for_all() -> None:
-    aside, done = Aside("test", waiting=2), list[int]()
+    aside, done = BackgroundThread("test", waiting=2), list[int]()
     for number in range(20):
         aside.submit(lambda number=number: done.append(number))
     aside.drain()
@@ -20,7 +20,7 @@ def test_jobs_are_done_in_order_and_drain_waits_for_all() -> None:
 
 
 def test_who_hands_in_more_than_may_wait_waits_too() -> None:
-    aside, go, in_queue = Aside("test", waiting=1), threading.Event(), threading.Event()
+    aside, go, in_queue = BackgroundThread("test", waiting=1), threading.Event(), threading.Event()
     aside.submit(lambda: go.wait(PATIENCE_S) and None)
     aside.submit(lambda: None)  # waits beside the one that runs
 
@@ -38,7 +38,7 @@ def test_who_hands_in_more_than_may_wait_waits_too() -> None:
 
 
 def test_a_failure_is_raised_by_every_later_call_and_nothing_more_is_done() -> None:
-    aside, done = Aside("test", waiting=2), list[int]()
+    aside, done = BackgroundThread("test", waiting=2), list[int]()
 
     def fail() -> None:
         raise OSError("the disk is full")

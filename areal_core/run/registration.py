@@ -32,7 +32,7 @@ class _Server:
     pidfd: int
 
 
-class Introductions:
+class ServerRegistration:
     """`running` has a thread of its own do it. `server_ready` and `wake` may be called from any thread."""
 
     def __init__(self, run_dir: RunDir, *, ranks: int, stop: StopSignal, log: Callable[[str], None] = print) -> None:
@@ -58,7 +58,7 @@ class Introductions:
     def running(self, guarded: Callable[[Callable[[], None]], None], patience_s: float | None = None) -> Iterator[None]:
         """Look after servers in a thread until the end of the `with`, which sets `stop`; `guarded` runs it there. It is
         waited for `patience_s`: it may be asking a controller that is out of reach."""
-        thread = threading.Thread(target=guarded, args=(self._run,), name="introduce", daemon=True)
+        thread = threading.Thread(target=guarded, args=(self._run,), name="register", daemon=True)
         thread.start()
         try:
             yield
@@ -93,7 +93,7 @@ class Introductions:
                     _forget(servers, lost.name)
                     unknown.discard(lost.name)
                 for name in sorted(unknown):
-                    if not self._stop.is_set() and self._introduce(client, servers[name]):
+                    if not self._stop.is_set() and self._register(client, servers[name]):
                         unknown.discard(name)
         finally:
             client.close()
@@ -119,10 +119,10 @@ class Introductions:
             signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
             self._log(f"the generation server at {server.url} was taken out by the controller: killed")
 
-    def _introduce(self, client: ControllerClient, server: _Server) -> bool:
+    def _register(self, client: ControllerClient, server: _Server) -> bool:
         """Whether it is at work; one that takes its time to join must not keep others from being ended."""
         try:
-            return client.introduce(server.name, server.url, timeout_s=POLL_S)
+            return client.register(server.name, server.url, timeout_s=POLL_S)
         except ArealError as error:  # the controller is being restarted, or the server has died meanwhile
             if str(error) != self._complaint:
                 self._complaint = str(error)

@@ -1,0 +1,7 @@
+"""What fields and choices of a configuration were called before: they are refused with what they are called now."""
+
+FIELDS = {"launch.elsewhere": "launch.remote_roles"}
+CHOICES = {
+    ("algorithm.objective", "naive"): "standard",
+    ("algorithm", "naive"): "standard",
+}  # by (field or group, name)
