@@ -6,43 +6,42 @@ the lifeline of `areal_core.launch.process`: nothing outlives them, whoever is k
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
+from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
-from areal_core.launch import process
+from areal_core.launch import children
+from areal_core.launch.logs import LogFile
 
 MARK = "AREAL_STACK"  # in the environment of everything that is started, however deep
 GRACE_S = 10.0
 ORPHAN_GRACE_S = 20.0  # of a process whose supervisor was killed
 _START_TIMEOUT_S = 120.0
 _PROBE_INTERVAL_S = 0.1  # a foreign server can only be asked whether it is ready
+_LOOK_INTERVAL_S = 10.0  # at the logs, for their rotation
 
 
 @dataclass(frozen=True)
 class _Service:
-    name: str
-    popen: subprocess.Popen[bytes]
-    pidfd: int
-    log: Path
+    process: children.Child
     grace_s: float
     needed: bool
     sessions: bool  # what it starts has sessions of its own
 
     def obituary(self) -> str:
-        code = self.popen.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return f"{self.name} {how}: {_last_line(self.log)}"
+        name, log = self.process.name, self.process.log
+        how = children.how_it_ended(self.process.status())
+        return f"{name} {how}: {log.last_lines(name, 1)} ({log.path})"
+
+
+def log_file(folder: Path, name: str) -> LogFile:
+    return LogFile(folder / f"{name}.log", LaunchConfig.log_bytes, LaunchConfig.log_files)
 
 
 class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure
@@ -59,7 +58,6 @@ class Services:
         self._cwd, self._logs = cwd, logs
         self._services: list[_Service] = []
         self._asked, self._ask = os.pipe()
-        self._lifeline, self._our_end = os.pipe()  # never written to
 
     def __enter__(self) -> Services:
         def ask(_signum: int, _frame: FrameType | None) -> None:
@@ -78,16 +76,13 @@ class Services:
         """End what a service has started too. What one that was killed has left in sessions of its own is given the
         time to end in order."""
         self._services.remove(service)
-        service.popen.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            service.popen.wait(service.grace_s)
+        ending = service.process
+        ending.terminate()
+        children.poll([ending.pidfd], service.grace_s)
         if service.sessions:
-            end_marked(os.environ[MARK], service.grace_s, {os.getpid(), *(left.popen.pid for left in self._services)})
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(service.popen.pid, signal.SIGKILL)
-        service.popen.wait()
-        os.close(service.pidfd)
+            others = {os.getpid(), *(left.process.pid for left in self._services)}
+            children.end_marked(f"{MARK}={os.environ[MARK]}", service.grace_s, others)
+        ending.reap()
 
     def start(
         self,
@@ -99,21 +94,12 @@ class Services:
         needed: bool = True,
         sessions: bool = False,
     ) -> None:
-        path = self._logs / f"{name}.log"
-        with path.open("w") as log:
-            popen = subprocess.Popen(
-                argv,
-                cwd=self._cwd,
-                env={**os.environ, **environment, **tie(self._lifeline, ORPHAN_GRACE_S)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(self._lifeline,),
-                start_new_session=True,
-                # Foreign programs don't watch the lifeline. Safe here: no thread of this process holds a lock.
-                preexec_fn=lambda: process.die_with_parent(signal.SIGTERM),
-            )
-        self._services.append(_Service(name, popen, os.pidfd_open(popen.pid), path, grace_s, needed, sessions))
+        log = log_file(self._logs, name)
+        # Foreign programs don't watch the lifeline. Safe here: no thread of this process holds a lock.
+        started = children.start(
+            name, argv, log=log, environment=environment, grace_s=ORPHAN_GRACE_S, cwd=self._cwd, foreign=True
+        )
+        self._services.append(_Service(started, grace_s, needed, sessions))
 
     def until_ready(self, probes: Mapping[str, Callable[[], bool]]) -> None:
         """Raises ProcessError naming what was not ready in time or ended before."""
@@ -131,54 +117,18 @@ class Services:
     def watch(self) -> Iterator[str]:
         """Until asked to stop: how those ended that are not needed. Raises ProcessError once another one ends."""
         while True:
-            for service in self._ended(None):
+            for service in self._ended(_LOOK_INTERVAL_S):
                 if service.needed:
                     raise ProcessError(service.obituary())
+                obituary = service.obituary()
                 self._end(service)
-                yield service.obituary()
+                yield obituary
+            for service in self._services:
+                service.process.log.new_lines()  # a look rotates it
 
     def _ended(self, timeout_s: float | None) -> list[_Service]:
         """The services that have ended by themselves; waits up to `timeout_s` for one, or for the request to stop."""
-        ended, _, _ = select.select([self._asked, *(service.pidfd for service in self._services)], [], [], timeout_s)
+        ended = children.poll([self._asked, *(service.process.pidfd for service in self._services)], timeout_s)
         if self._asked in ended:
             raise _StopAsked
-        return [service for service in self._services if service.pidfd in ended]
-
-
-def end_marked(mark: str, grace_s: float, groups_left_alone: Collection[int] = ()) -> None:
-    """Wait for what bears the mark outside of these process groups; what is there after `grace_s` is killed.
-
-    A worker that is killed leaves its flow run, a server its helpers, in whatever session.
-    """
-    deadline = time.monotonic() + grace_s
-    while left := [found for found in _marked(mark) if _group(found.pid) not in groups_left_alone]:
-        _, alive = psutil.wait_procs(left, max(0.0, deadline - time.monotonic()))
-        for straggler in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                straggler.kill()
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
-    for candidate in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # gone meanwhile, or another user's
-            if candidate.environ().get(MARK) == mark:
-                found.append(candidate)
-    return found
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def tie(lifeline: int, grace_s: float) -> dict[str, str]:
-    """What a process that is handed this read end of a lifeline finds it by, in its environment."""
-    return {process.LIFELINE: f"{lifeline}:{os.fstat(lifeline).st_ino}", process.GRACE: str(grace_s)}
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{lines[-1].strip() if lines else 'no word'} ({log})"
+        return [service for service in self._services if service.process.pidfd in ended]

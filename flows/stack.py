@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import fcntl
+import itertools
 import json
 import os
 import secrets
 import select
 import signal
 import socket
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -29,9 +28,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from areal_core.errors import ArealError, ConfigError, ProcessError
-from areal_core.launch import process
+from areal_core.launch import children, process
+from areal_core.launch.supervisor import FileLock
 from areal_core.storage.rundir import write_json
-from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services, end_marked, tie
+from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services, log_file
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE = Path(os.environ.get("AREAL_STATE_DIR", ROOT / ".areal")).absolute()
@@ -42,6 +42,8 @@ Tied = Literal["train", "compare"]  # commands that a stack ends with
 Owner = Literal["up", Tied]
 
 SOLE = "sole"  # told to the worker: no other worker serves this Prefect server
+_LOOK_S = 0.5  # that somebody who only looks whether a stack runs may hold its lock
+_claims: list[socket.socket] = []  # of ports, for as long as this process lives
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
 
 
@@ -83,13 +85,8 @@ def prefect_environment(api_url: str | None) -> dict[str, str]:
 
 def running() -> Stack | None:
     """The stack of this checkout, if one is up."""
-    with contextlib.suppress(FileNotFoundError), (STATE / "stack.lock").open("r+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            remembered = _remembered()
-            return Stack(**remembered) if remembered.get("pid") else None
-    return None
+    remembered = _remembered() if FileLock.is_held(STATE / "stack.lock") else {}
+    return Stack(**remembered) if remembered.get("pid") else None
 
 
 def launch(owner: Owner) -> Launch:
@@ -104,29 +101,25 @@ class Launch:
     def __init__(self, owner: Owner) -> None:
         answers, answer = os.pipe()
         self._answers = open(answers, "rb", buffering=0)  # noqa: SIM115 - for as long as the supervisor lives
-        lifeline, self._lifeline = os.pipe()  # never written to: our end closes when this process goes
-        argv = [sys.executable, "-m", "flows.stack", "serve", owner, str(answer)]
-        tied = tie(lifeline, _WORKER_GRACE_S + 2 * GRACE_S) if owner != "up" else {}
         self._mark = secrets.token_hex(8)
-        with (LOGS / "stack.log").open("a") as log:
-            self._process = subprocess.Popen(
-                argv,
-                cwd=ROOT,
-                env={**os.environ, **tied, MARK: self._mark},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(answer, lifeline),
-                start_new_session=True,  # Ctrl-C in the terminal is for the command, which ends things in order
-            )
+        # In a session of its own: Ctrl-C in the terminal is for the command, which ends things in order. The one of
+        # `make up` looks at no lifeline.
+        self._process = children.start(
+            "stack",
+            [sys.executable, "-m", "flows.stack", "serve", owner, str(answer)],
+            log=log_file(LOGS, "stack"),
+            environment={MARK: self._mark},
+            grace_s=_WORKER_GRACE_S + 2 * GRACE_S,
+            cwd=ROOT,
+            pass_fds=(answer,),
+        )
         os.close(answer)
-        os.close(lifeline)
 
     def wait_ready(self) -> Stack:
         """Raises ConfigError or ProcessError, one line, if the stack can't be started."""
         answer = json.loads(self._answers.readline() or '{"error": "the stack ended without a word"}')
         if "error" in answer:
-            self._process.wait()
+            self._process.status()
             raise (ConfigError if answer.get("user") else ProcessError)(answer["error"])
         os.set_blocking(self._answers.fileno(), False)
         return Stack(**answer)
@@ -149,8 +142,9 @@ class Launch:
     def stop(self) -> None:
         """End everything that it started and wait until that is done."""
         self._process.terminate()
-        self._process.wait()
-        end_marked(self._mark, ORPHAN_GRACE_S + GRACE_S)  # none, unless the supervisor was killed
+        self._process.status()
+        children.end_marked(f"{MARK}={self._mark}", ORPHAN_GRACE_S + GRACE_S)  # none, unless the supervisor was killed
+        self._process.reap()
 
 
 def stop(stack: Stack) -> None:
@@ -248,11 +242,12 @@ def _mlflow_argv(port: int) -> list[str]:
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
     """Hold this checkout's stack; the kernel lets go when this process ends, however it ends."""
-    with (STATE / "stack.lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError("this checkout already runs a stack; `make down` ends what `make up` started") from None
+    busy = "this checkout already runs a stack; `make down` ends what `make up` started"
+    try:
+        lock = FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy)
+    except ProcessError as error:
+        raise ConfigError(str(error)) from None
+    with lock:
         yield
 
 
@@ -269,12 +264,25 @@ def _port(variable: str, default: int, last_url: object) -> int:
     if asked is not None:
         if not asked.isdigit() or not 0 < int(asked) < 65536:
             raise ConfigError(f"{variable}: must be a port, 1 to 65535, got {asked!r}")
-        if not is_free(int(asked)):
+        if not _claimed(int(asked)):
             raise ConfigError(f"{variable}: port {asked} is in use; name another or leave {variable} out")
         return int(asked)
     last = str(last_url or "").removesuffix("/api").rpartition(":")[2]
     candidates = [int(last)] if last.isdigit() else []
-    return next((port for port in [*candidates, default] if is_free(port)), 0) or _any_port()
+    return next(port for port in itertools.chain(candidates, [default], _any_ports()) if _claimed(port))
+
+
+def _claimed(port: int) -> bool:
+    """Whether a free port is this stack's from now on. A server takes seconds to bind its own: until then a name that
+    the kernel keeps for this process tells other stacks of this machine."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0areal-stack-{port}")
+    except OSError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    return is_free(port)
 
 
 def is_free(port: int) -> bool:
@@ -287,10 +295,12 @@ def is_free(port: int) -> bool:
     return True
 
 
-def _any_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _any_ports() -> Iterator[int]:
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        yield port
 
 
 def _answers(url: str) -> bool:

@@ -207,13 +207,13 @@ class LogFile:
         *lines, self._partial = (self._partial + data[len(data) - min(unread, len(data)) :]).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
-    def last_lines(self, name: str) -> str:
+    def last_lines(self, name: str, count: int = _LAST_LINES) -> str:
         """The end of what process `name` wrote, on one line, for an error."""
         data = _tail(self.path, self._start)
         if self._start_in_older is not None:
             data = _tail(self._older(1), self._start_in_older) + data
         told = [part for line in data.decode(errors="replace").splitlines() for part in plain(line, name)]
-        return " | ".join([shortened(line.strip()) for line in told if line.strip()][-_LAST_LINES:]) or "(it is empty)"
+        return " | ".join([shortened(line.strip()) for line in told if line.strip()][-count:]) or "(it is empty)"
 
     def _rotate(self, file: IO[bytes], end: int) -> tuple[bytes, int]:
         """Empty the file into the older ones. Returns the end of its content, and how much there was."""

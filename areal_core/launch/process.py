@@ -6,7 +6,7 @@ Two independent ties to the parent, because each has a hole:
 - the lifeline: a pipe whose write end only the launcher holds. It reads end-of-file once the launcher is gone,
   however it went, and can be handed down to grandchildren (`lifeline_fds`), whatever session they live in.
 
-`areal_core.launch.supervisor` is the parent's side.
+`areal_core.launch.children` is the parent's side.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
+
+
+def tie(lifeline: int, grace_s: float) -> dict[str, str]:
+    """What a process that is handed this read end of a lifeline finds it by, in its environment."""
+    return {LIFELINE: f"{lifeline}:{os.fstat(lifeline).st_ino}", GRACE: str(grace_s)}
 
 
 def lifeline_fds() -> tuple[int, ...]:

@@ -13,9 +13,6 @@ import ctypes
 import fcntl
 import os
 import secrets
-import select
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +21,7 @@ from typing import Any
 
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
-from areal_core.launch import logs, process
+from areal_core.launch import children, logs
 from areal_core.storage.rundir import RunDir
 
 ATTEMPT = "AREAL_ATTEMPT"  # the same for all processes of a role that were started together, never used twice
@@ -86,7 +83,7 @@ class StopSignal:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it was set within `timeout_s`."""
-        return bool(_poll([self._fd], timeout_s))
+        return bool(children.poll([self._fd], timeout_s))
 
 
 class FileLock:
@@ -158,7 +155,7 @@ class Supervisor:
         self._log = log
         self._forward = forward
         self._pass_fds = pass_fds
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, _Member] = {}
         self._restarts = dict.fromkeys(spec.indices, 0)
 
     def run(self) -> None:
@@ -172,11 +169,11 @@ class Supervisor:
         try:
             self._start(self._spec.indices)
             while self._children:
-                fds = {self._stop.fileno(), self._watch.fd, *(child.pidfd for child in self._children.values())}
-                happened = _poll(fds, self._next_deadline())
+                fds = {self._stop.fileno(), self._watch.fd, *(child.process.pidfd for child in self._children.values())}
+                happened = children.poll(fds, self._next_deadline())
                 self._watch.clear()
                 for child in list(self._children.values()):
-                    if child.pidfd not in happened:
+                    if child.process.pidfd not in happened:
                         self._notice_ready(child)
                         self._forward_log(child)
                 if self._stop.is_set():
@@ -193,22 +190,23 @@ class Supervisor:
         for child in list(self._children.values()):
             if self._children.get(child.index) is not child:
                 continue  # a failed sibling took it down
-            if child.pidfd in happened:
+            if child.process.pidfd in happened:
                 code = self._reap(child)
                 if code != 0 or not self._spec.exits:
-                    self._recover(child, _how_it_ended(code), final=code == self._spec.final)
+                    self._recover(child, children.how_it_ended(code), final=code == self._spec.final)
             elif time.monotonic() >= child.deadline:
                 self._terminate([child])
                 self._recover(
                     child, f"was not ready within {self._launch.start_timeout_s:g} s (launch.start_timeout_s)"
                 )
 
-    def _recover(self, child: _Child, how: str, *, final: bool = False) -> None:
+    def _recover(self, child: _Member, how: str, *, final: bool = False) -> None:
         """Start a failed process again, with its gang. Raises ProcessError when its restarts are spent."""
-        name, spent, allowed = self._name(child), self._restarts[child.index], self._launch.restarts
+        name, log = child.process.name, child.process.log
+        spent, allowed = self._restarts[child.index], self._launch.restarts
         if final or spent >= allowed:
             after = f" after {spent} restarts" if spent else ""
-            raise ProcessError(f"{name} {how}{after}; {child.log.path} ends: {child.log.last_lines(name)}")
+            raise ProcessError(f"{name} {how}{after}; {log.path} ends: {log.last_lines(name)}")
         self._restarts[child.index] += 1
         self._say(f"{name} {how}: restart {spent + 1} of {allowed}")
         if self._spec.gang:
@@ -225,43 +223,28 @@ class Supervisor:
     def _spawn(self, index: int, attempt: str) -> None:
         spec, name = self._spec, self._spec.name
         self._run_dir.ready_file(name, index).unlink(missing_ok=True)
-        read_end, write_end = os.pipe()
-        env = {
-            **os.environ,
-            **CHILD_ENV,
-            **spec.env(index),
-            ATTEMPT: attempt,
-            process.LIFELINE: f"{read_end}:{os.fstat(read_end).st_ino}",
-            process.GRACE: str(self._launch.stop_timeout_s),
-            logs.FORMAT: self._launch.log_format,
-            logs.INDEX: str(index),
-        }
-        log = logs.LogFile(self._run_dir.log_file(name, index), self._launch.log_bytes, self._launch.log_files)
+        settings = {ATTEMPT: attempt, logs.FORMAT: self._launch.log_format, logs.INDEX: str(index)}
+        path = self._run_dir.log_file(name, index)
         try:
-            with log.path.open("ab") as output:
-                self._watch.add_file(log.path)
-                started = subprocess.Popen(
-                    spec.argv(index),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=env,
-                    start_new_session=True,
-                    pass_fds=(read_end, *self._pass_fds),
-                )
+            path.touch()
+            self._watch.add_file(path)
+            started = children.start(
+                f"{name}-{index}",
+                spec.argv(index),
+                log=logs.LogFile(path, self._launch.log_bytes, self._launch.log_files),
+                environment={**CHILD_ENV, **spec.env(index), **settings},
+                grace_s=self._launch.stop_timeout_s,
+                pass_fds=self._pass_fds,
+            )
         except OSError as error:
-            os.close(write_end)
             raise ProcessError(f"{name}-{index} can't be started: {error}") from error
-        finally:
-            os.close(read_end)
         deadline = time.monotonic() + self._launch.start_timeout_s if spec.announces else float("inf")
-        child = _Child(index, attempt, started, os.pidfd_open(started.pid), write_end, log, deadline)
-        self._children[index] = child
+        self._children[index] = _Member(index, attempt, started, deadline)
         with contextlib.suppress(ProcessLookupError):  # it may have ended already: the pidfd will tell
             if spec.cpus:
                 os.sched_setaffinity(started.pid, spec.cpus)
 
-    def _notice_ready(self, child: _Child) -> None:
+    def _notice_ready(self, child: _Member) -> None:
         if child.ready or not self._spec.announces:
             return
         info = self._run_dir.ready_info(self._spec.name, child.index)
@@ -272,7 +255,7 @@ class Supervisor:
             try:
                 _be_nice(child.process.pid, self._spec.nice)
             except OSError as error:  # slower, but right all the same
-                self._say(f"{self._name(child)} goes on without nice {self._spec.nice}: {error}")
+                self._say(f"{child.process.name} goes on without nice {self._spec.nice}: {error}")
             if self._on_ready is not None:
                 self._on_ready(child.index, info)
 
@@ -281,36 +264,33 @@ class Supervisor:
         first = min(child.deadline for child in self._children.values())
         return None if first == float("inf") else max(0.0, first - time.monotonic())
 
-    def _terminate(self, children: list[_Child]) -> None:
+    def _terminate(self, ending: list[_Member]) -> None:
         """SIGTERM to each process, SIGKILL after `launch.stop_timeout_s`; its group goes with it."""
-        for child in children:
+        for child in ending:
             child.process.terminate()
         deadline = time.monotonic() + self._launch.stop_timeout_s
-        left = {child.pidfd: child for child in children}
+        left = {child.process.pidfd: child for child in ending}
         while left:
-            ended = _poll(left, max(0.0, deadline - time.monotonic()))
+            ended = children.poll(left, max(0.0, deadline - time.monotonic()))
             if not ended:
-                names = ", ".join(self._name(child) for child in left.values())
+                names = ", ".join(child.process.name for child in left.values())
                 self._say(f"{names} did not end within {self._launch.stop_timeout_s:g} s of SIGTERM: killed")
             for pidfd in ended or list(left):
                 self._reap(left.pop(pidfd))
 
-    def _reap(self, child: _Child) -> int:
-        """Kill what is left of the process's group, collect it, and cut the lifeline of its descendants elsewhere."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)  # before wait(): until then the number can't be reused
-        code = child.process.wait()
-        os.close(child.pidfd)
-        os.close(child.lifeline)
+    def _reap(self, child: _Member) -> int:
+        """Collect it, and end all that it has started. An attempt is of one role, and the processes of its that the
+        launcher itself has started have ended."""
+        code = child.process.reap()
         if self._spec.sessions:
-            _kill_started_in(child.attempt)
+            children.end_marked(f"{ATTEMPT}={child.attempt}", 0.0)
         del self._children[child.index]
         self._forward_log(child)
         return code
 
-    def _forward_log(self, child: _Child) -> None:
-        name = self._name(child)
-        for line in child.log.new_lines():
+    def _forward_log(self, child: _Member) -> None:
+        name = child.process.name
+        for line in child.process.log.new_lines():
             for told in logs.plain(line, name):
                 self._tell(self._forward or self._log, f"{name}: {logs.shortened(told)}")
 
@@ -325,29 +305,16 @@ class Supervisor:
             self._log = self._forward = lambda _: None
             raise
 
-    def _name(self, child: _Child) -> str:
-        return f"{self._spec.name}-{child.index}"
 
+@dataclass
+class _Member:
+    """One of the role's processes."""
 
-class _Child:
-    def __init__(
-        self,
-        index: int,
-        attempt: str,
-        started: subprocess.Popen[bytes],
-        pidfd: int,
-        lifeline: int,
-        log: logs.LogFile,
-        deadline: float,
-    ) -> None:
-        self.index = index
-        self.attempt = attempt
-        self.process = started
-        self.pidfd = pidfd
-        self.lifeline = lifeline  # write end: its descendants read end-of-file when we close it or die
-        self.log = log
-        self.deadline = deadline  # monotonic; to be ready by
-        self.ready = False
+    index: int
+    attempt: str
+    process: children.Child
+    deadline: float  # monotonic; to be ready by
+    ready: bool = False
 
 
 class _Watch:
@@ -381,14 +348,6 @@ class _Watch:
         return result
 
 
-def _poll(fds: Iterable[int], timeout_s: float | None) -> set[int]:
-    """Those of `fds` that are readable, as soon as one is; the empty set after `timeout_s` (None: no limit)."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
-
-
 def _be_nice(pid: int, nice: int) -> None:
     """Let other processes of the run go first. A kernel that groups processes by session heeds nice values within a
     session, and each process of a run has one of its own: then that of the group is what counts (man 7 sched). Raises
@@ -406,21 +365,3 @@ def _be_nice(pid: int, nice: int) -> None:
                 if time.monotonic() > deadline:
                     raise
             time.sleep(_RETRY_S)
-
-
-def _kill_started_in(attempt: str) -> None:
-    """SIGKILL to every process whose environment has this attempt, wherever it lives: not even one that is stopped can
-    outlive it. An attempt is of one role, and the processes that the launcher itself has started have ended."""
-    mark = f"{ATTEMPT}={attempt}".encode()
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            pidfd = os.pidfd_open(int(name))
-            try:
-                if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            finally:
-                os.close(pidfd)
-
-
-def _how_it_ended(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

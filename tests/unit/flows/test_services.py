@@ -3,7 +3,6 @@
 import os
 import re
 import select
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.errors import ProcessError
-from flows.services import MARK, Services, end_marked
+from flows.services import Services
 
 
 def services_of(folder: Path) -> Services:
@@ -21,7 +20,7 @@ def services_of(folder: Path) -> Services:
 def test_service_that_ends_is_named_with_its_last_words(tmp_path: Path) -> None:
     with services_of(tmp_path) as services:
         services.start("short", [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"], {})
-        with pytest.raises(ProcessError, match=r"^short ended with code 3: no luck"):
+        with pytest.raises(ProcessError, match=r"^short exited with code 3: no luck"):
             next(services.watch())
 
 
@@ -31,21 +30,8 @@ def test_service_that_is_not_needed_may_end(tmp_path: Path) -> None:
         happenings = services.watch()
         assert re.match(r"luxury was killed by SIGKILL: .*", next(happenings))
         services.start("short", [sys.executable, "-c", "raise SystemExit(3)"], {})
-        with pytest.raises(ProcessError, match=r"^short ended with code 3"):
+        with pytest.raises(ProcessError, match=r"^short exited with code 3"):
             next(happenings)
-
-
-def test_what_carries_the_mark_is_ended_but_for_the_groups_left_alone() -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    marked = {**os.environ, MARK: "test"}
-    lost, kept = (subprocess.Popen(command, env=marked, start_new_session=True) for _ in range(2))
-    try:
-        end_marked("test", 0.0, {kept.pid})
-        assert lost.wait() == -signal.SIGKILL
-        assert kept.poll() is None
-    finally:
-        kept.kill()
-        kept.wait()
 
 
 def test_leaving_ends_every_process_of_every_service(tmp_path: Path) -> None:
@@ -55,8 +41,8 @@ def test_leaving_ends_every_process_of_every_service(tmp_path: Path) -> None:
     with services_of(tmp_path) as services:
         services.start("family", [sys.executable, "-c", parent], {})
         (family,) = services._services
-        services.until_ready({"family": lambda: family.log.read_text().endswith("\n")})
-        pidfd = os.pidfd_open(int(family.log.read_text()))
+        services.until_ready({"family": lambda: family.process.log.path.read_text().endswith("\n")})
+        pidfd = os.pidfd_open(int(family.process.log.path.read_text()))
     assert select.select([pidfd], [], [], 10)[0], "the child outlived the stack"
     os.close(pidfd)
 
@@ -69,7 +55,7 @@ from flows.services import Services
 folder = Path({str(tmp_path)!r})
 with Services(cwd=folder, logs=folder) as services:
     services.start("child", [sys.executable, "-c", "import time; time.sleep(60)"], {{}})
-    print(services._services[0].popen.pid, flush=True)
+    print(services._services[0].process.pid, flush=True)
     time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", supervisor], stdout=subprocess.PIPE)

@@ -55,6 +55,17 @@ def test_port_used_last_time_is_given_up_when_taken(taken: int) -> None:
     assert stack._port("PREFECT_PORT", default, f"http://127.0.0.1:{taken}") == default
 
 
+def test_stacks_that_start_at_the_same_time_get_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither's server has bound its port when the other one looks."""
+    default = _free()
+    assert stack._port("PREFECT_PORT", default, None) == default
+    other = stack._port("PREFECT_PORT", default, None)
+    assert other != default
+    monkeypatch.setenv("PREFECT_PORT", str(other))
+    with pytest.raises(ConfigError, match=rf"^PREFECT_PORT: port {other} is in use"):
+        stack._port("PREFECT_PORT", default, None)
+
+
 def test_port_asked_for_is_taken_or_refused(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     free = _free()
     monkeypatch.setenv("PREFECT_PORT", str(free))
