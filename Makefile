@@ -1,7 +1,9 @@
 # What people run; `make help` lists it. Set-up happens by itself, once, and again when what it depends on has changed.
 
 SHELL := /bin/bash
-PYTHON ?= python3.11
+# The newest Python that is here, with what a virtual environment takes.
+PYTHON ?= $(shell for v in 3.13 3.12 3.11; do \
+  python$$v -c 'import ensurepip, venv' 2> /dev/null && echo python$$v && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.complete
@@ -84,14 +86,17 @@ clean: ## remove caches and build leftovers; .venv and .areal stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
+, := ,
 refuse = { echo "areal: error: $(1)" >&2; exit 2; }
 
 $(SETUP): pyproject.toml requirements/constraints.txt
 	@[ "$$(uname -sm)" = "Linux x86_64" ] || $(call refuse,needs Linux on x86-64; this is $$(uname -sm))
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null \
-	  || $(call refuse,needs Python 3.11 as $(PYTHON); PYTHON=/path/to/python3.11 names another)
+	@[ -n '$(PYTHON)' ] \
+	  || $(call refuse,needs Python 3.11 to 3.13 with its venv module (on Debian: apt install python3-venv); PYTHON=/path/to/python names another)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2> /dev/null \
+	  || $(call refuse,PYTHON: must be Python 3.11 to 3.13$(,) got $(PYTHON))
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \
-	  || $(call refuse,needs the venv module of $(PYTHON); on Debian: apt install python3.11-venv)
+	  || $(call refuse,PYTHON: $(PYTHON) has no venv module; on Debian: apt install python3-venv)
 	@echo "Setting up $(VENV): about 2 GB, some minutes, once."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -qq --upgrade pip

@@ -58,9 +58,9 @@ def findings() -> Iterator[Finding]:
 
 def _system() -> Finding:
     version = platform.python_version()
-    ok = sys.version_info[:2] == (3, 11) and sys.platform == "linux" and platform.machine() == "x86_64"
+    ok = (3, 11) <= sys.version_info[:2] <= (3, 13) and sys.platform == "linux" and platform.machine() == "x86_64"
     return Finding(
-        "system", ok, f"Python {version}, {sys.platform} {platform.machine()}", "Python 3.11 on Linux x86-64"
+        "system", ok, f"Python {version}, {sys.platform} {platform.machine()}", "Python 3.11 to 3.13 on Linux x86-64"
     )
 
 
