@@ -34,7 +34,7 @@ class ServerLostError(GenerationError):
 
 
 class RewardError(ArealError):
-    """A verifier failed, which says nothing about the answer that it looked at."""
+    """A verifier failed, which says nothing about the completion that it judged."""
 
 
 class LedgerError(ArealError):
@@ -42,7 +42,7 @@ class LedgerError(ArealError):
 
 
 class BooksError(ArealError):
-    """At the end of a run the generation servers have sampled other tokens than its ledger accounts for."""
+    """The token ledger does not balance: servers have sampled other tokens than its groups account for."""
 
 
 class DivergenceError(ArealError):

@@ -1,6 +1,6 @@
-"""Records that stages exchange. Frozen and typed; shapes and units stand at the field.
+"""Records that stages exchange. Frozen and typed; shapes and units are noted at the field.
 
-Axes: G answers of a group, L tokens of one answer, T tokens of all answers of a group laid end to end.
+Axes: G completions of a group, L tokens of one completion, T tokens of all completions of a group laid end to end.
 This module imports neither torch nor anything that talks to the outside.
 """
 
@@ -16,22 +16,22 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
-FORMAT = 2  # of what a run stores and of what its processes say to each other: another one is refused
+FORMAT = 2  # of what a run stores and of what its processes send each other: another one is refused
 
 
 class GroupState(StrEnum):
-    """Where a trajectory group stands: WAITING -> INFLIGHT -> READY -> CONSUMED, or DROPPED."""
+    """The state of a trajectory group: WAITING -> INFLIGHT -> READY -> CONSUMED, or DROPPED."""
 
-    WAITING = "waiting"  # its prompt is drawn, it is not admitted
+    WAITING = "waiting"  # its prompt is queued, it is not admitted
     INFLIGHT = "inflight"  # admitted: it generates or is being scored
     READY = "ready"  # scored, in the buffer
     CONSUMED = "consumed"  # part of a fixed batch
-    DROPPED = "dropped"  # given up, with a reason; its slot is given back
+    DROPPED = "dropped"  # given up, with a reason; its slot is free again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One question. `index` is its place in the source's order; held-out prompts count from 0 as well."""
+    """One prompt. `index` is its place in the source's order; held-out prompts count from 0 as well."""
 
     index: int
     prompt_id: str  # hash of the text, hexadecimal
@@ -42,21 +42,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One request for the G answers of a group."""
+    """One request for the G completions of a group."""
 
     request_id: str
     token_ids: tuple[int, ...]
     n: int  # G
     max_tokens: int
-    seed: int  # answer j samples from the stream (seed, j); see generation.sampling
+    seed: int  # completion j samples from the stream (seed, j); see generation.engines.sampling
     stop_token_ids: tuple[int, ...]
     greedy: bool = False
-    temperature: float = 1.0  # of the distribution that tokens are drawn from, unless greedy
+    temperature: float = 1.0  # of the distribution that tokens are sampled from, unless greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the policy answered to a prompt: sampled tokens."""
+    """What the policy generates for a prompt: sampled tokens."""
 
     token_ids: Int32Array  # [L] the end token included
     logprobs: Float32Array  # [L] log-probability of the sampled distribution, nats
@@ -66,7 +66,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """What an environment asks of the policy: `n` completions of a text."""
+    """An environment's request to the policy: `n` completions of `token_ids`."""
 
     token_ids: tuple[int, ...]
     n: int
@@ -85,11 +85,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """What came of one rollout: segments in their order, the first of which is the prompt, and a reward."""
+    """The result of one rollout: segments in their order, the first of which is the prompt, and a reward."""
 
     segments: tuple[Segment, ...]
     reward: float
-    correct: bool  # for the curves of people; training sees the reward alone
+    correct: bool  # for the accuracy curves; training sees the reward alone
     truncated: bool = False  # it ran into the length limit
 
 
@@ -99,7 +99,7 @@ class GroupPayload:
 
     prompt_tokens: Int32Array  # [L_prompt] the first segment, the same in all of them
     lengths: Int32Array  # [G] tokens of each trajectory after its prompt; T is their sum
-    tokens: Int32Array  # [T] completions, end tokens included, and what the environment said between them
+    tokens: Int32Array  # [T] completions, end tokens included, and the environment's messages between them
     loss_mask: BoolArray  # [T] tokens that the policy is trained on
     logprobs: Float32Array  # [T] log-probability under the behaviour policy, nats; 0 where it did not sample
     versions: Int32Array  # [T] policy version that sampled the token; -1 where none did
@@ -161,14 +161,14 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLedger:
-    """Two counts of the sampled tokens: the generation servers' own, and where they went, by group."""
+    """Two counts of the sampled tokens: the generation servers' own, and that by the state of their groups."""
 
-    generated: int  # by the servers' counters, for the rollout
+    generated: int  # by the servers' own counters, for rollouts
     consumed: int  # of groups that are part of a batch
     dropped: int  # of groups and tries that were given up
     buffered: int  # of READY groups
-    in_flight: int  # of groups that the end of the run cut short
-    allowance: int = 0  # that the two may differ by: sampled by servers that died unasked, and handed over to nobody
+    in_flight: int  # of groups that were running at the end of the run
+    allowance: int = 0  # that the two may differ by: sampled by servers that died, and returned to nobody
 
     @property
     def accounted(self) -> int:
@@ -192,9 +192,9 @@ class Evaluation:
 
     version: int
     sha256: str  # of its weights: after a new incarnation of the run the number alone does not say which
-    accuracy: float  # share of prompts answered right, greedy decoding
+    accuracy: float  # share of prompts whose greedy completion is correct
     prompts: int
-    mean_tokens: float  # mean length of an answer
+    mean_tokens: float  # mean length of a completion
     wall_s: float
 
 
@@ -210,7 +210,7 @@ class MetricRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A look at a running experiment, as the controller answers it at GET /status."""
+    """A look at a running experiment, as the controller returns it at GET /status."""
 
     step: int  # last step whose version is published
     steps: int

@@ -1,4 +1,4 @@
-"""What the trainer, the evaluator and the launcher ask of the controller, over HTTP.
+"""HTTP client of the controller, for the trainer, the evaluator and the launcher.
 
 Synchronous and stdlib only. The controller may be restarted on another port: after a failed connection the address is
 read again from its ready file, for a bounded time. Every call is safe to repeat.
@@ -23,8 +23,8 @@ _RETRY_S = 0.2  # between two attempts to connect
 
 
 class ControllerClient:
-    """One connection, one caller at a time. Raises ProcessError when the controller stays away for `patience_s`; a
-    controller that says nothing for `timeout_s` is away."""
+    """One connection, one caller at a time. Raises ProcessError when the controller can't be reached for `patience_s`;
+    one that sends nothing for `timeout_s` counts as such."""
 
     def __init__(self, run: RunDir, *, patience_s: float = 60.0, timeout_s: float = 3 * _POLL_S) -> None:
         self._run = run
@@ -37,9 +37,9 @@ class ControllerClient:
     def batch(self, step: int) -> BatchManifest:
         """Wait for the batch of `step`. Raises RunFinished. If none ever comes, the launcher ends the run."""
         while True:
-            reply = self._call("GET", f"/batch/{step}?timeout_s={_POLL_S}")
-            if reply is not None:
-                manifest = json.loads(reply)
+            body = self._call("GET", f"/batch/{step}?timeout_s={_POLL_S}")
+            if body is not None:
+                manifest = json.loads(body)
                 groups = (
                     BatchGroup(
                         group_id=group["group_id"],
@@ -54,20 +54,20 @@ class ControllerClient:
 
     def group(self, group_id: int) -> bytes:
         """The packed trajectories of a group."""
-        reply = self._call("GET", f"/groups/{group_id}")
-        assert reply is not None
-        return reply
+        body = self._call("GET", f"/groups/{group_id}")
+        assert body is not None
+        return body
 
     def announce(self, version: PolicyVersion) -> list[int]:
-        """Publish a version; returns the versions whose folders nobody needs any more."""
+        """Publish a version; returns the versions whose folders are no longer needed."""
         return self._json("POST", "/versions", dataclasses.asdict(version))["release"]
 
     def transfer_group(self, version: int) -> dict[str, Any]:
-        """Whom `version` has to be sent to, where the trainer sends weights itself: see generation.transfer."""
+        """The state of the weight-transfer group before `version` is sent to it: see generation.transfer."""
         return self._json("GET", f"/transfer?version={version}")
 
     def transfer_url(self) -> str:
-        """Where vLLM's trainer-side engine finds what looks to it like one server. Raises ConnectionError."""
+        """The URL at which vLLM's trainer-side engine sees the controller as one server. Raises ConnectionError."""
         url = self._run.controller_url()
         if url is None:
             raise ConnectionError("the controller is not ready")
@@ -80,7 +80,7 @@ class ControllerClient:
         self._json("POST", "/documents", {"kind": kind, "step": step, "data": data})
 
     def snapshot(self, step: int) -> dict[str, Any]:
-        """Have the controller put its ledger beside the checkpoint of `step`; returns the file's manifest entry."""
+        """Have a snapshot of the ledger put beside the checkpoint of `step`; returns the file's manifest entry."""
         return self._json("POST", f"/checkpoints/{step}", {})
 
     def committed(self, step: int) -> None:
@@ -95,12 +95,12 @@ class ControllerClient:
     def next_evaluation(self) -> PolicyVersion:
         """Wait for the next version to score. Raises RunFinished."""
         while True:
-            reply = self._call("GET", f"/evaluation?timeout_s={_POLL_S}")
-            if reply is not None:
-                return PolicyVersion(**json.loads(reply))
+            body = self._call("GET", f"/evaluation?timeout_s={_POLL_S}")
+            if body is not None:
+                return PolicyVersion(**json.loads(body))
 
     def evaluated(self, evaluation: Evaluation) -> bool:
-        """Hand a score in; returns whether more versions will come."""
+        """Report a version's score; returns whether more versions will come."""
         return self._json("POST", "/evaluations", dataclasses.asdict(evaluation))["more"]
 
     # -- launcher ----------------------------------------------------------------------------------------------
@@ -110,16 +110,16 @@ class ControllerClient:
         return RunStatus(**{**values, "lost_servers": tuple(values["lost_servers"])})
 
     def join(self, name: str, url: str) -> None:
-        """A generation server is ready to take work; returns once it has the newest version and takes it."""
+        """Register a generation server; returns once it has loaded the newest version and takes work."""
         while not self.register(name, url, timeout_s=_POLL_S):
             pass
 
     def register(self, name: str, url: str, *, timeout_s: float) -> bool:
-        """Announce a generation server; whether it takes work within `timeout_s`. If not, it is safe to ask again."""
+        """Register a generation server; whether it takes work within `timeout_s`. If not, it is safe to call again."""
         return self._call("POST", "/servers", {"name": name, "url": url, "timeout_s": timeout_s}) is not None
 
     def leave(self, name: str) -> None:
-        """A generation server gets no more work; returns once it has handed over what it had."""
+        """Have a generation server leave: it gets no more work. Returns once it has handed over what it had."""
         self._json("DELETE", f"/servers/{urllib.parse.quote(name, safe='')}")
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class ControllerClient:
                 self.close()
                 if time.monotonic() > deadline:
                     raise ProcessError(
-                        f"controller: no answer to {method} {path} within {self._patience_s:.0f} s ({error})"
+                        f"controller: no response to {method} {path} within {self._patience_s:.0f} s ({error})"
                     ) from error
                 time.sleep(_RETRY_S)
         if response.status == 200:

@@ -1,4 +1,4 @@
-"""Scored groups as bytes: a safetensors file in memory, never a pickle. The controller stores them unopened."""
+"""Scored trajectory groups as bytes: safetensors in memory, never a pickle. The controller stores them unopened."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A group whose rollouts have ended."""
+    """A trajectory group whose rollouts have ended."""
 
     payload: bytes  # of pack_group
     summary: GroupSummary

@@ -1,8 +1,8 @@
-"""What is known of the answers to one request, while servers work on it.
+"""The completions of one request, as far as they are known while servers work on it.
 
 A server that is interrupted hands back what it has sampled; a request for the rest goes to any server. The bodies of
-answers stay bytes: with log-probabilities they are large, and decoding them is the reward workers' business. Of a body
-with an unfinished answer, token ids and finish reasons are read here, and nothing else.
+responses stay bytes: with log-probabilities they are large, and decoding them is the reward workers' business. Of a
+body with an unfinished completion, token ids and finish reasons are read here, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """Of a body of /inference/v1/generate, what it takes to go on; the decoder skips the rest."""
+    """The fields of a /inference/v1/generate response that a continuation needs; the decoder skips the rest."""
 
     choices: list[_Choice]
 
@@ -34,8 +34,8 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 @dataclass(frozen=True, slots=True)
-class _Reply:
-    """A body and what it was asked for."""
+class _Response:
+    """A response's body and what was requested."""
 
     body: bytes
     completions: int
@@ -45,63 +45,63 @@ class _Reply:
 @dataclass(slots=True)
 class _Completion:
     segments: list[BodyPart] = field(default_factory=list[BodyPart])
-    tokens: list[int] = field(default_factory=list[int])  # of an answer that is not finished
+    tokens: list[int] = field(default_factory=list[int])  # of a completion that is not finished
     finished: bool = False
     finish_reason: str | None = None  # where it isn't what the last segment says
 
 
 class Transcript:
-    """The answers to `request`, as far as they are known."""
+    """The completions of `request`, as far as they are known."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self._answers = [_Completion() for _ in range(request.n)]
+        self._completions = [_Completion() for _ in range(request.n)]
         self._begun = False
-        self._kept: list[_Reply] = []  # that answers are made of
-        self._refused: list[_Reply] = []
+        self._kept: list[_Response] = []  # what the completions are made of
+        self._refused: list[_Response] = []
 
     @property
     def begun(self) -> bool:
-        """Whether the request itself was answered, if only in part."""
+        """Whether the request itself has a response, complete or interrupted."""
         return self._begun
 
     def begin(self, body: bytes) -> None:
-        """Take the answer to the request. Raises GenerationError for a body that can't be gone on from."""
-        self._answers = [_Completion() for _ in self._answers]  # of a body that was refused halfway, nothing stays
-        with self._taking(_Reply(body, self.request.n, self.request.max_tokens)):
+        """Take the response to the request. Raises GenerationError for a body that can't be continued from."""
+        self._completions = [_Completion() for _ in self._completions]  # of a refused body, nothing stays
+        with self._taking(_Response(body, self.request.n, self.request.max_tokens)):
             if b"abort" in body:
                 choices = _decode(body)
-                if len(choices) != len(self._answers):
-                    raise GenerationError(f"{len(choices)} answers where {len(self._answers)} were asked for")
+                if len(choices) != len(self._completions):
+                    raise GenerationError(f"{len(choices)} completions where {len(self._completions)} were requested")
                 for index, choice in enumerate(choices):
                     self._add(index, (body, index), choice)
             else:
-                for index, completion in enumerate(self._answers):
+                for index, completion in enumerate(self._completions):
                     completion.segments, completion.finished = [(body, index)], True
         self._begun = True
 
     def extend(self, index: int, body: bytes) -> None:
-        """Take the answer to `continuation(index)`. Raises GenerationError as `begin` does."""
-        with self._taking(_Reply(body, 1, self.request.max_tokens - len(self._answers[index].tokens))):
+        """Take the response to `continuation(index)`. Raises GenerationError as `begin` does."""
+        with self._taking(_Response(body, 1, self.request.max_tokens - len(self._completions[index].tokens))):
             [choice, *more] = _decode(body) or [None]
             if choice is None or more:
-                raise GenerationError("not one answer where one was to be gone on with")
+                raise GenerationError("not exactly one completion in the response to a continuation")
             self._add(index, (body, 0), choice)
 
     def discard(self) -> None:
-        """Begin again: what servers have handed over stands for nothing."""
-        self._answers, self._begun = [_Completion() for _ in self._answers], False
+        """Start over: what servers have handed over counts as refused."""
+        self._completions, self._begun = [_Completion() for _ in self._completions], False
         self._refused += self._kept
         self._kept = []
 
     def unfinished(self) -> list[int]:
-        """Places of the answers that a server has to go on with."""
-        return [index for index, completion in enumerate(self._answers) if not completion.finished]
+        """Indices of the completions that a server has to continue."""
+        return [index for index, completion in enumerate(self._completions) if not completion.finished]
 
     def continuation(self, index: int) -> GenerationRequest:
-        """The request for the rest of an answer: prompt and tokens so far, and a seed of its own. With the seed that
-        it began with, a server would draw the same random numbers again."""
-        request, tokens = self.request, self._answers[index].tokens
+        """The request for the rest of a completion: prompt and tokens so far, and a seed of its own. With the seed of
+        `request`, a server would sample with the same random numbers again."""
+        request, tokens = self.request, self._completions[index].tokens
         name = f"{request.seed}/{index}/{len(tokens)}".encode()
         return replace(
             request,
@@ -113,14 +113,14 @@ class Transcript:
         )
 
     def completions(self) -> tuple[SampledCompletion, ...]:
-        """The answers with all of their segments, finished or not."""
+        """The completions with all of their segments, finished or not."""
         return tuple(
             SampledCompletion(segments=tuple(completion.segments), finish_reason=completion.finish_reason)
-            for completion in self._answers
+            for completion in self._completions
         )
 
     def sampled(self) -> Tally:
-        """Tokens of everything that servers have handed over, but for what `take_refused` has told of."""
+        """Tokens of everything that servers have handed over, except what `take_refused` has returned."""
         return _tally(self._kept + self._refused)
 
     def take_refused(self) -> Tally:
@@ -129,20 +129,20 @@ class Transcript:
         return _tally(refused)
 
     @contextmanager
-    def _taking(self, reply: _Reply) -> Iterator[None]:
+    def _taking(self, response: _Response) -> Iterator[None]:
         try:
             yield
         except GenerationError:
-            self._refused.append(reply)
+            self._refused.append(response)
             raise
-        self._kept.append(reply)
+        self._kept.append(response)
 
     def _add(self, index: int, segment: BodyPart, choice: _Choice) -> None:
-        completion, request = self._answers[index], self.request
+        completion, request = self._completions[index], self.request
         if choice.token_ids:
             completion.segments.append(segment)
         elif choice.finish_reason != "abort":
-            raise GenerationError(f"answer {index} ended ({choice.finish_reason}) without a token")
+            raise GenerationError(f"completion {index} ended ({choice.finish_reason}) without a token")
         completion.tokens = completion.tokens + choice.token_ids
         if choice.finish_reason != "abort":
             completion.finished = True
@@ -154,16 +154,16 @@ class Transcript:
             completion.tokens = []
 
 
-def _tally(replies: Sequence[_Reply]) -> Tally:
-    """Whatever of the replies can be read, and at most how much more there may be."""
+def _tally(responses: Sequence[_Response]) -> Tally:
+    """The tokens that can be read, and at most how many more there may be."""
     tokens = unread = 0
-    for reply in replies:
+    for response in responses:
         try:
-            choices = _decode(reply.body)
+            choices = _decode(response.body)
         except GenerationError:
             choices = []
         tokens += sum(len(choice.token_ids) for choice in choices)
-        unread += max(0, reply.completions - len(choices)) * reply.max_tokens
+        unread += max(0, response.completions - len(choices)) * response.max_tokens
     return Tally(tokens=tokens, unread=unread)
 
 
@@ -171,4 +171,4 @@ def _decode(body: bytes) -> list[_Choice]:
     try:
         return _decoder.decode(body).choices
     except msgspec.MsgspecError as error:
-        raise GenerationError(f"not an answer of /inference/v1/generate: {error}") from None
+        raise GenerationError(f"not a response of /inference/v1/generate: {error}") from None

@@ -1,6 +1,6 @@
-"""The bodies of POST /inference/v1/generate, as records and as JSON, for whoever has one in hand.
+"""The bodies of requests and responses of POST /inference/v1/generate, as records and as JSON.
 
-Fields are those of vLLM's native RL API. Servers encode, clients pass bytes on, rewards parse.
+Fields are those of vLLM's native RL API. Servers encode, clients pass bytes on, reward workers parse.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MODEL_NAME = "policy"
 ROUTES_VERSION = "0.32.0"  # the vLLM whose routes and fields these are
 EMBEDDED = f"areal.{FORMAT}"  # what the embedded server adds to it, for what it has beyond them
 ROLLOUT = "group-"  # what ids of the rollout's requests begin with: servers count their tokens apart from all others'
-BodyPart = tuple[bytes, int]  # a body of /inference/v1/generate, and the place of a choice in it
+BodyPart = tuple[bytes, int]  # a response's body, and the index of a choice in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledCompletion:
-    """One answer as servers gave it, not decoded: interrupted ones have several segments."""
+    """One completion as servers gave it, not decoded: an interrupted one has several segments."""
 
     segments: tuple[BodyPart, ...]
     finish_reason: str | None = None  # None: what the last segment says
@@ -33,14 +33,14 @@ class SampledCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLoad:
-    """What a generation server does and has done, as it answers GET /load."""
+    """What a generation server does and has done: its response to GET /load."""
 
-    running: int  # answers being decoded
-    waiting: int  # answers without a slot
+    running: int  # completions being decoded
+    waiting: int  # completions without a slot
     generated_tokens: int  # sampled since the start, whatever became of them
     rollout_tokens: int  # of these, the ones of the rollout's requests
-    completion_s: float  # answers being decoded, summed over time
-    idle_s: float  # time without a running answer, unless it was paused
+    completion_s: float  # completions being decoded, summed over time
+    idle_s: float  # time without a running completion, unless it was paused
     paused_s: float
     swap_ms: float  # the last change of weights
     recompute_ms: float  # the last recomputation of the KV cache
@@ -48,7 +48,7 @@ class ServerLoad:
 
 
 def encode_request(request: GenerationRequest) -> bytes:
-    """The body of a request. Its stop tokens are all that ends an answer, whatever the model's own end token is."""
+    """The body of a request. Its stop tokens are all that ends a completion, whatever the model's own end token is."""
     return orjson.dumps(
         {
             "model": MODEL_NAME,
@@ -70,7 +70,7 @@ def encode_request(request: GenerationRequest) -> bytes:
 def encode_generation(
     request: GenerationRequest, completions: Sequence[Completion], *, logprobs: bool, eos_token_ids: Sequence[int] = ()
 ) -> bytes:
-    """The body of an answer. As in vLLM, `stop_reason` names the stop token unless it is the model's own end token."""
+    """The body of a response. As in vLLM, `stop_reason` names the stop token unless it is the model's own end token."""
     completion_tokens = sum(len(completion.token_ids) for completion in completions)
     return orjson.dumps(
         {
@@ -90,29 +90,29 @@ def encode_generation(
 
 
 def parse_generation(body: bytes) -> list[Completion]:
-    """The answers of a body, in order. Raises GenerationError when the body is not one that carries log-probabilities
-    and a version for every token."""
+    """The completions of a body, in order. Raises GenerationError when the body does not carry log-probabilities and
+    a version for every token."""
     try:
         return [_parse_choice(choice) for choice in orjson.loads(body)["choices"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise GenerationError(f"not an answer of /inference/v1/generate: {type(error).__name__}: {error}") from None
+        raise GenerationError(f"not a response of /inference/v1/generate: {type(error).__name__}: {error}") from None
 
 
 def completion_tokens(body: bytes) -> int:
-    """The tokens of a body's answers, as it says itself. Raises GenerationError for one that does not."""
+    """The number of completion tokens that a body states. Raises GenerationError for one that does not."""
     try:
         return int(orjson.loads(body)["usage"]["completion_tokens"])
     except (KeyError, TypeError, ValueError) as error:
-        raise GenerationError(f"not an answer of /inference/v1/generate: {type(error).__name__}: {error}") from None
+        raise GenerationError(f"not a response of /inference/v1/generate: {type(error).__name__}: {error}") from None
 
 
 def whole_completions(body: bytes, n: int) -> tuple[SampledCompletion, ...]:
-    """The `n` answers of a body that holds all of them, finished."""
-    return tuple(SampledCompletion(segments=((body, place),)) for place in range(n))
+    """The `n` completions of a body that holds all of them, finished."""
+    return tuple(SampledCompletion(segments=((body, index),)) for index in range(n))
 
 
 def join_completions(completions: Sequence[SampledCompletion]) -> list[Completion]:
-    """Answers from their segments. Raises GenerationError as `parse_generation` does."""
+    """Completions from their segments. Raises GenerationError as `parse_generation` does."""
     bodies = {id(body): body for completion in completions for body, _ in completion.segments}
     parsed = {key: parse_generation(body) for key, body in bodies.items()}
     return [_join(completion, parsed) for completion in completions]
@@ -120,9 +120,9 @@ def join_completions(completions: Sequence[SampledCompletion]) -> list[Completio
 
 def _join(completion: SampledCompletion, parsed: dict[int, list[Completion]]) -> Completion:
     try:
-        parts = [parsed[id(body)][place] for body, place in completion.segments]
+        parts = [parsed[id(body)][index] for body, index in completion.segments]
     except IndexError:
-        raise GenerationError("not an answer of /inference/v1/generate: it has fewer choices than asked for") from None
+        raise GenerationError("not a response of /inference/v1/generate: it has fewer choices than asked for") from None
     return Completion(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
@@ -132,7 +132,7 @@ def _join(completion: SampledCompletion, parsed: dict[int, list[Completion]]) ->
 
 
 def version_spans(versions: Int32Array) -> list[tuple[int, int, int]]:
-    """Runs of equal versions as (version, start, end), end exclusive."""
+    """Spans of equal versions as (version, start, end), end exclusive."""
     if len(versions) == 0:
         return []
     values = versions.tolist()

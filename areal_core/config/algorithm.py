@@ -11,7 +11,7 @@ from areal_core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What is known of an objective without torch; the function of its name is in algorithm.objectives."""
+    """Properties of an objective, known without torch; the function of its name is in algorithm.objectives."""
 
     takes_proximal: bool = True  # a forward pass recomputes pi_prox for it
     weighs: bool = True  # it has a weight pi_prox / pi_behav, for behaviour_cap or behaviour_mask_* to act on
@@ -25,7 +25,7 @@ OBJECTIVES: dict[str, Objective] = {  # by AlgorithmConfig.objective
     "cispo": Objective(takes_proximal=False, weighs=False),
     "reinforce": Objective(),
 }
-_ELSEWHERE = Objective()  # a function that is named by where it is imported from
+_IMPORTED = Objective()  # a function that is named by its import path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class AlgorithmConfig:
     objective: str = "decoupled"  # one of OBJECTIVES, or a function of one's own as "package.module:function"
     loss_mean: str = choice("token", "token", "sequence", "constant")
     advantage: str = choice("group", "group", "group_mean", "batch", "leave_one_out")
-    group_size: int = bounded(16, low=1)  # G, answers to one prompt
+    group_size: int = bounded(16, low=1)  # G, completions of one prompt
     clip_eps: float = bounded(0.2, above=0.0)  # of the lower bound, 1 - eps; from 1 on there is none
     clip_eps_high: float | None = bounded(None, above=0.0)  # of the upper bound, 1 + eps; None: clip_eps
     behaviour_cap: float | None = bounded(None, above=0.0)  # upper bound on pi_prox / pi_behav; None: none
@@ -44,7 +44,7 @@ class AlgorithmConfig:
     kl_coef: float = bounded(0.0, low=0.0)  # of the divergence from version 0; 0: no pass over version 0 is made
     kl_estimator: str = choice("k3", "k1", "k2", "k3")
     entropy_coef: float = bounded(0.0, low=0.0)  # of a bonus for the policy's entropy
-    truncated: str = choice("wrong", "wrong", "mask")  # what becomes of an answer that was cut off
+    truncated: str = choice("wrong", "wrong", "mask")  # what becomes of a completion that was cut off
     reward_correct: float = 1.0
     reward_wrong: float = 0.0
     overlong_cache: int | None = bounded(
@@ -55,12 +55,12 @@ class AlgorithmConfig:
     @property
     def takes_proximal(self) -> bool:
         """Whether the objective has a pi_prox that a forward pass recomputes."""
-        return OBJECTIVES.get(self.objective, _ELSEWHERE).takes_proximal
+        return OBJECTIVES.get(self.objective, _IMPORTED).takes_proximal
 
     @property
     def weighs(self) -> bool:
         """Whether the objective has a weight pi_prox / pi_behav, which can be capped or masked."""
-        return OBJECTIVES.get(self.objective, _ELSEWHERE).weighs
+        return OBJECTIVES.get(self.objective, _IMPORTED).weighs
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -69,18 +69,18 @@ class AlgorithmConfig:
 
     @property
     def bounds_weights(self) -> bool:
-        """Whether something is done to large or small pi_prox / pi_behav."""
+        """Whether large or small pi_prox / pi_behav are capped or masked."""
         bounds = (self.behaviour_cap, self.behaviour_mask_low, self.behaviour_mask_high)
         return any(bound is not None for bound in bounds)
 
     @property
     def regularised(self) -> bool:
-        """Whether answers without an advantage move the policy too."""
+        """Whether completions without an advantage move the policy too."""
         return self.kl_coef > 0 or self.entropy_coef > 0
 
 
 def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
-    """Raises ConfigError for an objective that is none, and for fields that can't go together."""
+    """Raises ConfigError for an unknown objective, and for fields that can't go together."""
     check_name("algorithm.objective", config.objective, OBJECTIVES)
     if config.group_size == 1 and config.advantage != "batch":
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""What must hold between groups of a configuration, by what it is about. Each raises ConfigError in one line that names
-the field and says what would be right.
+"""Checks between the groups of a configuration. Each raises ConfigError in one line that names the field and says what
+would be right.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check(config: RunConfig) -> None:
 
 
 def _check_batch(config: RunConfig) -> None:
-    """B is P groups of G, cut into minibatches that every rank has a share of."""
+    """B is P groups of G, partitioned into minibatches that every rank has a share of."""
     batch, group = config.rollout.batch_size, config.algorithm.group_size
     if batch % group:
         raise ConfigError(f"rollout.batch_size: must be a multiple of algorithm.group_size ({group}), got {batch}")
@@ -53,7 +53,7 @@ def _check_batch(config: RunConfig) -> None:
     if config.generation.engine == "vllm" and group > config.generation.slots:
         raise ConfigError(
             f"generation.slots: must be at least algorithm.group_size ({group}) with generation.engine=vllm, which "
-            f"decodes all answers of a request at once, got {config.generation.slots}"
+            f"decodes all completions of a request at once, got {config.generation.slots}"
         )
 
 
@@ -61,7 +61,7 @@ def _check_lengths(config: RunConfig) -> None:
     tokens = config.task.max_prompt_tokens + config.task.max_new_tokens
     if tokens > config.model.context:
         raise ConfigError(
-            f"task.max_prompt_tokens: prompt and answer need {tokens} tokens (max_prompt_tokens + max_new_tokens), "
+            f"task.max_prompt_tokens: prompt and completion need {tokens} tokens (max_prompt_tokens + max_new_tokens), "
             f"more than model.context, {config.model.context}"
         )
     if config.training.microbatch_tokens < tokens:
@@ -127,8 +127,8 @@ def _check_gpus(config: RunConfig) -> None:
 
 
 def _check_devices(config: RunConfig, generating: int, who: str) -> None:
-    """Unlike cores, accelerators are shared by nobody: every server and rank has its own in asynchronous mode, and
-    takes turns on them in synchronous mode."""
+    """Unlike cores, accelerators are not shared at the same time: every server and rank has its own in asynchronous
+    mode, and servers and ranks take turns on them in synchronous mode."""
     ranks = config.training_ranks
     needed, link = (generating + ranks, "and") if config.mode == "async" else (max(generating, ranks), "then")
     if needed > config.launch.devices:

@@ -32,15 +32,15 @@ def choice(default: str, *choices: str) -> Any:
 
 def merge(base: Mapping[str, Any], dotted: str, value: Any, above: str = "") -> dict[str, Any]:
     """A copy of `base` with the nested field `dotted` set to `value`; `above` is the prefix of the names in `base`."""
-    head, _, rest = dotted.partition(".")
+    key, _, rest = dotted.partition(".")
     merged = dict(base)
     if rest:
-        below = merged.get(head, {})
+        below = merged.get(key, {})
         if not isinstance(below, Mapping):
-            raise ConfigError(f"{above}{dotted}: {above}{head} is a value, not a group of fields")
-        merged[head] = merge(typing.cast(Mapping[str, Any], below), rest, value, f"{above}{head}.")
+            raise ConfigError(f"{above}{dotted}: {above}{key} is a value, not a group of fields")
+        merged[key] = merge(typing.cast(Mapping[str, Any], below), rest, value, f"{above}{key}.")
     else:
-        merged[head] = value
+        merged[key] = value
     return merged
 
 

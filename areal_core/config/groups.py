@@ -15,12 +15,12 @@ from areal_core.errors import ConfigError
 GENERATION_ENGINES = {
     "embedded": "this package's, on a core or a GPU",
     "vllm": "vLLM's own server",
-    "emulated": "accelerators that take their time and compute nothing",
+    "emulated": "emulated accelerators: time passes and nothing is computed",
 }
 TRAINING_ENGINES = {
     "torch": "every rank holds all of the state",
-    "deepspeed": "ranks share the state out",
-    "emulated": "accelerators that take their time and compute nothing",
+    "deepspeed": "ranks partition the state",
+    "emulated": "emulated accelerators: time passes and nothing is computed",
 }
 _VLLM_TEMPERATURE = 2.0
 
@@ -35,7 +35,7 @@ class ModelConfig:
     heads: int = bounded(4, low=1)
     kv_heads: int = bounded(4, low=1)
     intermediate_size: int = bounded(192, low=8)
-    context: int = bounded(160, low=16)  # tokens, prompt and answer together
+    context: int = bounded(160, low=16)  # tokens, prompt and completion together
 
     def check(self) -> None:
         if self.hidden_size % (2 * self.heads):
@@ -48,7 +48,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """Prompts and how answers to them are limited."""
+    """Prompts, and the limits of prompts and completions."""
 
     name: str = choice("arithmetic", "arithmetic", "jsonl")
     max_operations: int = bounded(16, low=1, high=64)  # arithmetic: longest chain
@@ -73,7 +73,7 @@ class EnvironmentConfig:
 
     name: str = "single_turn"  # single_turn, two_turn, or an import path
     verifier: str | None = None  # exact_match, same_number, or an import path; None: the one task.name is written for
-    retry_message: str = "="  # two_turn: what the policy is told after a first try that is wrong
+    retry_message: str = "="  # two_turn: message to the policy after a first try that is wrong
     retry_score: float = bounded(0.5, low=0.0, high=1.0)  # two_turn: of a second try that is right
 
 
@@ -110,14 +110,14 @@ class GenerationConfig:
 
     engine: str = "embedded"  # one of GENERATION_ENGINES, or an import path: package.module:function
     servers: int | None = bounded(None, low=1)  # None: one for each device, but for GPUs that train in async mode
-    slots: int = bounded(32, low=1)  # answers decoded at once by one server: as many as a core's caches hold
-    interruption: str = choice("recompute", "recompute", "resubmit", "keep", "wait")  # of answers, by an update
+    slots: int = bounded(32, low=1)  # completions that one server decodes at once: as many as a core's caches hold
+    interruption: str = choice("recompute", "recompute", "resubmit", "keep", "wait")  # of completions, by an update
     deterministic: bool = False  # embedded: the same tokens for the same seed whatever else is in the batch
     temperature: float = bounded(1.0, low=0.01, high=100.0)  # of sampling; the trainer's policy has it too
-    top_p: float = bounded(1.0, above=0.0, high=1.0)  # nothing else than off can be trained on
-    top_k: int = bounded(0, low=-1)  # the same
-    sleep: bool = False  # synchronous mode: servers give accelerators that train as well back while they do
-    transfer: str = choice("files", "files", "nccl", "ipc")  # how weights come; the last two are vLLM's, on GPUs
+    top_p: float = bounded(1.0, above=0.0, high=1.0)  # off; nothing else can be trained on
+    top_k: int = bounded(0, low=-1)  # off, likewise
+    sleep: bool = False  # synchronous mode: servers release their accelerators while the trainer trains on them
+    transfer: str = choice("files", "files", "nccl", "ipc")  # of weights to servers; the last two are vLLM's, on GPUs
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def check(self) -> None:
@@ -126,7 +126,7 @@ class GenerationConfig:
             if value not in off:
                 raise ConfigError(
                     f"generation.{name}: must be {off[0]:g}, got {value}; the trainer gives every token a probability, "
-                    "and can't say what one that was cut off would have had"
+                    "also those that would be cut off from sampling"
                 )
         if self.transfer != "files" and self.engine != "vllm":
             raise ConfigError(
@@ -170,9 +170,9 @@ class TrainingConfig:
 
     engine: str = "torch"  # one of TRAINING_ENGINES, or an import path: package.module:function
     steps: int = bounded(25, low=1)
-    zero_stage: int = bounded(2, low=0, high=3)  # deepspeed: what ranks share out; 1 moments, 2 gradients, 3 weights
+    zero_stage: int = bounded(2, low=0, high=3)  # deepspeed: what ranks partition; 1 moments, 2 gradients, 3 weights
     dtype: str = choice("float32", "float32", "bfloat16")  # of passes over the model; optimiser state is float32
-    checkpoint_activations: bool = False  # keep a layer's input alone and compute the rest again in the backward pass
+    checkpoint_activations: bool = False  # keep only a layer's input; compute the rest again in the backward pass
     ranks: int | None = bounded(None, low=1)  # data-parallel processes; None: see RunConfig.training_ranks
     hosts: int = bounded(1, low=1)  # machines that the ranks are spread over; see launch.remote_roles
     minibatches: int = bounded(4, low=1)  # PPO minibatches a step, cut by whole groups
@@ -229,7 +229,7 @@ class StopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """Processes and what is expected of them."""
+    """Devices, processes and their time limits, remote workers, logs."""
 
     accelerator: str = choice("cpu", "cpu", "cuda")  # what a device is: a core, or a GPU
     devices: int = bounded(2, low=1)  # cores or GPUs that generate and train
@@ -250,7 +250,7 @@ class LaunchConfig:
 
     def check(self) -> None:
         try:
-            usable = not ipaddress.ip_address(self.address).is_unspecified  # others are told it
+            usable = not ipaddress.ip_address(self.address).is_unspecified  # other machines connect to it
         except ValueError:
             usable = False
         if not usable:
@@ -259,15 +259,16 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationConfig:
-    """Accelerators that take their time and compute nothing, where both engines are `emulated`; see docs/emulation.md.
-    Times and lengths are those of the emulated cluster. A device of `launch.devices` is one replica of the model."""
+    """Emulated accelerators, whose time passes and which compute nothing, where both engines are `emulated`; see
+    docs/emulation.md. Times and lengths are those of the emulated cluster. A device of `launch.devices` is one replica
+    of the model."""
 
     accelerator: str = choice("h800", "a100", "h100", "h800", "h200", "l40s")
     model: str = choice("qwen-1.5b", "qwen-1.5b", "qwen-7b", "qwen-14b", "qwen-32b")
     tensor_parallel: int = bounded(1, low=1)  # accelerators of one replica
     speed: float = bounded(100.0, above=0.0)  # emulated seconds in a real one
-    tokens_per_token: int = bounded(128, low=1)  # real tokens that one token of prompts and answers stands for
-    length_median: float = bounded(7360.0, above=0.0, high=1e7)  # tokens of an answer, log-normal, before the limit
+    tokens_per_token: int = bounded(128, low=1)  # real tokens that one token of prompts and completions stands for
+    length_median: float = bounded(7360.0, above=0.0, high=1e7)  # tokens of a completion, log-normal, before the limit
     length_sigma: float = bounded(0.8, low=0.0, high=5.0)
     lengths_path: str | None = None  # recorded lengths instead: a file of whole numbers
     decode_overhead_s: float = bounded(0.0168, low=0.0)  # of a decode step, whatever the batch: a fitted residual

@@ -1,4 +1,4 @@
-"""What a configuration names: registered parts, and those of other packages by import path.
+"""Parts that a configuration names: registered ones, and those of other packages by import path.
 
 An import path, `package.module:name`, is looked up where Python looks for modules: installed packages, PYTHONPATH, and
 the directory that the run was started in.
@@ -30,7 +30,7 @@ def check_name(field: str, name: str, registered: Mapping[str, object]) -> None:
 
 
 def find(field: str, name: str, registered: Mapping[str, T]) -> T:
-    """What a name stands for. Raises ConfigError as `check_name` does, and where an import path leads nowhere."""
+    """The part of a name. Raises ConfigError as `check_name` does, and for an import path that can't be imported."""
     check_name(field, name, registered)
     if name in registered:
         return registered[name]

@@ -102,12 +102,12 @@ class RunConfig:
 
     @property
     def evaluated(self) -> bool:
-        """Whether versions are scored; what accelerators only take their time for has learnt nothing."""
+        """Whether versions are scored; emulated training has learnt nothing that could be."""
         return self.evaluation.enabled and not self.emulated
 
     @property
     def emulated_cluster(self) -> str | None:
-        """What is emulated, for people; None where nothing is."""
+        """The emulated cluster, for people; None where nothing is emulated."""
         if not self.emulated:
             return None
         its, devices = self.emulation, self.launch.devices * self.emulation.tensor_parallel
@@ -125,8 +125,8 @@ class RunConfig:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the trainer computes the prompt of a group once for all of its answers. On GPUs sequences of any
-        lengths are attended to by one kernel, which knows no shared prompts."""
+        """Whether the trainer computes the prompt of a group once for all of its completions. On GPUs one kernel
+        attends to sequences of any lengths, and knows no shared prompts."""
         return self.launch.accelerator == "cpu" and not self.emulated
 
     @property
@@ -158,7 +158,7 @@ class RunConfig:
 
     @property
     def remote_roles(self) -> frozenset[str]:
-        """Roles whose processes other machines run."""
+        """Roles that remote workers run."""
         return {"none": frozenset[str](), "both": frozenset(("generation", "trainer"))}.get(
             self.launch.remote_roles, frozenset((self.launch.remote_roles,))
         )
@@ -183,24 +183,24 @@ class RunConfig:
 
     @property
     def completions_per_server(self) -> int:
-        """Worth having in flight at one server: more than it decodes at once, as those of a group that have ended
-        count until all of them have."""
+        """Completions worth having in flight at one server: more than it decodes at once, since those of a group that
+        have ended count until all of them have."""
         return 2 * self.generation.slots
 
     @property
     def devices_per_server(self) -> int:
-        """GPUs of one generation server; a core is never shared out further."""
+        """GPUs of one generation server; 1 on cores."""
         vllm = self.generation.vllm
         return vllm.tensor_parallel * vllm.data_parallel if self.generation.engine == "vllm" else 1
 
     @property
     def interruption(self) -> str:
-        """What an update does to running answers. Synchronous training has none when it updates."""
+        """What an update does to running completions. Synchronous training has none when it updates."""
         return self.generation.interruption if self.mode == "async" else "wait"
 
     @property
     def sleeps(self) -> bool:
-        """Whether servers give their accelerators back while the trainer trains."""
+        """Whether servers release their accelerators while the trainer trains."""
         return self.generation.sleep and self.mode == "sync"
 
     def to_dict(self) -> dict[str, Any]:

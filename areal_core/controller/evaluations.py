@@ -1,4 +1,4 @@
-"""Which published version is to be scored next, and which ones are kept for that."""
+"""The evaluation schedule: which published version is scored next, and which ones are kept for that."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EvaluationSchedule:
         return None
 
     def awaited(self, newest: int) -> set[int]:
-        """Versions up to `newest` whose weights are still wanted for their scores."""
+        """Versions up to `newest` that are due and not scored: their weights are still needed."""
         due = range(0, newest + 1, self._config.evaluation.every) if self._config.evaluated else ()
         return set(due) - self._scored()
 

@@ -1,8 +1,8 @@
-"""Generation servers seen as one engine: requests are routed to them, versions loaded into them all.
+"""The pool of generation servers as one engine: requests are routed to them, versions are loaded into all of them.
 
-What becomes of each server is the registry's (controller/registry.py); this asks the servers what follows from it. A
-server that fails a phase of an update, loses a connection or answers with a server's error is not asked again: its
-requests fail, so that the controller repeats them elsewhere, and it has to join again. Without torch.
+The server registry (controller/registry.py) keeps the state of each server; the pool makes the calls that follow from
+it. A server that fails a phase of an update, loses a connection or answers with a 5xx status gets no more work: its
+requests fail, so that the rollout controller repeats them at other servers, and it has to join again. Without torch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
 
 logger = logging.getLogger(__name__)
-_HAND_OVER_S = 10.0  # for the answers of a server that leaves to come in
+_HAND_OVER_S = 10.0  # for the responses of a server that leaves to come in
 _ABORT_AGAIN_S = 1.0
 Newest = Callable[[], PolicyVersion | None]
 
 
 class GenerationPool:
-    """Several named servers as one: requests go to the one with the fewest answers in flight."""
+    """Several named servers as one: requests go to the one with the fewest completions in flight."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class GenerationPool:
         timeline: Callable[[str], TimelineWriter] | None = None,
         counters: ServerCounters | None = None,
     ) -> None:
-        """`interruption` is what an update does to running answers (generation.client); `transfer` how weights come:
-        "files", or by the trainer itself (generation.transfer); `patience_s` bounds an update and the wait for a server
-        to join; `timeline` is where to write down what the server of a name does, if it does not do so itself;
+        """`interruption` is what an update does to running completions (generation.client); `transfer` how weights
+        come: "files", or from the trainer itself (generation.transfer); `patience_s` bounds an update and the wait for
+        a server to join; `timeline` makes the timeline of a named server, for servers that write none themselves;
         `counters` keep what the servers have counted."""
         self._completions_per_server = completions_per_server
         self._interruption = interruption
@@ -56,15 +56,15 @@ class GenerationPool:
         self._patience_s = patience_s
         self._timeline = timeline
         self.registry = ServerRegistry()
-        self.registry.subscribe(self._let_go)
+        self.registry.subscribe(self._on_transition)
         self.transfer = Transfer(self.registry, interruption, patience_s)
         self._asleep = False
         self._closed = False
-        self._tasks: set[asyncio.Task[None]] = set()  # what goes on whatever becomes of the one who asked for it
-        self._open: dict[Transcript, dict[str, Server]] = {}  # what servers are working on, by the ids of requests
-        self._given_up: set[Transcript] = set()  # of these, the ones that are not gone on with
+        self._tasks: set[asyncio.Task[None]] = set()  # work that goes on when its caller is cancelled
+        self._open: dict[Transcript, dict[str, Server]] = {}  # servers of open requests, by request id
+        self._given_up: set[Transcript] = set()  # of these, the ones that are not continued
         self._counters = counters or ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
-        self._ending = False  # what is aborted stays so
+        self._ending = False  # what is aborted is not continued
 
     @property
     def version(self) -> int:
@@ -73,22 +73,22 @@ class GenerationPool:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """URLs of servers that were taken out since they failed, or could not join: starting them again may help."""
+        """URLs of servers that were taken out because they failed, or could not join: starting them again may help."""
         return self.registry.lost
 
     @property
     def capacity(self) -> int:
-        """Answers worth having in flight at once."""
+        """Completions worth having in flight at once."""
         return self._completions_per_server * len(self.registry.at_work)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def generate(self, transcript: Transcript) -> None:
-        """Have the answers of a transcript finished, by whichever server has the least to do at the time: those of its
-        request, or the rest of what an earlier call has left. Waits for a server to join. Raises GenerationError when
-        none does, when a server refuses, and when one is lost or taken out meanwhile; the transcript keeps what is
-        known by then. After `abort_all` answers are left unfinished. When cancelled, it has servers end what they do
-        first: the transcript keeps what they have sampled."""
+        """Have the completions of a transcript finished: those of its request, or the rest of what an earlier call has
+        left, each by the server with the fewest completions in flight at the time. Waits for a server to join. Raises
+        GenerationError when none does, when a server refuses, and when one is lost or taken out meanwhile; the
+        transcript keeps what is known by then. After `abort_all` completions are left unfinished. When cancelled, it
+        first has servers end the requests: the transcript keeps what they have sampled."""
         self._open[transcript] = {}
         work = asyncio.ensure_future(self._finish(transcript))
         try:
@@ -112,25 +112,25 @@ class GenerationPool:
     async def _finish(self, transcript: Transcript) -> None:
         if not transcript.begun:
             transcript.begin(await self._send(transcript, transcript.request))
-        rest = [self._go_on(transcript, index) for index in transcript.unfinished()]
+        rest = [self._continue(transcript, index) for index in transcript.unfinished()]
         failures = [error for error in await asyncio.gather(*rest, return_exceptions=True) if error is not None]
         if failures:
             raise failures[0]
 
     async def _give_up(self, transcript: Transcript, work: asyncio.Future[None]) -> None:
-        """End the requests of a transcript; it keeps what servers hand over. One that does not is taken out."""
+        """End the requests of a transcript; it keeps what servers hand over. Servers that do not are taken out."""
         self._given_up.add(transcript)
         serving = self._open[transcript]
         try:
             async with asyncio.timeout(_HAND_OVER_S):
                 while serving and not work.done():
                     await self.registry.ask(set(serving.values()), lambda server: server.client.abort([*serving]))
-                    await asyncio.wait([work], timeout=_ABORT_AGAIN_S)  # one on its way may arrive after the abort
+                    await asyncio.wait([work], timeout=_ABORT_AGAIN_S)  # requests may arrive after the abort
         except TimeoutError:
             for request_id, server in list(serving.items()):
                 self.registry.apply(server, "fail", f"it did not hand {request_id} over in {_HAND_OVER_S:g} s")
         finally:
-            work.cancel()  # what waits for a server
+            work.cancel()  # a request that waits for a server
             await asyncio.gather(work, return_exceptions=True)
             self._given_up.discard(transcript)
 
@@ -141,19 +141,20 @@ class GenerationPool:
             self._counters.report(server.name, load.rollout_tokens, accounted)
         return list(loads.values())
 
-    async def _go_on(self, transcript: Transcript, index: int) -> None:
-        """Ask for the rest of an answer until it is finished: updates may interrupt it again and again."""
+    async def _continue(self, transcript: Transcript, index: int) -> None:
+        """Request the rest of a completion until it is finished: updates may interrupt it again and again."""
         while index in transcript.unfinished() and not self._ending and transcript not in self._given_up:
-            transcript.extend(index, await self._send(transcript, transcript.continuation(index), again=True))
+            transcript.extend(index, await self._send(transcript, transcript.continuation(index), resubmitted=True))
 
-    async def _send(self, transcript: Transcript, request: GenerationRequest, *, again: bool = False) -> bytes:
-        """The raw body of the answers, from the server with the least to do; `again`: it has been begun elsewhere."""
+    async def _send(self, transcript: Transcript, request: GenerationRequest, *, resubmitted: bool = False) -> bytes:
+        """The body of the response, from the server with the fewest completions in flight; `resubmitted`: the request
+        continues a completion that was interrupted."""
         server = await self._least_loaded()
         call = asyncio.ensure_future(server.client.generate(request))
         server.calls.add(call)
         self._open[transcript][request.request_id] = server
         server.completions += request.n
-        if again:
+        if resubmitted:
             server.client.resubmitted_tokens += len(request.token_ids)
         try:
             return await call
@@ -177,8 +178,8 @@ class GenerationPool:
             raise GenerationError(f"no generation server joined in {self._patience_s:g} s") from None
         return min(self.registry.at_work, key=lambda server: server.completions)
 
-    def _let_go(self, server: Server, before: ServerState) -> None:
-        """An incarnation has come to its end: its requests fail, nobody asks it for anything more."""
+    def _on_transition(self, server: Server, before: ServerState) -> None:
+        """When an incarnation of a server has come to its end, its requests fail and its client is closed."""
         if server.gone and before not in (ServerState.LOST, ServerState.ENDED):
             for call in server.calls:
                 call.cancel()
@@ -189,8 +190,8 @@ class GenerationPool:
     # -- versions ----------------------------------------------------------------------------------------------
 
     async def load_version(self, version: PolicyVersion) -> None:
-        """Give all servers other weights, at the same time; those that fail are taken out. A caller that is cancelled
-        leaves it to go on: half an update is none."""
+        """Load a version into all servers, at the same time; those that fail are taken out. It goes on when its caller
+        is cancelled, so that no update is left half done."""
         self.registry.target = version
         if self._by_files:
             await asyncio.shield(self._start(self._update(version)))
@@ -209,11 +210,11 @@ class GenerationPool:
     # -- servers -----------------------------------------------------------------------------------------------
 
     async def join(self, name: str, url: str, newest: Newest) -> None:
-        """Give a server the newest version, asked for when its turn has come, then work. It takes the place of another
-        one of the same name; one that is at work already stays. Raises ServerLostError when it can't be given that
-        version, or another one was announced meanwhile. Version 0 is not sent to a server that says it has it.
+        """Have a server load the newest version, looked up when its turn has come, and take work. It replaces another
+        one of the same name; one that is at work already stays. Raises ServerLostError when it can't load that version,
+        or another one of its name was announced meanwhile. Version 0 is not sent to a server that says it has it.
 
-        A caller that is cancelled leaves it to go on; who asks again waits for the same."""
+        It goes on when its caller is cancelled; a second call waits for the same join."""
         joining = self._joining(name)
         task = next((task for server, task in joining if server.url == url), None)
         if task is None:
@@ -232,14 +233,14 @@ class GenerationPool:
             raise
 
     async def leave(self, name: str) -> None:
-        """Take a server out, if it is there. What it has sampled for its requests is kept; others go on with them."""
+        """Take a server out, if it is there. What it has sampled for its requests is kept; others continue them."""
         for _, task in self._joining(name):
             task.cancel()
-        async with self.registry.exclusive:  # else what it sampled under new weights might go on under old ones
-            await self._make_way(name)
+        async with self.registry.exclusive:  # else what it sampled under new weights might be continued under old ones
+            await self._retire(name)
 
     async def sleep(self) -> None:
-        """Have all servers give their accelerators' memory back, until `wake_up`; nothing may be running."""
+        """Have all servers free their accelerators' memory, until `wake_up`; nothing may be running."""
         async with self.registry.exclusive:
             if not self._asleep:
                 self._asleep = True
@@ -256,11 +257,11 @@ class GenerationPool:
         await self.registry.ask(self.registry.at_work, lambda server: server.client.health())
 
     async def loads(self) -> list[ServerLoad]:
-        """What the servers do; those that do not answer are taken out."""
+        """The load of every server; those that do not answer are taken out."""
         return await self._reported(self.registry.at_work)
 
     async def close(self) -> None:
-        """Let go of all servers; they are not stopped, and go on counting for the controller that comes next."""
+        """Close the clients of all servers; these go on, and count tokens for the next controller."""
         self._closed = True
         for server in self.registry.servers:
             if server.joining is not None:
@@ -271,61 +272,61 @@ class GenerationPool:
             await asyncio.wait(self._tasks)
 
     def _joining(self, name: str) -> list[tuple[Server, asyncio.Task[None]]]:
-        """Servers of a name that do not serve yet, and the work that makes them."""
+        """Servers of a name that do not serve yet, and the tasks that have them join."""
         servers = [server for server in self.registry.servers if server.name == name]
         return [(one, one.joining) for one in servers if one.joining is not None and not one.joining.done()]
 
     async def _join(self, server: Server, newest: Newest) -> None:
-        """`exclusive` is not held while a server gets its first weights: one that takes its time holds up no update of
-        the others. What they have got meanwhile it gets in a turn of its own."""
+        """`exclusive` is not held while a server loads its first weights, so that a slow one holds up no update of the
+        others. A version that they have loaded meanwhile it loads afterwards, with `exclusive` held."""
         registry = self.registry
         async with registry.exclusive:
             known = next((one for one in registry.at_work if one.name == server.name), None)
             if known is not None and known.url == server.url and await self._is_unchanged(known):
                 return
-            await self._make_way(server.name)
+            await self._retire(server.name)
             registry.apply(server, "join")
         await server.client.identify()
-        if await server.client.is_sleeping():  # its controller is gone, and does not know any more
+        if await server.client.is_sleeping():  # put to sleep by a controller that is gone
             await server.client.wake_up()
-        await self._give_target(server, newest)
+        await self._load_target(server, newest)
         async with registry.exclusive:
-            await self._give_target(server, newest)
+            await self._load_target(server, newest)
             self._counters.join(server.name, server.url, (await server.client.load()).rollout_tokens)
             if self._asleep:
                 await server.client.sleep()
             registry.apply(server, "serve")
 
     def _joined(self, server: Server, task: asyncio.Task[None]) -> None:
-        """The end of `_join`: without having got to serve, its server is none."""
+        """The end of `_join`: a server that does not serve by now is lost, or has ended."""
         error = None if task.cancelled() else task.exception()
         if server.state in (ServerState.ANNOUNCED, ServerState.JOINING):
             event = "fail" if isinstance(error, ServerLostError) else "end"
             self.registry.apply(server, event, str(error or "taken out, or at work already"))
 
     async def _is_unchanged(self, server: Server) -> bool:
-        """Whether what is at a server's URL is still what joined: another may have been started in its place."""
+        """Whether the process at a server's URL is still the one that joined: another may have been started there."""
         try:
             return server.loaded is not None and await server.client.loaded_version() == server.loaded.version
         except GenerationError:
             return False
 
-    async def _give_target(self, server: Server, newest: Newest) -> None:
-        """Give a server that joins what all are to have. It was started with the base model: version 0 is not sent to
-        it."""
+    async def _load_target(self, server: Server, newest: Newest) -> None:
+        """Load the target version into a server that joins. Version 0, the base model that it was started with, is not
+        sent to it."""
         target = self.registry.target = newest() or self.registry.target
         if target is None or server.loaded == target:
             return
         if target.version == 0 and await server.client.loaded_version() == 0:
-            await server.client.resume()  # it may have left, or lost its controller, in a pause
+            await server.client.resume()  # it may have left, or lost its controller, while it was paused
         elif self._by_files:
             await server.client.load_version(target, self._interruption)
         else:
             await server.client.reload(target)
         server.loaded = target
 
-    async def _make_way(self, name: str) -> None:
-        """Have what was at work under a name hand over its requests, and end; what is lost just ends."""
+    async def _retire(self, name: str) -> None:
+        """Have the servers of a name hand over their requests and end; a lost one just ends."""
         for server in self.registry.servers:
             if server.name == name and server.state in (ServerState.SERVING, ServerState.LEAVING):
                 await self._hand_over(server)
@@ -339,10 +340,10 @@ class GenerationPool:
             async with asyncio.timeout(_HAND_OVER_S):
                 while calls := [call for call in server.calls if not call.done()]:
                     await server.client.abort_all()
-                    await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)  # one on its way may arrive after the abort
+                    await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)  # requests may arrive after the abort
                 await self._reported([server])
         except (GenerationError, TimeoutError) as error:
-            reason = str(error) or f"no answer in {_HAND_OVER_S:g} s"
+            reason = str(error) or f"no response in {_HAND_OVER_S:g} s"
             logger.warning("generation server %s left without handing over what it had: %s", server.name, reason)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -353,13 +354,13 @@ class GenerationPool:
 
 
 def _cancelling() -> bool:
-    """Whether the task that runs is itself being cancelled."""
+    """Whether the current task is itself being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def server_routes(servers: GenerationPool, newest: Newest) -> list[web.RouteDef]:
-    """How launchers, and people, have servers join and leave: `newest` is the version that a server is given."""
+    """Routes by which launchers, and people, have servers join and leave; `newest` is the version for a new server."""
 
     async def join(request: web.Request) -> web.Response:
         body = await request.json()

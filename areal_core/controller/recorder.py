@@ -1,4 +1,4 @@
-"""What a run writes down about itself: metrics, status, the end's summary. It watches; it decides only when to stop.
+"""The record of a run: its metrics, its status and the summary at its end. It decides nothing but when to stop.
 
 Everything that must survive a restart of the controller lies in the run's notes, beside the ledger's groups. Metric
 rows go to the outbox and from there to MLflow. `docs/metrics.md` defines every key.
@@ -46,7 +46,7 @@ class Recorder:
         self._outbox = outbox
         self._clock = clock
         self._started: float | None = None
-        self._started_at, self._cpu_s = 0.0, 0.0  # the same since the epoch, and CPU seconds of this process by then
+        self._started_at, self._cpu_s = 0.0, 0.0  # Unix time of that, and CPU seconds of this process by then
         self._notes = ledger.notes
         self._elapsed_before = self._notes.elapsed_s
         self.evaluations = self._notes.evaluations()
@@ -59,7 +59,7 @@ class Recorder:
     # -- time --------------------------------------------------------------------------------------------------
 
     def start_clock(self) -> None:
-        """RL wall time runs from the first server that takes work on; starting it again changes nothing."""
+        """RL wall time runs from the first server that takes work on; a second call changes nothing."""
         if self._started is None:
             self._started = self._clock()
             self._started_at, self._cpu_s = time.time(), time.process_time()
@@ -73,7 +73,7 @@ class Recorder:
     # -- events ------------------------------------------------------------------------------------------------
 
     def batch_fixed(self, manifest: BatchManifest, prompt: Callable[[int], Prompt]) -> None:
-        """The groups of a step are chosen: what they are like."""
+        """Record the metrics of a step's batch, once its groups are chosen."""
         step = manifest.step
         groups = self._ledger.summaries(step)
         completions = sum(len(group.lengths) for group in groups)
@@ -103,7 +103,7 @@ class Recorder:
             self.document("trajectories", step, {"rows": rows[:_TABLE_ROWS]})
 
     def published(self, step: int, loads: Sequence[ServerLoad]) -> None:
-        """Step `step` is done: throughput, bubbles and the token ledger since the step before."""
+        """Record a finished step: throughput and bubbles since the step before, and the token ledger."""
         now = self.elapsed_s
         step_s = max(now - (self._notes.published_s(step - 1) or 0.0), 1e-9)
         tokens = self._ledger.tokens()
@@ -129,11 +129,11 @@ class Recorder:
         self._notes.publish(step, now)  # last: a step in it is recorded whole
 
     def has_published(self, step: int) -> bool:
-        """Whether `published` was called for a step; a controller that died on the way there has it to do again."""
+        """Whether `published` was completed for a step; if the controller died before, it is called again."""
         return self._notes.published_s(step) is not None
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """A version's held-out score is in."""
+        """Record a version's held-out score, unless it has one."""
         if any(known.version == evaluation.version for known in self.evaluations):
             return
         self.log(
@@ -148,7 +148,7 @@ class Recorder:
         self._notes.add_evaluation(evaluation)
 
     def forget(self, version: int) -> None:
-        """Recovery has replaced the weights of `version`: what was known of it and of later ones is of others."""
+        """Drop what was recorded of `version` and later ones: recovery has replaced their weights."""
         self.evaluations = [known for known in self.evaluations if known.version < version]
         self._notes.forget(version)
 
@@ -168,13 +168,13 @@ class Recorder:
 
     @contextmanager
     def _tracking(self) -> Generator[None]:
-        """A tracker that can't be written to costs points of curves, never the training."""
+        """An outbox that can't be written to costs points of curves, never the training."""
         try:
             yield
         except (TrackingError, sqlite3.Error) as error:
             logger.warning("not tracked: %s", error)
 
-    # -- what follows ------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------
 
     def reason_to_stop(self) -> str | None:
         """ "score" or "minutes" once `stop` says that the run has done enough."""
@@ -207,7 +207,7 @@ class Recorder:
         )
 
     def explained(self, spans: Sequence[Span]) -> str | None:
-        """What bounded the run since this process got to work; None where there is nothing to tell it from."""
+        """What bounded the run since this process got to work; None where it has not published two versions."""
         return explain(
             self._config,
             spans,
@@ -251,7 +251,7 @@ class Recorder:
         )
 
     def staleness(self, step: int, counts: dict[str, int]) -> None:
-        """Tokens by staleness that the step trained on: a picture now and then, and the whole run's sum."""
+        """Record the tokens that a step trained on, by staleness: a histogram now and then, and the whole run's sum."""
         self._notes.add_staleness(step, counts)
         if step == 1 or step % self._config.tracking.table_every == 0:
             self.document("staleness_histogram", step, {"counts": counts})
@@ -261,7 +261,7 @@ class Recorder:
         return self._config.token_rate * tokens / wall_s if wall_s else 0.0
 
     def _server_rates(self, now: float, loads: list[ServerLoad]) -> dict[str, float]:
-        """Rates between two looks at the same servers; none where a server came or went in between."""
+        """Rates between two looks at the same servers; none where a server joined or left in between."""
         last, self._last_load = self._last_load, (now, loads)
         if last is None or len(last[1]) != len(loads) or not loads:
             return {}

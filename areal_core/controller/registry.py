@@ -13,20 +13,20 @@
                                                          v      v
          from every state ----------- end -----------> ENDED
 
-    event     what makes it                                             who asks for it
-    announce  a process serves; a LOST one of its name ends             launcher, or by hand: POST /servers
-    join      whose place it takes has handed over, it gets weights     GenerationPool.join
+    event     cause                                                     who applies it
+    announce  a process is registered; a LOST one of its name ends      launcher, or by hand: POST /servers
+    join      its predecessor has handed over; it loads weights         GenerationPool.join
     serve     it has the newest version                                 GenerationPool.join
-    update    weights are on their way into it                          Update: load_version, the trainer's transfer
-    load      it has them                                               Update
+    update    it begins to load a version                               Update: load_version, the trainer's transfer
+    load      it has loaded it                                          Update
     leave     it gets no more work, and hands over what it has          DELETE /servers/{name}, or its successor
-    fail      a request, a phase, a look at its health, a deadline      whoever asked it
+    fail      a request, a phase, a health check, a deadline            whoever called it
     end       it left, was refused or replaced, or the controller ends  GenerationPool
 
 SERVING and UPDATING are *at work*: they take requests, and their recorded version counts. It is the one that a SERVING
-server samples with; an UPDATING one keeps the old one until it says that it has the new one. LOST servers are reported
-in `GET /status`, so that their launcher kills them; what it starts in their place is announced as the next
-*incarnation* of the name. Everything here happens between two awaits of one event loop; nothing here asks a server.
+server samples with; an UPDATING one keeps the old one until it has loaded the new one. LOST servers are reported in
+`GET /status`, so that their launcher kills them; what it starts in their place is announced as the next *incarnation*
+of the name. Every transition happens between two awaits of one event loop; nothing here knows a server's routes.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ _LEADS: Mapping[Event, Mapping[ServerState, ServerState]] = {
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One incarnation of a named server: one process, from its announcement to its end."""
+    """One incarnation of a named server: one process, from its registration to its end."""
 
     name: str
     incarnation: int  # of its name, from 1 on
     client: GenerationClient
     state: ServerState = ServerState.ANNOUNCED
-    why: str = ""  # it is in this state
+    why: str = ""  # the reason for this state
     loaded: PolicyVersion | None = None
-    joining: asyncio.Task[None] | None = None  # the work that makes it serve
+    joining: asyncio.Task[None] | None = None  # the task that has it join
     completions: int = 0  # in flight
     calls: set[asyncio.Future[bytes]] = field(default_factory=set[asyncio.Future[bytes]])
 
@@ -104,20 +104,20 @@ class Server:
 
 
 class ServerRegistry:
-    """The servers of one controller, those that have ended apart. `exclusive` is held by whoever changes several of
-    them, or what they sample with: one update, one sleep, one hand-over at a time."""
+    """The servers of one controller that have not ended. `exclusive` is held while several of them change, or the
+    weights that they sample with: one update, one sleep, one hand-over at a time."""
 
     def __init__(self) -> None:
         self.exclusive = asyncio.Lock()
         self.target: PolicyVersion | None = None  # the newest version that was asked for
-        self._servers: list[Server] = []  # in the order of their announcements
+        self._servers: list[Server] = []  # in the order of their registration
         self._incarnations: Counter[str] = Counter()
         self._subscribers: list[Callable[[Server, ServerState], None]] = []
         self._changed = asyncio.Event()
 
     def subscribe(self, subscriber: Callable[[Server, ServerState], None]) -> None:
-        """Have `subscriber(server, state before)` called after every transition. That a server stops being `at_work`,
-        or becomes `gone`, it hears once for each incarnation."""
+        """Have `subscriber(server, state before)` called after every transition. Every incarnation stops being
+        `at_work`, or becomes `gone`, at most once."""
         self._subscribers.append(subscriber)
 
     @property
@@ -142,7 +142,7 @@ class ServerRegistry:
         return tuple(server.url for server in self._servers if server.state is ServerState.LOST)
 
     def announce(self, name: str, client: GenerationClient) -> Server:
-        """The next incarnation of a name."""
+        """Register a server as the next incarnation of its name."""
         for before in self.servers:
             if before.name == name and before.state is ServerState.LOST:
                 self.apply(before, "end", "another one takes its place")
@@ -153,7 +153,7 @@ class ServerRegistry:
         return server
 
     def apply(self, server: Server, event: Event, reason: str = "", *, version: PolicyVersion | None = None) -> None:
-        """One transition; `version` is what a server has loaded. Raises RuntimeError for what the picture lacks."""
+        """One transition; `version` is what a server has loaded. Raises RuntimeError for one that the picture lacks."""
         before, after = server.state, _LEADS[event].get(server.state)
         if after is None:
             raise RuntimeError(f"generation server {server.name} is {before.value}: no {event!r} leads on from there")
@@ -176,19 +176,19 @@ class ServerRegistry:
             await self._changed.wait()
 
     async def ask(self, servers: Iterable[Server], call: Callable[[Server], Awaitable[T]]) -> dict[Server, T]:
-        """Ask servers at the same time. The answers of those that gave one, in order; the others, those that refused
-        included, have failed: they are not what they were."""
+        """Call servers at the same time. Returns the results of those that succeeded, in order; the others, also those
+        that refused, have failed."""
         servers = list(servers)
-        results = await asyncio.gather(*map(call, servers), return_exceptions=True)
-        completions: dict[Server, T] = {}
-        for server, result in zip(servers, results, strict=True):
-            if isinstance(result, GenerationError):
-                self.apply(server, "fail", str(result))
-            elif isinstance(result, BaseException):
-                raise result
+        outcomes = await asyncio.gather(*map(call, servers), return_exceptions=True)
+        results: dict[Server, T] = {}
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, GenerationError):
+                self.apply(server, "fail", str(outcome))
+            elif isinstance(outcome, BaseException):
+                raise outcome
             else:
-                completions[server] = result
-        return completions
+                results[server] = outcome
+        return results
 
     def _tell(self, server: Server, before: ServerState) -> None:
         self._changed.set()
@@ -197,10 +197,10 @@ class ServerRegistry:
 
 
 class Update:
-    """One version on its way into servers at work; it has the registry's `exclusive` from `begin` to its end.
+    """The loading of one version into servers at work; it holds the registry's `exclusive` from `begin` to its end.
 
-    It ends with `end`, with `abandon`, or by its deadline, `patience_s` after `begin`, whoever has it by then. Members
-    that have not loaded the version by a bad end may have half of it: they have failed. `async with` is begin and end.
+    It ends with `end`, with `abandon`, or at its deadline, `patience_s` after `begin`, which abandons it. Members that
+    have not loaded the version by then may have half of it: they have failed. `async with` is begin and end.
     """
 
     def __init__(
@@ -211,9 +211,10 @@ class Update:
         *,
         members: tuple[Server, ...] | None = None,
     ) -> None:
-        """Of the servers that lack the version; `members` instead are those that met the trainer, who must be all."""
+        """Into the servers that lack the version; or into `members`, the trainer's weight-transfer group, if these are
+        all servers at work."""
         self.version = version
-        self.members: tuple[Server, ...] = ()  # those that it is still on its way into
+        self.members: tuple[Server, ...] = ()  # those that have not loaded it yet
         self.over = False
         self._registry = registry
         self._expected = members
@@ -222,42 +223,42 @@ class Update:
 
     async def begin(self) -> None:
         """Wait for its turn. Raises GenerationError, with all servers as they were, when it was abandoned meanwhile,
-        and when servers have come or gone since they met the trainer."""
+        and when servers have joined or left since the trainer's group was opened."""
         registry = self._registry
         await registry.exclusive.acquire()
         at_work = registry.at_work
         if self.over or self._expected not in (None, at_work):
             self.over = True
             registry.exclusive.release()
-            raise GenerationError("the servers are not those that met the trainer: it has to open a new group")
+            raise GenerationError("the servers are not those of the trainer's group: it has to open a new group")
         late = f"version {self.version.version} was not loaded in {self._patience_s:g} s"
         self._deadline = asyncio.get_running_loop().call_later(self._patience_s, self.abandon, late)
         if self._expected is not None:
             self.members = at_work
-        elif registry.target == self.version:  # else one that joined has brought a newer one, the next to be loaded
+        elif registry.target == self.version:  # else a server has joined with a newer one, which is loaded next
             self.members = tuple(server for server in at_work if server.loaded != self.version)
         for server in self.members:
             registry.apply(server, "update")
 
     async def phase(self, call: Callable[[Server], Awaitable[None]]) -> bool:
-        """Ask all members; those that fail are members no more. Whether the update still goes on."""
-        answered = await self._registry.ask(self.members, call)
-        self.members = tuple(server for server in answered if server.state is ServerState.UPDATING)
+        """Call all members; those that fail are members no more. Returns whether the update still goes on."""
+        succeeded = await self._registry.ask(self.members, call)
+        self.members = tuple(server for server in succeeded if server.state is ServerState.UPDATING)
         return not self.over
 
     def loaded(self, server: Server) -> None:
-        """A member has the version; nothing, if it has failed meanwhile."""
+        """Record that a member has loaded the version, unless it has failed meanwhile."""
         if server.state is ServerState.UPDATING:
             self._registry.apply(server, "load", version=self.version)
 
     def end(self) -> None:
-        """All members have the version."""
+        """End the update: all members have loaded the version."""
         for server in self.members:
             self.loaded(server)
         self._close()
 
     def abandon(self, reason: str) -> None:
-        """Give up what has not come to its end."""
+        """Give up an update that is not over: members that have not loaded the version have failed."""
         if not self.over:
             self._close()
             for server in self.members:

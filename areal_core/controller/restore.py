@@ -1,4 +1,4 @@
-"""What a controller starts from: the ledger of its run, wherever that was left, and the base model's own facts."""
+"""What a controller starts from: the ledger of its run, restored where it is missing, and facts of the base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nobody needs any more: weights of old versions, trajectories that a checkpoint covers."""
+"""Retention: which old versions' weights, and which trajectories that a checkpoint covers, are no longer needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Retention:
         self._schedule = schedule
 
     def released(self) -> list[int]:
-        """Versions whose folders nobody needs: neither a server that loads, nor the evaluator, nor a restart."""
+        """Versions whose folders are no longer needed: by no server that loads, nor the evaluator, nor a restart."""
         newest = self._ledger.newest_version()
         kept = min(self._config.max_staleness + 2, _VERSIONS_KEPT)
         last = 0 if newest is None else newest.version - kept

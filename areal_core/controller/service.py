@@ -43,7 +43,7 @@ from areal_core.types import PolicyVersion, Prompt, TokenLedger
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 5.0  # between two looks at the generation servers' health
-_COUNT_TRIES, _COUNT_AGAIN_S = 10, 0.5  # at the end, for the servers' counters to catch up with their answers
+_COUNT_TRIES, _COUNT_AGAIN_S = 10, 0.5  # at the end, for the servers' counters to catch up with their responses
 
 
 class Environments:
@@ -110,7 +110,7 @@ class Service:
 
     @property
     def ending(self) -> Ending | None:
-        """What the trainer has finished with."""
+        """How the trainer has finished; None until then."""
         return self.ledger.notes.ending
 
     def newest(self) -> PolicyVersion:
@@ -156,7 +156,7 @@ class Service:
             await self.servers.loads()
 
     async def _scored(self) -> None:
-        """Wait until the trainer has handed its last version in and the evaluator has scored it."""
+        """Wait until the trainer has finished and the evaluator has scored the last version."""
         while self.ending is None or self.schedule.next() is not None:
             await self.changed.wait()
 
@@ -168,7 +168,7 @@ class Service:
         for reason, groups in self.ledger.dropped().items():
             logger.info("dropped groups: %d, %s", groups, reason)
         if not tokens.balanced:
-            raise BooksError(f"tokens: the books do not balance: {tokens}")
+            raise BooksError(f"tokens: the token ledger does not balance: {tokens}")
         logger.info("tokens: %s", tokens)
         spans = await asyncio.to_thread(read_timeline, self.run_dir.timeline)
         summary = self.recorder.summary(
@@ -181,7 +181,7 @@ class Service:
         write_json(self.run_dir.summary, values)
 
     async def _counted(self) -> TokenLedger:
-        """The token ledger once all servers have said what they sampled: vLLM counts a moment after it has answered."""
+        """The token ledger once all servers have counted what they sampled: vLLM does so just after its response."""
         for _ in range(_COUNT_TRIES):
             await self.servers.loads()
             if (tokens := self.ledger.tokens()).balanced:

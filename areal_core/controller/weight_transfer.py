@@ -1,16 +1,16 @@
-"""Weights that the trainer sends to the servers itself, over NCCL or CUDA IPC: the controller's part in it.
+"""Transfer of weights from the trainer to the servers, over NCCL or CUDA IPC: the controller's part in it.
 
-vLLM's trainer-side engine knows how to send; whom it asks to pause, receive and resume is this, for all servers at
-once. One transfer:
+vLLM's trainer-side engine sends the weights; its requests to pause, receive and resume come here, and are passed on to
+all servers at once. One transfer:
 
-    open      when the servers have changed: /init_weight_transfer_engine at each, while the trainer waits for them
+    open      when the servers have changed: /init_weight_transfer_engine at each, the rendezvous with the trainer
     begin     pause, /start_weight_update
     receive   /update_weights, while the trainer sends
     end       /finish_weight_update, resume
 
 It has a deadline. A server that fails a phase is taken out, and joins again as any other; a trainer that stays away, or
-comes back and begins anew, leaves servers with half of the weights, which are taken out as well. NCCL has no way to go
-on without a member: whoever sends to a group that has changed must open a new one.
+comes back and begins anew, leaves servers with half of the weights, which are taken out as well. NCCL can't go on
+without a member: when the servers have changed, the trainer must open a new group.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Transfer:
         self._registry = registry
         self._interruption = interruption
         self._patience_s = patience_s
-        self._group: tuple[Server, ...] = ()  # those that met the trainer, in the order of their ranks
-        self._update: Update | None = None  # the one that a trainer began last
+        self._group: tuple[Server, ...] = ()  # members of the trainer's group, in the order of their ranks
+        self._update: Update | None = None  # the one that the trainer began last
 
     async def group(self, version: PolicyVersion) -> dict[str, Any]:
-        """What the trainer has to know before it sends a version: whether any server lacks it, whether all of them have
-        met the trainer, and how many processes that would be."""
+        """What the trainer has to know before it sends a version: whether any server lacks it, whether the group is
+        open to all of them, and how many processes they have."""
         servers = self._registry.at_work
         sizes = await self._registry.ask(servers, lambda server: server.client.world_size())
         return {
@@ -48,14 +48,14 @@ class Transfer:
         }
 
     async def open(self, init_info: dict[str, Any]) -> None:
-        """Have every server meet the trainer, which waits for them meanwhile. Ranks follow one another."""
+        """Have every server join the trainer's group; the trainer waits at the rendezvous. Ranks are consecutive."""
         self.abandon("another trainer has come")
         ask = self._registry.ask
         async with self._registry.exclusive:
             servers = self._registry.at_work
-            met = tuple(server for server in servers if server in self._group)
+            known = tuple(server for server in servers if server in self._group)
             self._group = ()
-            await ask(met, lambda server: server.client.close_transfer())
+            await ask(known, lambda server: server.client.close_transfer())
             infos = dict.fromkeys(servers, init_info)
             if "rank_offset" in init_info:
                 offset = int(init_info["rank_offset"])
@@ -67,8 +67,8 @@ class Transfer:
             self._group = servers
 
     async def begin(self, version: PolicyVersion) -> None:
-        """Have generation stand still everywhere. A transfer that was never ended is given up first. Raises
-        GenerationError, before anything stands still, when servers have come or gone since they met the trainer."""
+        """Pause generation at every server. A transfer that was never ended is given up first. Raises GenerationError,
+        before anything is paused, when servers have joined or left since the group was opened."""
         self.abandon("the trainer began again")
         update = self._update = Update(self._registry, version, self._patience_s, members=self._group)
         await update.begin()
@@ -84,13 +84,13 @@ class Transfer:
             raise GenerationError("a server was lost while it received weights: the group is broken")
 
     async def end(self) -> None:
-        """Have generation go on with what has come."""
+        """Have the servers load what has come, and resume generation."""
         update = self._under_way()
         await self._phase(update, lambda server: server.client.end_transfer(update.version, self._interruption))
         update.end()
 
     async def wait(self, version: PolicyVersion) -> None:
-        """Until every server has the version, or is taken out since it did not get it in time."""
+        """Wait until every server has the version; those that do not get it in time are taken out."""
         registry = self._registry
 
         def lacking() -> list[Server]:
@@ -120,7 +120,7 @@ class Transfer:
 
 def transfer_routes(transfer: Transfer, newest: Callable[[], PolicyVersion]) -> list[web.RouteDef]:
     """The controller as one vLLM server, as vLLM's trainer-side engine sees it. What is sent is the `newest` version:
-    the trainer announces it before it sends it, and an older one that it makes once more is needed nowhere."""
+    the trainer publishes it before it sends it, and an older one that it makes once more is needed nowhere."""
 
     async def group(request: web.Request) -> web.Response:
         version = newest()

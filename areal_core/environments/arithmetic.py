@@ -1,7 +1,7 @@
 """Chained arithmetic, the embedded task: digits joined by + - *, evaluated left to right modulo 10.
 
-The prompt `1-1-7=` has the worked answer `1-1=0;0-7=3#3` and the direct answer `#3`. The number of operations is
-geometric, so worked answers have long-tailed lengths. A guess is right once in ten times.
+The prompt `1-1-7=` has the worked solution `1-1=0;0-7=3#3` and the direct answer `#3`. The number of operations is
+geometric, so worked solutions have long-tailed lengths. A guess is right once in ten times.
 Every prompt is a pure function of (seed, index). A fixed share of all texts, chosen by hash, is kept out of training.
 """
 
@@ -55,7 +55,7 @@ class Chain:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether this prompt is reserved for evaluation: decided by its hash, whoever draws it."""
+    """Whether this prompt is reserved for evaluation: decided by its hash alone."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < HELD_OUT_SHARE * 2**64
 
 

@@ -2,9 +2,9 @@
 
     rollout_group(task, policy, n) -> n trajectories of one or more segments, each with a reward
 
-A single-turn task asks for n completions and judges them; others go on talking. An environment runs in the workers of
-`areal_core.rewards`, one of which it may block or take down at the cost of its own group alone. It is started again
-from its first completions when its worker is lost, so what it does to the outside must bear being done twice.
+A single-turn environment samples n completions and judges them; others take further turns. An environment runs in the
+workers of `areal_core.rewards`, and one that blocks its worker or takes it down costs little more than its own group.
+It is started again from its first completions when its worker is lost, so its side effects must bear repetition.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Policy(Protocol):
     """The policy as an environment sees it: tokens in; tokens with log-probabilities and versions out."""
 
     async def sample(self, token_ids: Sequence[int], *, n: int = 1, max_tokens: int | None = None) -> list[Completion]:
-        """`n` completions of a text, of at most `max_tokens` tokens each; None: as many as the trajectory may still
-        have (`room`). A group begins with completions of its task's prompt: the first `n` that are asked for, at once
-        or one after the other, come without a further request. Several calls may wait at the same time."""
+        """`n` completions of `token_ids`, of at most `max_tokens` tokens each; None: as many as the trajectory may
+        still have (`room`). A group begins with completions of its task's prompt: the first `n` that are requested, at
+        once or one after the other, are there already. Several calls may wait at the same time."""
         ...
 
     def room(self, token_ids: Sequence[int]) -> int:
-        """Tokens that may follow a text which begins with the prompt: all that a trajectory holds after its prompt,
-        what the environment says included, is at most task.max_new_tokens."""
+        """Tokens that may follow `token_ids`, which begin with the prompt: all that a trajectory holds after its
+        prompt, the environment's messages included, is at most task.max_new_tokens."""
         ...
 
 
@@ -65,7 +65,7 @@ class Setting:
 
 
 def given(token_ids: Sequence[int]) -> Segment:
-    """A segment that the policy did not sample: a prompt, or what an environment says."""
+    """A segment that the policy did not sample: a prompt, or a message of the environment."""
     length = len(token_ids)
     return Segment(
         token_ids=np.array(token_ids, np.int32),

@@ -1,4 +1,4 @@
-"""Prompts from files of one JSON object a line, GSM8K's among them."""
+"""Prompts from files of one JSON object a line, such as GSM8K's."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 
 ENVIRONMENTS: dict[str, Callable[[Setting], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
-_WRITTEN_FOR = {"arithmetic": "exact_match", "jsonl": "same_number"}  # the verifier that a task's answers suit
+_WRITTEN_FOR = {"arithmetic": "exact_match", "jsonl": "same_number"}  # the verifier of a task's gold answers
 
 
 def open_environment(
     environment: EnvironmentConfig, task: TaskConfig, algorithm: AlgorithmConfig, tokenizer: Tokenizer
 ) -> Environment:
-    """The environment that `environment` names. Raises ConfigError, naming the field, for one that is not to be had."""
+    """The environment that `environment` names. Raises ConfigError, naming the field, for one that can't be found."""
     make = find("environment.name", environment.name, ENVIRONMENTS)
     setting = Setting(
         environment=environment,
@@ -36,6 +36,6 @@ def open_environment(
 
 
 def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
-    """The verifier that `environment.verifier` names, or the one that the task's answers are written for. Raises
+    """The verifier that `environment.verifier` names, or the one that the task's gold answers are written for. Raises
     ConfigError as `open_environment` does."""
     return find("environment.verifier", environment.verifier or _WRITTEN_FOR[task.name], VERIFIERS)

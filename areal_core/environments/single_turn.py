@@ -1,4 +1,4 @@
-"""The single-turn environment: a prompt, n completions, a verdict on each."""
+"""The single-turn environment: a prompt and n completions, each judged by the verifier."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from areal_core.types import Completion, Prompt, Trajectory
 
 
 class SingleTurn:
-    """One completion a trajectory. One that was cut off is wrong, whatever it says; whether it is left out of the loss
-    too (algorithm.truncated) is the trainer's business."""
+    """One completion a trajectory. One that was cut off is wrong, whatever it says; the trainer decides whether it is
+    left out of the loss too (algorithm.truncated)."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting

@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""Prompt sources: the training prompts and the held-out ones of a task."""
 
 from __future__ import annotations
 

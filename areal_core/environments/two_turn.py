@@ -1,4 +1,4 @@
-"""The two-turn environment: a completion that is wrong is answered with a message, and the policy tries once more.
+"""The two-turn environment: a message follows a completion that is wrong, and the policy tries once more.
 
     prompt | first try | message | second try
 
@@ -23,9 +23,9 @@ class TwoTurn:
 
     async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
         first = await policy.sample(task.token_ids, n=n)
-        return list(await asyncio.gather(*(self._gone_on(task, policy, completion) for completion in first)))
+        return list(await asyncio.gather(*(self._trajectory(task, policy, completion) for completion in first)))
 
-    async def _gone_on(self, task: Prompt, policy: Policy, first: Completion) -> Trajectory:
+    async def _trajectory(self, task: Prompt, policy: Policy, first: Completion) -> Trajectory:
         segments = [given(task.token_ids), sampled(first)]
         score = self._score(task, first)
         if score == 1.0:

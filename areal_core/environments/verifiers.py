@@ -1,4 +1,4 @@
-"""Verifiers: the score of a completion, as pure functions of its text and of what the prompt's author holds true."""
+"""Verifiers: the score of a completion, as pure functions of its text and of the prompt's gold answer."""
 
 from __future__ import annotations
 

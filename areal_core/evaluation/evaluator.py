@@ -1,9 +1,9 @@
 """The evaluator: scores published versions on the held-out prompts, beside the training.
 
-    controller --GET /evaluation--> version -> weights from the store -> greedy answers -> verifier -> POST /evaluations
+    controller --GET /evaluation--> version -> published weights -> greedy completions -> verifier -> POST /evaluations
 
 It runs an engine of its own, so that the generation servers never stop for it; its tokens are outside the ledger. Each
-prompt gets one greedy answer; the score is the share that is right.
+prompt gets one greedy completion; the score is the share that is correct.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Evaluator:
 
 
 def evaluate(run: RunDir) -> None:
-    """Score what the controller hands out until nothing more will come."""
+    """Score the versions that the controller hands out, until it has no more."""
     controller = ControllerClient(run)
     evaluator = Evaluator(run.config(), run.info().model_path)
     timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)

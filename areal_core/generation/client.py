@@ -1,10 +1,10 @@
 """Client of one generation server, vLLM's own or the embedded one: the same routes, told apart by what they can do.
 
-An update of weights has phases: start, stage, pause, finish, resume. What becomes of running answers is the
+An update of weights has phases: start, stage, pause, finish, resume. What becomes of running completions is the
 *interruption*:
 
-- `recompute`: they go on under the new weights as if those had read all of their tokens. The embedded server computes
-  the KV cache again in place; vLLM hands back what it has, and the rest is asked for anew (`resubmit`);
+- `recompute`: they go on under the new weights, with a KV cache of those. The embedded server recomputes it in place;
+  vLLM hands back what it has sampled, and the rest is requested anew (`resubmit`);
 - `resubmit`: the latter, at any server;
 - `keep`: they go on with keys and values of the old weights;
 - `wait`: the update waits for them.
@@ -30,36 +30,36 @@ from areal_core.errors import GenerationError, ServerLostError
 from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
 
-_KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request that meets that would cost it its place
+_KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request sent just then would have it taken out
 _CONTROL_TIMEOUT_S = 10.0  # for what a server answers between two decode steps
 _METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class GenerationClient:
-    """One server. Every method raises ServerLostError when the server can't be reached, does not answer in time or
-    answers with a 5xx status."""
+    """A client of one server. Every method raises ServerLostError when the server can't be reached, does not answer in
+    time or answers with a 5xx status."""
 
     def __init__(
         self, url: str, *, update_timeout_s: float = 120.0, timeline: Callable[[], TimelineWriter] | None = None
     ) -> None:
-        """`timeline`: where to write down what a server does that does not do so itself."""
+        """`timeline` makes the timeline of a server that writes none itself."""
         self.url = url
-        self.in_place = True  # it computes the KV cache of running answers again by itself; `identify` finds out
-        self.resubmitted_tokens = 0  # prompts and answers that others had begun, read here since the last update
+        self.in_place = True  # it recomputes the KV cache of running completions itself; `identify` finds out
+        self.resubmitted_tokens = 0  # prompts and completions begun before, prefilled here since the last update
         self._update_timeout_s = update_timeout_s
         self._calls = 0  # requests in flight
         self._timeline = timeline
         self._doing = Activity("wait")
-        self._standing = False  # still, for an update
-        self._stood_s = 0.0  # before this update
+        self._paused = False  # for an update
+        self._paused_before_s = 0.0  # by earlier updates
         self._completion_s, self._looked = 0.0, time.monotonic()
         self._swap_ms = 0.0
         self._prefill = (0.0, 0.0)  # vLLM's: seconds, requests
         self._other_tokens = 0  # vLLM's, of requests that were not the rollout's
         self._generated_tokens = 0  # at the last look
-        # Tokens, at most, of the rollout's requests: in flight, answered, and answered before the last look.
-        self._asked = self._answered = self._reported = 0
-        # Without a bound on connections: requests wait at the server, which knows best when to run them.
+        # Tokens, at most, of the rollout's requests: in flight, completed, and completed before the last `load`.
+        self._requested = self._completed = self._reported = 0
+        # Without a bound on connections: requests wait at the server, which schedules them.
         self._session = aiohttp.ClientSession(
             base_url=url,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -67,7 +67,7 @@ class GenerationClient:
         )
 
     async def identify(self) -> None:
-        """Learn what the server can do. Raises GenerationError for one that speaks other routes."""
+        """Find out which kind of server it is. Raises GenerationError for one that has other routes."""
         found = orjson.loads(await self._control("GET", "/version"))["version"]
         release, _, local = found.partition("+")
         if release != ROUTES_VERSION:
@@ -81,12 +81,12 @@ class GenerationClient:
             self._doing = Activity(self._doing.kind, self._timeline())
 
     async def generate(self, request: GenerationRequest) -> bytes:
-        """The raw body of the answers (wire.parse_generation reads it). Raises GenerationError when the server refuses
-        the request. Waits as long as the server takes; when cancelled, the server aborts the request."""
+        """The body of the response (wire.parse_generation reads it). Raises GenerationError when the server refuses the
+        request. Waits as long as the server takes; when cancelled, the server aborts the request."""
         is_rollout = request.request_id.startswith(ROLLOUT)
         most = request.n * request.max_tokens if is_rollout else 0
         self._calls += 1
-        self._asked += most
+        self._requested += most
         self._note()
         try:
             body = await self._call("POST", "/inference/v1/generate", encode_request(request), timeout_s=None)
@@ -95,22 +95,22 @@ class GenerationClient:
             return body
         finally:
             self._calls -= 1
-            self._asked -= most
-            self._answered += most
+            self._requested -= most
+            self._completed += most
             self._note()
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End requests with the tokens that they have; unknown ids are passed over."""
-        ids = [f"generate-tokens-{request_id}" for request_id in request_ids]  # as answers bear them
+        ids = [f"generate-tokens-{request_id}" for request_id in request_ids]  # as in responses
         await self._control("POST", "/abort_requests", {"request_ids": ids})
 
     @property
     def unreported_tokens(self) -> int:
         """What the server has sampled for the rollout, at most, since `load` was last asked."""
-        return self._asked + self._answered - self._reported
+        return self._requested + self._completed - self._reported
 
     async def load_version(self, version: PolicyVersion, interruption: str) -> None:
-        """Have the server go on with the weights of a file. Raises ServerLostError if any phase fails."""
+        """Have the server load the weights of a version's file. Raises ServerLostError if any phase fails."""
         async with self._update(version):
             await self._stage(version)
             await self._swap(version, interruption)
@@ -123,18 +123,18 @@ class GenerationClient:
             call = {"method": "reload_weights", "kwargs": {"weights_path": version.path}}
             await self._control("POST", "/collective_rpc", call, timeout_s=None)
             await self.label(version.version)
-            await self._go_on("resubmit")
+            await self._resume_after_update("resubmit")
 
     async def open_transfer(self, init_info: dict[str, Any]) -> None:
-        """Meet the trainer, who sends weights himself from now on. Raises ServerLostError."""
+        """Join the group of the trainer, which sends weights itself from now on. Raises ServerLostError."""
         await self._within("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def close_transfer(self) -> None:
-        """Part from a trainer that was met before. Raises ServerLostError."""
+        """Leave the group of the trainer that was joined before. Raises ServerLostError."""
         await self._within("POST", "/shutdown_weight_transfer_engine", None)
 
     async def begin_transfer(self, version: PolicyVersion, interruption: str) -> None:
-        """Have generation stand still and the server get ready for weights. Raises ServerLostError."""
+        """Pause generation and have the server get ready for weights. Raises ServerLostError."""
         async with self._update(version):
             await self._pause(interruption)
             await self._control("POST", "/start_weight_update")
@@ -144,7 +144,7 @@ class GenerationClient:
         await self._within("POST", "/update_weights", {"update_info": update_info})
 
     async def end_transfer(self, version: PolicyVersion, interruption: str) -> None:
-        """Go on generating with what has come. Raises ServerLostError."""
+        """Load the weights that have come and resume generation. Raises ServerLostError."""
         async with self._update(version):
             await self._finish(version, interruption)
 
@@ -153,7 +153,7 @@ class GenerationClient:
         return int(orjson.loads(await self._control("GET", "/get_world_size"))["world_size"])
 
     async def label(self, version: int) -> None:
-        """Have the server call the weights that it has by a version's number."""
+        """Set the version that the server reports for its weights."""
         await self._control("POST", "/update_weight_version", {"new_version": str(version)})
 
     async def abort_all(self) -> None:
@@ -169,7 +169,7 @@ class GenerationClient:
         await self._control("POST", "/resume")
 
     async def sleep(self) -> None:
-        """Give the accelerator's memory back until `wake_up`; what runs is aborted."""
+        """Free the accelerator's memory until `wake_up`; running completions are aborted."""
         await self._within("POST", "/sleep?level=1&mode=abort", None)
 
     async def is_sleeping(self) -> bool:
@@ -179,18 +179,18 @@ class GenerationClient:
         await self._within("POST", "/wake_up", None)
 
     async def load(self) -> ServerLoad:
-        answered = self._answered
+        completed = self._completed
         if self.in_place:
             load = ServerLoad(**orjson.loads(await self._control("GET", "/load")))
         else:
             load = self._vllm_load((await self._control("GET", "/metrics")).decode())
         if load.generated_tokens < self._generated_tokens:
             raise ServerLostError(f"{self.url}: it was started again")
-        self._generated_tokens, self._reported = load.generated_tokens, max(self._reported, answered)
+        self._generated_tokens, self._reported = load.generated_tokens, max(self._reported, completed)
         return dataclasses.replace(load, recomputed_tokens=load.recomputed_tokens + self.resubmitted_tokens)
 
     async def loaded_version(self) -> int | None:
-        """None: the server has not been told what its weights are called."""
+        """The version that the server reports for its weights; None when their label is no number."""
         label = orjson.loads(await self._control("GET", "/weight_info"))["weight_version"]
         return int(label) if label.isdigit() else None
 
@@ -203,7 +203,7 @@ class GenerationClient:
 
     @asynccontextmanager
     async def _update(self, version: PolicyVersion) -> AsyncIterator[None]:
-        """A server that fails an update, refuses it or takes too long can't be trusted with anything."""
+        """Raise ServerLostError for a server that fails an update, refuses it or takes too long."""
         try:
             async with asyncio.timeout(self._update_timeout_s):
                 yield
@@ -237,31 +237,31 @@ class GenerationClient:
         await self._finish(version, interruption)
 
     async def _pause(self, interruption: str) -> None:
-        """Have generation stand still."""
+        """Pause generation."""
         mode = {"resubmit": "abort", "keep": "keep", "wait": "wait", "recompute": "keep" if self.in_place else "abort"}
         clear_cache = "false" if interruption == "keep" else "true"
         self.resubmitted_tokens = 0
-        self._stood_s, self._standing = self._doing.seconds("update"), interruption != "wait"
+        self._paused_before_s, self._paused = self._doing.seconds("update"), interruption != "wait"
         self._note()
         await self._control("POST", f"/pause?mode={mode[interruption]}&clear_cache={clear_cache}", timeout_s=None)
-        self._standing = True
+        self._paused = True
         self._note()
 
     async def _finish(self, version: PolicyVersion, interruption: str) -> None:
-        """Exchange the weights and go on with generation, which stands still."""
+        """Swap the weights and resume generation, which is paused."""
         await self._control("POST", "/finish_weight_update", {"weight_version": str(version.version)}, timeout_s=None)
-        await self._go_on(interruption)
+        await self._resume_after_update(interruption)
 
-    async def _go_on(self, interruption: str) -> None:
+    async def _resume_after_update(self, interruption: str) -> None:
         if not self.in_place and interruption != "keep":
             await self._control("POST", "/reset_prefix_cache")
         await self._control("POST", "/resume")
-        self._standing = False
+        self._paused = False
         self._note()
-        self._swap_ms = 1e3 * (self._doing.seconds("update") - self._stood_s)
+        self._swap_ms = 1e3 * (self._doing.seconds("update") - self._paused_before_s)
 
     def _vllm_load(self, metrics: str) -> ServerLoad:
-        """What vLLM's own counters and this client's clock say."""
+        """The load of a vLLM server, from its own counters and this client's clock."""
         values: dict[str, float] = {}
         for name, value in _METRIC.findall(metrics):
             values[name] = values.get(name, 0.0) + float(value)
@@ -278,7 +278,7 @@ class GenerationClient:
             running=running,
             waiting=int(values.get("num_requests_waiting", 0)),
             generated_tokens=generated,
-            rollout_tokens=generated - self._other_tokens,  # vLLM itself does not tell whose they are
+            rollout_tokens=generated - self._other_tokens,  # vLLM does not tell whose they are
             completion_s=self._completion_s,  # as if what runs at a look had run since the one before
             idle_s=self._doing.seconds("wait"),
             paused_s=self._doing.seconds("update"),
@@ -288,8 +288,8 @@ class GenerationClient:
         )
 
     def _note(self) -> None:
-        """What the server does, from now on, as far as its client knows."""
-        self._doing.note("update" if self._standing else "generate" if self._calls else "wait")
+        """Note what the server does from now on, as far as its client knows."""
+        self._doing.note("update" if self._paused else "generate" if self._calls else "wait")
 
     async def _control(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None = _CONTROL_TIMEOUT_S
@@ -305,15 +305,15 @@ class GenerationClient:
                 asyncio.timeout(timeout_s),
                 self._session.request(method, path, data=body, headers=headers) as response,
             ):
-                reply = await response.read()
+                content = await response.read()
         except aiohttp.ClientError as error:
             raise ServerLostError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         except TimeoutError:
-            raise ServerLostError(f"{self.url}{path}: no answer in {timeout_s} s") from None
+            raise ServerLostError(f"{self.url}{path}: no response in {timeout_s} s") from None
         if response.status == 200:
-            return reply
+            return content
         kind = ServerLostError if response.status >= 500 else GenerationError
-        raise kind(f"{self.url}{path}: {response.status}: {reply.decode(errors='replace'):.500}")
+        raise kind(f"{self.url}{path}: {response.status}: {content.decode(errors='replace'):.500}")
 
 
 def _check_weights(version: PolicyVersion) -> None:

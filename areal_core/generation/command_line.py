@@ -1,4 +1,4 @@
-"""The options that every generation server has, whatever stands behind its routes."""
+"""The command-line options that every generation server has."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def server_parser(module: str) -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--ready-file", type=Path, help="written once the server listens: its pid and URL")
     parser.add_argument("--weight-version", type=int, default=0, help="version of the weights in the folder")
-    parser.add_argument("--slots", type=int, default=128, help="answers decoded at once")
+    parser.add_argument("--slots", type=int, default=128, help="completions decoded at once")
     return parser

@@ -1,7 +1,7 @@
-"""A process and all that it starts, in its parent's hands: tied to this process, waited for, ended as a whole.
+"""The parent's side of process control: child processes, tied to this process, waited for and ended as a whole.
 
-`areal_core.launch.process` has the two ties and the child's side of them. `supervisor` runs the roles of a run on top
-of this, `flows.services` the servers behind the pages.
+`areal_core.launch.process` has the two ties and the child's side of them. `supervisor` runs the roles of a run with
+this, `flows.services` the servers behind the pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from areal_core.launch import process
 from areal_core.launch.logs import LogFile
 
-_KILL_S = 10.0  # for what was killed to be gone
+_KILL_S = 10.0  # for killed processes to be gone
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Child:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def reap(self) -> int:
-        """Kill what is left of its process group, collect it, and cut the lifeline of its descendants elsewhere;
+        """Kill what is left of its process group, collect it, and close the lifeline of its descendants in other
+        sessions;
         returns its exit status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -69,7 +70,7 @@ def start(
     pass_fds: tuple[int, ...] = (),
     foreign: bool = False,
 ) -> Child:
-    """Start a process. `environment` is added to this process's; `grace_s` is what it has to end in order once this
+    """Start a process. `environment` is added to this process's; `grace_s` is its time to end in order once this
     process is gone. One of a `foreign` program, which knows nothing of `process.adopt`, gets its first tie here: then
     this process must have a single thread. Raises OSError."""
     read_end, write_end = os.pipe()
@@ -111,7 +112,7 @@ def end_marked(mark: str, grace_s: float, groups_left_alone: Collection[int] = (
     """Wait for every process that has `mark` ("NAME=value") in its environment, in whatever session, but for those of
     some process groups; SIGKILL to what is there after `grace_s`, which not even one that is stopped outlives.
 
-    Environments are inherited: this finds what somebody who was killed has left behind, however deep.
+    Environments are inherited: this finds the descendants of a killed process at any depth.
     """
     deadline = time.monotonic() + grace_s
     while left := _marked(mark.encode(), groups_left_alone):

@@ -4,8 +4,8 @@
     {"time": ..., "level": ..., "role": "trainer", "index": 1, "rank": 1, "step": 7, "message": ...}             json
 
 Time is UTC. A process calls `start` once; its format and its index come from its supervisor, through the environment.
-One that a person started has no supervisor, and writes messages alone, as `plain` makes them of a line. What others
-write into the same file (native libraries, vLLM) stands there as it came.
+One that a person started has no supervisor, and writes messages alone, as `plain` extracts them from a line. What
+native libraries and vLLM write into the same file stays as it is.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from areal_core.config.schema import LaunchConfig
 
 FORMAT = "AREAL_LOG_FORMAT"  # text or json; unset: a person reads
 INDEX = "AREAL_INDEX"  # of a process in its role
-_HEAD = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z ([A-Z]+) (\S+-\d+) (?:\[step \d+\] )?(.*)")
-_TAIL_BYTES = 64 * 1024  # of new log read at once; what is older stays in the file
+_TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z ([A-Z]+) (\S+-\d+) (?:\[step \d+\] )?(.*)")
+_TAIL_BYTES = 64 * 1024  # of new log lines that are read at once; older ones stay in the file
 _LINE_CHARS = 500
 _LAST_LINES = 6  # of a log, in an error
 
@@ -50,9 +50,9 @@ class Source:
 
 
 def start(role: str, index: int | None = None) -> None:
-    """Set this process's logging up, on stderr. Warnings and exceptions that nobody catches become records as well.
+    """Set up the logging of this process, on stderr. Warnings and uncaught exceptions become records as well.
 
-    `index`: unless the supervisor's counts, which is that of the process it has started.
+    `index`: of this process in its role; None: the one that its supervisor has put into the environment.
     """
     rank = int(os.environ["RANK"]) if role == "trainer" and "RANK" in os.environ else None
     source = Source(role, int(os.environ.get(INDEX, "0")) if index is None else index, rank)
@@ -67,14 +67,14 @@ def start(role: str, index: int | None = None) -> None:
 
 
 def at_step(step: int) -> None:
-    """The training step that this process is at: lines that name no other one (`extra={"step": k}`) are of this."""
+    """Set the training step of the lines that follow, except those that name their own (`extra={"step": k}`)."""
     global _step
     _step = step
 
 
 class Journal:
-    """What a launcher has to say itself: told to whoever listens, and kept in a log of its own, since its stderr is a
-    person's terminal."""
+    """A launcher's own messages: passed to `tell`, and kept in a log of its own, since its stderr is a person's
+    terminal."""
 
     def __init__(self, path: Path, launch: LaunchConfig, source: Source, tell: Callable[[str], None]) -> None:
         handler = RotatingFileHandler(path, maxBytes=launch.log_bytes, backupCount=launch.log_files, delay=True)
@@ -84,19 +84,19 @@ class Journal:
         self._tell = tell
 
     def __call__(self, line: str, level: int = logging.WARNING) -> None:
-        """What goes well is nothing to talk about."""
+        """A warning unless `level` says otherwise: a launcher reports what goes wrong."""
         self._logger.log(level, "%s", line)
         self._tell(line)
 
 
 def formatter(log_format: str | None, source: Source) -> logging.Formatter:
-    """Of `launch.log_format`; None: for a person."""
+    """The formatter of a `launch.log_format`; None: that for a person."""
     return _Plain() if log_format is None else {"text": _Text, "json": _Json}[log_format](source)
 
 
 class _Plain(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return _told(record.levelname, super().format(record))
+        return _shown(record.levelname, super().format(record))
 
 
 class _Text(logging.Formatter):
@@ -128,28 +128,28 @@ class _Json(logging.Formatter):
 
 
 def plain(line: str, name: str) -> list[str]:
-    """What a person reads of a line in the log of process `name`, which is said already: the message, an error told as
-    one, and whose it is where another process wrote it. A line of no such format is itself."""
-    if match := _HEAD.fullmatch(line):
+    """The message of a line in the log of process `name`, as a person reads it: an error is marked as one, and the
+    process is named where it is another one. A line of neither format is returned as it is."""
+    if match := _TEXT_LINE.fullmatch(line):
         level, who, message = match.groups()
     elif (record := _record(line)) is not None:
         level, who = record["level"], f"{record['role']}-{record['index']}"
         message = "\n".join(part for part in (record["message"], record.get("traceback")) if part)
     else:
         return [line]
-    told = _told(level, message)
-    return (told if who == name else f"{who}: {told}").splitlines()
+    shown = _shown(level, message)
+    return (shown if who == name else f"{who}: {shown}").splitlines()
 
 
 def _record(line: str) -> Mapping[str, Any] | None:
     try:
         record = json.loads(line) if line.startswith('{"time": ') else None
-    except ValueError:  # half of a line
+    except ValueError:  # an incomplete line
         return None
     return record if record and record.keys() >= {"level", "role", "index", "message"} else None
 
 
-def _told(level: str, message: str) -> str:
+def _shown(level: str, message: str) -> str:
     return f"areal: error: {message}" if level in ("ERROR", "CRITICAL") else message
 
 
@@ -163,7 +163,7 @@ def _step_of(record: logging.LogRecord) -> int | None:
 
 def _uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
     if issubclass(kind, Exception):
-        logger.critical("nothing caught this", exc_info=(kind, error, traceback))
+        logger.critical("uncaught exception", exc_info=(kind, error, traceback))
     else:
         sys.__excepthook__(kind, error, traceback)
 
@@ -171,16 +171,16 @@ def _uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -
 def _uncaught_in_thread(thrown: threading.ExceptHookArgs) -> None:
     name = thrown.thread.name if thrown.thread else "a thread"
     error = thrown.exc_value or thrown.exc_type()
-    logger.critical("nothing caught this in %s", name, exc_info=(thrown.exc_type, error, thrown.exc_traceback))
+    logger.critical("uncaught exception in %s", name, exc_info=(thrown.exc_type, error, thrown.exc_traceback))
 
 
 class LogFile:
-    """What one process writes, from its start on, in a file that it shares with those before it.
+    """The log of one process, from its start on, in a file that it shares with earlier processes.
 
-    Whoever watches the process rotates the file: its content is copied to `<file>.1`, what was there before to `.2` up
-    to `.<files>`, and the file itself is emptied, so that the process, which appends, needs to know nothing. No older
-    file is larger than `limit` bytes, nor is the file after any look at it. Lines written in the instant between
-    the end of a copy and the emptying are lost.
+    The supervisor rotates the file: its content is copied to `<file>.1`, what was there before to `.2` up to
+    `.<files>`, and the file itself is truncated, so that the process, which appends, needs to know nothing. No older
+    file is larger than `limit` bytes, nor is the file after any `new_lines`. Lines written in the instant between the
+    end of a copy and the truncation are lost.
     """
 
     def __init__(self, path: Path, limit: int, files: int) -> None:
@@ -191,7 +191,7 @@ class LogFile:
         self._partial = b""
 
     def new_lines(self) -> list[str]:
-        """Complete lines since the last call; of a flood only the end."""
+        """Complete lines since the last call; of very many only the last."""
         if self.path.stat().st_size == self._read:
             return []
         with self.path.open("r+b") as file:
@@ -208,15 +208,15 @@ class LogFile:
         return [line.decode(errors="replace") for line in lines]
 
     def last_lines(self, name: str, count: int = _LAST_LINES) -> str:
-        """The end of what process `name` wrote, on one line, for an error."""
+        """The last lines of process `name`, joined to one for an error message."""
         data = _tail(self.path, self._start)
         if self._start_in_older is not None:
             data = _tail(self._older(1), self._start_in_older) + data
-        told = [part for line in data.decode(errors="replace").splitlines() for part in plain(line, name)]
-        return " | ".join([shortened(line.strip()) for line in told if line.strip()][-count:]) or "(it is empty)"
+        shown = [part for line in data.decode(errors="replace").splitlines() for part in plain(line, name)]
+        return " | ".join([shortened(line.strip()) for line in shown if line.strip()][-count:]) or "(it is empty)"
 
     def _rotate(self, file: IO[bytes], end: int) -> tuple[bytes, int]:
-        """Empty the file into the older ones. Returns the end of its content, and how much there was."""
+        """Move the content of the file to the older ones. Returns the end of it, and its size."""
         tail, position = b"", file.seek(max(0, end - self._files * self._limit))
         for _ in range(self._files):
             for number in range(self._files, 1, -1):

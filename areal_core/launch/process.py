@@ -1,4 +1,4 @@
-"""The child's side of process control: how a process of a run makes sure that it never outlives the run.
+"""The child's side of process control: how a process of a run makes sure that it does not outlive the run.
 
 Two independent ties to the parent, because each has a hole:
 
@@ -24,8 +24,8 @@ from pathlib import Path
 from areal_core.storage.rundir import write_json
 
 LIFELINE = "AREAL_LIFELINE"  # "<fd>:<inode>" of the pipe's read end; the inode tells it from a reused number
-GRACE = "AREAL_GRACE_S"  # seconds between the SIGTERM and the SIGKILL that a lost launcher means
-SPENT = 3  # exit status of a process whose own children have failed too often: another try is no use
+GRACE = "AREAL_GRACE_S"  # seconds between SIGTERM and SIGKILL once the launcher is gone
+SPENT = 3  # exit status of a process whose own children have spent their restarts: not to be restarted
 _PR_SET_PDEATHSIG = 1
 _DEFAULT_GRACE_S = 10.0
 
@@ -66,7 +66,7 @@ def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
 
 
 def tie(lifeline: int, grace_s: float) -> dict[str, str]:
-    """What a process that is handed this read end of a lifeline finds it by, in its environment."""
+    """The environment by which a process that inherits this read end of a lifeline finds it."""
     return {LIFELINE: f"{lifeline}:{os.fstat(lifeline).st_ino}", GRACE: str(grace_s)}
 
 
@@ -106,7 +106,7 @@ def announce_ready(path: Path | None, url: str | None = None) -> None:
 
 
 def _watch(fd: int) -> None:
-    """Nobody ever writes into the lifeline: a read that returns means that the launcher is gone."""
+    """Nothing is ever written into the lifeline: a read that returns means that the launcher is gone."""
     os.read(fd, 1)
     with contextlib.suppress(OSError):  # stderr may have gone with the launcher
         os.write(2, b"areal: the launcher is gone, this process ends\n")

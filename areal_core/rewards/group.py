@@ -1,8 +1,8 @@
 """One group's rollouts inside a worker: the environment's coroutine, suspended whenever it waits for the policy.
 
-    advance(completions) -> what it asks the policy for next, or the scored group
+    advance(completions) -> its next requests to the policy, or the scored group
 
-Nothing here knows of processes: `rewards.worker` runs it in one, benchmarks and tests as it is.
+Nothing here knows of processes: `rewards.worker` runs it in one, benchmarks and tests in their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Requests = tuple[SampleRequest, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _OpenRequest:
     request: SampleRequest
     completions: asyncio.Future[list[Completion]]
 
@@ -54,9 +54,10 @@ class GroupRollout:
         self._rollout: asyncio.Task[list[Trajectory]] | None = None
 
     async def advance(self, completions: Sequence[Sequence[SampledCompletion]]) -> Requests | ScoredGroup:
-        """Go on with what the last requests brought, in their order; at first, with the `n` completions of the prompt.
+        """Resume with the completions of the last requests, in their order; at first, with the `n` completions of the
+        prompt. Returns the next requests, or the scored group.
 
-        Raises GenerationError for a body that holds no completions and RewardError for rollouts that can't be scored.
+        Raises GenerationError for a response that holds no completions, RewardError for rollouts that can't be scored.
         """
         finished = [self._finished(part) for part in completions]
         if self._rollout is None:
@@ -64,18 +65,18 @@ class GroupRollout:
             work = self._environment.rollout_group(self._prompt, self._policy, self._n)
             self._rollout = asyncio.ensure_future(work)
         else:
-            self._policy.go_on(finished)
-        asking = asyncio.ensure_future(self._policy.asked())
+            self._policy.fulfil(finished)
+        requested = asyncio.ensure_future(self._policy.requested())
         try:
-            await asyncio.wait((self._rollout, asking), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((self._rollout, requested), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asking.cancel()
+            requested.cancel()
         if self._rollout.done():
             return self._scored(await self._rollout)
         return self._policy.requests()
 
     def close(self) -> None:
-        """Give the rollouts up."""
+        """Cancel the rollouts."""
         if self._rollout is not None:
             self._rollout.cancel()
 
@@ -131,8 +132,8 @@ class _Policy:
         self._n = n
         self._limit = len(prompt.token_ids) + max_new_tokens
         self._first: list[Completion] = []  # of the prompt, not handed out yet
-        self._open: list[_Asked] = []  # in the order that they were asked in
-        self._asking = asyncio.Event()
+        self._open: list[_OpenRequest] = []  # in the order of the calls
+        self._called = asyncio.Event()
         self.sampled_tokens = 0
 
     async def sample(self, token_ids: Sequence[int], *, n: int = 1, max_tokens: int | None = None) -> list[Completion]:
@@ -148,9 +149,9 @@ class _Policy:
             return taken
         future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self._open.append(
-            _Asked(request=SampleRequest(token_ids=tuple(token_ids), n=n, max_tokens=limit), completions=future)
+            _OpenRequest(request=SampleRequest(token_ids=tuple(token_ids), n=n, max_tokens=limit), completions=future)
         )
-        self._asking.set()
+        self._called.set()
         return await future
 
     def room(self, token_ids: Sequence[int]) -> int:
@@ -162,17 +163,17 @@ class _Policy:
         self._first = completions
         self.sampled_tokens = sum(len(completion.token_ids) for completion in completions)
 
-    def go_on(self, completions: Sequence[list[Completion]]) -> None:
-        asked, self._open = self._open, []
-        self._asking.clear()
-        for one, sampled in zip(asked, completions, strict=True):
+    def fulfil(self, completions: Sequence[list[Completion]]) -> None:
+        fulfilled, self._open = self._open, []
+        self._called.clear()
+        for one, sampled in zip(fulfilled, completions, strict=True):
             self.sampled_tokens += sum(len(completion.token_ids) for completion in sampled)
             one.completions.set_result(sampled)
 
-    async def asked(self) -> None:
-        """Until the environment waits for the policy. Whoever asks at the same moment has asked by then as well: all
-        of them have run before this does again."""
-        await self._asking.wait()
+    async def requested(self) -> None:
+        """Wait until the environment waits for the policy. Rollouts that call `sample` at the same moment all do so
+        before this resumes: their requests go out together."""
+        await self._called.wait()
 
     def requests(self) -> Requests:
         return tuple(one.request for one in self._open)
@@ -212,5 +213,5 @@ def _check(rest: Segment) -> None:
 
 
 def _spans(versions: Int32Array) -> str:
-    """Per-token versions for people: "3:0-40 4:40-77"; what the environment said is left out."""
+    """Per-token versions for people: "3:0-40 4:40-77"; tokens of the environment are left out."""
     return " ".join(f"{version}:{start}-{end}" for version, start, end in version_spans(versions) if version >= 0)

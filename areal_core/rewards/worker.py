@@ -1,8 +1,8 @@
-"""The reward service: rollouts of groups, their verification and packing, in processes of their own.
+"""The reward workers: rollouts of groups, their verification and packing, in processes of their own.
 
 A verifier may hang or take its process down. Each worker does one thing at a time, so that either costs the group that
-is at it, and those that are suspended in the same worker while the policy answers them: the worker is killed, another
-takes its place, and the callers get a RewardError, which says nothing about the completions.
+it is working on, and those that are suspended in the same worker while the policy generates for them: the worker is
+killed and replaced, and the callers get a RewardError, which says nothing about the completions.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _spawn = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupJob:
-    """The completions that a group begins with, and all that it takes to go on from there."""
+    """The first completions of a group, and all that its rollouts need beside them."""
 
-    group: int = 0  # by which a worker knows it again
+    group: int = 0  # its id in the worker
     prompt: Prompt
-    completions: tuple[SampledCompletion, ...] = ()  # G, as servers gave them
+    completions: tuple[SampledCompletion, ...] = ()  # G, as servers returned them
     environment: EnvironmentConfig
     task: TaskConfig
     algorithm: AlgorithmConfig
@@ -50,28 +50,28 @@ class GroupJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Completions:
-    """What the policy answered to the requests of a group that is suspended."""
+    """What the policy generated for the requests of a suspended group."""
 
     group: int
     completions: Sequence[Sequence[SampledCompletion]]
 
 
 def score_group(job: GroupJob) -> ScoredGroup:
-    """Score a group that asks for no more than its first completions, in this process. Raises RewardError for one that
+    """Score a group that requests no more than its first completions, in this process. Raises RewardError for one that
     does, and what `GroupRollout.advance` raises."""
     rollout = _rollout(job)
     with asyncio.Runner() as runner:
         outcome = runner.run(rollout.advance([job.completions]))
     if not isinstance(outcome, ScoredGroup):
         raise RewardError(
-            f"environment.name: {job.environment.name} asks for more completions, which nobody gives here"
+            f"environment.name: {job.environment.name} requests more completions, and there is no policy here"
         )
     return outcome
 
 
 class RewardPool:
-    """Processes that roll groups out. Make and close it in the thread that runs the event loop and outlives the pool:
-    the workers die with the thread that spawned them."""
+    """Worker processes that run the rollouts of groups. Make and close it in the thread that runs the event loop
+    and outlives the pool: the workers die with the thread that spawned them."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class RewardPool:
         function: Callable[[Any], Any] | None = None,
         timeline: Callable[[int], Path] | None = None,
     ) -> None:
-        """`function`: what workers do with a job, if not its rollouts. `timeline`: the file for what a worker does, by
+        """`function`: what workers do with a job, if not its rollouts. `timeline`: the file of a worker's timeline, by
         its place."""
         self._timeout_s = timeout_s
         self._function = function or _advance
         self._timeline = timeline
         self._workers = {self._started(place) for place in range(workers)}
         self._idle = set(self._workers)
-        self._waiting: deque[tuple[_Worker | None, asyncio.Future[_Worker]]] = deque()  # whom for; None: for any
+        self._waiting: deque[tuple[_Worker | None, asyncio.Future[_Worker]]] = deque()  # for whom; None: for any
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._groups = itertools.count(1)
         self._closed = False
@@ -103,7 +103,8 @@ class RewardPool:
         return (await self.ask(job))[0]
 
     async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
-        """Have a worker, or the `wanted` one, do something; also the worker that did. Raises as `score` does."""
+        """Send a message to a free worker, or to the `wanted` one. Returns the result and that worker; raises as
+        `score` does."""
         worker = await self._take(wanted)
         try:
             if not worker.process.is_alive():
@@ -113,7 +114,7 @@ class RewardPool:
             ask = functools.partial(worker.ask, message, self._timeout_s)
             try:
                 result = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
-            except BaseException:  # it hangs, it is dead, or nobody waits for its answer any more
+            except BaseException:  # it hangs, it is dead, or its result is no longer waited for
                 worker = self._replace(worker)
                 raise
         finally:
@@ -148,7 +149,7 @@ class RewardPool:
             raise
 
     def _put_back(self, worker: _Worker) -> None:
-        """Hand a worker to whoever has waited longest for it, or for any."""
+        """Give a free worker to the call that has waited longest for it, or for any."""
         for place, (wanted, turn) in enumerate(self._waiting):
             if not turn.done() and wanted in (None, worker):
                 del self._waiting[place]
@@ -173,7 +174,7 @@ class RewardPool:
 
 
 class GroupSession:
-    """The rollouts of one group, in the worker that took them up."""
+    """The rollouts of one group, in the worker that began them."""
 
     def __init__(self, pool: RewardPool, job: GroupJob) -> None:
         self._pool = pool
@@ -181,9 +182,9 @@ class GroupSession:
         self._worker: _Worker | None = None  # where it is suspended
 
     async def advance(self, completions: Sequence[tuple[SampledCompletion, ...]]) -> Requests | ScoredGroup:
-        """Go on with what the last requests brought, in their order; at first, with the completions of the prompt. To
-        be given up after an error. Raises GenerationError for a body that is no answer, and RewardError when rollouts
-        fail or can't be scored, take longer than the timeout, or lose their worker."""
+        """Resume with the completions of the last requests, in their order; at first, with those of the prompt. The
+        session is to be closed after an error. Raises GenerationError for a response that holds no completions, and
+        RewardError when rollouts fail or can't be scored, take longer than the timeout, or lose their worker."""
         if self._worker is None:
             message = replace(self._job, completions=completions[0])
         else:
@@ -195,7 +196,7 @@ class GroupSession:
         return outcome
 
     def close(self) -> None:
-        """Give the group up, wherever it stands."""
+        """Give the group up, also where it is suspended in a worker."""
         if self._worker is not None:
             self._worker.forgotten.append(self._job.group)
             self._worker = None
@@ -206,7 +207,7 @@ class _Worker:
 
     def __init__(self, function: Callable[[Any], Any], place: int, timeline: Path | None) -> None:
         self.place = place
-        self.forgotten: list[int] = []  # groups suspended in it that nobody wants any more
+        self.forgotten: list[int] = []  # groups suspended in it that are given up
         self._pipe, theirs = _spawn.Pipe()
         self._started = False
         self._cpu_s = 0.0  # that the process has used, as it says
@@ -217,7 +218,7 @@ class _Worker:
         theirs.close()  # so that the process' death reads as end-of-file
 
     def ask(self, message: Any, timeout_s: float) -> Any:
-        """Blocks until the answer is there. Raises RewardError when it does not come."""
+        """Blocks until the result is there. Raises RewardError when it does not come."""
         try:
             if not self._started:
                 self._receive(_START_TIMEOUT_S, "did not start")
@@ -226,7 +227,7 @@ class _Worker:
             start = time.monotonic()
             forgotten, self.forgotten = self.forgotten, []
             self._pipe.send((forgotten, message))
-            result = self._receive(timeout_s, "did not answer; rollout.reward_timeout_s is its limit")
+            result = self._receive(timeout_s, "did not respond; rollout.reward_timeout_s is its limit")
             if self._timeline is not None:
                 self._timeline.span("score", start, time.monotonic())
             return result
@@ -248,8 +249,8 @@ _lost = functools.partial(RewardError, "the reward worker that this group was su
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None:
-    """The worker process: one message after the other until the pool is gone. With every answer go the CPU seconds that
-    it has used so far; the first one says that it is ready."""
+    """The worker process: one message after the other until the pool is gone. Every result carries the CPU seconds that
+    the process has used so far; the first one says that it is ready."""
     from areal_core.launch import logs
     from areal_core.launch.process import die_with_parent
 
@@ -282,7 +283,7 @@ _loop = functools.cache(asyncio.new_event_loop)  # in a worker: where their coro
 
 
 def _advance(message: GroupJob | _Completions) -> Requests | ScoredGroup:
-    """In a worker: take a group up, or go on with one, until it asks for something or is done."""
+    """In a worker: begin or resume the rollouts of a group, until they request completions or are done."""
     if isinstance(message, GroupJob):
         rollout, completions = _rollout(message), [message.completions]
     else:

@@ -1,18 +1,18 @@
-"""The rollout controller's core: what flows where, and when it may.
+"""The rollout controller's core: admission within the staleness bound, rollouts, new versions, and batches.
 
     prompt source --admit--> engine --completions--> environment --scored group--> ledger --batch of a step--> trainer
          ^                    ^ ^                        |                                                     |
          |                    | +---- further turns -----+                                                     |
-         |                    +---- update: newest published version <----- publish ---------------------------+
+         |                    +---- load: newest published version <------- publish ---------------------------+
          +---- gate: admits while N_r <= (i + eta + 1) B
 
 Four coroutines move everything:
 
-- `_admit` takes room (the gate's and the servers') and produces running groups;
-- `_rollout`, one per running group, takes an admitted group and produces a READY group, or a DROPPED one with its
-  reason (it failed, or has nothing to teach): the one place where failures of a rollout are caught;
-- `_update` takes the newest published version and loads it into the servers; the gate opens when they hold it;
-- `batch`, called by the trainer, takes READY groups and produces the fixed batch of a step.
+- `_admit` starts groups while the gate and the servers have room;
+- `_rollout`, one per running group, has its completions generated and scored: the group becomes READY, or DROPPED with
+  its reason (it failed, or its completions are all correct or all wrong). Failures of a rollout are caught only here;
+- `_update` loads the newest published version into the servers; the gate opens when they hold it;
+- `batch`, called by the trainer, fixes the batch of a step from READY groups.
 
 Invariants: a group is in exactly one state, in the ledger; the gate is asked before every admission; a batch once fixed
 never changes; nothing here knows of threads, sockets or wall time, so that the same core runs under a virtual clock.
@@ -49,7 +49,7 @@ _ABORT_AGAIN_S = 1.0
 
 
 class Source(Protocol):
-    """Training prompts by their place in a seeded order."""
+    """Training prompts by their index in a seeded order."""
 
     def prompt(self, index: int) -> Prompt: ...
 
@@ -64,12 +64,12 @@ class Engine(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Answers worth having in flight at once; 0 while no server takes work."""
+        """Completions worth having in flight at once; 0 while no server takes work."""
         ...
 
     async def generate(self, transcript: Transcript) -> None:
-        """Have its answers finished; raises GenerationError, and may be asked again for what is left then. Cancelled,
-        it first has servers end what they do for it: the transcript knows all that they have sampled."""
+        """Have its completions finished; raises GenerationError, and may be called again for those that are left.
+        When cancelled, it first ends its requests at the servers: the transcript holds all that they have sampled."""
         ...
 
     async def load_version(self, version: PolicyVersion) -> None:
@@ -77,7 +77,7 @@ class Engine(Protocol):
         ...
 
     async def abort_all(self) -> None:
-        """End running requests with the tokens they have, for good."""
+        """Abort all running requests: their completions end with the tokens sampled so far."""
         ...
 
 
@@ -87,21 +87,22 @@ class Session(Protocol):
     async def advance(
         self, completions: Sequence[tuple[SampledCompletion, ...]]
     ) -> tuple[SampleRequest, ...] | ScoredGroup:
-        """Go on with what the last requests brought, in their order; at first, with the G completions of the prompt.
-        Raises RewardError, and GenerationError for what is no completion; to be closed then."""
+        """Resume the environment with the completions of its last requests, in their order; at first, with the G
+        completions of the prompt. Returns its next requests, or the scored group. Raises RewardError, and
+        GenerationError for a response that holds no completions; the session is to be closed then."""
         ...
 
     def close(self) -> None: ...
 
 
 class Rewards(Protocol):
-    """The environments' workers."""
+    """The reward workers, which run environments."""
 
     def begin(self, prompt: Prompt) -> Session: ...
 
 
 class Signal:
-    """Wakes everyone who waits at this moment. Waiters check their condition again."""
+    """Wakes all current waiters, which then check their conditions again."""
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
@@ -152,14 +153,14 @@ class RolloutController:
         )
         self._changed = Signal()
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._generating: set[int] = set()  # of these, the ones that a server has: scoring keeps no server busy
-        self._disowned: set[int] = set()  # of the running, the ones that a new incarnation has dropped
+        self._generating: set[int] = set()  # of these, those that are not being scored: they keep servers busy
+        self._disowned: set[int] = set()  # running groups that a new incarnation has dropped
         self._failed_in_a_row = 0
         self._uniform_in_a_row = 0
-        self._replaced = False  # servers may still hold weights that a new incarnation has disowned
+        self._replaced = False  # servers may still hold weights that a new incarnation has replaced
         self._finished: str | None = None
 
-    # -- what the outside calls --------------------------------------------------------------------------------
+    # -- public methods ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Admit, generate and update until `finish`; returns when nothing is in flight. A failure of the controller
@@ -185,7 +186,7 @@ class RolloutController:
                         raise RunFinished(self._finished)
                     admitted = self._ledger.admitted
                     manifest = self._ledger.fix_batch(step, self._selection)
-                    if self._ledger.admitted != admitted:  # looking dropped stale groups: there is room again
+                    if self._ledger.admitted != admitted:  # stale groups were dropped: there is room again
                         self._changed.notify()
                     if manifest:
                         return manifest
@@ -194,7 +195,8 @@ class RolloutController:
             return None
 
     def publish(self, version: PolicyVersion) -> str:
-        """The trainer has a new version; see TrajectoryLedger.publish. The servers load it as soon as they can."""
+        """Record a version that the trainer has published; see TrajectoryLedger.publish. The servers load it as soon as
+        they can."""
         outcome = self._ledger.publish(version)
         if outcome == "replaced":
             logger.warning(
@@ -208,7 +210,7 @@ class RolloutController:
         return outcome
 
     def finish(self, reason: str) -> None:
-        """End the run: nothing more is admitted, what runs is aborted and noted as in flight."""
+        """End the run: nothing more is admitted, running groups are aborted and recorded as in flight."""
         if self._finished is None:
             self._finished = reason
             self._changed.notify()
@@ -303,19 +305,19 @@ class RolloutController:
         )
 
     async def _generate(self, group: AdmittedGroup, rollout: _Rollout) -> None:
-        """Have the completions of the rollout's turn finished, as far as they are not."""
+        """Have the unfinished completions of the rollout's turn finished."""
         if not rollout.generating():
             return
         self._generating.add(group.group_id)
         timeout_s = self._config.rollout.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                asked = [self._engine.generate(transcript) for transcript in rollout.generating()]
+                calls = [self._engine.generate(transcript) for transcript in rollout.generating()]
                 failures = [
-                    error for error in await asyncio.gather(*asked, return_exceptions=True) if error is not None
+                    error for error in await asyncio.gather(*calls, return_exceptions=True) if error is not None
                 ]
         except TimeoutError:
-            raise GenerationError(f"rollout.request_timeout_s: no answer within {timeout_s} s") from None
+            raise GenerationError(f"rollout.request_timeout_s: no completions within {timeout_s} s") from None
         if failures:
             raise failures[0]
         self._generating.discard(group.group_id)
@@ -336,14 +338,14 @@ class RolloutController:
         return True
 
     def _drop_uniform(self, group: AdmittedGroup, summary: GroupSummary) -> None:
-        """Give the place of a group whose answers are all right, or all wrong, to another prompt (DAPO's dynamic
+        """Give the place of a group whose completions are all correct, or all wrong, to another prompt (DAPO's dynamic
         sampling). A run that finds no other groups must end."""
         self._ledger.settle(group.group_id, Tally(tokens=summary.tokens + summary.unused_tokens))
         self._ledger.drop(group.group_id, "uniform")
         self._uniform_in_a_row += 1
         if self._uniform_in_a_row >= self._config.rollout.max_uniform_groups and self._finished is None:
             raise ConfigError(
-                "rollout.dynamic_sampling: no group with both right and wrong answers among the last "
+                "rollout.dynamic_sampling: no group with both correct and wrong completions among the last "
                 f"{self._uniform_in_a_row}; prompts must be neither too easy nor too hard for the policy"
             )
 
@@ -362,24 +364,24 @@ class RolloutController:
 
 
 class _Rollout:
-    """One group's rollouts: what the policy was asked so far, and the environment's session."""
+    """One group's rollouts: its transcripts so far, and the environment's session."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        self.session: Session | None = None  # open once the first turn has been answered
+        self.session: Session | None = None  # open once the first turn is generated
         self._request = request
-        self._earlier: list[Transcript] = []  # of turns that the environment has taken
+        self._earlier: list[Transcript] = []  # of turns that the environment has completed
         self._turn = [Transcript(request)]
         self._turns = 0
         self._lost: list[Transcript] = []  # of turns that a failure has made worthless
 
     def generating(self) -> list[Transcript]:
-        """What servers have to go on with."""
+        """Transcripts of the turn that servers have not finished."""
         return [transcript for transcript in self._turn if not transcript.begun or transcript.unfinished()]
 
     async def advance(self, session: Session) -> tuple[SampleRequest, ...] | ScoredGroup:
-        """Give the turn's completions to the environment; what it asks for is the next turn. After a RewardError the
-        environment starts again with the group's first completions; after a GenerationError, which says that they
-        can't be read, with others."""
+        """Give the turn's completions to the environment; its requests are the next turn. After a RewardError the
+        environment starts again with the group's first completions; after a GenerationError, which means that they
+        can't be read, with new ones."""
         self.session = session
         try:
             outcome = await session.advance([transcript.completions() for transcript in self._turn])
@@ -400,11 +402,11 @@ class _Rollout:
         return outcome
 
     def sampled(self) -> Tally:
-        """Tokens of everything that servers have handed over, but for what `take_refused` has told of."""
+        """Tokens of all that servers have returned, except those that `take_refused` has returned."""
         return _sum(transcript.sampled() for transcript in self._transcripts())
 
     def take_refused(self) -> Tally:
-        """Tokens that a failure has made worthless, since this was last asked."""
+        """Tokens that a failure has made worthless since the last call."""
         refused = _sum(transcript.take_refused() for transcript in self._transcripts())
         self._lost = []
         return refused
@@ -435,7 +437,7 @@ def _sum(tallies: Iterable[Tally]) -> Tally:
 
 
 def trajectory_seed(run_seed: int, prompt_index: int, requeues: int) -> int:
-    """Seed of a group's sampling streams, 63 bits: the same however often it is sent, and whoever serves it."""
+    """Seed of a group's sampling streams, 63 bits: the same at every try and on every server."""
     return _seed(f"{run_seed}/{prompt_index}/{requeues}".encode())
 
 

@@ -1,11 +1,11 @@
-"""The generation servers' own token counters, kept over the ends of servers and of controllers.
+"""The generation servers' own token counters, kept across restarts of servers and of the controller.
 
-A server counts what it samples for the rollout, whatever becomes of it, and starts at 0 whenever it is started. A row
-here is one *stay* of a server: from its join until it leaves or is lost. What all stays have counted is the servers'
-figure of the token ledger, which knows nothing of groups.
+A server counts the tokens that it samples for the rollout, whatever becomes of them, from 0 at its start. A row here is
+one *stay* of a server: from its join until it leaves or is lost. The sum over all stays is the servers' count in the
+token ledger, independent of the groups'.
 
-A server that dies unasked takes tokens along that nobody has counted: those after its last report. The stay bounds
-them, by what was in flight there since; so it does for what a controller had not stored when it was killed.
+A server that dies has sampled tokens since its last report that are in no counter. Its stay holds an upper bound on
+them, from what was in flight there; likewise for what a controller had not stored when it was killed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ CREATE TABLE IF NOT EXISTS stays (
     stay INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
     url TEXT NOT NULL,
-    joined INTEGER NOT NULL,         -- its counter then
+    joined INTEGER NOT NULL,         -- its counter when it joined
     counted INTEGER NOT NULL,        -- its counter at the last report
-    accounted INTEGER NOT NULL,      -- tokens of the ledger's groups when it was asked for that
+    accounted INTEGER NOT NULL,      -- tokens of the ledger's groups when that report was requested
     uncounted INTEGER NOT NULL DEFAULT 0,  -- sampled after that, at most
     over INTEGER NOT NULL DEFAULT 0  -- it has left or is lost
 );
@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS stays (
 
 
 class ServerCounters:
-    """The counters of one run's servers. `accounted` says how many tokens its groups have come to."""
+    """The counters of one run's servers. `accounted` gives the tokens that the run's groups account for."""
 
     def __init__(self, db: sqlite3.Connection, accounted: Callable[[], int] = lambda: 0) -> None:
         db.row_factory = sqlite3.Row
@@ -37,8 +37,8 @@ class ServerCounters:
         db.executescript(_SCHEMA)
 
     def join(self, name: str, url: str, counter: int) -> None:
-        """A server takes work from now on. One that a controller before this one knew goes on counting, unless it was
-        started again meanwhile."""
+        """A server takes up work. One that an earlier controller knew continues its stay, unless it was restarted
+        meanwhile."""
         row = self._open(name)
         if row is not None and row["url"] == url and row["counted"] <= counter:
             self.report(name, counter, self.accounted())
@@ -48,7 +48,7 @@ class ServerCounters:
             self._db.execute(insert, (name, url, counter, counter, self.accounted()))
 
     def report(self, name: str, counter: int, accounted: int) -> None:
-        """What a server's counter says; `accounted` by the time that it was asked."""
+        """Store a server's counter, and `accounted` as it was when the counter was requested."""
         self._db.execute(
             "UPDATE stays SET counted = ?, accounted = ? WHERE name = ? AND NOT over", (counter, accounted, name)
         )
@@ -59,8 +59,8 @@ class ServerCounters:
         self._db.execute(update, (uncounted, name))
 
     def resume(self) -> None:
-        """Another controller goes on. Servers may have ended with the one before: then what groups have come to since
-        their last report is in no counter."""
+        """A restarted controller goes on. Servers may have ended with the one before it: then the tokens that groups
+        gained since their last report are in no counter."""
         self._db.execute(
             "UPDATE stays SET uncounted = uncounted + ? - accounted "
             "WHERE stay = (SELECT stay FROM stays WHERE NOT over ORDER BY accounted LIMIT 1)",
@@ -72,7 +72,7 @@ class ServerCounters:
         return self._db.execute("SELECT COALESCE(SUM(counted - joined), 0) FROM stays").fetchone()[0]
 
     def uncounted(self) -> int:
-        """Tokens, at most, that they sampled and never reported."""
+        """Upper bound on the tokens that they sampled and never reported."""
         return self._db.execute("SELECT COALESCE(SUM(uncounted), 0) FROM stays").fetchone()[0]
 
     def _open(self, name: str) -> sqlite3.Row | None:

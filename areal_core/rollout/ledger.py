@@ -1,8 +1,8 @@
-"""The trajectory ledger: where every group stands, kept in SQLite so that a killed controller forgets nothing.
+"""The trajectory ledger: the state of every group, kept in SQLite so that a killed controller forgets nothing.
 
 A group goes WAITING -> INFLIGHT -> READY -> CONSUMED, or to DROPPED with a reason. Every public method is one
 transaction. State rows are small; payloads lie apart in their own table and are deleted once a committed checkpoint no
-longer needs them. The token ledger holds what the rows come to against what the servers have counted (counters.py).
+longer needs them. The token ledger compares the tokens of the rows with the servers' own count (counters.py).
 
 Batches are fixed by step: the first call for a step picks its groups; every later call, also after a restart, gives the
 same ones.
@@ -42,9 +42,9 @@ CREATE TABLE IF NOT EXISTS groups (
     admission INTEGER UNIQUE,             -- order of admission; NULL while waiting
     tries INTEGER NOT NULL DEFAULT 0,     -- failed tries
     step INTEGER,                         -- the batch that it belongs to, once consumed
-    tokens INTEGER NOT NULL DEFAULT 0,    -- sampled tokens of the answers that stand
+    tokens INTEGER NOT NULL DEFAULT 0,    -- sampled tokens of its completions, of tries that did not fail
     lost_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled by tries that failed
-    unread_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled, at most, in bodies that nobody could read
+    unread_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled, at most, in response bodies that could not be read
     unsettled INTEGER NOT NULL DEFAULT 0, -- servers may sample for it: `tokens` are still to come
     min_version INTEGER, max_version INTEGER, ready_version INTEGER,
     summary TEXT
@@ -62,7 +62,7 @@ _ADMITTED = "state IN ('inflight', 'ready', 'consumed')"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedGroup:
-    """A group that may generate."""
+    """A group that is admitted: its completions may be generated."""
 
     group_id: int
     prompt_index: int
@@ -136,8 +136,8 @@ class TrajectoryLedger:
         return [self._admitted_group(row["group_id"]) for row in rows.fetchall()]
 
     def failed_try(self, group_id: int, lost: Tally = _NOTHING) -> int:
-        """Count a failed try of a running group, and what servers had sampled for it that stands for nothing now;
-        returns how many have failed."""
+        """Count a failed try of a running group, and the tokens sampled for it that are lost with it; returns the
+        number of failed tries."""
         with self._transaction():
             self._expect(group_id, GroupState.INFLIGHT)
             self._db.execute(
@@ -148,8 +148,8 @@ class TrajectoryLedger:
             return self._value("SELECT tries FROM groups WHERE group_id = ?", group_id)
 
     def settle(self, group_id: int, sampled: Tally) -> None:
-        """Note what servers had sampled for a running group as the run ended: it stays in flight. For one that was
-        dropped while it ran: what they have handed over since."""
+        """Record the tokens sampled for a running group that stays in flight as the run ends or is dropped next, or
+        for one that was dropped while it ran."""
         with self._transaction():
             self._expect(group_id, GroupState.INFLIGHT, GroupState.DROPPED)
             self._db.execute(
@@ -158,8 +158,8 @@ class TrajectoryLedger:
             )
 
     def resume(self, most_tokens: int) -> None:
-        """Another controller goes on with this ledger. What servers had sampled for the groups that were running, at
-        most `most_tokens` each, has reached nobody, and the groups start again."""
+        """A restarted controller goes on with this ledger. The groups that were running start again; the tokens sampled
+        for them, at most `most_tokens` each, are lost."""
         with self._transaction():
             self._db.execute("UPDATE groups SET unread_tokens = unread_tokens + ? WHERE unsettled", (most_tokens,))
             self._db.execute("UPDATE groups SET unsettled = 0 WHERE unsettled AND state != 'inflight'")
@@ -194,7 +194,7 @@ class TrajectoryLedger:
             self._db.execute("INSERT INTO payloads VALUES (?, ?)", (group_id, payload))
 
     def drop(self, group_id: int, reason: str, *, requeue: bool = False) -> None:
-        """Give a running or buffered group up: its slot is free again; its prompt may be queued again."""
+        """Drop a running or buffered group: its slot is free again, and its prompt is queued again if `requeue`."""
         with self._transaction():
             self._expect(group_id, GroupState.INFLIGHT, GroupState.READY)
             self._drop(group_id, reason, requeue=requeue)
@@ -250,12 +250,12 @@ class TrajectoryLedger:
         return row["data"]
 
     def summaries(self, step: int) -> list[GroupSummary]:
-        """What is known of the groups of a fixed batch, oldest first."""
+        """The summaries of the groups of a fixed batch, oldest first."""
         rows = self._db.execute("SELECT * FROM groups WHERE step = ? ORDER BY admission", (step,)).fetchall()
         return [_summary(row) for row in rows]
 
     def prompt_indices(self, step: int) -> list[int]:
-        """Places in the prompt source of the groups of a fixed batch, oldest first."""
+        """Indices in the prompt source of the groups of a fixed batch, oldest first."""
         rows = self._db.execute("SELECT prompt_index FROM groups WHERE step = ? ORDER BY admission", (step,))
         return [row["prompt_index"] for row in rows]
 
@@ -271,8 +271,8 @@ class TrajectoryLedger:
     def publish(self, version: PolicyVersion) -> str:
         """Record a published version.
 
-        Returns "new"; "same" if it was published before with this content; "replaced" if its content differs from what was
-        published under its number, in which case everything that the old content touched starts again.
+        Returns "new"; "same" if it was published before with this content; "replaced" if its content differs from what
+        was published under its number: then everything that depends on the old content starts again.
         """
         with self._transaction():
             highest = self.newest_version()
@@ -288,8 +288,8 @@ class TrajectoryLedger:
             return outcome
 
     def rewind(self, version: int) -> None:
-        """The weights of versions after this one are lost, those of a machine that is gone: a new incarnation of the run, unless
-        there are none. What later versions sampled, and batches that they were to be trained on, start again."""
+        """Forget the versions after this one, whose weights are lost with their machine: a new incarnation of the run,
+        unless there are none. What later versions sampled, and batches that they were to be trained on, start again."""
         with self._transaction():
             newest = self.newest_version()
             if newest is not None and newest.version > version:
@@ -311,10 +311,10 @@ class TrajectoryLedger:
         """Times that recovery could not reproduce a version's weights."""
         return self.notes.incarnation
 
-    # -- looking at it -----------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------
 
     def tokens(self) -> TokenLedger:
-        """Where every sampled token went, held against what the servers have counted."""
+        """The token ledger: sampled tokens by the state of their group, beside the servers' own count."""
         row = self._db.execute(
             "SELECT COALESCE(SUM(CASE WHEN state = 'consumed' THEN tokens END), 0) AS consumed,"
             " COALESCE(SUM(CASE WHEN state = 'dropped' THEN tokens END), 0) + COALESCE(SUM(lost_tokens), 0) AS dropped,"

@@ -1,4 +1,4 @@
-"""What a run must remember beside its groups, in the same file: typed, a row a step, stored as it comes."""
+"""What the ledger's file stores beside groups: incarnation, starts, RL wall time, steps, evaluations, the ending."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS evaluations (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What the trainer finished with."""
+    """How the trainer finished."""
 
     reason: str  # steps, score or minutes
     version: int
@@ -41,7 +41,7 @@ class Ending:
 
 
 class RunNotes:
-    """The notes of one run. A write is one statement, and part of the transaction that it is made in."""
+    """The notes of one run. A write is one statement, part of the transaction that it is made in."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -57,7 +57,7 @@ class RunNotes:
 
     @property
     def starts(self) -> int:
-        """Times that a controller got to work."""
+        """Times that a controller was started and got to work."""
         return self._db.execute("SELECT starts FROM run").fetchone()[0]
 
     def count_start(self) -> None:
@@ -77,7 +77,7 @@ class RunNotes:
         self._db.execute("UPDATE run SET reason = ?, version = ?, model_url = ?", astuple(ending))
 
     def published_s(self, step: int) -> float | None:
-        """RL wall time when the version of `step` was published; None if it was not, or stands no more."""
+        """RL wall time when the version of `step` was published; None if it was not, or recovery has replaced it."""
         row = self._db.execute("SELECT published_s FROM steps WHERE step = ?", (step,)).fetchone()
         return None if row is None else row["published_s"]
 
@@ -89,21 +89,21 @@ class RunNotes:
         )
 
     def staleness(self) -> dict[str, int]:
-        """Tokens that the steps which stand have trained on, by their staleness."""
+        """Tokens trained on by all steps that recovery has not replaced, by their staleness."""
         total: Counter[str] = Counter()
         for row in self._db.execute("SELECT staleness FROM steps WHERE staleness IS NOT NULL ORDER BY step"):
             total.update(json.loads(row["staleness"]))
         return dict(total)
 
     def add_staleness(self, step: int, counts: Mapping[str, int]) -> None:
-        """Of one step; a replayed one says the same again."""
+        """Store those of one step; a replayed step stores the same again."""
         self._db.execute(
             "INSERT INTO steps (step, staleness) VALUES (?1, ?2) ON CONFLICT DO UPDATE SET staleness = ?2",
             (step, json.dumps(counts)),
         )
 
     def evaluations(self) -> list[Evaluation]:
-        """By version."""
+        """All evaluations, by version."""
         return [Evaluation(**dict(row)) for row in self._db.execute("SELECT * FROM evaluations ORDER BY version")]
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
@@ -111,6 +111,6 @@ class RunNotes:
         self._db.execute(f"INSERT INTO evaluations VALUES ({marks})", astuple(evaluation))
 
     def forget(self, version: int) -> None:
-        """Steps and scores of `version` and of later ones are of weights that recovery has replaced."""
+        """Delete the steps and evaluations of `version` and later ones: recovery has replaced their weights."""
         self._db.execute("DELETE FROM evaluations WHERE version >= ?", (version,))
         self._db.execute("DELETE FROM steps WHERE step >= ?", (version,))

@@ -1,4 +1,4 @@
-"""What the commands of this package have in common: how they end, and what they say then.
+"""What the commands of this package have in common: options, signals, exit statuses and the line of an error.
 
 Exit status: 0 the run has ended in order; 1 it failed; 2 a setting, a model, the storage or the tracking server is
 wrong; 130 or 143 it was stopped by SIGINT or SIGTERM, after everything that it had started was.
@@ -21,15 +21,15 @@ class Stopped(BaseException):
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are raised, to be told like all others."""
+    """Raises ConfigError for wrong options, which is reported like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def run_command(action: Callable[[], None]) -> int:
-    """Do it, in the main thread; returns the exit status after at most one line on stderr. SIGINT and SIGTERM raise
-    Stopped where `action` is."""
+    """Call `action` in the main thread; returns the exit status after at most one line on stderr. SIGINT and SIGTERM
+    raise Stopped inside `action`."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _stop)
     try:

@@ -1,11 +1,11 @@
 """One run from its folder to its summary, for flows, benchmarks and `python -m areal_core` alike.
 
     prepare   (areal_core.run.prepare) checks what can be checked, makes the base model, opens the tracking run
-    Run       supervises the five roles, each in a thread of its caller's; what they are is `role_specs`
-    execute   all of it, in this process's threads
+    Run       supervises the five roles, each in a thread of its caller's; `role_specs` lists their processes
+    execute   both, in threads of this process
 
 The order of an orderly end: the trainer finishes, the controller writes summary.json and exits, generation servers are
-stopped, the evaluator leaves by itself, the tracker sends what is left. The first failure of a role stops all others
+stopped, the evaluator exits by itself, the tracker sends what is left. The first failure of a role stops all others
 and is the one reported; a failed run never leaves a summary.
 """
 
@@ -69,19 +69,19 @@ class Run:
         self._abort = StopSignal()
         self._stop_servers = StopSignal()
         self._stop_tracker = StopSignal()
-        self._introductions = ServerRegistration(
+        self._registration = ServerRegistration(
             run_dir, ranks=self.config.trainer_processes, stop=self._stop_servers, log=self._log
         )
 
     # -- the five roles ------------------------------------------------------------------------------------------------
 
     def generate(self) -> None:
-        """Keep the generation servers running until the controller has ended, unless other machines do."""
+        """Keep the generation servers running until the controller has ended, unless remote workers run them."""
         with self._role("generation"):
             if "generation" in self.config.remote_roles:
                 return
-            with self._introductions.running(self._guarded):
-                self._supervise("generation", self._stop_servers, self._introductions.server_ready)
+            with self._registration.running(self._guarded):
+                self._supervise("generation", self._stop_servers, self._registration.server_ready)
 
     def rollout(self) -> None:
         """Keep the controller running until it has written the summary."""
@@ -95,11 +95,11 @@ class Run:
             finally:
                 self._stop_servers.set()
                 watching.join()
-            _later(self.config.launch.stop_timeout_s, self._abort.set)  # nobody else has anything left to do
+            _later(self.config.launch.stop_timeout_s, self._abort.set)  # no other role has anything left to do
 
     def train(self) -> None:
-        """Keep the trainer's ranks running until they have finished; where other machines do, the place where they
-        meet, until the controller has ended."""
+        """Keep the trainer's ranks running until they have finished; where remote workers run them, the rendezvous,
+        until the controller has ended."""
         with self._role("trainer"):
             if "trainer" in self.config.remote_roles:
                 self._supervise("rendezvous", self._stop_servers)
@@ -107,7 +107,7 @@ class Run:
                 self._supervise("trainer", self._abort, self._wake)
 
     def evaluate(self) -> None:
-        """Keep the evaluator running until there is nothing more to score; none where nothing is scored."""
+        """Keep the evaluator running until no version is left to score; none where versions are not scored."""
         with self._role("evaluator"):
             if self.config.evaluated:
                 self._supervise("evaluator", self._abort)
@@ -191,7 +191,7 @@ class Run:
             raise self._failure
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """A thread of ours that ends with an error ends the run."""
+        """Run `action` in a thread of the launcher: its error fails the run."""
         try:
             action()
         except BaseException as error:
@@ -215,7 +215,7 @@ class Run:
         self._close_when_over()
 
     def _close_when_over(self) -> None:
-        """Once no role runs or will run: settle how the run ended, and let the tracker finish."""
+        """Once no role runs or will run: record how the run ended, and let the tracker finish."""
         with self._state:
             expected = self._started if self._abort.is_set() else _ROLES
             if self._closed or not expected <= self._over:
@@ -248,7 +248,7 @@ class Run:
         _later(patience_s, self._stop_tracker.set)
 
     def _wake(self, index: int, info: dict[str, Any]) -> None:
-        self._introductions.wake()
+        self._registration.wake()
 
     def _watch_progress(self) -> None:
         """Fail a run that makes no new step for launch.stall_timeout_s."""

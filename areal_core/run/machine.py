@@ -1,4 +1,4 @@
-"""What this machine has for a run: GPUs, their memory, and interpreters."""
+"""What a run uses of this machine: GPUs, their memory, and interpreters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def visible_gpus() -> list[str]:
 
 def device_memory(config: RunConfig) -> float:
     """Bytes of the smallest GPU that the run may use: launch.device_memory_gib, else what nvidia-smi says. Raises
-    ConfigError when it can't be asked."""
+    ConfigError when it can't be run."""
     if config.launch.device_memory_gib is not None:
         return config.launch.device_memory_gib * GIB
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

@@ -1,4 +1,4 @@
-"""Whatever of a configuration can be found wrong on this machine is found here, before anything is started."""
+"""All checks of a configuration on this machine, made before anything is started."""
 
 from __future__ import annotations
 
@@ -36,12 +36,10 @@ def preflight(config: RunConfig) -> None:
     if config.emulated:
         check_emulation(config.emulation)
     _check_address(config.launch.address)
-    if config.launch.accelerator == "cuda" and not config.remote_roles:  # else its machines have a share of them each
+    if config.launch.accelerator == "cuda" and not config.remote_roles:  # else each machine has a share of them
         found = len(visible_gpus())
         if found < config.launch.devices:
-            raise ConfigError(
-                f"launch.devices: must be at most {found}, the GPUs to be seen, got {config.launch.devices}"
-            )
+            raise ConfigError(f"launch.devices: must be at most {found}, the visible GPUs, got {config.launch.devices}")
     if config.generation.engine == "vllm":
         try:
             check_installed(interpreter(config.generation.vllm.python))
@@ -89,11 +87,11 @@ def _check_model(folder: Path, config: RunConfig) -> None:
     needed = config.task.max_prompt_tokens + config.task.max_new_tokens
     if spec.context < needed:
         raise ConfigError(
-            f"task.max_new_tokens: prompt and answer need {needed} tokens (max_prompt_tokens + max_new_tokens), "
+            f"task.max_new_tokens: prompt and completion need {needed} tokens (max_prompt_tokens + max_new_tokens), "
             f"more than the context of {folder}, {spec.context}"
         )
     if not spec.eos_token_ids:
-        raise ModelError(f"model.path: {folder} names no eos_token_id, so that no answer would ever end")
+        raise ModelError(f"model.path: {folder} names no eos_token_id, so that no completion would ever end")
     try:
         prompts = _check_task(config, tokenizer)
     except ModelError as error:

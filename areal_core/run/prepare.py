@@ -1,6 +1,6 @@
-"""From a configuration to a run's folder that processes can start from.
+"""The preparation of a run: from a configuration to a folder that its processes can start from.
 
-Making the base model and opening the tracking run happen once; a run that was here before is adopted.
+The base model is made and the tracking run is opened once; a run that was here before is adopted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.tracking.outbox import Outbox
 
 _TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
-# Between a run and its resumption.
+# Fields that may differ between a run and its resumption.
 _MAY_CHANGE = r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|launch)\..*|state_dir"
-_MAY_MOVE = rf"{_MAY_CHANGE}|(model|task)\.(held_out_)?path|(storage|tracking)\..*"  # when it is resumed elsewhere
+_MAY_MOVE = rf"{_MAY_CHANGE}|(model|task)\.(held_out_)?path|(storage|tracking)\..*"  # on another machine
 _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier launcher to end
 
 
@@ -60,8 +60,8 @@ def prepare(
     preflight(config)
     if not resumed:
         storage = Storage.open(config.storage.url, config.storage.endpoint_url).child(f"runs/{run_id}")
-        if elsewhere := checkpoint.newest(storage):
-            _check_unchanged(elsewhere.extra["config"], config, _MAY_MOVE)
+        if stored := checkpoint.newest(storage):
+            _check_unchanged(stored.extra["config"], config, _MAY_MOVE)
         model = base_model(config, log)
         tracking_run_id = _start_tracking(config, run_id, _tags(config, run_id, flow_run_id) | dict(tags or {}))
         info = RunInfo(
@@ -96,7 +96,7 @@ def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> 
 
 
 def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, str]:
-    """What runs are told apart by, and what this one was made with, beside its configuration."""
+    """Tags that tell runs apart, and the versions that this one was made with."""
     tags = {
         "areal.emulated": config.emulated_cluster,
         "mode": config.mode,
@@ -145,7 +145,8 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def sole_owner(run: RunDir, config: RunConfig) -> FileLock:
-    """Wait for what an earlier launcher left dying; refuse a run that somebody else is running."""
+    """The lock of a run's launcher. Waits for the processes of an earlier launcher to end; raises ProcessError while
+    another launcher runs the run."""
     patience_s = config.launch.stop_timeout_s + _OWNER_S
     busy = f"run_id: {run.root.name} is running already; wait for its end or choose another"
     return FileLock(run.head, timeout_s=patience_s, busy=busy)

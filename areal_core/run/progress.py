@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live line under the log on a terminal, otherwise a line a step."""
+"""The progress of a run for a person: a live line under the log on a terminal, otherwise a line a step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Generation servers of one machine and the controller: who is ready is introduced, who was lost is ended.
+"""Registration of one machine's generation servers with the controller, and the end of servers that it has lost.
 
-The machine that heads a run and every other one that generates have one of these each. A controller that was started
-again knows nobody: all servers are introduced to it. A server that the controller has taken out is killed, so that its
-supervisor starts it again and it joins anew: the states of its life are in areal_core.controller.registry.
+The head node and every remote worker of generation have one of these each. A restarted controller knows no servers: all
+are registered again. A server that the controller has taken out is killed, so that its supervisor starts it again and
+it joins anew: the states of a server are in areal_core.controller.registry.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from areal_core.errors import ArealError
 from areal_core.launch.supervisor import StopSignal
 from areal_core.storage.rundir import RunDir
 
-POLL_S = 1.0  # between two looks at where the controller is
-_ANSWER_S = 10.0  # for a controller that is there
+POLL_S = 1.0  # between two looks at the controller's ready file
+_RESPONSE_S = 10.0  # for a controller that is reachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Server:
 
 
 class ServerRegistration:
-    """`running` has a thread of its own do it. `server_ready` and `wake` may be called from any thread."""
+    """Registers the servers of this machine, in a thread (`running`). `server_ready` and `wake` are thread-safe."""
 
     def __init__(self, run_dir: RunDir, *, ranks: int, stop: StopSignal, log: Callable[[str], None] = print) -> None:
         """The first servers wait for all `ranks` of the trainer to be ready: RL wall time starts with them, and the
@@ -56,8 +56,8 @@ class ServerRegistration:
 
     @contextmanager
     def running(self, guarded: Callable[[Callable[[], None]], None], patience_s: float | None = None) -> Iterator[None]:
-        """Look after servers in a thread until the end of the `with`, which sets `stop`; `guarded` runs it there. It is
-        waited for `patience_s`: it may be asking a controller that is out of reach."""
+        """Register servers in a thread until the end of the `with`, which sets `stop`; `guarded` runs it there. The
+        thread is joined for `patience_s` at most: it may be waiting for a controller that is out of reach."""
         thread = threading.Thread(target=guarded, args=(self._run,), name="register", daemon=True)
         thread.start()
         try:
@@ -71,9 +71,9 @@ class ServerRegistration:
                     os.close(server.pidfd)
 
     def _run(self) -> None:
-        client = ControllerClient(self._run_dir, patience_s=POLL_S, timeout_s=_ANSWER_S)
+        client = ControllerClient(self._run_dir, patience_s=POLL_S, timeout_s=_RESPONSE_S)
         servers: dict[str, _Server] = {}  # by name
-        unknown: set[str] = set()  # to the controller, as far as is known here
+        unregistered: set[str] = set()  # names of servers that the controller does not know yet
         controller: dict[str, Any] | None = None
         try:
             while not self._stop.is_set():
@@ -81,20 +81,20 @@ class ServerRegistration:
                     if (arrival := self._arrivals.get(timeout=POLL_S)) is not None:
                         _forget(servers, arrival.name)
                         servers[arrival.name] = arrival
-                        unknown.add(arrival.name)
+                        unregistered.add(arrival.name)
                 now = self._run_dir.ready_info("controller")
                 if now != controller:
-                    controller, unknown = now, set(servers)
+                    controller, unregistered = now, set(servers)
                     client.close()  # its connection is to the one before
                 if controller is None or not self._ready():
                     continue
                 for lost in self._lost(client, servers.values()):
                     self._kill(lost)
                     _forget(servers, lost.name)
-                    unknown.discard(lost.name)
-                for name in sorted(unknown):
+                    unregistered.discard(lost.name)
+                for name in sorted(unregistered):
                     if not self._stop.is_set() and self._register(client, servers[name]):
-                        unknown.discard(name)
+                        unregistered.discard(name)
         finally:
             client.close()
             for name in list(servers):
@@ -107,7 +107,7 @@ class ServerRegistration:
         return self._ranks_were_ready
 
     def _lost(self, client: ControllerClient, servers: Iterable[_Server]) -> list[_Server]:
-        """Servers of this machine that the controller has taken out; none are known while it can't be asked."""
+        """Servers of this machine that the controller has taken out; empty while it can't be reached."""
         try:
             urls = client.status().lost_servers
         except ArealError:
@@ -120,7 +120,7 @@ class ServerRegistration:
             self._log(f"the generation server at {server.url} was taken out by the controller: killed")
 
     def _register(self, client: ControllerClient, server: _Server) -> bool:
-        """Whether it is at work; one that takes its time to join must not keep others from being ended."""
+        """Whether the server has joined; the wait for a slow one must not delay the end of lost ones."""
         try:
             return client.register(server.name, server.url, timeout_s=POLL_S)
         except ArealError as error:  # the controller is being restarted, or the server has died meanwhile

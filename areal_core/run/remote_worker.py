@@ -1,12 +1,12 @@
-"""`python -m areal_core.run.remote_worker`: another machine takes over a role of a run, or a share of one.
+"""`python -m areal_core.run.remote_worker`: runs a role of a run, or a share of one, on another machine.
 
     generation   generation servers, which listen on this machine's address and join the run's controller
     trainer      this machine's share of the ranks, under torchrun
 
-The run's folder is shared with the machine that heads the run; `launch.remote_roles` has said there that the role is
-left to others. This command may be started first: it waits for the run. It ends by itself with 0 once the run has ended
-in order, with 1 and one line when the run ended otherwise or the restarts are spent; exit statuses are those of
-areal_core.run.command.
+The run's folder is shared with the head node, whose configuration leaves the role to remote workers
+(`launch.remote_roles`). This command may be started first: it waits for the run. It ends by itself with 0 once the run
+has ended in order, with 1 and one line when the run ended otherwise or the restart budget is spent; exit statuses are
+those of areal_core.run.command.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from areal_core.run.roles import interface, is_own, remote_generation, remote_tr
 from areal_core.storage.rundir import RunDir
 
 _POLL_S = 1.0  # between two looks at the run
-_HEADLESS_S = 10.0  # without anybody who heads it, and a run is over
+_NO_LAUNCHER_S = 10.0  # a run without a launcher for so long is over
 _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier command to end
 
 
@@ -60,7 +60,7 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 
 class RemoteWorker:
-    """This machine's part in a run. Each method blocks, in the main thread, until the run has ended.
+    """This machine's processes of a run. Each method blocks, in the main thread, until the run has ended.
 
     Raises ProcessError when it ended without a summary, or when a process here has no restart left.
     """
@@ -68,17 +68,17 @@ class RemoteWorker:
     def __init__(
         self, run: RunDir, config: RunConfig, *, locks: tuple[int, ...] = (), log: Callable[[str], None] = print
     ) -> None:
-        """`locks` are handed down to the processes here: whoever takes over waits until they are gone."""
+        """`locks` are inherited by the processes here: a command that takes their place waits until they are gone."""
         self._run = run
         self._locks = locks
         self._config = config
         self._forward = self._log = log
         self._stop = StopSignal()
-        self._failure: ArealError | None = None  # why the run is over for this machine, if not in order
+        self._failure: ArealError | None = None  # why this machine's part has ended, if not in order
 
     def generate(self, address: str, first: int, count: int) -> None:
-        """`count` servers, from number `first` on. They are introduced to whatever controller the run has, and started
-        again when it has lost them."""
+        """Run `count` servers, from number `first` on. They are registered with the run's current controller, and
+        started again when it has lost them."""
         self._keep_journal("host-generation", first)
         spec = remote_generation(self._run, self._config, address=address, first=first, count=count)
         known = ServerRegistration(self._run, ranks=self._config.trainer_processes, stop=self._stop, log=self._log)
@@ -86,12 +86,12 @@ class RemoteWorker:
             self._supervise(spec, known.server_ready)
 
     def train(self, address: str, node: int) -> None:
-        """The ranks of one machine, number `node`."""
+        """Run the ranks of one machine, number `node`."""
         self._keep_journal("host-trainer", node)
         self._supervise(remote_trainer(self._run, self._config, address=address, node=node))
 
     def _keep_journal(self, role: str, index: int) -> None:
-        """From now on: there may be several commands like this one in a run."""
+        """Log to a file of this command's from now on: a run may have several remote workers."""
         self._log = Journal(self._run.log_file(role, index), self._config.launch, Source(role, index), self._forward)
 
     def _supervise(self, spec: RoleSpec, on_ready: Callable[[int, dict[str, Any]], None] | None = None) -> None:
@@ -117,7 +117,7 @@ class RemoteWorker:
             raise self._failure
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """A thread of ours that ends with an error ends this machine's part."""
+        """Run `action` in a thread of this command: its error ends this machine's part."""
         try:
             action()
         except ArealError as error:
@@ -134,15 +134,15 @@ class RemoteWorker:
         self._stop.set()
 
     def _watch(self) -> None:
-        """Until the run has ended."""
-        headed_at = time.monotonic()
+        """Wait for the end of the run, then stop the processes here."""
+        launcher_seen_at = time.monotonic()
         while not self._stop.wait(_POLL_S):
             if self._run.summary.exists():
                 self._log(_ended(self._run))
                 self._stop.set()
             elif FileLock.is_held(self._run.head):
-                headed_at = time.monotonic()
-            elif time.monotonic() - headed_at > _HEADLESS_S:
+                launcher_seen_at = time.monotonic()
+            elif time.monotonic() - launcher_seen_at > _NO_LAUNCHER_S:
                 raise ProcessError(f"run {self._run.root.name} has ended and left no summary")
 
 
@@ -151,7 +151,7 @@ def _ended(run: RunDir) -> str:
 
 
 def _await_run(run: RunDir, patience_s: float) -> bool:
-    """True once somebody heads the run, False when it has ended in order. Raises ConfigError."""
+    """True once a launcher runs the run, False when it has ended in order. Raises ConfigError."""
     deadline = time.monotonic() + patience_s
     while not ((run.root / "run.json").exists() and FileLock.is_held(run.head)):
         if run.summary.exists():
@@ -163,8 +163,8 @@ def _await_run(run: RunDir, patience_s: float) -> bool:
 
 
 def _lock(run: RunDir, config: RunConfig, role: str, share: range, locks: ExitStack) -> tuple[int, ...]:
-    """One lock for each server or machine of a share: shares that overlap refuse each other. Waits for what an earlier
-    command left dying. Raises ProcessError."""
+    """One lock for each server or machine of a share: shares must not overlap. Waits for the processes of an earlier
+    command to end. Raises ProcessError."""
     return tuple(
         locks.enter_context(
             FileLock(
@@ -195,14 +195,14 @@ def _check_role(config: RunConfig, options: argparse.Namespace) -> None:
 
 
 def _check_address(config: RunConfig, address: str) -> None:
-    """The controller, and ranks and servers here, must reach each other. Raises ConfigError."""
-    head, here_alone = config.launch.address, ip_address(address).is_loopback
-    if ip_address(head).is_loopback and not here_alone:
+    """The head node, and ranks and servers here, must reach each other. Raises ConfigError."""
+    head_node, here_alone = config.launch.address, ip_address(address).is_loopback
+    if ip_address(head_node).is_loopback and not here_alone:
         raise ConfigError(
-            f"launch.address: must be an address that other machines reach, got {head!r}; start the run with one"
+            f"launch.address: must be an address that other machines reach, got {head_node!r}; start the run with one"
         )
-    if here_alone and not ip_address(head).is_loopback and not is_own(head):
-        raise ConfigError(f"--address: must be an address that the head, {head}, reaches, got {address!r}")
+    if here_alone and not ip_address(head_node).is_loopback and not is_own(head_node):
+        raise ConfigError(f"--address: must be an address that the head node, {head_node}, reaches, got {address!r}")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,8 +1,8 @@
-"""How the processes of a run are started: on the machine that heads it, and on those that take over a role of it.
+"""How the processes of a run are started: on the head node, and by remote workers.
 
-role_specs        every role, where the run is headed; the rendezvous in the place of ranks that others run
-remote_generation   generation servers of another machine
-remote_trainer      another machine's share of the ranks, under torchrun
+role_specs          every role, on the head node; the rendezvous in the place of ranks that remote workers run
+remote_generation   generation servers of a remote worker
+remote_trainer      a remote worker's share of the ranks, under torchrun
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else a warning for every address th
 
 
 def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str, RoleSpec]:
-    """The processes of the machine that heads a run. `cores` are those that this process may use."""
+    """The processes of the head node. `cores` are those that this process may use."""
     servers, ranks, per_server = config.generation_servers, config.trainer_processes, config.devices_per_server
-    # Of generation and training alone: all that a run may use, in either mode, are `launch.devices` cores.
+    # Generation and training are bound to `launch.devices` cores, in either mode; other roles are not.
     on_cores = config.launch.accelerator == "cpu" and not config.emulated
     allowed = frozenset(cores[: config.launch.devices]) if on_cores else None
 
@@ -151,7 +151,8 @@ def _generation(
 
 
 def _rank(config: RunConfig, index: int) -> dict[str, str]:
-    """What torchrun would tell a rank; ranks of one machine meet on its loopback, through a file."""
+    """The environment that torchrun would give a rank; the rendezvous of ranks on one machine is a file, and they talk
+    over its loopback."""
     ranks = config.trainer_processes
     return {
         "RANK": str(index),
@@ -163,7 +164,7 @@ def _rank(config: RunConfig, index: int) -> dict[str, str]:
 
 
 def _gpus(config: RunConfig, first: int, count: int) -> dict[str, str]:
-    """The environment of a process that has these GPUs of this machine's, and no others."""
+    """The environment of a process that uses these GPUs of this machine, and no others."""
     if config.launch.accelerator == "cpu":
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + count])}

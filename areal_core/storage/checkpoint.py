@@ -161,7 +161,8 @@ def _read_manifest(storage: Storage, folder: str) -> CheckpointInfo:
     info = CheckpointInfo(step=int(manifest["step"]), folder=folder, files=files, extra=manifest["extra"])
     if (found := manifest.get("format", 1)) != FORMAT:
         raise StorageError(
-            f"{storage.url}/{folder}: a checkpoint of format {found}, needed is {FORMAT}; start the run under another id"
+            f"{storage.url}/{folder}: a checkpoint of format {found}, needed is {FORMAT}; "
+            "start the run under another id"
         )
     return info
 

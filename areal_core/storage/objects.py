@@ -1,4 +1,4 @@
-"""One store of named objects: a local folder or an S3 bucket. The only user of fsspec and s3fs.
+"""The object store: a local folder or an S3 bucket. The only user of fsspec and s3fs.
 
 An object appears whole or not at all: a file is finished locally first and then put, since an error inside
 `fs.open(..., "wb")` would publish what had been written by then. Nothing is cached: what other processes did is seen.
@@ -20,7 +20,7 @@ import fsspec
 
 from areal_core.errors import StorageError
 
-_PROBE_TIMEOUT_S = 8  # a wrong endpoint is found before a run starts; anything that lives answers sooner
+_PROBE_TIMEOUT_S = 8  # a wrong endpoint is found before a run starts; a live one responds sooner
 _SCRATCH = ".part"  # a local object that is still being written
 _S3_OPTIONS: dict[str, Any] = {
     "use_listings_cache": False,
@@ -181,7 +181,7 @@ class Storage:
 def _reason(error: Exception) -> str:
     """The reason in one line; some errors of fsspec have no text of their own."""
     if isinstance(error, TimeoutError):
-        return "no answer in time"
+        return "no response in time"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, FileNotFoundError):

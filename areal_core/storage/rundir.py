@@ -1,9 +1,9 @@
-"""Names of everything in a run's folder, and the few small files that processes of a run tell each other things by.
+"""Paths in a run's folder, and the small files by which its processes exchange configuration and addresses.
 
 <state_dir>/runs/<run_id>/
     config.json              the resolved configuration
     run.json                 RunInfo: who this run is, which model it starts from, where its checkpoints go
-    ready/<role>-<index>.json  a process that is ready: its pid and, for a server, its URL
+    ready/<role>-<index>.json  ready file of a process: its pid and, for a server, its URL
     logs/<role>-<index>.log
     ledger.sqlite  outbox.sqlite
     timeline/<role>-<index>.jsonl  what a process did when; see areal_core.tracking.timeline
@@ -25,7 +25,7 @@ from areal_core.config.schema import RunConfig, load_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What `prepare` decided about a run."""
+    """What `prepare` has settled about a run beside its configuration."""
 
     run_id: str
     model_path: str  # folder of the base model, transformers format
@@ -43,7 +43,7 @@ class RunDir:
 
     @classmethod
     def create(cls, config: RunConfig, info: RunInfo) -> RunDir:
-        """Make the folder, or adopt it where this run has been here before, and write what the processes will read."""
+        """Make the folder, or adopt that of an earlier start of this run, and write what the processes will read."""
         run = cls(Path(config.state_dir).absolute() / "runs" / info.run_id)
         for folder in (run.ready, run.logs, run.weights, run.timeline):
             folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class RunDir:
 
     @property
     def head(self) -> Path:
-        """Locked by whoever heads the run, while it does."""
+        """The lock that a launcher holds while it runs the run."""
         return self.root / "lock"
 
     @property
@@ -108,7 +108,7 @@ class RunDir:
             return None
 
     def forget_ready(self) -> None:
-        """Remove what processes have announced that were there before whoever heads the run now."""
+        """Remove the ready files that processes of an earlier launcher have left."""
         for file in self.ready.iterdir():
             file.unlink(missing_ok=True)
 

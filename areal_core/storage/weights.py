@@ -91,7 +91,7 @@ def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
 
 
 def release(folder: Path, versions: Iterable[int]) -> None:
-    """Delete versions that nobody needs any more; those that are gone already are fine."""
+    """Delete versions that are no longer needed; those that are gone already are ignored."""
     released = {version_folder(folder, version) for version in versions}
     for path in released.intersection(folder.iterdir()):
         (path / _MANIFEST).unlink(missing_ok=True)  # first: half a version must not look like one
@@ -99,7 +99,7 @@ def release(folder: Path, versions: Iterable[int]) -> None:
 
 
 def version_folder(folder: Path, version: int) -> Path:
-    """Where a version lies, or would."""
+    """The folder of a version, which may not exist."""
     return folder / f"v{version:06d}"
 
 

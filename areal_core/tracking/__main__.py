@@ -1,7 +1,7 @@
 """The forwarder as a process of its own: `python -m areal_core.tracking --run-dir D`.
 
 Exits with 0 when the outbox has ended and all is sent (or was tried for tracking.flush_timeout_s), with 143 when it was
-told to go before. Running it again on a finished run's folder sends what is left.
+told to end before. Running it again on a finished run's folder sends what is left.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main() -> int:
-    # Blocked, and taken only while the forwarder waits: a signal breaks into nothing, and none is lost in the seconds
-    # of imports. They come after, since they start threads, and a signal goes to any thread that does not block it.
+    # Blocked, and taken only while the forwarder waits: a signal interrupts nothing, and none is lost in the seconds of
+    # imports, which come after, since they start threads and a signal goes to any thread that does not block it.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     from areal_core.launch import logs
     from areal_core.launch.process import adopt, announce_ready

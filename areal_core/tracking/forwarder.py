@@ -1,4 +1,4 @@
-"""From the outbox to MLflow.
+"""The forwarder: sends what the outbox holds to MLflow.
 
 Every point arrives once. A batch is marked as attempted, sent, marked as sent; after a failure or a restart the
 attempted points are compared with the histories that the server holds before anything is sent again. A server that is
@@ -36,7 +36,7 @@ _MAX_TABLES = 50  # listed on the run's page; its tag holds no more
 _INTERVAL_S = 1.0  # between two looks into the outbox
 _MAX_BACKOFF_S = 5.0
 _REQUEST_S = 5  # for one request of the forwarder
-_STOP_S = 2  # for sending what is left when the process is told to go; also for each request then
+_STOP_S = 2  # for sending what is left when the process is told to end; also for each request then
 _FINAL_METRICS = (
     "accuracy_before",
     "accuracy_after",
@@ -66,8 +66,8 @@ class Forwarder:
     def run(self, wait: Callable[[float], bool]) -> bool:
         """Forward until the outbox has ended and all is sent, or `flush_timeout_s` after that; then True.
 
-        `wait(seconds)` returns early with True when the process is to go: then what can be sent within a few seconds
-        is, the run is marked as KILLED unless the outbox has ended otherwise, and the answer is False.
+        `wait(seconds)` returns early with True when the process is to end: then what can be sent within a few seconds
+        is sent, the run is marked as KILLED unless the outbox has ended otherwise, and False is returned.
         """
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(_REQUEST_S)
         failures = 0
@@ -80,7 +80,7 @@ class Forwarder:
                     self._client.set_terminated(self._run_id, ended)
                     return True
                 if failures:
-                    _log.info("tracking: %s answers again", shown(self._uri))
+                    _log.info("tracking: %s responds again", shown(self._uri))
                 failures = 0
                 pause = 0.0 if waiting else _INTERVAL_S
             except FAILURES as error:
@@ -128,7 +128,7 @@ class Forwarder:
         return self._outbox.unsent() > 0
 
     def _open(self) -> None:
-        """A run that was killed and goes on is running again."""
+        """Mark a run that was killed and goes on as running again."""
         if self._outbox.ended() is None and self._client.get_run(self._run_id).info.status != "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
         self._opened = True

@@ -1,4 +1,4 @@
-"""The one door to MLflow: what is checked before a run, and runs that are opened, added to and ended.
+"""Access to MLflow: checks before a run, and runs that are opened, added to and ended.
 
 Ids are always given: neither MLFLOW_RUN_ID nor a run that happens to be active plays a part.
 """
@@ -40,7 +40,7 @@ _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
 def check_reachable(uri: str) -> None:
-    """Raise TrackingError, in one line that names tracking.uri, unless an MLflow answers there within 5 seconds."""
+    """Raise TrackingError, in one line that names tracking.uri, unless an MLflow responds there within 5 seconds."""
     _check_scheme(uri)
     with _reporting(uri):
         if _is_database(uri):
@@ -48,10 +48,10 @@ def check_reachable(uri: str) -> None:
             MlflowClient(uri).search_experiments(max_results=1)
             return
         endpoint = "/api/2.0/mlflow/experiments/search"
-        reply = http_request(
+        response = http_request(
             get_default_host_creds(uri), endpoint, "POST", json={"max_results": 1}, max_retries=0, timeout=4
         )
-        verify_rest_response(reply, endpoint)
+        verify_rest_response(response, endpoint)
 
 
 def start_run(uri: str, experiment: str, name: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> str:
@@ -150,7 +150,7 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
     if found is None:
         try:
             return client.create_experiment(name, artifact_location=_artifact_folder(uri), tags=_EXPERIMENT_TAGS)
-        except MlflowException:  # somebody else made it meanwhile
+        except MlflowException:  # another process made it meanwhile
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -229,7 +229,7 @@ def reason(error: BaseException) -> str:
     while below := root.__cause__ or root.__context__:
         root = below
     if isinstance(root, TimeoutError):
-        return "no answer in time"
+        return "no response in time"
     if isinstance(root, OSError) and root.strerror:
         return root.strerror
     return _cut(" ".join(str(root).split()) or type(root).__name__, 300)

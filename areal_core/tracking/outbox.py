@@ -29,7 +29,7 @@ EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 _DOCUMENT_FIELD = {"config": None, "staleness_histogram": "counts", "summary": None, "trajectories": "rows"}
 _END_STATUSES = ("FINISHED", "FAILED", "KILLED")
 _KEY = re.compile(r"[\w\- ][\w\-. /]{0,249}")  # what MLflow takes as a metric's name
-_ATTEMPTED, _SENT = 1, 2  # states of a row; 0: nobody has tried to send it
+_ATTEMPTED, _SENT = 1, 2  # states of a row; 0: not attempted yet
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS metrics (run TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NULL,
@@ -46,7 +46,7 @@ CREATE TABLE IF NOT EXISTS ends (run TEXT PRIMARY KEY, status TEXT NOT NULL);
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """Something for people to look at: a table, a picture's numbers, a summary."""
+    """Something for people to look at: a table, the numbers of a plot, a summary."""
 
     kind: DocumentKind
     step: int
@@ -55,7 +55,7 @@ class Document:
 
 
 class Outbox:
-    """What a run wants to have recorded. The first half is for writers, the second for the one forwarder.
+    """The metrics, labels and documents of a run. The first half is for writers, the second for the one forwarder.
 
     Writing takes no network and no MLflow. Safe between threads and between processes.
     """
@@ -95,7 +95,7 @@ class Outbox:
         """Queue a document; the same (kind, step) again replaces it, sent or not.
 
         "trajectories": {"rows": [{column: value, ...}, ...]}, a table with one row a trajectory;
-        "staleness_histogram": {"counts": {"0": tokens, "1": tokens, ...}}, a picture;
+        "staleness_histogram": {"counts": {"0": tokens, "1": tokens, ...}}, a plot;
         "summary": the fields of RunSummary, a file and a few final metrics; "config": a file.
         """
         if kind not in _DOCUMENT_FIELD:
@@ -125,7 +125,7 @@ class Outbox:
         )
 
     def end(self, status: str) -> None:
-        """Say that nothing more will come and how the run ended; the forwarder finishes."""
+        """Record how the run ended, after which nothing more comes: the forwarder finishes."""
         if status not in _END_STATUSES:
             raise TrackingError(f"end status {status!r}: must be one of {', '.join(_END_STATUSES)}")
         self._write("INSERT OR REPLACE INTO ends (run, status) VALUES (?, ?)", [(self._run, status)])
@@ -139,7 +139,7 @@ class Outbox:
         return rows[0][0] if rows else None
 
     def unsent(self) -> int:
-        """How much waits: points, labels and documents."""
+        """The number of points, labels and documents that wait."""
         return sum(
             self._read(f"SELECT count(*) FROM {table} WHERE run = ? AND state < 2", self._run)[0][0]
             for table in ("metrics", "labels", "documents")

@@ -1,4 +1,4 @@
-"""Who did what and when: spans that the processes of a run write down, for pictures and accounts of it.
+"""Timelines: spans of what the processes of a run did and when, for plots and for the account of what bounded it.
 
 One file a process, `<run folder>/timeline/<process>.jsonl`, one span a line. What is not in a span is start-up or work
 too short to be seen.
@@ -18,14 +18,14 @@ _SHORTEST_S = 5e-4  # what is shorter can't be seen, and there may be a lot of i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One thing that one process did."""
+    """One activity of one process."""
 
     process: str  # generation-0, trainer-1, rewards-0, evaluator-0
     kind: str  # one of KINDS
     start_s: float  # since the epoch
     end_s: float
     step: int | None = None  # the training step that it was for, or the version that was scored
-    cpu_s: float | None = None  # that the process used since its span before; None: not measured
+    cpu_s: float | None = None  # that the process used since its previous span; None: not measured
 
     @property
     def role(self) -> str:
@@ -35,7 +35,7 @@ class Span:
 class TimelineWriter:
     """Appends the spans of the process that `path` is named after. Times are `time.monotonic()` of this machine.
 
-    `cpu` tells the CPU seconds that the process has used so far; what it has used by now counts in no span.
+    `cpu` returns the CPU seconds that the process has used so far; those used before this call count in no span.
     """
 
     def __init__(self, path: Path, *, cpu: Callable[[], float] | None = None) -> None:
@@ -56,7 +56,7 @@ class TimelineWriter:
 
 
 class Activity:
-    """What a process does at the moment, and how long it did what: one of KINDS at a time, from the start on."""
+    """What a process is doing, one of KINDS at a time, and the seconds that it has spent on each."""
 
     def __init__(
         self, kind: str, timeline: TimelineWriter | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -68,7 +68,7 @@ class Activity:
         self._seconds: dict[str, float] = {}
 
     def note(self, kind: str) -> None:
-        """From now on it does `kind`."""
+        """From now on the process does `kind`."""
         now = self._clock()
         self._seconds[self.kind] = self._seconds.get(self.kind, 0.0) + now - self._marked
         self._marked = now
@@ -78,11 +78,11 @@ class Activity:
             self.kind, self._since = kind, now
 
     def seconds(self, kind: str) -> float:
-        """That went into `kind`, up to the last `note`."""
+        """Seconds spent on `kind`, up to the last `note`."""
         return self._seconds.get(kind, 0.0)
 
     def end(self) -> None:
-        """Write down what it does at the moment, which nothing follows."""
+        """Write the current span, which is the last."""
         if self._timeline is not None:
             self._timeline.span(self.kind, self._since, self._clock())
 

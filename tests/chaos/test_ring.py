@@ -54,7 +54,7 @@ def test_a_run_survives_the_death_of_every_process(state: Path) -> None:
     with Launched(config, "each") as run:
         for role in ("generation", "controller", "evaluator", "trainer", "tracker"):
             pid = run.pid(role)
-            if role != "tracker":  # which takes its time to start; all steps may be done by then
+            if role != "tracker":  # which starts slowly; all steps may be done by then
                 run.until_step(run.step() + 1)
             before = in_ledger(run, versions)
             os.kill(pid, signal.SIGKILL)

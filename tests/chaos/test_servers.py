@@ -1,5 +1,5 @@
 """Generation servers are killed and hung in the middle of a run, and come back: no trajectory is lost, none is there
-twice, and every token's version is true."""
+twice, and every token's version is correct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.trajectories import PublishedWeights, ServerView, audited, ch
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
-VLLM_STEPS = 200  # a server takes its time to start again
+VLLM_STEPS = 200  # a server is slow to start again
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,13 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def until_it_decodes(run: Launched, index: int) -> None:
-    """Wait until a server has so much under way that some of it is still there a moment later."""
+    """Wait until a server has so many running completions that some still run a moment later."""
     server = ServerView(run.url("generation", index))
     run.wait_for(f"generation-{index} decodes", lambda: server.running() >= 4)
 
 
 def check_the_loss(run: Launched, index: int) -> None:
-    """What the controller said: one server went, requests with it, and none of them twice."""
+    """The controller's log: one server was taken out, its requests failed, and none of them twice."""
     log = run.run.log_file("controller").read_text()
     assert re.findall(r"generation server (\S+) is taken out", log) == [f"generation-{index}"]
     assert "try 1 failed: " in log
@@ -81,7 +81,7 @@ def test_one_of_two_vllm_servers_is_killed_and_comes_back(state: Path) -> None:
         os.kill(server, signal.SIGKILL)
         has_come_back(run, 1, but=parent)
         run.finished()
-        # By itself, or by the launcher whom the controller told first.
+        # By itself, or by the launcher, which the controller told first.
         ends = re.findall(r"generation-1 (was killed by SIGKILL|exited with code 1): restart 1 of 2", run.output())
         assert len(ends) == 1
         check_the_loss(run, 1)

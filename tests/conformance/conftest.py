@@ -24,7 +24,7 @@ def server(request, published, tmp_path_factory):
 
 @pytest.fixture
 def length(server):
-    """Tokens of an answer that an update finds unfinished: the embedded server is far quicker."""
+    """Tokens of a completion that an update finds unfinished: the embedded server is far quicker."""
     return {"embedded": 1500, "vllm": 1200}[server.kind]
 
 

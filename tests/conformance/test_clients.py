@@ -1,4 +1,4 @@
-"""Many clients, slow ones and such as vanish; what a server says of its load."""
+"""Many clients, slow ones and vanishing ones; the load that a server reports."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ async def test_many_requests_share_the_slots(client, published):
             assert deviations(published.reference, item, completion).max() < EXACT
 
 
-async def test_no_more_answers_run_than_there_are_slots(client):
+async def test_no_more_completions_run_than_there_are_slots(client):
     calls = [
         asyncio.ensure_future(client.generate(request(f"r{i}", n=8, max_tokens=LONG, stop_token_ids=())))
         for i in range(3)
@@ -52,12 +52,12 @@ async def test_a_client_that_reads_slowly_holds_up_nobody(server, client, publis
         others = [request(f"r{i}", seed=i, stop_token_ids=()) for i in range(8)]
         for raw in await asyncio.gather(*map(client.generate, others)):
             assert len(parse_generation(raw)[0].token_ids) == 24
-        completion = bytearray()
+        received = bytearray()
         loop = asyncio.get_running_loop()
         while piece := await loop.sock_recv(slow, 1500):
-            completion += piece
-    head, _, content = bytes(completion).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200")
+            received += piece
+    headers, _, content = bytes(received).partition(b"\r\n\r\n")
+    assert headers.startswith(b"HTTP/1.1 200")
     completions = parse_generation(content)
     assert len(content) > 50_000
     assert [len(completion.token_ids) for completion in completions] == [120] * SLOTS

@@ -1,4 +1,4 @@
-"""Answers of a quiet server: what they say, how they end, and that they are samples of the model's distribution."""
+"""Completions of a server without updates: their fields, their ends, and that they follow the model's distribution."""
 
 import asyncio
 
@@ -28,14 +28,14 @@ async def test_log_probabilities_are_those_of_transformers(client, published):
             assert deviations(published.reference, item, completion).max() < EXACT
 
 
-async def test_the_fields_of_an_answer(client, http):
-    status, reply = await post(http, "/inference/v1/generate", body(n=2) | {"request_id": "r-1"})
+async def test_the_fields_of_a_response(client, http):
+    status, response = await post(http, "/inference/v1/generate", body(n=2) | {"request_id": "r-1"})
     assert status == 200
-    assert reply["request_id"] == "generate-tokens-r-1"
-    assert reply["model"] == "policy"
-    counts = {name: reply["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    assert response["request_id"] == "generate-tokens-r-1"
+    assert response["model"] == "policy"
+    counts = {name: response["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     assert counts == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
-    first, second = reply["choices"]
+    first, second = response["choices"]
     assert (first["index"], second["index"]) == (0, 1)
     assert (first["finish_reason"], first["stop_reason"]) == ("length", None)
     assert first["weight_versions"] == [{"version": "0", "start": 0, "end": 8}]
@@ -55,7 +55,7 @@ async def test_end_tokens_stop_unless_they_are_ignored(server, client, http):
         if 1 in tokens[1:-1]:
             break
     else:
-        pytest.fail("the model never says its end token")
+        pytest.fail("the model never samples its end token")
     stopped = await sample(http, body(max_tokens=100, seed=seed, ignore_eos=False))
     assert stopped["token_ids"] == tokens[: tokens.index(1) + 1]
     # vLLM names it too where the model has a list of end tokens, as models of this package do.
@@ -70,7 +70,7 @@ async def test_end_tokens_stop_unless_they_are_ignored(server, client, http):
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [(CONTEXT - 1, 1), (CONTEXT - 3, 3), (CONTEXT - 8, 8)])
-async def test_the_context_ends_an_answer_before_max_tokens_does(client, http, prompt, tokens):
+async def test_the_context_ends_a_completion_before_max_tokens_does(client, http, prompt, tokens):
     choice = await sample(http, body([2] * prompt, max_tokens=9))
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (tokens, "length")
 
@@ -83,16 +83,16 @@ async def test_the_seed_decides(client, http):
     assert await tokens(seed=7) == first
     assert len({tuple(await tokens(seed=seed)) for seed in range(8)}) == 8
     assert await tokens(seed=None) != await tokens(seed=None)
-    status, reply = await post(http, "/inference/v1/generate", body(n=8, max_tokens=24))
+    status, response = await post(http, "/inference/v1/generate", body(n=8, max_tokens=24))
     assert status == 200
-    assert len({tuple(choice["token_ids"]) for choice in reply["choices"]}) == 8
+    assert len({tuple(choice["token_ids"]) for choice in response["choices"]}) == 8
 
 
-async def test_greedy_answers_are_the_likeliest_tokens(client, published):
+async def test_greedy_completions_are_the_likeliest_tokens(client, published):
     asked = request(max_tokens=40, greedy=True, stop_token_ids=())
     [completion] = parse_generation(await client.generate(asked))
-    text = [*asked.token_ids, *completion.token_ids.tolist()]
-    logits = published.reference.logits(0, text)[2:-1]
+    sequence = [*asked.token_ids, *completion.token_ids.tolist()]
+    logits = published.reference.logits(0, sequence)[2:-1]
     assert completion.token_ids.tolist() == logits.argmax(-1).tolist()
     assert deviations(published.reference, asked, completion).max() < EXACT
 
@@ -111,10 +111,10 @@ async def test_first_tokens_are_distributed_as_the_model_says(client, published)
     makes."""
     asked = [request(f"r{seed}", max_tokens=1, seed=101 * seed, stop_token_ids=()) for seed in range(DRAWS)]
     bodies = await asyncio.gather(*map(client.generate, asked))
-    drawn = np.bincount([parse_generation(raw)[0].token_ids[0] for raw in bodies], minlength=23)
+    sampled = np.bincount([parse_generation(raw)[0].token_ids[0] for raw in bodies], minlength=23)
     expected = DRAWS * published.reference.logits(0, (2, 3, 4))[-1].softmax(-1).numpy()
     common = expected >= 5
-    observed = np.append(drawn[common], drawn[~common].sum())
+    observed = np.append(sampled[common], sampled[~common].sum())
     wanted = np.append(expected[common], expected[~common].sum())
     assert common.sum() >= 3
     statistic = float((np.square(observed - wanted) / wanted).sum())

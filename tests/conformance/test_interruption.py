@@ -1,4 +1,4 @@
-"""Updates in the middle of answers: what becomes of tokens, log-probabilities, versions and ends of answers."""
+"""Updates in the middle of completions: what becomes of their tokens, log-probabilities, versions and ends."""
 
 import asyncio
 import functools
@@ -11,13 +11,13 @@ from areal_core.api.wire import join_completions, parse_generation, version_span
 from tests.support.generation import request
 from tests.support.live_servers import CONTEXT, EXACT, LONG, SLOTS, deviations, get, post, until
 
-STOP = 3  # a token that the model seldom says
+STOP = 3  # a token that the model seldom samples
 TRIES = 5
-EXACTLY = ["recompute", "resubmit"]  # interruptions after which answers go on as if the new weights had read them
+EXACTLY = ["recompute", "resubmit"]  # interruptions after which completions go on with a KV cache of the new weights
 
 
 async def begun(client, pool, asked):
-    """Transcripts that a pool is working on: as many answers as there are slots are some way on."""
+    """Transcripts that a pool is working on: as many completions as there are slots are some way on."""
     transcripts = [Transcript(item) for item in asked]
     most = min(SLOTS, sum(item.n for item in asked))
     calls = [asyncio.ensure_future(pool.generate(transcript)) for transcript in transcripts]
@@ -41,7 +41,7 @@ async def interrupted(client, pool, published, asked, *events, too_late=any):
             return start, transcripts, calls
         await asyncio.gather(*calls)
         await pool.load_version(published.versions[0])
-    return pytest.fail(f"{TRIES} times answers were over before they were interrupted")
+    return pytest.fail(f"{TRIES} times completions were over before they were interrupted")
 
 
 def any_over(calls):
@@ -49,7 +49,7 @@ def any_over(calls):
 
 
 async def joined(transcripts, calls):
-    """(request, answer) of all answers, once they are finished."""
+    """(request, completion) of all completions, once they are finished."""
     await asyncio.gather(*calls)
     return [
         (transcript.request, completion)
@@ -63,7 +63,7 @@ def crosses(completion):
 
 
 @pytest.mark.parametrize("interruption", EXACTLY)
-async def test_answers_are_exact_before_across_and_after_updates(client, pool_of, published, interruption, length):
+async def test_completions_are_exact_before_across_and_after_updates(client, pool_of, published, interruption, length):
     pool = await pool_of(interruption)
     asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=length, seed=i, stop_token_ids=()) for i in range(5)]
     first, second = (functools.partial(pool.load_version, published.versions[number]) for number in (1, 2))
@@ -116,10 +116,13 @@ async def test_an_update_that_waits_mixes_no_versions(client, pool_of, published
 
 
 @pytest.mark.parametrize("interruption", EXACTLY)
-async def test_an_answer_that_has_stopped_does_not_go_on(client, pool_of, published, interruption, length):
+async def test_a_completion_that_has_stopped_does_not_go_on(client, pool_of, published, interruption):
     pool = await pool_of(interruption)
-    # Answers are short: an update finds others running than the one before.
-    asked = [request(f"r{i}", n=SLOTS, max_tokens=150, seed=i, stop_token_ids=(STOP,)) for i in range(length // 100)]
+    # Completions are short: an update finds others running than the one before.
+    asked = [
+        request(f"r{i}", n=SLOTS, max_tokens=150, seed=i, stop_token_ids=(STOP,))
+        for i in range(60 if client.in_place else 12)
+    ]
     updates = (functools.partial(pool.load_version, published.versions[number]) for number in (1, 2))
     _, transcripts, calls = await interrupted(client, pool, published, asked, *updates, too_late=all)
     completions = await joined(transcripts, calls)
@@ -129,12 +132,13 @@ async def test_an_answer_that_has_stopped_does_not_go_on(client, pool_of, publis
         assert STOP not in completion.token_ids[:-1]
         assert stopped or len(completion.token_ids) == 150
         assert completion.finish_reason == ("stop" if stopped else "length")
-        assert deviations(published.reference, item, completion).max() < EXACT
+        if crosses(completion):
+            assert deviations(published.reference, item, completion).max() < EXACT
     assert {completion.finish_reason for _, completion in completions if crosses(completion)} >= {"stop"}
 
 
 @pytest.mark.parametrize("interruption", EXACTLY)
-async def test_the_context_ends_an_answer_that_was_interrupted(client, pool_of, published, interruption, length):
+async def test_the_context_ends_a_completion_that_was_interrupted(client, pool_of, published, interruption, length):
     pool = await pool_of(interruption)
     asked = [request("r", [2 + i % 20 for i in range(CONTEXT - length)], n=4, max_tokens=LONG, stop_token_ids=())]
     update = functools.partial(pool.load_version, published.versions[1])
@@ -145,18 +149,18 @@ async def test_the_context_ends_an_answer_that_was_interrupted(client, pool_of, 
         assert deviations(published.reference, item, completion).max() < EXACT
 
 
-async def test_what_follows_a_seam_is_drawn_anew(client, pool_of, published, length):
-    """A server that is asked for the rest with the seed of the whole draws the first random numbers again. At a high
-    temperature they decide more than the text does: many of the first tokens come again."""
+async def test_what_follows_a_seam_is_sampled_anew(client, pool_of, published, length):
+    """A server that is asked for the rest with the seed of the whole uses the first random numbers again. At a high
+    temperature they decide more than the context does: many of the first tokens come again."""
     pool = await pool_of("resubmit")
     asked = [request(f"r{i}", max_tokens=length, seed=i, stop_token_ids=(), temperature=2.0) for i in range(12)]
     _, transcripts, calls = await interrupted(client, pool, published, asked, client.abort_all)
     completions = await joined(transcripts, calls)
     seams = [
-        len(parse_generation(body)[place].token_ids)
+        len(parse_generation(body)[index].token_ids)
         for transcript in transcripts
         for completion in transcript.completions()
-        for body, place in completion.segments[:1]
+        for body, index in completion.segments[:1]
     ]
     assert all(10 < seam < length - 10 for seam in seams)
     again = [
@@ -195,7 +199,7 @@ async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_w
     assert await get(http, "/is_paused") == (200, {"is_paused": False})
 
 
-async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_been(client, http, published, length):
+async def test_pause_keep_holds_completions_and_resume_goes_on_as_if_nothing_had_been(client, http, published, length):
     asked = request("r", n=8, max_tokens=length, stop_token_ids=())
     undisturbed = parse_generation(await client.generate(asked))
     start = (await client.load()).generated_tokens
@@ -213,32 +217,32 @@ async def test_pause_keep_holds_answers_and_resume_goes_on_as_if_nothing_had_bee
 
 
 async def test_one_request_is_ended_by_its_id(client, http):
-    """The id that its answer bears: vLLM knows no other. What it hands over is what the server has counted."""
+    """By the id in its response: vLLM knows no other. What it hands over is what the server has counted."""
     before = (await client.load()).generated_tokens
     calls = {
         name: asyncio.ensure_future(client.generate(request(name, n=8, max_tokens=LONG, stop_token_ids=())))
         for name in ("ended", "other")
     }
     await until(client, lambda load: load.running == 16)
-    reply = await post(http, "/abort_requests", {"request_ids": ["generate-tokens-ended"]})
-    assert reply == (200, {"status": "aborted", "aborted": 1})
+    response = await post(http, "/abort_requests", {"request_ids": ["generate-tokens-ended"]})
+    assert response == (200, {"status": "aborted", "aborted": 1})
     ended = parse_generation(await calls["ended"])
-    assert {reply.finish_reason for reply in ended} == {"abort"}
-    assert all(len(reply.token_ids) < LONG for reply in ended)
+    assert {completion.finish_reason for completion in ended} == {"abort"}
+    assert all(len(completion.token_ids) < LONG for completion in ended)
     await until(client, lambda load: load.running == 8)
     assert not calls["other"].done()
     await client.abort_all()
     other = parse_generation(await calls["other"])
-    assert {reply.finish_reason for reply in other} == {"abort"}
-    sampled = sum(len(reply.token_ids) for reply in (*ended, *other))
+    assert {completion.finish_reason for completion in other} == {"abort"}
+    sampled = sum(len(completion.token_ids) for completion in (*ended, *other))
     await until(client, lambda load: load.generated_tokens >= before + sampled)
     await asyncio.sleep(0.3)
     assert (await client.load()).generated_tokens == before + sampled
 
 
 async def test_the_label_alone_can_be_changed(client, http):
-    reply = await post(http, "/update_weight_version", {"new_version": "8"})
-    assert reply == (200, {"success": True, "new_version": "8"})
+    response = await post(http, "/update_weight_version", {"new_version": "8"})
+    assert response == (200, {"success": True, "new_version": "8"})
     assert await get(http, "/weight_info") == (200, {"weight_version": "8"})
     [sampled] = parse_generation(await client.generate(request()))
     assert set(sampled.versions.tolist()) == {8}

@@ -49,8 +49,8 @@ DIFFERENT = {
     "top_k": (body(top_k=5), (400, "top_k"), (200, None)),
     "min_tokens": (body(min_tokens=1), (400, "min_tokens"), (200, None)),
     "log-probabilities of others": (body(logprobs=3), (400, "logprobs"), (200, None)),
-    "more answers than slots": (body(n=SLOTS + 1), (200, None), (400, None)),
-    "several greedy answers": (body(n=2, temperature=0), (200, None), (400, None)),
+    "more completions than slots": (body(n=SLOTS + 1), (200, None), (400, None)),
+    "several greedy completions": (body(n=2, temperature=0), (200, None), (400, None)),
 }
 
 CONTROL = {
@@ -63,8 +63,8 @@ CONTROL = {
 }
 
 
-def assert_refused(completion, status, param):
-    error = completion["error"]
+def assert_refused(content, status, param):
+    error = content["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["code"], error["param"]) == (status, param)
     assert error["type"].replace(" ", "") in ("BadRequest", "BadRequestError", "NotFoundError")
@@ -74,31 +74,31 @@ def assert_refused(completion, status, param):
 @pytest.mark.parametrize("case", REFUSED)
 async def test_what_both_refuse(server, http, case):
     value, status, embedded, vllm = REFUSED[case]
-    got, completion = await post_any(http, value)
+    got, content = await post_any(http, value)
     assert got == status
-    assert_refused(completion, status, {"embedded": embedded, "vllm": vllm}[server.kind])
+    assert_refused(content, status, {"embedded": embedded, "vllm": vllm}[server.kind])
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
 async def test_what_one_of_them_refuses(server, http, case):
     value, embedded, vllm = DIFFERENT[case]
     status, param = {"embedded": embedded, "vllm": vllm}[server.kind]
-    got, completion = await post_any(http, value)
+    got, content = await post_any(http, value)
     assert got == status
     if status == 200:
-        assert completion["choices"][0]["token_ids"]
+        assert content["choices"][0]["token_ids"]
     else:
-        assert_refused(completion, status, param)
+        assert_refused(content, status, param)
 
 
 async def test_a_stream_is_vllms_alone(server, http):
     async with http.post(GENERATE, json=body() | {"stream": True}) as response:
-        completion = await response.text()
+        content = await response.text()
     if server.kind == "vllm":
         assert response.status == 200
-        assert completion.startswith("data: ")
+        assert content.startswith("data: ")
     else:
-        assert_refused(json.loads(completion), 400, "stream")
+        assert_refused(json.loads(content), 400, "stream")
 
 
 async def test_settings_that_change_nothing_are_accepted(http):
@@ -115,10 +115,10 @@ async def test_a_body_that_is_not_json(http):
 @pytest.mark.parametrize("case", CONTROL)
 async def test_control_routes_refuse_by_field(http, case):
     path, value, param = CONTROL[case]
-    status, reply = await post(http, path, value)
+    status, content = await post(http, path, value)
     assert status == 400
-    assert_refused(reply, 400, reply["error"]["param"])
-    assert reply["error"]["param"].rpartition(".")[2] == param  # vLLM's says where it stands: body.new_version
+    assert_refused(content, 400, content["error"]["param"])
+    assert content["error"]["param"].rpartition(".")[2] == param  # vLLM's says where it stands: body.new_version
     assert await get(http, "/is_paused") == (200, {"is_paused": False})
 
 
@@ -133,6 +133,6 @@ async def post_any(http, value):
 
 
 async def tokens(http, value):
-    status, reply = await post(http, GENERATE, value)
+    status, content = await post(http, GENERATE, value)
     assert status == 200
-    return reply["choices"][0]["token_ids"]
+    return content["choices"][0]["token_ids"]

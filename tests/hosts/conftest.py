@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import load
-from tests.support.hosts import ADDRESSES, HEAD, REQUIRE_HOSTS, Cluster, Network, missing
+from tests.support.hosts import ADDRESSES, HEAD_NODE, REQUIRE_HOSTS, Cluster, Network, missing
 from tests.support.runs import TINY
 
 COLLECTIVE_TIMEOUT_S = 5.0
@@ -41,13 +41,13 @@ def network(state: Path) -> Iterator[Network]:
 
 @pytest.fixture(scope="session")
 def store(network: Network) -> str:
-    """URL of an S3 server on the head."""
+    """URL of an S3 server on the head node."""
     return network.serve_s3()
 
 
 @pytest.fixture
 def cluster(network: Network, store: str, state: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A run of seconds that all machines have been told to take part in; its parameter is the number of steps."""
+    """A run of seconds with remote workers on all other machines; its parameter is the number of steps."""
     groups: dict[str, dict[str, Any]] = {
         "storage": {"url": "s3://runs/areal", "endpoint_url": store},
         "rollout": {"request_timeout_s": 10.0},
@@ -57,7 +57,7 @@ def cluster(network: Network, store: str, state: Path, request: pytest.FixtureRe
             "steps": getattr(request, "param", 16),
             "collective_timeout_s": COLLECTIVE_TIMEOUT_S,
         },
-        "launch": {"remote_roles": "both", "address": ADDRESSES[HEAD], "devices": 3},
+        "launch": {"remote_roles": "both", "address": ADDRESSES[HEAD_NODE], "devices": 3},
     }
     config = load(
         TINY | {"state_dir": str(state)} | {name: TINY.get(name, {}) | group for name, group in groups.items()}

@@ -1,5 +1,5 @@
 """A run across machines, each a network namespace: control and storage on one, generation on one, ranks on two. One is
-cut off and returns, a rank dies or hangs, and the run ends as if nothing had been."""
+cut off and returns, a rank dies or hangs, and the run ends in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from tests.support.hosts import ADDRESSES, GENERATES, HEAD, TRAINS, Cluster
+from tests.support.hosts import ADDRESSES, GENERATES, HEAD_NODE, TRAINS, Cluster
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
@@ -38,7 +38,7 @@ def test_a_run_across_machines(cluster: Cluster) -> None:
     assert summary.tokens.consumed > 0
     assert summary.model_url.startswith("s3://runs/areal/")
     step, *model = cluster.network.run(
-        HEAD, LIST_STORE, cluster.run.info().checkpoint_url, cluster.config.storage.endpoint_url
+        HEAD_NODE, LIST_STORE, cluster.run.info().checkpoint_url, cluster.config.storage.endpoint_url
     ).split()
     assert int(step) == summary.steps
     assert {"final/config.json", "final/model.safetensors", "final/tokenizer.json"} <= set(model)
@@ -57,7 +57,7 @@ def test_the_generating_machine_is_cut_off_and_returns(cluster: Cluster) -> None
     cluster.until_step(2)
     server = cluster.pid("generation")
     cluster.network.cut(GENERATES)
-    cluster.says(HEAD, "generation server generation-0 is taken out")
+    cluster.says(HEAD_NODE, "generation server generation-0 is taken out")
     cluster.network.join(GENERATES)
     cluster.says(GENERATES, "was taken out by the controller: killed")
     cluster.finished()

@@ -1,5 +1,5 @@
-"""Whatever a user can do wrong is one line on stderr that names what is wrong and exit status 2, and nothing is left of
-it: no process, no run's folder, no MLflow run."""
+"""Mistakes of a user end with one line on stderr that names what is wrong and with exit status 2, and leave nothing: no
+process, no run's folder, no MLflow run."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
         ),
         (
             ["model.context=100"],
-            "task.max_prompt_tokens: prompt and answer need 152 tokens (max_prompt_tokens + max_new_tokens), "
+            "task.max_prompt_tokens: prompt and completion need 152 tokens (max_prompt_tokens + max_new_tokens), "
             "more than model.context, 100",
         ),
         (
@@ -144,7 +144,7 @@ def test_servers_that_do_not_listen(refused: Callable[..., str], closed_port: in
 def test_a_tracking_server_that_does_not_answer(refused: Callable[..., str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert refused(f"tracking.uri={url}") == f"tracking.uri: can't use MLflow at {url}: no answer in time"
+        assert refused(f"tracking.uri={url}") == f"tracking.uri: can't use MLflow at {url}: no response in time"
 
 
 # -- model folders -----------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_broken_models(
 def test_a_model_of_too_short_a_context(refused: Callable[..., str], model: Path) -> None:
     edit(model, max_position_embeddings=100)
     assert refused(f"model.path={model}") == (
-        "task.max_new_tokens: prompt and answer need 152 tokens (max_prompt_tokens + max_new_tokens), "
+        "task.max_new_tokens: prompt and completion need 152 tokens (max_prompt_tokens + max_new_tokens), "
         f"more than the context of {model}, 100"
     )
 

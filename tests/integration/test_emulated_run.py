@@ -1,4 +1,4 @@
-"""Whole runs on emulated accelerators: real processes, hand-overs and books, emulated time."""
+"""Whole runs on emulated accelerators: real processes, hand-overs and token ledgers, emulated time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def emulated(root: Path, **fields: Any) -> RunConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_an_emulated_run_ends_with_balanced_books_and_says_what_it_is(tmp_path: Path, mode: str) -> None:
+def test_an_emulated_run_ends_with_a_balanced_token_ledger_and_says_what_it_is(tmp_path: Path, mode: str) -> None:
     config = emulated(tmp_path, mode=mode)
     seen: list[RunStatus] = []
     summary = execute(config, run_id="r", log=print, on_status=seen.append)

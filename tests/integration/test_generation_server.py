@@ -23,7 +23,7 @@ from tests.support.live_servers import SEEDS, SLOTS, body, get, post, publish, s
 
 # vLLM has no attention for heads this small.
 SPEC = dataclasses.replace(LLAMA_GQA, context=32768, eos_token_ids=(1,))
-LONG = 30_000  # tokens: an answer that outlasts whatever a test does meanwhile
+LONG = 30_000  # tokens: a completion that outlasts whatever a test does meanwhile
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ async def test_running_completions_keep_their_slots_through_updates(client, publ
     assert (0, 1, 2) in seen
 
 
-async def test_an_update_that_waits_for_running_answers_does_not_wait_for_others(client, published):
-    asked = request("r", n=20, max_tokens=400, stop_token_ids=())  # four answers start later
+async def test_an_update_that_waits_for_running_completions_does_not_wait_for_others(client, published):
+    asked = request("r", n=20, max_tokens=400, stop_token_ids=())  # four completions start later
     call = asyncio.ensure_future(client.generate(asked))
     await until(client, lambda load: load.running == SLOTS)
     await client.load_version(published.versions[1], "wait")

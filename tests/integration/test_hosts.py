@@ -1,4 +1,4 @@
-"""Roles of a run taken over by other commands, all on one machine; tests/hosts has them on machines of their own."""
+"""Remote workers of a run, all on one machine; tests/hosts has them on machines of their own."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def start() -> Iterator[Start]:
     """`python -m areal_core.run.remote_worker` for a run, at its start."""
     started: list[subprocess.Popen[str]] = []
 
-    def command(head: Launched, role: str, *options: object) -> subprocess.Popen[str]:
-        where = ("--run-dir", head.run.root, "--address", "127.0.0.1")
+    def command(run: Launched, role: str, *options: object) -> subprocess.Popen[str]:
+        where = ("--run-dir", run.run.root, "--address", "127.0.0.1")
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "areal_core.run.remote_worker", role, *map(str, (*where, *options))],
@@ -43,13 +43,13 @@ def start() -> Iterator[Start]:
         one.wait()
 
 
-def test_a_run_whose_roles_are_elsewhere_goes_on_after_a_part_of_it_was_ended(tmp_path: Path, start: Start) -> None:
+def test_a_run_of_remote_workers_goes_on_after_one_of_them_was_ended(tmp_path: Path, start: Start) -> None:
     launch = {"remote_roles": "both", "devices": 3, "stop_timeout_s": 10.0}
     training = {"ranks": 2, "hosts": 2, "steps": 24}
     config = tiny(tmp_path, training=training, launch=launch, evaluation={"enabled": False})
-    with Launched(config, "divided") as head:
-        hosts = [start(head, "generation"), *(start(head, "trainer", "--node", node) for node in range(2))]
-        head.until_step(2)
+    with Launched(config, "divided") as run:
+        hosts = [start(run, "generation"), *(start(run, "trainer", "--node", node) for node in range(2))]
+        run.until_step(2)
         ended = hosts.pop()
         part = psutil.Process(ended.pid).children(recursive=True)
         assert len(part) == 2  # torchrun's agent and its rank
@@ -57,8 +57,8 @@ def test_a_run_whose_roles_are_elsewhere_goes_on_after_a_part_of_it_was_ended(tm
         output, _ = ended.communicate(timeout=TIMEOUT_S)
         assert (ended.returncode, output.splitlines()[-1]) == (143, "areal: stopped")
         assert not [one for one in part if one.is_running()]
-        hosts.append(start(head, "trainer", "--node", 1))
-        head.finished()
+        hosts.append(start(run, "trainer", "--node", 1))
+        run.finished()
         outputs = [host.communicate(timeout=TIMEOUT_S)[0] for host in hosts]
         assert [host.returncode for host in hosts] == [0, 0, 0], outputs
         assert all("run divided has ended" in output for output in outputs)

@@ -1,4 +1,4 @@
-"""How a run of stand-in roles ends."""
+"""The launcher with stand-in roles: how a run starts, recovers and ends."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ SUMMARY = RunSummary(
     tokens=TokenLedger(generated=3, consumed=2, dropped=1, buffered=0, in_flight=0),
 )  # fmt: skip
 
-# The trainer waits for `servers` servers at the controller's, of which there were `controllers`; the controller for the
-# trainer; the evaluator for it. A server may be introduced to a controller more than once.
+# The trainer waits until `servers` servers are registered, with `controllers` controllers one after the other; the
+# controller waits for the trainer, the evaluator for the controller. A server may be registered more than once.
 STAND_IN = """
 import http.server, json, os, sys, threading, time
 from pathlib import Path
@@ -70,18 +70,18 @@ def wait_for(condition):
     while not condition():
         time.sleep(0.02)
 
-def introductions():
+def registrations():
     return [line.split() for line in joined.read_text().splitlines()] if joined.exists() else []
 
 def arrivals():
-    return {(name, url) for _, name, url in introductions()}
+    return {(name, url) for _, name, url in registrations()}
 
 def rejoined():
-    "A server has come back under another URL; the same one may be introduced twice."
+    "A server has come back under another URL; the same one may be registered twice."
     return len({name for name, _ in arrivals()}) < len(arrivals())
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    def answer(self, body):
+    def respond(self, body):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
@@ -91,12 +91,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         hung = plan.get("loses a server") and not rejoined()
         lost = [url for name, url in arrivals() if name == "generation-0"] if hung else []
         values = {"step": step, "steps": 2, "version": 0, "elapsed_s": 1.0, "lost_servers": lost}
-        self.answer({**values, **dict.fromkeys(unknown)})
+        self.respond({**values, **dict.fromkeys(unknown)})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with joined.open("a") as file:
             file.write(f"{os.getpid()} {body['name']} {body['url']}\\n")
-        self.answer({})
+        self.respond({})
     def log_message(self, *_):
         pass
 
@@ -120,7 +120,7 @@ if role == "generation":
 elif role == "trainer":
     wait_for(lambda: len(arrivals()) >= plan["servers"])
     wait_for(lambda: rejoined() or not plan.get("loses a server"))
-    wait_for(lambda: len({controller for controller, _, _ in introductions()}) >= plan.get("controllers", 1))
+    wait_for(lambda: len({controller for controller, _, _ in registrations()}) >= plan.get("controllers", 1))
     if plan.get("trainer") == "fails":
         sys.exit("the loss is not finite")
     wait_for(lambda: plan.get("trainer") != "hangs")
@@ -281,7 +281,7 @@ def test_stop_ends_the_roles_and_the_run_can_be_resumed(stage: Callable[..., Sta
     assert nothing_left(played)
 
 
-def test_servers_are_introduced_again_to_a_restarted_controller(stage: Callable[..., Stage]) -> None:
+def test_servers_are_registered_again_with_a_restarted_controller(stage: Callable[..., Stage]) -> None:
     played = stage({"controllers": 2}, launch={"restarts": 1})
 
     def meanwhile() -> None:
@@ -290,7 +290,7 @@ def test_servers_are_introduced_again_to_a_restarted_controller(stage: Callable[
 
     assert set(played.play(meanwhile).values()) == {None}
     (first, name, url), *again = played.joined()
-    assert {pid for pid, _, _ in again} - {first}  # the second one knows it, by one or two introductions
+    assert {pid for pid, _, _ in again} - {first}  # registered with the second one, once or twice
     assert again[-1][1:] == [name, url]
     assert "controller-0 was killed by SIGKILL: restart 1 of 1" in played.lines
 
@@ -309,7 +309,7 @@ def test_a_tracker_that_does_not_end_is_stopped(stage: Callable[..., Stage], mon
     assert nothing_left(played)
 
 
-def test_who_was_ready_before_is_forgotten(tmp_path: Path) -> None:
+def test_ready_files_of_earlier_processes_are_removed(tmp_path: Path) -> None:
     run = folder(config(tmp_path))
     for role in ("trainer", "generation", "rendezvous", "controller"):
         write_json(run.ready_file(role), {"pid": 1, "url": "http://of-last-week.test"})

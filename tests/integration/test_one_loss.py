@@ -1,5 +1,5 @@
-"""One loss, one gradient and the same weights, whichever engine trains, however ranks share out the model and however
-a batch is cut."""
+"""One loss, one gradient and the same weights, whichever engine trains, however ranks partition the model and however a
+batch is cut."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CASES = [(size, f"torch {cut}") for size in SHARED for cut in CUTS] + [
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Outcome]]:
-    """What rank 0 saw, by size of the group; the other rank saw the same figures, and has no weights."""
+    """The outcomes of rank 0, by size of the group; the other rank has the same figures, and no weights."""
     root = tmp_path_factory.mktemp("engines")
-    two, one = run(2, root / "2"), run(1, root / "1")  # one rank goes on with what two have left
+    two, one = run(2, root / "2"), run(1, root / "1")  # one rank loads the state that two have saved
     for case, outcome in two[1].items():
         assert outcome.stats == two[0][case].stats, case
-        assert outcome.error[:16] == two[0][case].error[:16], case  # each tells of its own loss
+        assert outcome.error[:16] == two[0][case].error[:16], case  # each reports its own loss
     return {1: one[0], 2: two[0]}
 
 

@@ -1,4 +1,4 @@
-"""Every choice of `algorithm` trains the embedded task: real answers, their rewards, and steps of the engine."""
+"""Every choice of `algorithm` trains the embedded task: real completions, their rewards, and steps of the engine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PRESETS = sorted(file.stem for file in (CONF / "algorithm").glob("*.yaml"))
 STEPS, LAG = 4, 2
 
 
-def right_now_and_then(scored: list[ScoredGroup]) -> list[ScoredGroup]:
-    """A random model's answers are hardly ever right: every second one is called so."""
+def every_second_rewarded(scored: list[ScoredGroup]) -> list[ScoredGroup]:
+    """A random model's completions are hardly ever correct: every second one is rewarded."""
     return [
         dataclasses.replace(
             group,
@@ -72,7 +72,7 @@ def test_a_preset_trains(preset: str, tmp_path: Path, monkeypatch: pytest.Monkey
     model = write_tiny(tmp_path / "model")
     training = LaggedTraining(Job(lag=LAG, config=config, model_path=str(model)), tmp_path / "store")
     roll_out = training._roll_out
-    monkeypatch.setattr(training, "_roll_out", lambda step: right_now_and_then(roll_out(step)))
+    monkeypatch.setattr(training, "_roll_out", lambda step: every_second_rewarded(roll_out(step)))
     for _ in range(STEPS):
         training.step()
     assert proximals == [config.recomputes_proximal] * STEPS

@@ -1,4 +1,4 @@
-"""Ranks that sum, and what the others say of one that hangs, dies or never comes."""
+"""Ranks that sum, and the errors of the others when one hangs, dies or never comes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Ranks:
         self.started[rank] = forked.start(summing, *arguments, output=self._output(rank), environment=environment)
 
     def lines(self, rank: int, count: int = 1) -> list[str]:
-        """The first lines that a rank says, once there are as many."""
+        """The first lines that a rank prints, once there are as many."""
         said: list[str] = []
 
         def enough() -> bool:
@@ -55,7 +55,7 @@ class Ranks:
         os.kill(pid, signum)
 
     def error(self, rank: int) -> str:
-        """What a rank ends with."""
+        """The last line of a rank that has failed."""
         self.started[rank].join(PATIENCE_S)
         assert self.started[rank].exitcode == 1
         return self._output(rank).read_text().strip().splitlines()[-1]
@@ -78,7 +78,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 @pytest.fixture
 def rendezvous(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The process that all of them meet at; `where` says where it is."""
+    """The rendezvous process; `where` gives its address."""
     module = "areal_core.training.distributed.rendezvous"
     options = ("--address", "127.0.0.1", "--ready-file", str(tmp_path / "ready.json"))
     process = subprocess.Popen([sys.executable, "-m", module, *options])
@@ -133,7 +133,7 @@ def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
         assert ranks.error(rank) == "rank 1 did not come to the rendezvous within 6 s"
 
 
-def test_ranks_meet_at_a_process_that_listens_on_its_address_alone(
+def test_ranks_find_each_other_at_a_rendezvous_that_listens_on_its_address_alone(
     ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     place = where(rendezvous, tmp_path)
@@ -166,7 +166,7 @@ def test_a_rendezvous_that_is_lost_too_holds_nobody_up(
     assert ranks.error(0) == "rank 0 has lost the rendezvous and, in sum 3, the other ranks"
 
 
-def test_where_ranks_meet(tmp_path: Path) -> None:
+def test_rendezvous_of_ranks(tmp_path: Path) -> None:
     assert rendezvous_of_ranks({}, tmp_path) == tmp_path / "rendezvous-0"
     assert rendezvous_of_ranks({"AREAL_ATTEMPT": "4f"}, tmp_path) == tmp_path / "rendezvous-4f"
     by_torchrun = {"AREAL_RENDEZVOUS": "10.0.0.1:700", "MASTER_ADDR": "10.0.0.3", "MASTER_PORT": "4711"}

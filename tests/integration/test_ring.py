@@ -63,7 +63,7 @@ def test_a_run_from_nothing_to_its_summary(tmp_path: Path, mode: str) -> None:
     _check_final_model(config, Path(summary.model_url))
 
 
-def test_a_run_whose_versions_nobody_scores(tmp_path: Path) -> None:
+def test_a_run_whose_versions_are_not_scored(tmp_path: Path) -> None:
     config = small(tmp_path, evaluation={"enabled": False, "every": 1}, training={"steps": 12})
     summary = execute(config, run_id="r", log=lambda line: None)
     assert (summary.steps, summary.accuracy_before, summary.accuracy_after, summary.best_accuracy) == (12, *[None] * 3)
@@ -72,7 +72,7 @@ def test_a_run_whose_versions_nobody_scores(tmp_path: Path) -> None:
     assert not weights.version_folder(run.weights, 1).exists()  # nothing waits to be scored
 
 
-def test_ranks_that_share_out_the_model_publish_and_save_all_of_it(tmp_path: Path) -> None:
+def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Path) -> None:
     training = {"engine": "deepspeed", "zero_stage": 3, "ranks": 2, "checkpoint_every": 1}
     config = small(tmp_path, training=training, evaluation={"enabled": False})
     summary = execute(config, run_id="r", log=print)
@@ -84,9 +84,9 @@ def test_ranks_that_share_out_the_model_publish_and_save_all_of_it(tmp_path: Pat
     assert (newest.step, newest.extra["engine"]) == (2, {"updates": 4})
 
 
-def test_a_run_whose_books_do_not_balance_fails_once_its_model_is_safe(tmp_path: Path) -> None:
-    """Somebody has a server sample what passes for the rollout's."""
-    with Launched(runs.tiny(tmp_path, training={"steps": 4}), "books") as run:
+def test_a_run_whose_token_ledger_does_not_balance_fails_once_its_model_is_safe(tmp_path: Path) -> None:
+    """A request from outside the run has an id like those of its groups, so that its tokens are counted."""
+    with Launched(runs.tiny(tmp_path, training={"steps": 4}), "unbalanced") as run:
         run.until_step(1)
         sampled = ServerView(run.url("generation")).ask(request("group-1000-0"))
         line = run.failed()
@@ -103,7 +103,7 @@ def test_a_run_whose_books_do_not_balance_fails_once_its_model_is_safe(tmp_path:
 
 
 def _check_final_model(config: RunConfig, folder: Path) -> None:
-    """The saved model is the last published version, and transformers reads it as we do."""
+    """The saved model is the last published version, and transformers computes the same with it."""
     spec = read_spec(folder)
     saved = read_weights(folder, spec)
     published = weights.newest(run_folder(config, "r").weights)
@@ -139,7 +139,7 @@ def test_on_a_new_machine_a_run_goes_on_from_its_checkpoint_in_s3(
         assert first.model_url.startswith("s3://runs/areal/")
         shutil.rmtree(tmp_path / "state")  # its published versions and its base model are gone
         later = {"steps": 5, "checkpoint_every": 2}
-        config = small(tmp_path / "remote_roles", storage=store, training=later, evaluation={"every": 1})
+        config = small(tmp_path / "new", storage=store, training=later, evaluation={"every": 1})
         second = execute(config, run_id="r", log=print)
         assert second.steps == 5
         assert second.incarnation == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 PATIENCE_S = 60.0
-# An agent of two, whose one rank says in which round it is, and then does as it is told.
+# One of two agents; its one rank runs the given code.
 AGENT = f"""
 import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -39,7 +39,7 @@ FAILS = "raise SystemExit(1)"
 
 
 class Rendezvous:
-    """The process of a run, and agents that meet there."""
+    """The rendezvous process, and the agents that use it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,7 +52,7 @@ class Rendezvous:
         self._where = json.loads(ready.read_text())["url"].removeprefix("tcp://")
 
     def agent(self, rank: str, restarts: int = 0) -> Path:
-        """Start one; returns where it and its rank write."""
+        """Start one; returns the file of its output and of its rank's."""
         output = self._folder / f"agent-{len(self.agents)}.txt"
         with output.open("wb") as file:
             command = [sys.executable, "-c", AGENT, self._where, str(restarts), rank, str(self.agent_lives_s)]

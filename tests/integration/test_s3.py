@@ -128,7 +128,7 @@ def test_closed_port_is_refused() -> None:
 @pytest.mark.slow
 def test_silent_endpoint_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert_open_fails("s3://bucket/x", f"http://127.0.0.1:{silent.getsockname()[1]}", "no answer in time")
+        assert_open_fails("s3://bucket/x", f"http://127.0.0.1:{silent.getsockname()[1]}", "no response in time")
 
 
 def test_wrong_endpoint_and_bucket_are_refused(endpoint: str) -> None:

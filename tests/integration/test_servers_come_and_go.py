@@ -1,4 +1,4 @@
-"""Generation servers join and leave while others work: an answer that is under way goes on elsewhere."""
+"""Generation servers join and leave while others work: a running completion goes on at another server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.live_servers import url_of
 from tests.support.runs import Launched
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories
 
-SPEC = dataclasses.replace(QWEN2, context=32768)  # answers that take their time
+SPEC = dataclasses.replace(QWEN2, context=32768)  # long completions
 LONG = {"max_tokens": 30_000, "stop_token_ids": ()}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -101,14 +101,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def finished(pool: GenerationPool, transcript: Transcript, generating: asyncio.Task[None]) -> list[int]:
-    """The versions of an answer's tokens, once it has been ended."""
+    """The versions of a completion's tokens, once it has been ended."""
     await pool.abort_all()
     await generating
     [completion] = join_completions(transcript.completions())
     return completion.versions.tolist()
 
 
-async def test_a_server_that_is_introduced_twice_is_not_disturbed(
+async def test_a_server_that_is_registered_twice_is_not_disturbed(
     servers: list[Served], pool: GenerationPool, models: list[PolicyVersion]
 ) -> None:
     await pool.join("a", servers[0].url, lambda: models[0])
@@ -123,7 +123,7 @@ async def test_a_server_that_is_introduced_twice_is_not_disturbed(
     assert set(await finished(pool, transcript, generating)) == {0}
 
 
-async def test_a_request_that_arrives_at_a_server_which_leaves_is_gone_on_with_elsewhere(
+async def test_a_request_that_arrives_at_a_server_which_leaves_goes_on_at_another(
     servers: list[Served], pool: GenerationPool, models: list[PolicyVersion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_ABORT_AGAIN_S", 0.1)
@@ -203,7 +203,7 @@ def test_a_server_that_was_started_by_hand_joins_a_run_and_leaves_it(tmp_path: P
             client.join("by-hand", server.url)
             assert server.version() >= newest
             run.wait_for("it decodes", lambda: server.running() >= 4)
-            assert server.ask(request("held-out-1", n=3)) > 0  # who asks for something else is in no book of the run
+            assert server.ask(request("held-out-1", n=3)) > 0  # other requests are in no count of the run
             client.leave("by-hand")
             sampled, step = server.generated(), run.step()
             run.until_step(step + 3)

@@ -60,8 +60,8 @@ class Server:
 
     def healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=1) as completion:
-                return completion.status == 200
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=1) as response:
+                return response.status == 200
         except OSError:
             return False
 
@@ -153,7 +153,7 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
     assert forwarder.returncode == 0, log
     assert held(server, tracking_id(run)) == expected(range(4000))
     assert "points wait" in log
-    assert "answers again" in log
+    assert "responds again" in log
 
 
 def test_no_gap_and_no_double_over_a_killed_forwarder(server: Server, run: Run) -> None:
@@ -168,7 +168,7 @@ def test_no_gap_and_no_double_over_a_killed_forwarder(server: Server, run: Run) 
     assert held(server, tracking_id(run)) == expected(range(3000))
 
 
-def test_forwarder_that_is_told_to_go_marks_the_run_killed(run: Run, client: MlflowClient) -> None:
+def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: MlflowClient) -> None:
     run.log(range(5))
     forwarder = run.forward(MLFLOW_RUN_ID="0" * 32, MLFLOW_TRACKING_URI="http://127.0.0.1:1")  # must not interfere
     until(lambda: run.outbox.unsent() == 0, "the points")
@@ -310,7 +310,7 @@ def test_closed_port_is_named() -> None:
 
 def test_silent_server_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert_unreachable(f"http://127.0.0.1:{silent.getsockname()[1]}", "no answer in time")
+        assert_unreachable(f"http://127.0.0.1:{silent.getsockname()[1]}", "no response in time")
 
 
 def test_unusable_database_is_named() -> None:

@@ -1,4 +1,4 @@
-"""`make train` itself: its own servers, its result, its end, whatever ends it."""
+"""`make train` itself: its own servers, its result, and its end, also by a signal or a wrong setting."""
 
 from __future__ import annotations
 

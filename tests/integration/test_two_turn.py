@@ -41,7 +41,7 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     assert len(hashes) == STEPS + 1, "a step changed nothing"
     said = np.concatenate([group.tokens[~group.loss_mask] for group in groups])
     assert len(said) > 0
-    assert set(said.tolist()) == set(TOKENIZER.encode("=")), "only what the environment says is left out of the loss"
+    assert set(said.tolist()) == set(TOKENIZER.encode("=")), "only tokens of the environment are left out of the loss"
     assert sum(int(group.loss_mask.sum()) for group in groups) == summary.tokens.consumed
     model = AutoModelForCausalLM.from_pretrained(run.info().model_path).double().eval()
     early = [group for group in groups if set(group.versions[group.loss_mask].tolist()) == {0}]
@@ -56,7 +56,7 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def check_logprobs(model: torch.nn.Module, group: GroupPayload) -> None:
-    """What was sampled has the log-probability that transformers gives it after all that stood before it."""
+    """Sampled tokens have the log-probabilities that transformers computes over all tokens before them."""
     start = 0
     for length in group.lengths.tolist():
         part = slice(start, start + length)

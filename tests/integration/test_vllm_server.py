@@ -1,4 +1,4 @@
-"""vLLM as a process of a run: how it becomes ready, how it ends, and what is said when it can't start."""
+"""vLLM as a process of a run: how it becomes ready, how it ends, and the error when it can't start."""
 
 import contextlib
 import itertools

@@ -36,7 +36,7 @@ def test_groups_are_cut_within_capacity_and_only_those_that_are_too_large(
         (group, completion) for group, lengths in enumerate(completions) for completion in range(len(lengths))
     ]
     for members in microbatches:
-        # What is computed: every item's answers, and its prompt once.
+        # What is computed: every item's completions, and its prompt once.
         assert 0 < sum(prompts[item[0][0]] + sum(completions[g][a] for g, a in item) for item in members) <= CAPACITY
     for group, (prompt, lengths) in enumerate(groups):
         own = [item for item in items if item[0][0] == group]
@@ -45,7 +45,7 @@ def test_groups_are_cut_within_capacity_and_only_those_that_are_too_large(
 
 
 @given(lengths, st.integers(1, 8))
-def test_groups_of_one_answer_are_cut_as_sequences_are(lengths: list[int], least: int):
+def test_groups_of_one_completion_are_cut_as_sequences_are(lengths: list[int], least: int):
     split = [(length // 2, length - length // 2) for length in lengths if length > 1]
     cut = allocate_groups([prompt for prompt, _ in split], [[completion] for _, completion in split], CAPACITY, least)
     plain = allocate([sum(each) for each in split], CAPACITY, least)

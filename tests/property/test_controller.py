@@ -1,4 +1,4 @@
-"""The rollout core under a virtual clock: gate, policies and books hold for any timing, and for a thousand steps."""
+"""The rollout core under a virtual clock: gate, policies and ledgers hold for any timing, and for a thousand steps."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def check_tokens(engine: FakeEngine, ledger: TrajectoryLedger, *, allowance: int
     assert tokens.balanced, f"tokens were sampled that the ledger does not know, or counted twice: {tokens}"
 
 
-def check_books(
+def check_ledgers(
     controller: RolloutController, engine: FakeEngine, ledger: TrajectoryLedger, manifests: list[BatchManifest]
 ) -> None:
     served = [group.group_id for manifest in manifests for group in manifest.groups]
@@ -117,7 +117,7 @@ def check_books(
     assert controller._rewards.open == 0
     completions = controller._rewards.scored
     scored = [token for _, tokens, _ in completions for token in tokens]
-    assert len(set(scored)) == len(scored), "a token is in two answers"
+    assert len(set(scored)) == len(scored), "a token is in two completions"
     for prompt, tokens, versions in completions:
         assert versions == [engine.versions[token - FIRST_TOKEN] for token in tokens]
         begun = [place for place, token in enumerate(tokens) if token in engine.contexts]
@@ -134,13 +134,13 @@ def check_books(
     interrupts=st.booleans(),
     more=st.sampled_from([0.0, 0.3]),
 )
-def test_any_timing_keeps_the_bound_and_the_books(seed, eta, policy, failing, interrupts, more):
+def test_any_timing_keeps_the_bound_and_the_ledgers(seed, eta, policy, failing, interrupts, more):
     faults = {"generation": 0.05, "reward": 0.05, "garbled": 0.05} if failing else {}
     _, rng, engine, ledger, controller = build(
         seed, steps=30, eta=eta, policy=policy, interrupts=interrupts, more=more, **faults
     )
     manifests = run_virtual(train(controller, rng, 30))
-    check_books(controller, engine, ledger, manifests)
+    check_ledgers(controller, engine, ledger, manifests)
     for manifest in manifests:
         lags = [manifest.step - 1 - summary.min_version for summary in ledger.summaries(manifest.step)]
         assert min(lags) >= 0
@@ -160,22 +160,22 @@ def test_any_timing_keeps_the_bound_and_the_books(seed, eta, policy, failing, in
     right=st.sampled_from([0.03, 0.3, 0.97]),
 )
 def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, policy, failing, interrupts, right):
-    """Gate and books hold, batches are full, and what was uniform is dropped, to the token."""
+    """Gate and ledgers hold, batches are full, and uniform groups are dropped, to the token."""
     faults = {"generation": 0.05, "reward": 0.05, "garbled": 0.05} if failing else {}
     config, rng, engine, ledger, controller = build(
         seed, steps=10, eta=eta, policy=policy, interrupts=interrupts, right=right, max_uniform=10_000, **faults
     )
     manifests = run_virtual(train(controller, rng, 10))
-    check_books(controller, engine, ledger, manifests)
+    check_ledgers(controller, engine, ledger, manifests)
     assert [len(manifest.groups) for manifest in manifests] == [config.groups_per_batch] * 10
     served = [summary for manifest in manifests for summary in ledger.summaries(manifest.step)]
-    assert {summary.correct for summary in served} == {1}  # of two answers
+    assert {summary.correct for summary in served} == {1}  # of two completions
     dropped = ledger.dropped()
     assert dropped["uniform"] > 0
     of_uniform = controller._rewards.uniform_tokens
     if not failing and set(dropped) == {"uniform"}:
         assert ledger.tokens().dropped == of_uniform
-    else:  # a group that no server was there for has sampled nothing; what could not be read was dropped too
+    else:  # groups that no server took have sampled nothing; unreadable responses are dropped too
         assert ledger.tokens().dropped >= of_uniform
     if policy in ("wait", "drop"):
         for manifest in manifests:
@@ -195,7 +195,7 @@ def test_a_uniform_group_gives_its_place_to_the_next_prompt():
     manifests = run_virtual(train(controller, rng, 5))
     prompts = [index for manifest in manifests for index in ledger.prompt_indices(manifest.step)]
     assert len(set(prompts)) == len(prompts)
-    assert max(prompts) + 1 == len(prompts) + ledger.dropped()["uniform"]  # each drawn once, none drawn again
+    assert max(prompts) + 1 == len(prompts) + ledger.dropped()["uniform"]  # each admitted once, none again
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
@@ -207,7 +207,7 @@ def test_a_run_that_finds_no_mixed_group_ends_with_the_reason(right):
 
     with pytest.raises(ExceptionGroup) as caught:
         run_virtual(main())
-    said = r"^rollout\.dynamic_sampling: no group with both right and wrong answers among the last 7; prompts must"
+    said = r"^rollout\.dynamic_sampling: no group with both correct and wrong completions among the last 7; prompts "
     assert caught.group_contains(ConfigError, match=said)
     assert ledger.dropped() == {"uniform": 7}
     assert ledger.tokens().dropped > 0
@@ -225,17 +225,17 @@ def test_a_thousand_steps_under_a_virtual_clock(interrupts, fail):
     config, rng, engine, ledger, controller = build(7, steps=1000, eta=2, interrupts=interrupts, generation=fail)
     manifests = run_virtual(train(controller, rng, 1000))
     assert len(manifests) == 1000
-    check_books(controller, engine, ledger, manifests)
+    check_ledgers(controller, engine, ledger, manifests)
     assert ledger.counts()[GroupState.CONSUMED] == 1000 * config.groups_per_batch
     mixed = [group.max_version > group.min_version for step in range(1, 1001) for group in ledger.summaries(step)]
     assert (engine.interrupted > 1000) == (sum(mixed) > 1000) == interrupts
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_run_that_is_stopped_early_ends_what_runs_and_keeps_its_books(seed):
+def test_a_run_that_is_stopped_early_ends_what_runs_and_keeps_its_ledgers(seed):
     _, rng, engine, ledger, controller = build(seed, steps=1000, eta=4, interrupts=seed % 2 == 0)
     manifests = run_virtual(train(controller, rng, 5, linger_s=0.0))
-    check_books(controller, engine, ledger, manifests)
+    check_ledgers(controller, engine, ledger, manifests)
     assert controller.running_groups == 0
     assert ledger.tokens().in_flight > 0
 
@@ -260,7 +260,7 @@ def test_a_run_in_which_every_group_fails_ends_with_the_reason():
     assert ledger.dropped() == {"generation": 4}
 
 
-def test_a_batch_that_can_not_be_had_is_none_and_after_the_end_it_raises():
+def test_a_batch_that_does_not_come_in_time_is_none_and_after_the_end_it_raises():
     _, _, engine, _, controller = build(1, steps=5, eta=1)
     engine.capacity = 0
 
@@ -312,7 +312,7 @@ def test_an_incarnation_starts_running_groups_again():
         assert ledger.incarnation == 1
         assert engine.version == 1
         assert not flying & {group.group_id for group in ledger.inflight()}
-        # Nothing that the disowned weights of version 2 sampled may stand: version 2 does not exist any more.
+        # Nothing that the replaced weights of version 2 sampled may be left: version 2 does not exist any more.
         assert ledger.fix_batch(2, controller._selection)
         assert {summary.max_version for summary in ledger.summaries(2)} <= {0, 1}
         assert await controller.batch(2, timeout_s=1000.0)
@@ -324,8 +324,8 @@ def test_an_incarnation_starts_running_groups_again():
     check_tokens(engine, ledger)
 
 
-@pytest.mark.parametrize("unreadable", [b"not an answer", b"not an answer either: abort"])
-def test_an_answer_that_can_not_be_read_is_generated_again(unreadable):
+@pytest.mark.parametrize("unreadable", [b"not a response", b"not a response either: abort"])
+def test_a_completion_that_can_not_be_read_is_generated_again(unreadable):
     _, rng, engine, ledger, controller = build(2, steps=2, eta=0)
     readable, bodies = engine.serve, [unreadable]
 
@@ -339,7 +339,7 @@ def test_an_answer_that_can_not_be_read_is_generated_again(unreadable):
     assert ledger.dropped() == {}
 
 
-def test_answers_that_were_being_scored_at_the_end_are_in_flight():
+def test_completions_that_were_being_scored_at_the_end_are_in_flight():
     _, _, engine, ledger, controller = build(2, steps=5, eta=1)
 
     async def score(turns: Sequence[tuple[tuple[int, ...], Completion]], n: int) -> ScoredGroup:

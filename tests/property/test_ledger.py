@@ -12,7 +12,7 @@ GROUPS_PER_BATCH = 2
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Drives a ledger and keeps books of its own, with counters: the two must agree after every event."""
+    """Drives a ledger and counts groups and tokens itself: the two must agree after every event."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 """The pool and its registry under a virtual clock: servers come, hang, die and leave while versions and requests go on,
-and whatever the order, the recorded versions are true and nobody waits or stays for ever."""
+and whatever the order, the recorded versions are correct and nothing waits or stays for ever."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class World:
         self.rng = rng
         self.fail = rng.choice((0.0, 0.02, 0.1))
         self.hang = rng.choice((0.0, 0.02))
-        self.slow = rng.choice(PHASES)  # takes longer than the pool has patience, now and then
+        self.slow = rng.choice(PHASES)  # exceeds the pool's timeout now and then
         self.actual: dict[str, int] = {}  # version by URL
         self.sampled: Counter[str] = Counter()  # tokens by URL
         self.dead: set[str] = set()
@@ -54,14 +54,14 @@ class World:
 
 
 class Client:
-    """What a GenerationClient is to the pool, over one of the world's processes."""
+    """Stands in for a GenerationClient of one of the world's processes."""
 
     world: World
 
     def __init__(self, url: str, *, update_timeout_s: float, timeline: object) -> None:
         self.url, self.update_timeout_s = url, update_timeout_s
         self.resubmitted_tokens = 0
-        self.asked = self.answered = self.reported = 0  # tokens, at most
+        self.asked = self.returned = self.reported = 0  # tokens, at most
         self.closed = False
         self.aborted = asyncio.Event()
         self.world.clients.append(self)
@@ -82,7 +82,7 @@ class Client:
             async with asyncio.timeout(self.update_timeout_s if long else 10.0):
                 await asyncio.sleep(seconds)
         except TimeoutError:
-            raise ServerLostError(f"{name}: no answer") from None
+            raise ServerLostError(f"{name}: no response") from None
         if self.closed or self.url in world.dead:
             raise ServerLostError(f"{name}: it is gone")
         if rng.random() < world.fail:
@@ -91,7 +91,7 @@ class Client:
     async def load_version(self, new: PolicyVersion, interruption: str) -> None:
         await self.do("load_version")
         self.world.actual[self.url] = new.version
-        await self.do("resume")  # between the two it samples with what nobody knows of yet
+        await self.do("resume")  # between the two it samples with a version that is not recorded yet
 
     async def reload(self, new: PolicyVersion) -> None:
         await self.load_version(new, "")
@@ -112,9 +112,9 @@ class Client:
         return False
 
     async def load(self) -> ServerLoad:
-        sampled, answered = self.world.sampled[self.url], self.answered
+        sampled, returned = self.world.sampled[self.url], self.returned
         await self.do("load")
-        self.reported = answered
+        self.reported = returned
         return server_load(sampled)
 
     @property
@@ -145,7 +145,7 @@ class Client:
             return body([(tokens, finish)] * asked.n, self.world.actual[self.url])
         finally:
             self.world.sampled[self.url] += sampled
-            self.answered += most
+            self.returned += most
 
     async def close(self) -> None:
         await asyncio.sleep(0)
@@ -159,7 +159,7 @@ class Client:
 
 
 class Play:
-    """Everybody who has to do with the pool, for a while, with looks at what must always hold."""
+    """Launcher, trainer and requests around a pool for a while, with checks of what must always hold."""
 
     def __init__(self, seed: int, transfer: str) -> None:
         self.rng = random.Random(seed)
@@ -202,7 +202,7 @@ class Play:
         await asyncio.sleep(self.rng.expovariate(1 / mean_s))
 
     async def join(self, name: str) -> None:
-        """As a launcher does: asked for again until it is there, or another has come."""
+        """As a launcher does: register it again until it has joined, or another has come."""
         url = self.urls[name] = self.world.start()
         while not self.over and self.urls[name] == url and url not in self.world.dead:
             try:
@@ -285,7 +285,7 @@ class Play:
                 await asyncio.sleep(0.1)
 
     async def turns(self) -> None:
-        """Nobody has the servers to himself for ever: whoever asks for a turn gets it."""
+        """No holder keeps the exclusive lock for ever: whoever waits for it gets it."""
         while not self.over:
             async with asyncio.timeout(12 * PATIENCE_S), self.registry.exclusive:
                 pass

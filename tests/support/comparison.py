@@ -1,4 +1,4 @@
-"""Made-up trials of a comparison: what runs leave behind, without the runs."""
+"""Made-up trials of a comparison: the results of runs, without the runs."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ WHOLE = "whole"
 CUTS = {  # capacity, and whether prompts are computed once a group
     WHOLE: (10_000, False),
     "shared": (10_000, True),
-    "small": (20, True),  # an answer or a few in a micro-batch
+    "small": (20, True),  # a completion or a few in a micro-batch
 }
-# Ranks -> stage and cut: every two of the three meet.
+# Ranks -> stage and cut: every pair of the three occurs.
 SHARED = {
     1: ((0, WHOLE), (1, "small"), (2, WHOLE), (3, "small")),
     2: ((0, "small"), (1, WHOLE), (2, "small"), (3, WHOLE)),
@@ -40,7 +40,7 @@ OTHER = replace(SPEC, vocab_size=40)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a rank saw; weights and gradient on rank 0 alone."""
+    """The results of a rank; weights and gradient on rank 0 alone."""
 
     stats: list[StepStats]
     weights: dict[str, Float32Array]
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def run(size: int, folder: Path) -> dict[int, dict[str, Outcome]]:
-    """What each rank of a group saw, by case, on a machine without a compiler."""
+    """The outcomes of each rank of a group, by case, on a machine without a compiler."""
     folder.mkdir()
     environment = {**os.environ, "PATH": "", "HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
     environment.pop("TORCH_EXTENSIONS_DIR", None)
@@ -164,7 +164,7 @@ class Cases:
         return Outcome(stats=stats, weights=engine.weights(), gradient=change, error=error)
 
     def first_leg(self) -> Outcome:
-        """Two steps of the torch engine, then two of two ranks that share out moments and gradient."""
+        """Two steps of the torch engine, then two of two ranks that partition moments and gradient."""
         torch_engine, engine = self.engine(None, alone=True), self.engine(2)
         stats = self.train(torch_engine, range(1, 3))
         engine.load_state(torch_engine.state())

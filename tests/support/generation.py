@@ -1,6 +1,6 @@
-"""What transformers says of the answers that the engine gave: the reference of the tests of generation.
+"""The reference of the tests of generation: transformers' log-probabilities of the engine's completions.
 
-It is judged in float64, but for norms and rotary angles, which transformers always takes in float32. What rounding may
+It computes in float64, but for norms and rotary angles, which transformers always takes in float32. What rounding may
 do differs from text to text and from machine to machine: transformers' own float32 shows how much it did.
 """
 
@@ -39,8 +39,8 @@ QWEN2_GQA = dataclasses.replace(QWEN2, kv_heads=2)
 LLAMA_GQA = dataclasses.replace(
     QWEN2, architecture="LlamaForCausalLM", kv_heads=2, qkv_bias=False, tie_embeddings=False, rope_theta=5e5
 )
-ROUNDING = 10  # times what rounding does to transformers is what it may do to us, which add in another order
-NOISE = 1e-5  # nats: about as much of a text whose rounding happens to cancel out
+ROUNDING = 10  # times the effect of rounding in transformers is allowed here, where sums have another order
+NOISE = 1e-5  # nats: allowed at least, where transformers' rounding happens to cancel out
 SPECS = {"qwen2": QWEN2, "qwen2-gqa": QWEN2_GQA, "llama-gqa": LLAMA_GQA}
 
 
@@ -57,7 +57,7 @@ def write(folder: Path, spec: ModelSpec, seed: int) -> Path:
 
 
 def by_transformers(folder: str | Path, **options: Any) -> Any:
-    """What transformers makes of a model folder. Its import takes seconds: only who comes here pays them."""
+    """What transformers makes of a model folder. Its import takes seconds, hence not at the top."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
@@ -85,12 +85,12 @@ class Reference:
     def logprobs(
         self, request: GenerationRequest, completion: Completion, *, noise: float = NOISE
     ) -> tuple[np.ndarray, float]:
-        """[L] what the answer's log-probabilities should be, and how far off rounding allows them to be, in nats."""
+        """[L] what the completion's log-probabilities should be, and the deviation that rounding allows, in nats."""
         found = [np.full(len(completion.token_ids), np.nan) for _ in range(2)]
         for version in np.unique(completion.versions).tolist():
             of_version = completion.versions == version
-            for judge, logprobs in zip((self._exact[version], self._rounded[version]), found, strict=True):
-                logprobs[of_version] = _logprobs(judge, request, completion)[of_version]
+            for model, logprobs in zip((self._exact[version], self._rounded[version]), found, strict=True):
+                logprobs[of_version] = _logprobs(model, request, completion)[of_version]
         exact, rounded = found
         tempered = noise if request.greedy else noise / min(request.temperature, 1.0)
         return exact, tempered + ROUNDING * float(np.abs(rounded - exact).max(initial=0.0))
@@ -102,7 +102,7 @@ def _logits(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
 
 
 def _logprobs(model: torch.nn.Module, request: GenerationRequest, completion: Completion) -> np.ndarray:
-    """[L] at the temperature asked for."""
+    """[L] at the temperature of the request."""
     logits = _logits(model, [*request.token_ids, *completion.token_ids.tolist()])[len(request.token_ids) - 1 : -1]
     logprobs = (logits / (1.0 if request.greedy else request.temperature)).log_softmax(-1)
     return logprobs[np.arange(len(logits)), completion.token_ids].numpy()

@@ -1,4 +1,4 @@
-"""Machines of a network that isn't there: namespaces with an address each, joined to a bridge in one more."""
+"""Machines of an emulated network: namespaces with an address each, joined to a bridge in one more."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.runs import checked_summary
 
 T = TypeVar("T")
 
-HEAD, GENERATES, TRAINS = "head", "generates", ("trains-0", "trains-1")
-ADDRESSES = {HEAD: "10.77.0.1", GENERATES: "10.77.0.2", TRAINS[0]: "10.77.0.3", TRAINS[1]: "10.77.0.4"}
+HEAD_NODE, GENERATES, TRAINS = "head", "generates", ("trains-0", "trains-1")
+ADDRESSES = {HEAD_NODE: "10.77.0.1", GENERATES: "10.77.0.2", TRAINS[0]: "10.77.0.3", TRAINS[1]: "10.77.0.4"}
 TIMEOUT_S = 120.0  # for whatever a test waits for; what fails to come fails there
 REQUIRE_HOSTS = "AREAL_REQUIRE_HOSTS"  # set: a machine that lacks something fails these tests instead of skipping them
 _PREFIX = "areal"
@@ -82,7 +82,7 @@ class Network:
             )
 
     def run(self, host: str, code: str, *arguments: object) -> str:
-        """What a few lines of Python print there."""
+        """The output of a few lines of Python that run there."""
         command = ["ip", "netns", "exec", self._namespace(host), sys.executable, "-c", code, *map(str, arguments)]
         environment = {**os.environ, **_CREDENTIALS}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -104,10 +104,10 @@ class Network:
         _ip("-n", self._namespace(_SWITCH), "link", "set", "dev", _port(host), "up")
 
     def serve_s3(self) -> str:
-        """A store on the head; returns its URL for clients on all machines."""
-        url = f"http://{ADDRESSES[HEAD]}:{_MOTO_PORT}"
-        moto = ("-m", "moto.server", "-H", ADDRESSES[HEAD], "-p", _MOTO_PORT)
-        self.start(HEAD, self._folder / "moto.txt", *moto)
+        """A store on the head node; returns its URL for clients on all machines."""
+        url = f"http://{ADDRESSES[HEAD_NODE]}:{_MOTO_PORT}"
+        moto = ("-m", "moto.server", "-H", ADDRESSES[HEAD_NODE], "-p", _MOTO_PORT)
+        self.start(HEAD_NODE, self._folder / "moto.txt", *moto)
         wait = f"""
 import time, urllib.request
 deadline = time.monotonic() + {TIMEOUT_S}
@@ -119,7 +119,7 @@ while True:
         assert time.monotonic() < deadline
         time.sleep(0.1)
 """
-        self.run(HEAD, wait)
+        self.run(HEAD_NODE, wait)
         return url
 
     def _build(self) -> None:
@@ -152,14 +152,16 @@ class Cluster:
         file = self._texts / "config.json"
         file.write_text(json.dumps(config.to_dict()))
         self.processes = {
-            HEAD: network.start(HEAD, self._text(HEAD), "-m", "areal_core", "--run-id", run_id, "--config", file)
+            HEAD_NODE: network.start(
+                HEAD_NODE, self._text(HEAD_NODE), "-m", "areal_core", "--run-id", run_id, "--config", file
+            )
         }
         self.start(GENERATES)
         for host in TRAINS:
             self.start(host)
 
     def start(self, host: str) -> None:
-        """The command by which a machine takes part."""
+        """Start the remote worker of a machine."""
         role = ("generation",) if host == GENERATES else ("trainer", "--node", TRAINS.index(host))
         options = ("--run-dir", self.run.root, "--address", ADDRESSES[host])
         self.processes[host] = self.network.start(
@@ -179,12 +181,12 @@ class Cluster:
         return self._text(host).read_text()
 
     def wait_for(self, what: str, condition: Callable[[], T | None]) -> T:
-        """What `condition` gives once it gives something, while the run is headed."""
+        """What `condition` gives once it gives something, while the launcher runs."""
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             if found := condition():
                 return found
-            assert self.processes[HEAD].poll() is None, f"the run ended before: {what}\n{self._outputs()}"
+            assert self.processes[HEAD_NODE].poll() is None, f"the run ended before: {what}\n{self._outputs()}"
             time.sleep(0.02)
         raise AssertionError(f"not within {TIMEOUT_S:g} s: {what}\n{self._outputs()}")
 
@@ -197,7 +199,7 @@ class Cluster:
         self.wait_for(f"step {step}", lambda: self.step() >= step)
 
     def says(self, host: str, text: str) -> None:
-        """Wait for a text in what a machine's command has printed."""
+        """Wait for a text in the output of a machine's command."""
         self.wait_for(f"{host} says {text!r}", lambda: text in self.output(host))
 
     def pid(self, role: str, index: int = 0, *, but: int = 0) -> int:
@@ -210,7 +212,7 @@ class Cluster:
         return ready() or self.wait_for(f"{role}-{index} is ready", ready)
 
     def pids(self, host: str) -> list[int]:
-        """What this run has there."""
+        """The processes of this run there."""
         return [pid for pid in self.network.pids(host) if pid not in self._others[host]]
 
     def finished(self) -> RunSummary:
@@ -256,7 +258,7 @@ def _kill_all(namespace: str, but: Sequence[int] = ()) -> None:
 
 
 def _sweep() -> None:
-    """Namespaces of test processes that were killed, and what still runs there; nobody else's."""
+    """Namespaces of test processes that were killed, and what still runs there; those of live test processes stay."""
     for entry in Path("/run/netns").glob(f"{_PREFIX}-*-*"):
         _, pid, _ = entry.name.split("-", 2)
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():

@@ -1,4 +1,4 @@
-"""Generation servers as processes, the embedded one and vLLM's own, and what tests ask of both."""
+"""Generation servers as processes, the embedded one and vLLM's own, and calls of both for tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPEC = dataclasses.replace(
 )
 QWEN2 = dataclasses.replace(SPEC, architecture="Qwen2ForCausalLM", qkv_bias=True, tie_embeddings=True)
 SEEDS = {0: 1, 1: 2, 2: 3}  # version -> seed of its weights
-LONG = 4000  # tokens: an answer that outlasts whatever a test does meanwhile
+LONG = 4000  # tokens: a completion that outlasts whatever a test does meanwhile
 EXACT = 1.0  # deviation that rounding allows
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 REQUIRE_VLLM = "AREAL_REQUIRE_VLLM"
@@ -55,7 +55,7 @@ class Server:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """A model in its versions, and what transformers says of all of them."""
+    """A model in its versions, and transformers' log-probabilities under all of them."""
 
     base: Path
     versions: dict[int, PolicyVersion]  # 0 is the base model
@@ -138,7 +138,7 @@ def digest(file: Path) -> str:
 
 def deviations(reference: Reference, asked: GenerationRequest, completion: Completion) -> np.ndarray:
     """[L] between each log-probability and that of the version that the token names, over the whole text before it, at
-    the temperature asked for, as multiples of what rounding allows: some 1e-4 nats."""
+    the temperature of the request, as multiples of what rounding allows: some 1e-4 nats."""
     expected, allowed = reference.logprobs(asked, completion)
     return np.abs(completion.logprobs - expected) / allowed
 
@@ -161,10 +161,10 @@ async def get(http: aiohttp.ClientSession, path: str) -> tuple[int, Any]:
 
 
 async def sample(http: aiohttp.ClientSession, value: dict[str, Any]) -> dict[str, Any]:
-    """The first choice of an answer."""
-    status, reply = await post(http, "/inference/v1/generate", value)
-    assert status == 200, reply
-    return reply["choices"][0]
+    """The first choice of a response."""
+    status, response = await post(http, "/inference/v1/generate", value)
+    assert status == 200, response
+    return response["choices"][0]
 
 
 async def until(client: GenerationClient, condition: Callable[[ServerLoad], bool]) -> ServerLoad:

@@ -1,4 +1,4 @@
-"""A policy that says what it was told to, for environments without a server."""
+"""A policy with scripted completions, for environments without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def completion(text: str, *, version: int = 0, finish_reason: str = "stop") -> C
 
 
 class ScriptedPolicy:
-    """Answers to every text what stands in `script` for it, in order."""
+    """Gives for every text the completions that `script` has for it, in order."""
 
     def __init__(self, script: dict[str, list[Completion]], *, limit: int = 100) -> None:
         """`limit`: tokens of a text and its completion."""

@@ -1,4 +1,4 @@
-"""What ranks do that tests start as processes of their own."""
+"""The work of ranks that tests start as processes of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMEOUT_S = 4.0  # for a collective operation
 
 
 def summing(rank: int, size: int, where: str, go: Path, join_s: float) -> None:
-    """A rank that sums once, says so, then sums again as soon as it is told to, which some never are."""
+    """A rank that sums once, prints the result, and sums again once `go` exists, which it may never do."""
     try:
         rendezvous = where if where.count(":") else Path(where)
         group = RankGroup(rank, size, rendezvous=rendezvous, timeout_s=TIMEOUT_S, join_s=join_s)

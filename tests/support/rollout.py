@@ -19,7 +19,7 @@ FIRST_TOKEN = 100  # above the prompts' and the stop token
 
 
 def body(completions: Sequence[tuple[Sequence[int], str]], version: int, *, logprobs: bool = True) -> bytes:
-    """A server's answer: tokens and finish reason of every choice, all sampled by `version`."""
+    """A server's response: tokens and finish reason of every choice, all sampled by `version`."""
 
     def content(tokens: Sequence[int]) -> dict[str, object]:
         return {"content": [{"token_id": token, "logprob": -0.5} for token in tokens]}
@@ -45,10 +45,11 @@ class Prompts:
 
 class FakeEngine:
     """Takes a random time for each request and holds versions as real servers do. No two tokens that it samples are
-    the same one, so that each can be followed. With `interrupts`, an update ends what runs, to be gone on with.
+    the same one, so that each can be followed. With `interrupts`, an update aborts running requests, which are
+    then continued.
 
-    `sampled` is its own counter, which knows of no group. With probability `fail` a request, also one for the rest of
-    an answer, fails before it samples; with `garble` its body lacks log-probabilities."""
+    `sampled` is its own counter, independent of groups. With probability `fail` a request, also one for the rest of a
+    completion, fails before it samples; with `garble` its body lacks log-probabilities."""
 
     def __init__(
         self,
@@ -62,9 +63,9 @@ class FakeEngine:
         self.rng, self.capacity, self.fail, self.garble, self.interrupts = rng, capacity, fail, garble, interrupts
         self.version = 0
         self.versions: list[int] = []  # that sampled token FIRST_TOKEN + i
-        self.contexts: dict[int, tuple[int, ...]] = {}  # what stood before the first token of an answer to a request
+        self.contexts: dict[int, tuple[int, ...]] = {}  # of a request, by the first token that it sampled
         self.seeds: dict[str, int] = {}  # by request id
-        self.interrupted = 0  # answers that were asked for again
+        self.interrupted = 0  # completions that were requested again
         self.cut_off = 0  # requests that were cancelled
         self._interruption = asyncio.Event()
         self._ending = False
@@ -76,14 +77,14 @@ class FakeEngine:
 
     async def generate(self, transcript: Transcript) -> None:
         if not transcript.begun:
-            await self._hand_over(transcript.request, transcript.begin)
+            await self._return_body(transcript.request, transcript.begin)
         while not self._ending and (unfinished := transcript.unfinished()):
             self.interrupted += 1
             take = functools.partial(transcript.extend, unfinished[0])
-            await self._hand_over(transcript.continuation(unfinished[0]), take)
+            await self._return_body(transcript.continuation(unfinished[0]), take)
 
-    async def _hand_over(self, request: GenerationRequest, take: Callable[[bytes], None]) -> None:
-        """When cancelled, what a request has come to is handed over all the same."""
+    async def _return_body(self, request: GenerationRequest, take: Callable[[bytes], None]) -> None:
+        """When cancelled, what a request has sampled is returned all the same."""
         version = self.version
         try:
             take(await self.serve(request))
@@ -121,7 +122,7 @@ class FakeEngine:
     async def abort_all(self) -> None:
         self._ending = True
         self._interruption.set()
-        await asyncio.sleep(0.01)  # a server takes its time to say so, longer than its requests take to end
+        await asyncio.sleep(0.01)  # a server responds later than its requests end
 
     def _sample(self, version: int, request: GenerationRequest, low: int, high: int, finish: str) -> tuple[range, str]:
         first = FIRST_TOKEN + len(self.versions)
@@ -133,12 +134,12 @@ class FakeEngine:
 
 
 class FakeRewards:
-    """Takes completions that are finished, and keeps them. A trajectory is right with probability `right`; with
-    probability `more` the environment asks for more completions, again and again."""
+    """Scores finished completions, and keeps them. A trajectory is correct with probability `right`; with probability
+    `more` the environment requests more completions, again and again."""
 
     def __init__(self, rng: random.Random, *, fail: float = 0.0, right: float = 0.0, more: float = 0.0) -> None:
         self.rng, self.fail, self.right, self.more = rng, fail, right, more
-        self.uniform_tokens = 0  # of groups that were all right or all wrong
+        self.uniform_tokens = 0  # of groups whose completions were all correct or all wrong
         self.further = 0  # completions of later turns
         self.scored: list[
             tuple[tuple[int, ...], list[int], list[int]]
@@ -152,7 +153,7 @@ class FakeRewards:
     async def score(self, turns: Sequence[tuple[tuple[int, ...], Completion]], n: int) -> ScoredGroup:
         """A group of `n`, from every completion that it took and the text before it."""
         versions = [version for _, completion in turns for version in completion.versions.tolist()]
-        # No draw where it would say nothing: it would change what all others draw.
+        # No draw without need: it would change all others.
         correct = sum(self.rng.random() < self.right for _ in range(n)) if self.right else 0
         self.uniform_tokens += len(versions) if correct in (0, n) else 0
         self.scored += [(text, one.token_ids.tolist(), one.versions.tolist()) for text, one in turns]

@@ -1,4 +1,4 @@
-"""Runs as their users start them: a launcher in a process of its own, and a look at what it started and left."""
+"""Runs as their users start them: a launcher in a process of its own, and checks of what it started and left."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ class Launched:
 
 
 def kill_all(processes: Callable[[], Iterable[int]]) -> None:
-    """SIGKILL to whatever `processes` finds, until it finds nothing: who is killed may have started others meanwhile,
-    and who is left takes the cores from the tests that follow."""
+    """SIGKILL to whatever `processes` finds, until it finds nothing: a killed one may have started others meanwhile,
+    and one that is left takes the cores from the tests that follow."""
     deadline = time.monotonic() + TIMEOUT_S
     while left := list(processes()):
         assert time.monotonic() < deadline, f"still running after SIGKILL: {left}"
@@ -187,7 +187,7 @@ def kill_all(processes: Callable[[], Iterable[int]]) -> None:
 
 def checked_summary(run: RunDir, config: RunConfig) -> RunSummary:
     """The summary of a run that ended in order: no batch was lost or used twice, no version is missing or was made
-    twice, and the tokens add up."""
+    twice, and the token ledger balances."""
     summary = read_summary(run)
     steps = config.training.steps
     assert (summary.steps, summary.reason, summary.incarnation) == (steps, "steps", 0)

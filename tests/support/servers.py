@@ -1,4 +1,4 @@
-"""A generation server that does as it is told, for the tests of its clients."""
+"""A stand-in for a generation server, for the tests of its clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def version(number: int) -> PolicyVersion:
 
 
 def server_load(generated: int, idle_s: float = 0.0) -> ServerLoad:
-    """What a server says that has sampled so many tokens, all of them for the rollout."""
+    """The load of a server that has sampled so many tokens, all of them for rollouts."""
     return ServerLoad(
         completion_s=8 * idle_s,
         running=0,
@@ -39,20 +39,20 @@ def server_load(generated: int, idle_s: float = 0.0) -> ServerLoad:
 
 
 class FakeServer:
-    """Answers, once `release` is set, with every token that was asked for: those of the prompt's end, counted on.
+    """Completes requests, once `release` is set, up to their limit: with tokens that count on from the prompt's last.
 
-    A pause that aborts ends what runs with `sampled` tokens; what comes while it is paused waits. A path in `broken`
-    fails with the status there. Without a `+` in `release_name` it is vLLM's own.
+    A pause that aborts ends running requests with `sampled` tokens; requests that come while it is paused wait. A path
+    in `broken` fails with the status there. Without a `+` in `release_name` it is vLLM's own.
     """
 
     def __init__(self, release_name: str = "0.32.0+areal.2") -> None:
         self.release_name = release_name
-        self.calls: list[Any] = []  # (path, body), of requests for answers their id
+        self.calls: list[Any] = []  # (path, body); of requests for completions their id
         self.requests: dict[str, dict[str, Any]] = {}  # by id
         self.broken: dict[str, int] = {}
         self.refused: set[str] = set()  # ids of requests
         self.release_after_abort = False
-        self.hanging: set[str] = set()  # paths without an answer, as long as they are in it
+        self.hanging: set[str] = set()  # paths without a response, as long as they are in it
         self.release = asyncio.Event()
         self.release.set()
         self.sampled = 2
@@ -79,7 +79,7 @@ class FakeServer:
         await self._runner.cleanup()
 
     def updates(self) -> list[Any]:
-        """What was asked of it, but for answers and for what a client asks to know it."""
+        """Its calls, except requests for completions and those by which a client identifies it."""
         known = ("/version", "/weight_info", "/is_sleeping", "/load")
         return [call for call in self.calls if isinstance(call, tuple) and call[0] not in known]
 
@@ -166,6 +166,6 @@ class FakeServer:
                 wait.cancel()
 
 
-def choices(completion: bytes) -> list[tuple[list[int], str]]:
+def choices(response: bytes) -> list[tuple[list[int], str]]:
     """Tokens and finish reason of every choice of a body."""
-    return [(choice["token_ids"], choice["finish_reason"]) for choice in orjson.loads(completion)["choices"]]
+    return [(choice["token_ids"], choice["finish_reason"]) for choice in orjson.loads(response)["choices"]]

@@ -16,7 +16,7 @@ from areal_core.types import MetricRow
 FIXED_S, COMPLETION_S = 0.01, 0.0001  # of a decode step
 PACE = DecodePace(fixed_s=FIXED_S, completion_s=COMPLETION_S)
 SLOTS = 100
-RUNNING = 0.8  # of a group's answers, over its time
+RUNNING = 0.8  # of a group's completions, over its time
 TRAINED = 4000.0  # tokens a second of one rank
 GENERATED = SLOTS / (FIXED_S + SLOTS * COMPLETION_S)  # of one server with all its slots in use: 5000
 
@@ -46,7 +46,7 @@ def measured(servers: int, ranks: int) -> Rates:
 
 
 def curves(servers: int, ranks: int, steps: int) -> dict[str, list[tuple[int, float]]]:
-    """What a run without loss would log: with more servers than training needs, these run fewer answers at once."""
+    """What a run without loss would log: with more servers than training needs, these run fewer completions at once."""
     throughput = min(servers * GENERATED, ranks * TRAINED)
     per_server = throughput / servers  # = n / (a + b n)
     n = FIXED_S * per_server / (1 - COMPLETION_S * per_server)

@@ -58,7 +58,7 @@ class Up:
         return self.client.read_deployment_by_name(self._deployment).id
 
     def call(self, method: str, path: str, body: Any) -> Any:
-        """What the pages do: a bare call of Prefect's API, tried again while its database is locked."""
+        """A bare call of Prefect's API, as the pages make it, tried again while its database is locked."""
 
         def served() -> httpx.Response | None:
             reply = httpx.request(method, self.told["prefect_api"] + path, json=body)

@@ -104,7 +104,7 @@ def train(
 
 
 def run_rank(rank: int, world_size: int, minibatches: int, steps: int, folder: Path, device: str = "cpu") -> None:
-    """What rank `rank` has learnt after some steps, left in `folder`."""
+    """Train some steps as rank `rank`, and leave its weights and stats in `folder`."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     one = TorchEngine(
         SPEC,

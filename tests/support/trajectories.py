@@ -1,5 +1,5 @@
-"""What a finished run that lost generation servers has to show: every trajectory is there, once, and every token says
-truly which weights sampled it."""
+"""Checks of a finished run that lost generation servers: every trajectory is there, once, and every token's version is
+that of the weights that sampled it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _METRIC = re.compile(r"^(?:areal_generation|vllm)[_:](\w+)(?:\{[^}]*\})? (\S+)$"
 def audited(state: Path, *, servers: int, interruption: str, steps: int, **groups: dict[str, Any]) -> RunConfig:
     """A run whose trajectories can be audited: payloads stay, the base model is far from uniform predictions, and every
     step changes the weights so much that no version passes for another. Nothing is learnt. Slots are few, so that a
-    server is seldom without answers under way."""
+    server is seldom without running completions."""
     fields: dict[str, dict[str, Any]] = {
         "warmup": {"worked_steps": 150, "worked_batch": 16, "direct_steps": 0},
         "model": {"hidden_size": 64, "layers": 3, "intermediate_size": 128},
@@ -51,13 +51,13 @@ def audited(state: Path, *, servers: int, interruption: str, steps: int, **group
 
 
 class ServerView:
-    """A generation server of a run, whichever engine is behind it, as anybody can look at it."""
+    """A generation server of a run, whatever its engine, through its public routes."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def running(self) -> int:
-        """Answers that it decodes now."""
+        """Completions that it decodes now."""
         metrics = self._metrics()
         return int(metrics.get("running", 0) + metrics.get("num_requests_running", 0))
 
@@ -67,7 +67,7 @@ class ServerView:
         return int(metrics.get("generated_tokens", 0) + metrics.get("generation_tokens_total", 0))
 
     def ask(self, request: GenerationRequest) -> int:
-        """Have it answer somebody; the tokens that it sampled for that."""
+        """Send it a request from outside the run; returns the tokens that it sampled for that."""
         body = encode_request(request)
         post = urllib.request.Request(f"{self.url}/inference/v1/generate", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(post, timeout=30.0) as response:
@@ -132,8 +132,8 @@ class PublishedWeights:
 
 
 def check_trajectories(run: Launched, published: PublishedWeights) -> None:
-    """Nothing lost, nothing twice, every token's version and log-probability true, in a run that has finished in order
-    and dropped nothing."""
+    """Nothing lost, nothing twice, every token's version and log-probability correct, in a run that has finished in
+    order and dropped nothing."""
     config = run.config
     ledger = TrajectoryLedger(run.run.ledger, group_size=config.algorithm.group_size)
     try:
@@ -158,7 +158,7 @@ def check_trajectories(run: Launched, published: PublishedWeights) -> None:
 
 
 def _check_groups(config: RunConfig, ledger: TrajectoryLedger) -> None:
-    """What is admitted is what the steps take, so at the end the ledger holds the batches and nothing else."""
+    """No more is admitted than the steps consume, so at the end the ledger holds the batches and nothing else."""
     steps, groups = config.training.steps, config.groups_per_batch
     assert not ledger.dropped()
     assert {state: count for state, count in ledger.counts().items() if count} == {GroupState.CONSUMED: steps * groups}
@@ -202,14 +202,14 @@ def _check_versions(config: RunConfig, step: int, prompt_index: int, payload: Gr
 
 
 def _split(payload: GroupPayload) -> list[tuple[Any, Any, Any]]:
-    """Tokens, versions and log-probabilities of each answer, [L] each."""
+    """Tokens, versions and log-probabilities of each completion, [L] each."""
     cuts = np.cumsum(payload.lengths)[:-1]
     arrays = (np.split(array, cuts) for array in (payload.tokens, payload.versions, payload.logprobs))
     return list(zip(*arrays, strict=True))
 
 
 class _Reference:
-    """What transformers says of the tokens, under the weights that each of them names."""
+    """Transformers' log-probabilities of the tokens, under the weights of their versions."""
 
     def __init__(self, run: Launched, ledger: TrajectoryLedger, published: PublishedWeights) -> None:
         self._model = by_transformers(run.run.info().model_path, dtype=torch.float32)
@@ -250,7 +250,7 @@ class _Reference:
             batch = texts[start : start + _TEXTS]
             width = max(len(prompt) + len(tokens) for prompt, tokens, _, _ in batch)
             ids = torch.zeros(len(batch), width, dtype=torch.long)
-            for row, (prompt, tokens, _, _) in enumerate(batch):  # what stands behind a text changes nothing in it
+            for row, (prompt, tokens, _, _) in enumerate(batch):  # padding behind a text changes nothing in it
                 ids[row, : len(prompt) + len(tokens)] = torch.from_numpy(np.concatenate([prompt, tokens])).long()
             logprobs = self._model(ids).logits.log_softmax(-1)
             for row, (prompt, tokens, versions, _) in enumerate(batch):

@@ -1,4 +1,4 @@
-"""What an engine decodes with: weights made ready to run, and the KV cache that they run on.
+"""Decoders: a model's weights made ready to run, and the KV cache that they run on.
 
 `CpuDecoder` runs compiled kernels on one core (`areal_core.generation.engines.kernels`);
 `areal_core.generation.engines.torch_decoder` has the one for other devices.
@@ -30,21 +30,21 @@ _HUGE_PAGES_BYTES = 256 * 2**20  # a cache of this size may have all of its memo
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Rows to run, each one token of the text in a slot, and the answers that draw their next token from them.
+    """The rows of a forward pass, each one token of the sequence in a slot, and the completions that sample from them.
 
     The rows of one slot follow each other, in order, and go on where its cache ends."""
 
     tokens: Int32Array  # [M]
     slots: Int32Array  # [M]
     positions: Int32Array  # [M]
-    ends: Int32Array  # [E] rows that are the last of their text, ascending
-    of: Int32Array  # [A] which of `ends` an answer draws from
+    ends: Int32Array  # [E] rows that are the last of their sequence, ascending
+    of: Int32Array  # [A] which of `ends` a completion samples from
     temperatures: Float32Array  # [A] 0: the most probable token
     uniforms: NDArray[np.float64]  # [A] in [0, 1)
 
 
 class Cache(Protocol):
-    """Keys and values of the texts in all slots."""
+    """Keys and values of the sequences in all slots."""
 
     def copy(self, source: int, targets: Int32Array, tokens: int) -> None:
         """Give slots the first tokens of another one."""
@@ -52,7 +52,7 @@ class Cache(Protocol):
 
 
 class Decoder(Protocol):
-    """Immutable: an update makes another one and swaps the two."""
+    """The weights of one version, ready to run. Immutable: an update makes another one and swaps the two."""
 
     def cache(self, slots: int, rows: int) -> Any:
         """An empty cache, good for every decoder of the same model, for passes of up to `rows` rows."""
@@ -65,8 +65,8 @@ class Decoder(Protocol):
 
 
 class CpuCache:
-    """The cache and the buffers of a pass. Every slot has room for the whole context, in addresses: memory is given to
-    what is touched, so that the cache grows with the texts, block by block."""
+    """The KV cache and the buffers of a forward pass. Every slot has room for the whole context, in addresses: memory
+    is given to what is touched, so that the cache grows with the sequences, block by block."""
 
     def __init__(self, shape: Shape, slots: int, context: int, rows: int) -> None:
         self.shape = shape._replace(slots=slots, blocks=round_up(context, LANES) // LANES)
@@ -88,8 +88,8 @@ class CpuCache:
 
 
 def _reserved(size: int) -> Float32Array:
-    """Zeros. Many of them are given memory by small pages: of huge ones, which are faster, a short text in every slot
-    would touch nearly all."""
+    """Zeros. Many of them are given memory by small pages: of huge ones, which are faster, a short sequence in every
+    slot would touch nearly all."""
     if 4 * size <= _HUGE_PAGES_BYTES:
         return zeros(size)
     try:

@@ -1,11 +1,12 @@
-"""The embedded engine: continuous batching of sampled answers, interruptible between any two steps.
+"""The embedded engine: continuous batching, interruptible between any two decode steps.
 
-A step is three verbs: *schedule* gives free slots to waiting answers, *run* passes what their texts lack through the
-model (one token of every running answer, the prompts of new ones, whole texts after an update), *postprocess* records
-the tokens drawn and frees the slots of finished answers.
+A step has three parts: *schedule* gives free slots to waiting completions, *run* passes the tokens that lack keys and
+values through the model (one token of every running completion, the prompts of new ones, whole sequences after an
+update), *postprocess* records the sampled tokens and frees the slots of finished completions.
 
-Answers stay in their slots; a pass runs the slots that are running, densely. Only one group at a time can be partly
-started, and it has the first claim on every slot that becomes free: so its prompt stays readable where it was read.
+Completions stay in their slots; a pass runs the slots that are running, densely. Only one group at a time can be partly
+started, and it has the first claim on every slot that becomes free: so its prompt's keys and values stay in the slot
+where they were computed.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from areal_core.generation.engines.torch_decoder import TorchDecoder
 from areal_core.models.folders import ModelSpec, read_weights
 from areal_core.types import Completion, Float32Array, GenerationRequest, Int32Array
 
-_READ_TOKENS = 2048  # in one pass, beside one token of every answer: bounds the memory of activations
+_PREFILL_TOKENS = 2048  # in one pass, beside one token of every completion: bounds the memory of activations
 
 
 @dataclass(slots=True)
 class _Group:
-    """A request under way. Its answers start in order, as slots become free."""
+    """A request under way. Its completions start in order, as slots become free."""
 
     request: GenerationRequest
     completions: list[Completion | None]
     started: int = 0
-    missing: int = 0  # answers not finished
-    reader: int | None = None  # slot that holds the prompt's keys and values, or will after the next pass
+    missing: int = 0  # completions not finished
+    reader: int | None = None  # slot that holds the prompt's keys and values, or is to prefill it
 
     @property
     def unstarted(self) -> int:
@@ -48,9 +49,8 @@ class _Group:
 class Engine:
     """Decodes requests, each at its temperature or greedily. Not thread-safe: one thread calls it, between steps.
 
-    On a CPU, tokens and log-probabilities of a request are independent of its company, to the bit. `deterministic`
-    makes them so on other devices: see `TorchDecoder`. Both hold between updates of weights, for one build on one kind
-    of machine.
+    On a CPU, tokens and log-probabilities are batch-invariant, to the bit. `deterministic` makes them so on other
+    devices: see `TorchDecoder`. Both hold between updates of weights, for one build on one kind of machine.
     """
 
     def __init__(
@@ -68,29 +68,29 @@ class Engine:
         self.slots = slots
         self.context = context or spec.context
         self.version = version
-        self.admitting = True  # False: running answers go on, waiting ones stay where they are
+        self.admitting = True  # False: running completions go on, waiting ones stay where they are
         self.stats = EngineStats()
         self._deterministic = deterministic
         self._device = device
         self._decoder = self.prepare(weights)
         self._groups: dict[str, _Group] = {}  # by request id
-        self._waiting: deque[_Group] = deque()  # groups with answers that have not started
-        self._running = np.empty(0, dtype=np.int32)  # slots, in the order in which their answers started
+        self._waiting: deque[_Group] = deque()  # groups with completions that have not started
+        self._running = np.empty(0, dtype=np.int32)  # slots, in the order in which their completions started
         self._free = list(range(slots))[::-1]
-        self._answers: list[tuple[_Group, int] | None] = [None] * slots  # what a slot works at: a group's answer
+        self._completions: list[tuple[_Group, int] | None] = [None] * slots  # in each slot: a group and an index in it
         self._table = Slots(slots, self.context)
-        self._batch = Batch(self._table, slots + _READ_TOKENS)
+        self._batch = Batch(self._table, slots + _PREFILL_TOKENS)
         self._cache = self._decoder.cache(slots, self._batch.rows)
         self._recomputing = 0  # tokens
 
     @property
     def running(self) -> int:
-        """Answers in slots."""
+        """Completions in slots."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Answers without a slot."""
+        """Completions without a slot."""
         return sum(group.unstarted for group in self._waiting)
 
     def check(self, request: GenerationRequest) -> None:
@@ -108,7 +108,7 @@ class Engine:
         self._waiting.append(group)
 
     def step(self) -> list[Generation]:
-        """Sample one token for every running answer whose text is read; the requests that this finished."""
+        """Sample one token for every running completion that is prefilled; returns the requests that this finished."""
         if self.admitting and self._free and self._waiting:
             self._schedule()
         if not len(self._running):
@@ -116,7 +116,7 @@ class Engine:
         return self._postprocess(*self._run())
 
     def generate(self, requests: Iterable[GenerationRequest]) -> list[tuple[Completion, ...]]:
-        """Serve requests to their end; their answers in the order of the requests."""
+        """Serve requests to their end; returns their completions in the order of the requests."""
         ids = []
         for request in requests:
             self.add(request)
@@ -155,8 +155,8 @@ class Engine:
         return TorchDecoder(self.spec, weights, self.context, self._device, deterministic=self._deterministic)
 
     def swap(self, decoder: Decoder, version: int, *, recompute: bool = True) -> None:
-        """Go on with other weights. With `recompute` running answers go on as if those had read all of their tokens;
-        without, their keys and values stay those of the weights that computed them."""
+        """Swap the weights. With `recompute` running completions go on with a KV cache of the new weights; without,
+        their keys and values stay those of the weights that computed them."""
         start = time.perf_counter()
         self._decoder = decoder
         self.version = version
@@ -165,7 +165,7 @@ class Engine:
         self.stats.swap_ms = 1e3 * (time.perf_counter() - start)
 
     def clear_cache(self) -> None:
-        """Forget keys and values: the next steps compute those of running answers again, a group's prompt once."""
+        """Clear the KV cache: the next steps recompute that of running completions, a group's prompt once."""
         table = self._table
         for group in self._groups.values():
             group.reader = None
@@ -175,32 +175,32 @@ class Engine:
             group.reader = slot if group.reader is None else group.reader
         table.cached[self._running] = 0
         running = self._running
-        shared = np.where(table.reader[running] >= 0, table.prompt[running], 0)  # read once, by another one
+        shared = np.where(table.reader[running] >= 0, table.prompt[running], 0)  # prefilled once, in another slot
         self._recomputing = int(np.maximum(table.length[running] - 1 - shared, 0).sum())
         self.stats.recomputed_tokens = self._recomputing
         self.stats.recompute_ms = 0.0
 
     def _schedule(self) -> None:
-        """Give free slots to waiting answers, groups in the order of their arrival."""
+        """Give free slots to waiting completions, groups in the order of their arrival."""
         table, started = self._table, [self._running]
         while self._free and self._waiting:
             group = self._waiting[0]
             count, reader = min(len(self._free), group.unstarted), group.reader
             slots = np.array(self._free[-count:], dtype=np.int32)
             del self._free[-count:]
-            shared = len(group.request.token_ids) - 1  # the last token of a prompt is run: an answer begins with it
-            is_read = reader is not None and table.cached[reader] >= shared
+            shared = len(group.request.token_ids) - 1  # the last token is run: its logits give the first sampled one
+            is_prefilled = reader is not None and table.cached[reader] >= shared
             table.fill(slots, group.request, group.started)
             if reader is None:
                 group.reader = int(slots[0])
                 table.reader[slots[1:]] = group.reader
-            elif is_read:
+            elif is_prefilled:
                 self._cache.copy(reader, slots, shared)
                 table.cached[slots] = shared
             else:
                 table.reader[slots] = reader
             for slot in slots.tolist():
-                self._answers[slot] = group, group.started
+                self._completions[slot] = group, group.started
                 group.started += 1
             started.append(slots)
             if not group.unstarted:
@@ -208,11 +208,11 @@ class Engine:
         self._running = np.concatenate(started)
 
     def _run(self) -> tuple[Int32Array, Int32Array, Float32Array]:
-        """Slots that draw a token, their tokens and log-probabilities, each [A]."""
+        """Slots that sample a token, their tokens and log-probabilities, each [A]."""
         start = time.perf_counter()
-        rows, drawing, copying = self._batch.gather(self._running)
-        drawn = self._decoder.run(self._cache, rows)
-        if drawn is None:
+        rows, sampling, copying = self._batch.gather(self._running)
+        sampled = self._decoder.run(self._cache, rows)
+        if sampled is None:
             raise DivergenceError(f"logits of version {self.version} are not finite")
         readers = self._table.reader[copying]
         for reader in np.unique(readers).tolist():
@@ -220,23 +220,23 @@ class Engine:
         self._table.reader[copying] = -1
         if self._recomputing:
             recomputed = min(self._recomputing, len(rows.tokens) - len(rows.ends))
-            self._recomputing = self._recomputing - recomputed if recomputed else 0  # else what was behind is gone
+            self._recomputing = self._recomputing - recomputed if recomputed else 0  # else the rest was aborted
             self.stats.recompute_ms += 1e3 * (time.perf_counter() - start) * recomputed / len(rows.tokens)
-        return drawing, *drawn
+        return sampling, *sampled
 
-    def _postprocess(self, drawing: Int32Array, tokens: Int32Array, logprobs: Float32Array) -> list[Generation]:
-        finished = self._batch.record(drawing, tokens, logprobs, self.version)
-        self.stats.generated_tokens += len(drawing)
-        self.stats.rollout_tokens += int(np.count_nonzero(self._table.rollout[drawing]))
+    def _postprocess(self, sampling: Int32Array, tokens: Int32Array, logprobs: Float32Array) -> list[Generation]:
+        finished = self._batch.record(sampling, tokens, logprobs, self.version)
+        self.stats.generated_tokens += len(sampling)
+        self.stats.rollout_tokens += int(np.count_nonzero(self._table.rollout[sampling]))
         ended = np.flatnonzero(finished)
         if not len(ended):
             return []
         return self._release(
-            drawing[ended].tolist(), ["stop" if finished[at] == STOPPED else "length" for at in ended.tolist()]
+            sampling[ended].tolist(), ["stop" if finished[at] == STOPPED else "length" for at in ended.tolist()]
         )
 
     def _release(self, slots: Sequence[int], reasons: Sequence[str]) -> list[Generation]:
-        """Take the answers out of these slots; the requests that this completes."""
+        """Take the completions out of these slots; returns the requests that this finished."""
         completed: list[Generation] = []
         for slot, reason in zip(slots, reasons, strict=True):
             group, index = self._completion_in(slot)
@@ -244,7 +244,7 @@ class Engine:
             group.missing -= 1
             if group.missing == 0:
                 completed.append(self._close(group))
-            self._answers[slot] = None
+            self._completions[slot] = None
         stays = np.ones(self.slots, dtype=np.bool_)
         stays[slots] = False
         self._running = self._running[stays[self._running]]
@@ -252,7 +252,7 @@ class Engine:
         return completed
 
     def _completion_in(self, slot: int) -> tuple[_Group, int]:
-        completion = self._answers[slot]
+        completion = self._completions[slot]
         assert completion is not None
         return completion
 

@@ -1,12 +1,12 @@
-"""The emulated engine: answers that take the time of an accelerator, and hardly any of this machine's.
+"""The emulated engine: completions that take the time of an accelerator, and hardly any of this machine's.
 
-No model runs. An answer's length is drawn from its request's seed, its tokens are filler with the stop token at their
+No model runs. A completion's length follows from its request's seed, its tokens are filler with the stop token at their
 end, its log-probabilities a constant; what is true to life is when they come. Several decode steps pass in one `step`,
-as many as fit into a few milliseconds, and never beyond the end of an answer, so that between two events every running
-answer advances alike: a counter of decode steps says how far each of them is.
+as many as fit into a few milliseconds, and never beyond the end of a completion, so that between two events every
+running completion advances alike: a counter of decode steps says how far each of them is.
 
-Time is counted in real tokens, requests and answers in tokens of the wire, each of which stands for `tokens_per_token`
-real ones. A token of the wire carries the version under which its last real token was sampled.
+Time is counted in real tokens, requests and completions in tokens of the wire, each of which stands for
+`tokens_per_token` real ones. A token of the wire carries the version under which its last real token was sampled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from areal_core.types import Completion, GenerationRequest
 _SLICE_S = 0.004  # real seconds that a step takes at most, or one decode step: how soon commands are obeyed
 _LOGPROB = -0.1  # nats, of every token
 _SWAP_S = 5.0  # real seconds that a swap stands still at most: callers don't wait much longer for it
-_ADMIT_BELOW = 0.9  # of the KV cache: the rest is for answers to grow into
+_ADMIT_BELOW = 0.9  # of the KV cache: the rest is for completions to grow into
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Group:
     request: GenerationRequest
     completions: list[Completion | None]
     missing: int
-    prompt_read: bool = False  # its keys and values are in the cache, for all of its answers
+    prefilled: bool = False  # its prompt's keys and values are in the cache, for all of its completions
 
     @property
     def prompt_tokens(self) -> int:
@@ -54,7 +54,7 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """One answer that is not finished. Lengths in real tokens."""
+    """A prompt and one completion of it that is not finished. Lengths in real tokens."""
 
     group: _Group
     index: int  # place in the group
@@ -67,7 +67,7 @@ class _Sequence:
 
 
 class EmulatedEngine:
-    """`generation.served.ServedEngine` in the time of an accelerator. Not thread-safe, as the real one."""
+    """A `ServedEngine` in the time of an accelerator. Not thread-safe, as the real one."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class EmulatedEngine:
         switches: bool = False,
         pace: Pace | None = None,
     ) -> None:
-        """`slots` and `context` (tokens of the wire) bound running answers; so does the KV cache. `switches`: the same
-        accelerators train, so that new weights come with the change back to generating, which the trainer pays for.
-        Raises ConfigError for a model that does not fit and for lengths that can't be read."""
+        """`slots` and `context` (tokens of the wire) bound running completions; so does the KV cache. `switches`: the
+        same accelerators train, so that new weights come with the change back to generation, which the trainer pays
+        for. Raises ConfigError for a model that does not fit and for lengths that can't be read."""
         self.spec = spec
         self.version = version
         self.admitting = True
@@ -96,14 +96,14 @@ class EmulatedEngine:
         self._groups: dict[str, _Group] = {}  # by request id
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # in the order in which they took their slots
-        self._ends: list[tuple[int, int, _Sequence]] = []  # heap: decode step of the end, a tie-breaker, answer
+        self._ends: list[tuple[int, int, _Sequence]] = []  # heap: decode step of the end, a tie-breaker, sequence
         self._started = 0
         self._steps = 0  # decode steps so far
         self._cached = 0  # tokens in the KV cache
         self._owed_s = 0.0  # emulated seconds to pass before decoding goes on
-        self._stale = False  # the cache was thrown away
+        self._stale = False  # the KV cache was cleared
         self._interrupted = False  # by something that took its own time
-        self._closed_tokens: Counter[bool] = Counter()  # of the wire, in answers that have ended: the rollout's, or not
+        self._closed_tokens: Counter[bool] = Counter()  # of the wire, in ended completions: the rollout's, or not
         self._stats = EngineStats()
 
     @property
@@ -177,16 +177,16 @@ class EmulatedEngine:
         if recompute:
             self.clear_cache()
         self._interrupted = True
-        self._stand_still(self._handover_s + self._reread_s())
+        self._stand_still(self._handover_s + self._recompute_s())
 
     def clear_cache(self) -> None:
         self._stale = self._interrupted = True
         for group in self._groups.values():
-            group.prompt_read = False
+            group.prefilled = False
 
     def _schedule(self) -> None:
-        """Charge for texts that are read again or for the first time, and give free slots to waiting answers."""
-        self._owed_s += self._reread_s()
+        """Charge for recomputation and prefill, and give free slots to waiting completions."""
+        self._owed_s += self._recompute_s()
         while self.admitting and self._waiting and len(self._running) < self._slots:
             sequence = self._waiting[0]
             tokens = sequence.prompt + sequence.sampled
@@ -201,24 +201,24 @@ class EmulatedEngine:
         self._pace.restart()
         self._pace.spend(now_s)
 
-    def _reread_s(self) -> float:
-        """Emulated seconds of reading running texts again, if the cache was thrown away."""
+    def _recompute_s(self) -> float:
+        """Emulated seconds of recomputing the KV cache of running completions, if it was cleared."""
         if not self._stale:
             return 0.0
         self._stale = False
-        texts = [sequence.prompt + self._sampled(sequence) for sequence in self._running]
+        lengths = [sequence.prompt + self._sampled(sequence) for sequence in self._running]
         for sequence in self._running:
-            sequence.group.prompt_read = True
-        recompute_s = self._time.prefill_s(texts)
+            sequence.group.prefilled = True
+        recompute_s = self._time.prefill_s(lengths)
         self._stats.recompute_ms = 1e3 * recompute_s / self._pace.speed
-        self._stats.recomputed_tokens = sum(texts) // self._scale
+        self._stats.recomputed_tokens = sum(lengths) // self._scale
         return recompute_s
 
     def _start(self, sequence: _Sequence) -> None:
         group, tokens = sequence.group, sequence.prompt + sequence.sampled
-        if sequence.sampled or not group.prompt_read:
+        if sequence.sampled or not group.prefilled:
             self._owed_s += self._time.prefill_s([tokens])
-            group.prompt_read = True
+            group.prefilled = True
         sequence.since = self._steps
         self._cached += tokens
         self._started += 1
@@ -226,7 +226,7 @@ class EmulatedEngine:
         heapq.heappush(self._ends, (self._steps + sequence.target - sequence.sampled, self._started, sequence))
 
     def _decode(self, budget_s: float) -> None:
-        """Let as many decode steps pass as fit into the budget, at least one, up to the end of the next answer."""
+        """Let as many decode steps pass as fit into the budget, at least one, up to the end of the next completion."""
         while self._cached + len(self._running) > self._time.kv_tokens and len(self._running) > 1:
             self._preempt()
         completions = len(self._running)
@@ -240,7 +240,7 @@ class EmulatedEngine:
         self._pace.spend(duration_s)
 
     def _preempt(self) -> None:
-        """The KV cache is full: the newest answer gives its place up and is read again later."""
+        """Preempt the newest completion, as the KV cache is full; it is recomputed when it has a slot again."""
         sequence = self._running[-1]
         self._leave([sequence])
         self._waiting.appendleft(sequence)
@@ -253,7 +253,7 @@ class EmulatedEngine:
         return [done for each in ended if (done := self._close(each, "stop" if each.stops else "length"))]
 
     def _leave(self, sequences: Iterable[_Sequence]) -> None:
-        """Take running answers out of their slots; what they have sampled stays with them."""
+        """Take running completions out of their slots; they keep what they have sampled."""
         leaving = set(sequences)
         for sequence in leaving:
             sampled = self._sampled(sequence)
@@ -265,8 +265,8 @@ class EmulatedEngine:
             heapq.heapify(self._ends)
 
     def _close(self, sequence: _Sequence, finish_reason: str) -> Generation | None:
-        """Record an answer's end; its request, once all of its answers have ended."""
-        group, completion = sequence.group, self._answer(sequence, finish_reason)
+        """Record a completion's end; returns its request, once all of its completions have ended."""
+        group, completion = sequence.group, self._completion(sequence, finish_reason)
         group.completions[sequence.index] = completion
         group.missing -= 1
         self._closed_tokens[group.is_rollout] += len(completion.token_ids)
@@ -278,7 +278,7 @@ class EmulatedEngine:
             completions=tuple(completion for completion in group.completions if completion is not None),
         )
 
-    def _answer(self, sequence: _Sequence, finish_reason: str) -> Completion:
+    def _completion(self, sequence: _Sequence, finish_reason: str) -> Completion:
         request = sequence.group.request
         count = self._wire_tokens(sequence)
         tokens = np.full(count, self._filler(request), dtype=np.int32)
@@ -295,7 +295,7 @@ class EmulatedEngine:
         )
 
     def _filler(self, request: GenerationRequest) -> int:
-        """A token that every tokenizer can decode: one of the prompt, as long as it ends no answer."""
+        """A token that every tokenizer can decode: one of the prompt, unless it is a stop token."""
         stops = set(request.stop_token_ids)
         usable = (token for token in (*reversed(request.token_ids), *range(self.spec.vocab_size)) if token not in stops)
         return next(usable)
@@ -319,6 +319,6 @@ class EmulatedEngine:
         return sequence.sampled + (0 if sequence.since is None else self._steps - sequence.since)
 
     def _wire_tokens(self, sequence: _Sequence) -> int:
-        """Whole ones, and at the end of an answer what is left for one."""
+        """Whole tokens of the wire so far; at the end of a completion a partial one counts as well."""
         sampled = self._sampled(sequence)
         return -(-sampled // self._scale) if sampled == sequence.target else sampled // self._scale

@@ -1,4 +1,4 @@
-"""What the server asks of the engine behind it, and the records that pass between them. Without torch."""
+"""The interface between a generation server and its engine, and the records that they exchange. Without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_core.types import Completion, GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A finished request with its answers, in order."""
+    """A finished request with its completions, in order."""
 
     request: GenerationRequest
     completions: tuple[Completion, ...]
@@ -36,16 +36,16 @@ class ServedEngine(Protocol):
 
     spec: ModelSpec
     version: int
-    admitting: bool  # False: running answers go on, waiting ones stay where they are
+    admitting: bool  # False: running completions go on, waiting ones stay where they are
 
     @property
     def running(self) -> int:
-        """Answers being decoded."""
+        """Completions being decoded."""
         ...
 
     @property
     def waiting(self) -> int:
-        """Answers that are not."""
+        """Completions that wait for a slot."""
         ...
 
     @property
@@ -76,17 +76,17 @@ class ServedEngine(Protocol):
         ...
 
     def swap(self, prepared: Any, version: int, /, *, recompute: bool = True) -> None:
-        """Go on with other weights; with `recompute` as if those had read all tokens of running answers."""
+        """Swap the weights; with `recompute` running completions go on with a KV cache of the new ones."""
         ...
 
     def clear_cache(self) -> None:
-        """Forget keys and values: before the next step, those of running answers are computed again."""
+        """Clear the KV cache: before the next step, that of running completions is recomputed."""
         ...
 
 
 def check_request(request: GenerationRequest, spec: ModelSpec, context: int) -> None:
-    """Raise GenerationError, its message starting with the field's name, if a model of `spec` that decodes texts of
-    `context` tokens can't serve the request."""
+    """Raise GenerationError, its message starting with the field's name, if a model of `spec` that decodes sequences
+    of `context` tokens can't serve the request."""
     if not request.token_ids:
         raise GenerationError("token_ids: must hold at least one token")
     for token in (*request.token_ids, *request.stop_token_ids):

@@ -1,11 +1,12 @@
 """The forward pass of a Qwen2 or Llama decoder on one CPU core, compiled by numba once per machine.
 
-A pass runs rows: one row is one token of one text, standing at `position` in `slot` of the KV cache. It attends to all
-that stands in its slot up to itself, so that decoding one token, reading a prompt and reading a text again after an
-update are the same thing, and a pass may do all of them at once, over as many tokens as each text has, with no padding.
+A pass runs rows: one row is one token of one sequence, standing at `position` in `slot` of the KV cache. It attends to
+all that stands in its slot up to itself, so that decoding one token, prefilling a prompt and recomputing a sequence
+after an update are the same thing, and a pass may do all of them at once, over as many tokens as each sequence has,
+with no padding.
 
-Every number of a row is computed in one order of operations, whatever other rows there are: results do not depend on
-the company, to the bit.
+Every number of a row is computed in one order of operations, whatever other rows there are: results are
+batch-invariant, to the bit.
 
 Packed matrices [depth, width] are stored by panels of `COLUMNS` columns, [width / COLUMNS, depth, COLUMNS]; the cache
 is [layers, slots, kv_heads, blocks, 2, LANES * head width]: a block holds LANES tokens, their keys by dimension
@@ -222,7 +223,7 @@ def forward(
         _matmul(normed, width, weights, base + shape.qkv, hidden, qkv, shape.qkv_width, rows, shape.qkv_bias >= 0)
         _rotate_and_keep(shape, layer, qkv, cosines, sines, slots, positions, rows, cache)
         last = layer == shape.layers - 1
-        if last:  # nobody reads what the other rows would put out
+        if last:  # the outputs of the other rows are not needed
             running = n_ends
             for i in range(n_ends):
                 for column in range(0, width, LANES):
@@ -251,9 +252,9 @@ def forward(
     types.boolean(_FLOATS, types.int64, types.int64, _INTS, types.int64, _FLOATS, types.float64[::1], _INTS, _FLOATS)
 )
 def draw(logits, vocab, width, ends, count, temperatures, uniforms, tokens, logprobs):
-    """Draw a token for each of `count` answers from row `ends` of logits [., width], by inversion of the distribution
-    at the answer's temperature, and record its log-probability; temperature 0 takes the most probable token and
-    records its log-probability at temperature 1. False if any logit is not finite."""
+    """Sample a token for each of `count` completions from row `ends` of logits [., width], by inversion of the
+    distribution at the completion's temperature, and record its log-probability; temperature 0 takes the most probable
+    token and records its log-probability at temperature 1. False if any logit is not finite."""
     weights = np.empty(width, dtype=np.float32)
     for completion in range(count):
         row = ends[completion] * width

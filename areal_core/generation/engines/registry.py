@@ -15,9 +15,9 @@ class Options(TypedDict):
     """How an engine is made."""
 
     slots: int  # completions decoded at once
-    context: int  # tokens of a text, prompt and completion
+    context: int  # tokens of a sequence: prompt and completion
     version: int  # of the weights that it begins with
-    deterministic: bool  # the same tokens for the same seed whatever else is being decoded
+    deterministic: bool  # batch-invariant: the same tokens for the same seed in any batch
     device: str  # cpu or cuda
 
 

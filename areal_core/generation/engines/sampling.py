@@ -1,6 +1,6 @@
-"""Counter-based random numbers: what a token is drawn with depends on (seed, answer, position) and on nothing else.
+"""Counter-based random numbers: the one that samples a token depends on (seed, completion, position) alone.
 
-So the same request gives the same answers in whatever company its answers are decoded, however often decoding is
+So the same request gives the same completions in whatever batches they are decoded, however often decoding is
 interrupted, and no generator's state has to be kept or moved.
 """
 
@@ -27,8 +27,8 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArr
 
 
 def stream_seed(seed: int, completion_index: int) -> int:
-    """Seed of the stream of one answer of a request, in [0, 2^64); answer 0 of n answers has the seed that a single
-    answer would have. Mixed twice, so that neighbouring seeds and answers have nothing in common."""
+    """Seed of the stream of one completion of a request, in [0, 2^64); completion 0 of n has the seed that a single
+    completion would have. Mixed twice, so that neighbouring seeds and completions have nothing in common."""
     return _mix(_mix(seed) + completion_index * _GOLDEN)
 
 

@@ -1,9 +1,9 @@
-"""What is known of the texts in the slots, and how a pass over them is laid out.
+"""The state of the sequences in the slots, and the layout of a forward pass over them.
 
-A text is a prompt and the answer to it so far. `cached` of its tokens have keys and values: a pass runs the ones that
-have none, so that a running answer (all but one), a new prompt (none) and a text whose cache was forgotten (none) are
-one case. Answers of one group share a prompt: one of them is its reader; the others, which `wait` for it, take the
-prompt's keys and values and, where their text is the bare prompt, draw from the same logits.
+A sequence is a prompt and its completion so far. `cached` of its tokens have keys and values: a pass runs the ones that
+have none, so that a running completion (all but one), a new prompt (none) and a sequence whose cache was cleared (none)
+are one case. Completions of one group share a prompt: one of them, its reader, prefills it; the others wait for that,
+copy the prompt's keys and values and, where they have no token yet, sample from the same logits.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from areal_core.generation.engines.sampling import stream_seed, uniforms
 from areal_core.models.vectors import compiled
 from areal_core.types import Completion, GenerationRequest, Int32Array
 
-STOPPED, CUT_OFF = 1, 2  # how `record` says that an answer is finished
+STOPPED, CUT_OFF = 1, 2  # how `record` says that a completion is finished
 
 
 class Slots:
     """One row of every array for each slot."""
 
     def __init__(self, slots: int, context: int) -> None:
-        self.tokens = np.zeros((slots, context), dtype=np.int32)  # prompt and answer
+        self.tokens = np.zeros((slots, context), dtype=np.int32)  # prompt and completion
         self.logprobs = np.zeros((slots, context), dtype=np.float32)  # of the token in the same column
         self.versions = np.zeros((slots, context), dtype=np.int32)
         self.length = np.zeros(slots, dtype=np.int32)  # tokens so far, prompt included
         self.prompt = np.zeros(slots, dtype=np.int32)
-        self.limit = np.zeros(slots, dtype=np.int32)  # length at which the answer is cut off
+        self.limit = np.zeros(slots, dtype=np.int32)  # length at which the completion is cut off
         self.cached = np.zeros(slots, dtype=np.int32)  # tokens that have keys and values
         self.reader = np.full(slots, -1, dtype=np.int32)  # slot whose prompt this one waits for; -1: none
         self.seed = np.zeros(slots, dtype=np.uint64)
@@ -38,7 +38,7 @@ class Slots:
         self.stops = np.full((slots, 1), -1, dtype=np.int32)  # end tokens, padded with -1
 
     def fill(self, slots: Int32Array, request: GenerationRequest, first: int) -> None:
-        """Begin the answers `first` and up of a request, with nothing cached."""
+        """Begin the completions `first` and up of a request, with nothing cached."""
         prompt, stops = len(request.token_ids), request.stop_token_ids
         self.tokens[slots, :prompt] = request.token_ids
         self.length[slots] = self.prompt[slots] = prompt
@@ -63,27 +63,27 @@ class Slots:
 
 
 class Batch:
-    """Lays out passes of at most `rows` rows, at least one for each slot."""
+    """Lays out forward passes of at most `rows` rows, at least one for each slot."""
 
     def __init__(self, table: Slots, rows: int) -> None:
         slots = len(table.length)
         self.rows = rows
         self._table = table
         self._inputs = np.empty((3, rows), dtype=np.int32)  # tokens, slots, positions
-        self._ends, self._of, self._drawing, self._copying = np.empty((4, slots), dtype=np.int32)
+        self._ends, self._of, self._sampling, self._copying = np.empty((4, slots), dtype=np.int32)
         self._end_of = np.empty(slots, dtype=np.int32)
         self._temperatures = np.empty(slots, dtype=np.float32)
         self._uniforms = np.empty(slots, dtype=np.float64)
 
     def gather(self, running: Int32Array) -> tuple[Pass, Int32Array, Int32Array]:
-        """The next pass over running slots, the slots that draw a token from it, and those that have waited for their
+        """The next pass over running slots, the slots that sample a token from it, and those that have waited for their
         prompt and are to copy it from their reader once it ran.
 
-        Answers that lack one token come first: however many prompts there are to read, decoding goes on."""
+        Completions that lack one token come first: however many prompts there are to prefill, decoding goes on."""
         table, inputs = self._table, self._inputs
-        rows, ends, drawing, copying = _gather(
+        rows, ends, sampling, copying = _gather(
             running, table.tokens, table.length, table.prompt, table.cached, table.reader, table.seed,
-            table.temperature, *inputs, self._ends, self._of, self._drawing, self._copying, self._end_of,
+            table.temperature, *inputs, self._ends, self._of, self._sampling, self._copying, self._end_of,
             self._temperatures, self._uniforms,
         )  # fmt: skip
         batch = Pass(
@@ -91,20 +91,20 @@ class Batch:
             slots=inputs[1, :rows],
             positions=inputs[2, :rows],
             ends=self._ends[:ends],
-            of=self._of[:drawing],
-            temperatures=self._temperatures[:drawing],
-            uniforms=self._uniforms[:drawing],
+            of=self._of[:sampling],
+            temperatures=self._temperatures[:sampling],
+            uniforms=self._uniforms[:sampling],
         )
-        return batch, self._drawing[:drawing], self._copying[:copying]
+        return batch, self._sampling[:sampling], self._copying[:copying]
 
     def record(
-        self, drawing: Int32Array, tokens: Int32Array, logprobs: NDArray[np.float32], version: int
+        self, sampling: Int32Array, tokens: Int32Array, logprobs: NDArray[np.float32], version: int
     ) -> NDArray[np.int8]:
-        """Append the tokens that slots have drawn; for each slot whether its answer is STOPPED, CUT_OFF or neither."""
+        """Append the sampled tokens; returns for each slot whether its completion is STOPPED, CUT_OFF or neither."""
         table = self._table
-        finished = np.empty(len(drawing), dtype=np.int8)
+        finished = np.empty(len(sampling), dtype=np.int8)
         _record(
-            drawing, tokens, logprobs, version, table.tokens, table.logprobs, table.versions, table.length,
+            sampling, tokens, logprobs, version, table.tokens, table.logprobs, table.versions, table.length,
             table.limit, table.stops, finished,
         )  # fmt: skip
         return finished
@@ -119,25 +119,25 @@ _I1, _I2, _F1, _F2 = "int32[::1]", "int32[:, ::1]", "float32[::1]", "float32[:, 
     f" {', '.join([_I1] * 8)}, {_F1}, float64[::1])"
 )
 def _gather(
-    running, text, length, prompt, cached, reader, seed, temperature, tokens, slots, positions, ends, of, drawing,
+    running, sequences, length, prompt, cached, reader, seed, temperature, tokens, slots, positions, ends, of, sampling,
     copying, end_of, temperatures, numbers,
 ):  # fmt: skip
-    row = end = draws = copies = 0
-    for reading in (False, True):
+    row = end = samples = copies = 0
+    for prefilling in (False, True):
         for slot in running:
             missing = length[slot] - cached[slot]
-            if reader[slot] >= 0 or (missing > 1) != reading:
+            if reader[slot] >= 0 or (missing > 1) != prefilling:
                 continue
             count = min(missing, len(tokens) - row)
             for position in range(cached[slot], cached[slot] + count):
-                tokens[row], slots[row], positions[row] = text[slot, position], slot, position
+                tokens[row], slots[row], positions[row] = sequences[slot, position], slot, position
                 row += 1
             cached[slot] += count
             end_of[slot] = -1
             if count == missing:
                 ends[end], end_of[slot] = row - 1, end
-                of[draws], drawing[draws] = end, slot
-                draws += 1
+                of[samples], sampling[samples] = end, slot
+                samples += 1
                 end += 1
     for slot in running:
         if reader[slot] < 0 or cached[reader[slot]] < prompt[slot]:
@@ -147,22 +147,24 @@ def _gather(
         cached[slot] = length[slot] - 1 if length[slot] == prompt[slot] else prompt[slot]
         if length[slot] == prompt[slot] == length[reader[slot]] and end_of[reader[slot]] >= 0:
             cached[slot] = prompt[slot]
-            of[draws], drawing[draws] = end_of[reader[slot]], slot
-            draws += 1
-    drawn = drawing[:draws]
-    temperatures[:draws] = temperature[drawn]
-    numbers[:draws] = _uniforms(seed[drawn], length[drawn] - prompt[drawn])
-    return row, end, draws, copies
+            of[samples], sampling[samples] = end_of[reader[slot]], slot
+            samples += 1
+    sampled = sampling[:samples]
+    temperatures[:samples] = temperature[sampled]
+    numbers[:samples] = _uniforms(seed[sampled], length[sampled] - prompt[sampled])
+    return row, end, samples, copies
 
 
 @compiled(f"void({_I1}, {_I1}, {_F1}, int64, {_I2}, {_F2}, {_I2}, {_I1}, {_I1}, {_I2}, int8[::1])")
-def _record(drawing, tokens, logprobs, version, text, text_logprobs, versions, length, limit, stops, finished):
-    for draw in range(len(drawing)):
-        slot, token = drawing[draw], tokens[draw]
+def _record(
+    sampling, tokens, logprobs, version, sequences, sequence_logprobs, versions, length, limit, stops, finished
+):
+    for sample in range(len(sampling)):
+        slot, token = sampling[sample], tokens[sample]
         at = length[slot]
-        text[slot, at], text_logprobs[slot, at], versions[slot, at] = token, logprobs[draw], version
+        sequences[slot, at], sequence_logprobs[slot, at], versions[slot, at] = token, logprobs[sample], version
         length[slot] = at + 1
-        finished[draw] = CUT_OFF if length[slot] >= limit[slot] else 0
+        finished[sample] = CUT_OFF if length[slot] >= limit[slot] else 0
         for stop in stops[slot]:
             if stop == token:
-                finished[draw] = STOPPED
+                finished[sample] = STOPPED

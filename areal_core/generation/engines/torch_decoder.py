@@ -1,6 +1,6 @@
 """The forward pass of a Qwen2 or Llama decoder in torch's operations, for devices other than the CPU.
 
-Axes: M rows, A answers that draw, T columns of the cache, H query heads, K key-value heads, D head size.
+Axes: M rows, A completions that sample a token, T columns of the cache, H query heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class TorchCache:
 
 
 class TorchDecoder:
-    """`deterministic` makes results independent of the company, to the bit: every computation has one fixed shape (all
-    slots, the whole context, one text at a time), so it rests on nothing but the device's library treating the rows of
-    one product alike. It costs the shortcuts that a smaller batch would allow, and needs one number of slots."""
+    """`deterministic` makes results batch-invariant, to the bit: every computation has one fixed shape (all slots, the
+    whole context, one sequence at a time), so it rests on nothing but the device's library treating the rows of one
+    product alike. It costs the shortcuts that a smaller batch would allow, and needs one number of slots."""
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class TorchDecoder:
         table = np.stack((rows.tokens, rows.slots, rows.positions)).astype(np.int64)  # [3, M]
         if self._deterministic:
             starts = np.flatnonzero(np.diff(rows.slots, prepend=-1))
-            for text in np.split(np.arange(table.shape[1]), starts[1:]):
-                text = np.setdiff1d(text, rows.ends)  # the last token has the shape of a decoded one
-                if len(text):
-                    self._hidden(cache, _repeat_last(table[:, text], self._context))
+            for sequence in np.split(np.arange(table.shape[1]), starts[1:]):
+                sequence = np.setdiff1d(sequence, rows.ends)  # the last token has the shape of a decoded one
+                if len(sequence):
+                    self._hidden(cache, _repeat_last(table[:, sequence], self._context))
             hidden = self._hidden(cache, _repeat_last(table[:, rows.ends], cache.slots)) if len(rows.ends) else None
             ends = np.arange(cache.slots)
         else:
@@ -82,10 +82,10 @@ class TorchDecoder:
         if hidden is None or not len(rows.of):
             return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
         logits = F.linear(self._normed(hidden[self._on_device(ends)], self._norm), self._head)
-        return self._draw(logits[self._on_device(rows.of)].float(), rows)
+        return self._sample(logits[self._on_device(rows.of)].float(), rows)
 
-    def _draw(self, logits: Tensor, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
-        """From logits [A, vocabulary]."""
+    def _sample(self, logits: Tensor, rows: Pass) -> tuple[Int32Array, Float32Array] | None:
+        """Tokens and their log-probabilities, both [A], from logits [A, vocabulary]; None if these are not finite."""
         temperatures = self._on_device(rows.temperatures)[:, None]
         greedy = temperatures == 0
         logprobs = (logits / torch.where(greedy, 1, temperatures)).log_softmax(-1)
@@ -108,10 +108,10 @@ class TorchDecoder:
         seen = torch.arange(columns, device=self._device) <= positions[:, None]  # [M, T]
         starts = np.flatnonzero(np.diff(table[1], prepend=-1))
         lengths = np.diff(starts, append=rows)
-        if self._deterministic and rows == cache.slots:  # answers, of which the last is there several times
+        if self._deterministic and rows == cache.slots:  # single tokens, of which the last is there several times
             starts, lengths = np.arange(rows), np.ones(rows, dtype=np.int64)
         alone = self._on_device(starts[lengths == 1])
-        texts = [(int(at), int(at + n), int(table[1, at])) for at, n in zip(starts, lengths, strict=True) if n > 1]
+        sequences = [(int(at), int(at + n), int(table[1, at])) for at, n in zip(starts, lengths, strict=True) if n > 1]
         x = self._embedding[tokens]
         for layer, (keys, values) in zip(self._layers, cache.kv, strict=True):
             qkv = F.linear(self._normed(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(rows, -1, spec.head_dim)
@@ -128,7 +128,7 @@ class TorchDecoder:
                 mixed[alone] = self._attend(
                     query[alone, :, None], keys[own, :, :columns], values[own, :, :columns], seen[alone, None, None]
                 )[:, :, 0]
-            for start, end, slot in texts:
+            for start, end, slot in sequences:
                 mixed[start:end] = self._attend(
                     query[start:end].transpose(0, 1), keys[slot, :, :columns], values[slot, :, :columns],
                     seen[start:end],

@@ -1,4 +1,4 @@
-"""The one thread that an engine lives in, and how an event loop talks to it."""
+"""The thread that steps an engine, and how an event loop talks to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 class _State(Enum):
     RUNNING = "running"
-    DRAINING = "draining"  # running answers go on, none start
+    DRAINING = "draining"  # running completions go on, none start
     PAUSED = "paused"
 
 
@@ -75,7 +75,7 @@ class EngineThread:
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # whoever asked has gone
+                return  # the caller has gone
             try:
                 future.set_result(action(self._engine))
             except Exception as error:  # noqa: BLE001 - handed to the caller
@@ -85,8 +85,8 @@ class EngineThread:
         return await asyncio.wrap_future(future)
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
-        """Stop decoding. `keep` holds running answers, `abort` ends all requests with what they have, `wait` returns
-        once running answers are finished; answers without a slot wait in `keep` and `wait`."""
+        """Stop decoding. `keep` holds running completions, `abort` ends all requests with what they have, `wait`
+        returns once running completions are finished; those without a slot wait in `keep` and `wait`."""
 
         def pause(engine: ServedEngine) -> Future[None]:
             paused: Future[None] = Future()
@@ -150,7 +150,7 @@ class EngineThread:
             while self._obey():
                 self._hand_over(self._engine.step())
             self._doing.end()
-        except BaseException as error:  # noqa: BLE001 - whoever started the thread decides
+        except BaseException as error:  # noqa: BLE001 - the thread's owner decides
             self._loop.call_soon_threadsafe(self._failed, error)
 
     def _obey(self) -> bool:
@@ -172,7 +172,7 @@ class EngineThread:
     def _pause(self) -> None:
         self._account()
         self._state = _State.PAUSED
-        if self._clear_cache:  # only now: answers that were still to finish needed it
+        if self._clear_cache:  # only now: completions that were still to finish needed it
             self._engine.clear_cache()
         self._release_waiters()
 
@@ -187,7 +187,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._deliver, finished)
 
     def _account(self) -> None:
-        """Put the time since the last call where it belongs."""
+        """Account the time since the last call to what the engine did meanwhile."""
         now = time.monotonic()
         if not self.is_paused:
             self._completion_s += (now - self._marked) * self._engine.running

@@ -1,4 +1,4 @@
-"""Reading and refusing what clients send: every refusal names the field, as vLLM's errors do."""
+"""Parsing and validation of request bodies: every refusal names the field, as vLLM's errors do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RequestError(GenerationError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedGeneration:
-    """A request and how its answer is to be written."""
+    """A request and what its response is to contain."""
 
     request: GenerationRequest  # its stop tokens include the model's end tokens, unless the client ignores those
     logprobs: bool
@@ -80,7 +80,7 @@ def parse_request(body: dict[str, Any], *, eos_token_ids: tuple[int, ...], defau
     if model not in (None, MODEL_NAME):
         raise RequestError(f"the model {model!r:.80} does not exist, this is {MODEL_NAME!r}", param="model", status=404)
     if body.get("stream"):
-        raise RequestError("must be false: answers are sent whole", param="stream")
+        raise RequestError("must be false: responses are sent whole", param="stream")
     if "request_id" in body:
         take(body, "request_id", str)
     params = take(body, "sampling_params", dict) if "sampling_params" in body else {}

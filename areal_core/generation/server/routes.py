@@ -1,8 +1,8 @@
 """An engine behind the routes of vLLM's native RL API, with the same fields and errors.
 
-controller --POST /inference/v1/generate--> event loop --> engine thread --> answers, with a version for every token
+controller --POST /inference/v1/generate--> event loop --> engine thread --> completions, with a version for every token
 controller --start, update, pause, finish, resume--> weights are staged while decoding goes on, and swapped between
-                                                     two steps; resume computes the KV cache again
+                                                     two decode steps; resume recomputes the KV cache
 
 python -m areal_core.generation.server.routes --model DIR --host 127.0.0.1 --port 0 --ready-file F --slots N
 """
@@ -127,7 +127,7 @@ class GenerationServer:
         )
 
     async def _abort_requests(self, http: web.Request) -> web.Response:
-        """By the ids that answers bear, as in vLLM, or by those of the requests."""
+        """By the ids in responses, as in vLLM, or by those of the requests."""
         given = take(parse_json(await http.read()), "request_ids", list)
         ids = {str(request_id).removeprefix("generate-tokens-") for request_id in given}
         return web.json_response({"status": "aborted", "aborted": await self._thread.abort(ids)})
@@ -158,7 +158,7 @@ class GenerationServer:
         return web.json_response({"is_paused": self._thread.is_paused})
 
     async def _sleep(self, http: web.Request) -> web.Response:
-        """Level 1 alone: there is no accelerator to free, so sleeping is pausing and forgetting the cache."""
+        """Level 1 alone: there is no accelerator to free, so sleeping is pausing and clearing the KV cache."""
         if http.query.get("level", "1") != "1":
             raise RequestError(f"must be 1, got {http.query['level']!r}", param="level")
         self._sleeping = True
@@ -285,9 +285,9 @@ def _arguments() -> argparse.Namespace:
     parser = server_parser("areal_core.generation.server.routes")
     parser.add_argument("--engine", default="embedded", help="embedded, or an import path: package.module:function")
     parser.add_argument("--timeline", type=Path, help="file to append to: what the engine did when")
-    parser.add_argument("--context", type=int, help="tokens of prompt and answer; default: the model's")
+    parser.add_argument("--context", type=int, help="tokens of prompt and completion; default: the model's")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--deterministic", action="store_true", help="answers independent of their company, to the bit")
+    parser.add_argument("--deterministic", action="store_true", help="batch-invariant completions, to the bit")
     parser.add_argument("--emulate", type=Path, help="a run's config.json: emulate its accelerators, compute nothing")
     return parser.parse_args()
 

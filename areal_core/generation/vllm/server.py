@@ -100,7 +100,7 @@ def command(arguments: argparse.Namespace, distribution: str, port: int) -> list
 
 
 def _cpu_options(context: int) -> list[Any]:
-    """Without compilation, which takes minutes. Without chunked prefill: a seeded request whose prompt is read in
+    """Without compilation, which takes minutes. Without chunked prefill: a seeded request whose prompt is prefilled in
     parts asks its generator for an offset, which torch has for GPUs alone, and vLLM ends."""
     return ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", max(_BATCHED_TOKENS, context)]
 
@@ -140,7 +140,7 @@ class _Server:
         )
 
     def wait_until_it_serves(self, stop: threading.Event) -> bool:
-        """Whether it answers; False once it is to stop. Raises ProcessError when it ends instead."""
+        """Whether it serves; False once it is to stop. Raises ProcessError when it ends instead."""
         while not stop.is_set():
             if (code := self.process.poll()) is not None:
                 raise ProcessError(f"vLLM ended with code {code} before it served")
@@ -151,7 +151,7 @@ class _Server:
         return False
 
     def warm_up(self, version: int) -> None:
-        """Have the first request over with, and the weights called by their version."""
+        """Send a first request, which compiles what it needs, and set the version of the weights."""
         sampling = {"max_tokens": 2, "temperature": 1.0, "seed": 0, "n": 2, "logprobs": 0, "ignore_eos": True}
         request = {"model": MODEL_NAME, "token_ids": [0, 0], "sampling_params": sampling}
         try:
@@ -190,7 +190,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--log-file", type=Path, help="what vLLM says; default: where this process writes")
     parser.add_argument("--log-bytes", type=int, default=LaunchConfig.log_bytes, help="before it is rotated")
     parser.add_argument("--log-files", type=int, default=LaunchConfig.log_files, help="older ones that are kept")
-    parser.add_argument("--context", type=int, required=True, help="tokens of prompt and answer")
+    parser.add_argument("--context", type=int, required=True, help="tokens of prompt and completion")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--data-parallel", type=int, default=1)

@@ -14,7 +14,7 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.errors import ProcessError, RunFinished
 from areal_core.storage.rundir import RunDir, write_json
 
-Answer = Callable[[str], tuple[int, bytes]]
+Respond = Callable[[str], tuple[int, bytes]]
 
 
 @pytest.fixture
@@ -25,15 +25,15 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def serve(run: RunDir) -> Iterator[Callable[[Answer], ThreadingHTTPServer]]:
+def serve(run: RunDir) -> Iterator[Callable[[Respond], ThreadingHTTPServer]]:
     servers: list[ThreadingHTTPServer] = []
 
-    def start(completion: Answer) -> ThreadingHTTPServer:
+    def start(respond: Respond) -> ThreadingHTTPServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                status, body = completion(self.path)
+                status, body = respond(self.path)
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -65,9 +65,9 @@ MANIFEST = {
 }
 
 
-def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]) -> None:
-    completions = iter([(204, b""), (204, b""), (200, json.dumps(MANIFEST).encode())])
-    serve(lambda path: next(completions))
+def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[Respond], ThreadingHTTPServer]) -> None:
+    responses = iter([(204, b""), (204, b""), (200, json.dumps(MANIFEST).encode())])
+    serve(lambda path: next(responses))
     manifest = ControllerClient(run).batch(1)
     assert manifest.step == 1
     assert manifest.groups[0].group_id == 7
@@ -75,10 +75,10 @@ def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[A
 
 
 def test_a_join_is_asked_for_until_the_server_is_at_work(
-    run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]
+    run: RunDir, serve: Callable[[Respond], ThreadingHTTPServer]
 ) -> None:
-    completions = iter([(204, b""), (200, b"{}"), (204, b""), (204, b""), (200, b"{}"), (502, b"it runs vLLM 0.31.0")])
-    serve(lambda path: next(completions))
+    responses = iter([(204, b""), (200, b"{}"), (204, b""), (204, b""), (200, b"{}"), (502, b"it runs vLLM 0.31.0")])
+    serve(lambda path: next(responses))
     client = ControllerClient(run)
     assert [client.register("a", "http://a", timeout_s=1.0) for _ in range(2)] == [False, True]
     client.join("a", "http://a")
@@ -87,7 +87,7 @@ def test_a_join_is_asked_for_until_the_server_is_at_work(
 
 
 def test_the_end_of_the_run_and_a_refusal_are_told_apart(
-    run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]
+    run: RunDir, serve: Callable[[Respond], ThreadingHTTPServer]
 ) -> None:
     serve(lambda path: (410, b"score") if "batch" in path else (400, b"no such group"))
     client = ControllerClient(run)
@@ -98,7 +98,7 @@ def test_the_end_of_the_run_and_a_refusal_are_told_apart(
 
 
 def test_a_restarted_controller_is_found_on_its_new_port(
-    run: RunDir, serve: Callable[[Answer], ThreadingHTTPServer]
+    run: RunDir, serve: Callable[[Respond], ThreadingHTTPServer]
 ) -> None:
     first = serve(lambda path: (200, b"old"))
     client = ControllerClient(run, patience_s=10.0)
@@ -112,6 +112,6 @@ def test_a_restarted_controller_is_found_on_its_new_port(
 
 def test_patience_ends_with_one_line_that_names_the_call(run: RunDir) -> None:
     with pytest.raises(
-        ProcessError, match=r"controller: no answer to GET /groups/1 within 0 s \(the controller is not"
+        ProcessError, match=r"controller: no response to GET /groups/1 within 0 s \(the controller is not"
     ):
         ControllerClient(run, patience_s=0.0).group(1)

@@ -1,4 +1,4 @@
-"""Answers from several servers: what is kept, what is asked for, and what it comes to."""
+"""Completions from several servers: what is kept, what is requested, and how they are joined."""
 
 import dataclasses
 import pickle
@@ -55,7 +55,7 @@ def test_a_body_that_is_complete_is_kept_as_it_is(monkeypatch):
     assert joined(transcript) == [([4, 5], "length"), ([6, STOP], "stop")]
 
 
-def test_interrupted_answers_are_gone_on_with_and_others_are_left_alone():
+def test_interrupted_completions_are_continued_and_others_are_left_alone():
     transcript = begun(([4, 5], "abort"), ([6, STOP], "stop"), ([], "abort"))
     assert transcript.unfinished() == [0, 2]
     transcript.extend(2, body(([11, 12], "abort"), version=4))
@@ -98,7 +98,7 @@ def test_the_seed_of_a_continuation_depends_on_seed_place_and_offset_alone():
 
 
 @pytest.mark.parametrize("stop", REQUEST.stop_token_ids)
-def test_an_answer_that_was_interrupted_after_its_stop_token_is_finished(stop):
+def test_a_completion_that_was_interrupted_after_its_stop_token_is_finished(stop):
     transcript = begun(([4, stop], "abort"), ([4], "abort"))
     assert transcript.unfinished() == [1]
     transcript.extend(1, body(([stop], "abort")))
@@ -106,7 +106,7 @@ def test_an_answer_that_was_interrupted_after_its_stop_token_is_finished(stop):
     assert joined(transcript) == [([4, stop], "stop"), ([4, stop], "stop")]
 
 
-def test_an_answer_that_was_interrupted_at_its_limit_is_finished():
+def test_a_completion_that_was_interrupted_at_its_limit_is_finished():
     transcript = begun(([4] * 6, "abort"), ([4] * 5, "abort"))
     assert transcript.unfinished() == [1]
     transcript.extend(1, body(([5], "abort")))
@@ -119,20 +119,20 @@ def test_a_stop_token_at_the_limit_is_a_stop():
 
 
 @pytest.mark.parametrize(
-    ("completions", "said"),
+    ("first", "said"),
     [
-        (body(([4], "abort")), "1 answers where 2 were asked for"),
-        (body(*[([4], "abort")] * 3), "3 answers where 2 were asked for"),
-        (b"an abort, but not JSON", "not an answer of /inference/v1/generate: .*JSON"),
-        (b'{"abort": []}', "not an answer of /inference/v1/generate: .*choices"),
-        (b'{"choices": [{"finish_reason": "abort"}]}', "not an answer of /inference/v1/generate: .*token_ids"),
-        (body(([4], "abort"), ([], "length")), r"answer 1 ended \(length\) without a token"),
+        (body(([4], "abort")), "1 completions where 2 were requested"),
+        (body(*[([4], "abort")] * 3), "3 completions where 2 were requested"),
+        (b"an abort, but not JSON", "not a response of /inference/v1/generate: .*JSON"),
+        (b'{"abort": []}', "not a response of /inference/v1/generate: .*choices"),
+        (b'{"choices": [{"finish_reason": "abort"}]}', "not a response of /inference/v1/generate: .*token_ids"),
+        (body(([4], "abort"), ([], "length")), r"completion 1 ended \(length\) without a token"),
     ],
 )
-def test_what_can_not_be_gone_on_from_is_refused(completions, said):
+def test_what_can_not_be_continued_from_is_refused(first, said):
     transcript = Transcript(REQUEST)
     with pytest.raises(GenerationError, match=said) as caught:
-        transcript.begin(completions)
+        transcript.begin(first)
     assert "\n" not in str(caught.value)
     assert not transcript.begun
 
@@ -140,13 +140,13 @@ def test_what_can_not_be_gone_on_from_is_refused(completions, said):
 @pytest.mark.parametrize(
     ("rest", "said"),
     [
-        (body(), "not one answer"),
-        (body(([4], "stop"), ([4], "stop")), "not one answer"),
-        (b"not JSON", "not an answer of /inference/v1/generate"),
-        (body(([], "length")), r"answer 0 ended \(length\) without a token"),
+        (body(), "not exactly one completion"),
+        (body(([4], "stop"), ([4], "stop")), "not exactly one completion"),
+        (b"not JSON", "not a response of /inference/v1/generate"),
+        (body(([], "length")), r"completion 0 ended \(length\) without a token"),
     ],
 )
-def test_a_rest_that_is_none_leaves_the_answer_as_it_was(rest, said):
+def test_a_rest_that_is_none_leaves_the_completion_as_it_was(rest, said):
     transcript = begun(([4], "abort"), ([5, STOP], "stop"))
     before, asked = transcript.completions(), transcript.continuation(0)
     with pytest.raises(GenerationError, match=said):
@@ -167,7 +167,7 @@ def test_what_was_refused_halfway_leaves_nothing_behind():
     assert transcript.take_refused() == Tally()
 
 
-def test_a_complete_body_with_too_few_answers_shows_when_it_is_read():
+def test_a_complete_body_with_too_few_completions_shows_when_it_is_read():
     transcript = Transcript(REQUEST)
     transcript.begin(body(([4], "stop")))
     with pytest.raises(GenerationError, match="fewer choices than asked for"):
@@ -175,7 +175,7 @@ def test_a_complete_body_with_too_few_answers_shows_when_it_is_read():
     assert transcript.sampled() == Tally(tokens=1, unread=6)
 
 
-def test_tokens_are_counted_whatever_the_answers_have_come_to():
+def test_tokens_are_counted_whatever_has_become_of_the_completions():
     assert Transcript(REQUEST).sampled() == Tally()
     assert begun(([4, 5], "abort"), ([], "abort")).sampled() == Tally(tokens=2)
     assert begun(([4, 5], "length"), ([6, STOP], "stop")).sampled() == Tally(tokens=4)
@@ -194,7 +194,7 @@ def test_what_can_not_be_read_is_bounded_by_what_was_asked_for():
     assert transcript.sampled() == Tally(tokens=4)
 
 
-def test_what_is_discarded_is_told_of_and_asked_for_again():
+def test_what_is_discarded_is_counted_and_requested_again():
     transcript = begun(([4, 5], "abort"), ([6, STOP], "stop"))
     transcript.extend(0, body(([7], "length")))
     transcript.discard()
@@ -205,11 +205,11 @@ def test_what_is_discarded_is_told_of_and_asked_for_again():
     assert joined(transcript) == [([8], "length"), ([6, STOP], "stop")]
 
 
-def test_answers_travel_with_one_copy_of_a_body_that_they_share():
+def test_completions_travel_with_one_copy_of_a_body_that_they_share():
     transcript = begun(([4] * 5, "abort"), ([6, STOP], "stop"))
     transcript.extend(0, body(([7], "length")))
     sent = pickle.dumps(transcript.completions())
-    bodies = [text for one in pickle.loads(sent) for text, _ in one.segments]
+    bodies = [raw for one in pickle.loads(sent) for raw, _ in one.segments]
     assert len(bodies) == 3
     assert bodies[0] is bodies[2]
     assert len(sent) < sum(map(len, bodies))

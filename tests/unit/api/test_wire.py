@@ -21,19 +21,23 @@ def completion(tokens, versions, finish_reason="stop"):
     )
 
 
-ANSWERS = [completion([7, 8, 9, 1], [3, 3, 4, 6]), completion([2, 2], [4, 4], "length"), completion([], [], "abort")]
+COMPLETIONS = [
+    completion([7, 8, 9, 1], [3, 3, 4, 6]),
+    completion([2, 2], [4, 4], "length"),
+    completion([], [], "abort"),
+]
 
 
 def encode(**changes):
-    body = orjson.loads(encode_generation(REQUEST, ANSWERS, logprobs=True, eos_token_ids=(1,)))
+    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
     body["choices"][0] |= changes
     return orjson.dumps(body)
 
 
-def test_answers_survive_the_wire_to_the_bit():
-    parsed = parse_generation(encode_generation(REQUEST, ANSWERS, logprobs=True, eos_token_ids=(1,)))
-    assert len(parsed) == len(ANSWERS)
-    for got, sent in zip(parsed, ANSWERS, strict=True):
+def test_completions_survive_the_wire_to_the_bit():
+    parsed = parse_generation(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
+    assert len(parsed) == len(COMPLETIONS)
+    for got, sent in zip(parsed, COMPLETIONS, strict=True):
         for field in ("token_ids", "logprobs", "versions"):
             assert getattr(got, field).dtype == getattr(sent, field).dtype
             np.testing.assert_array_equal(getattr(got, field), getattr(sent, field))
@@ -41,7 +45,7 @@ def test_answers_survive_the_wire_to_the_bit():
 
 
 def test_fields_are_those_of_vllm():
-    body = orjson.loads(encode_generation(REQUEST, ANSWERS, logprobs=True, eos_token_ids=(1,)))
+    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=True, eos_token_ids=(1,)))
     assert body["request_id"] == "generate-tokens-r-1"
     assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
     first = body["choices"][0]
@@ -55,7 +59,7 @@ def test_fields_are_those_of_vllm():
 
 
 def test_a_stop_token_other_than_the_models_end_is_the_stop_reason():
-    body = orjson.loads(encode_generation(REQUEST, ANSWERS, logprobs=False, eos_token_ids=()))
+    body = orjson.loads(encode_generation(REQUEST, COMPLETIONS, logprobs=False, eos_token_ids=()))
     assert [choice["stop_reason"] for choice in body["choices"]] == [1, None, None]
     assert body["choices"][0]["logprobs"] is None
 
@@ -82,7 +86,7 @@ def test_a_request_says_all_that_sampling_depends_on():
     ],
 )
 def test_bodies_without_a_logprob_and_a_version_for_every_token_are_refused(body):
-    with pytest.raises(GenerationError, match="not an answer"):
+    with pytest.raises(GenerationError, match="not a response"):
         parse_generation(body)
 
 

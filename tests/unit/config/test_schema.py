@@ -153,7 +153,10 @@ def test_algorithms_that_may_seem_wrong_and_are_not() -> None:
     [
         ({}, True),
         ({"mode": "sync"}, False),  # nothing is stale
-        ({"mode": "sync", "algorithm": {"behaviour_cap": 2.0}}, True),  # what engines differ in is
+        (
+            {"mode": "sync", "algorithm": {"behaviour_cap": 2.0}},
+            True,
+        ),  # the deviation between servers and trainer is bounded
         ({"mode": "sync", "algorithm": {"behaviour_mask_low": 0.5}}, True),
         ({"algorithm": {"objective": "standard"}}, False),
         ({"algorithm": {"objective": "a3po"}}, False),
@@ -193,7 +196,7 @@ def test_a_proximal_policy_is_recomputed_where_the_objective_weighs_with_it(
         ),
     ],
 )
-def test_what_needs_answers_that_differ_is_refused_where_none_do(values: dict[str, Any], said: str) -> None:
+def test_what_needs_completions_that_differ_is_refused_where_none_do(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(values)
     assert str(caught.value) == said

@@ -35,7 +35,7 @@ async def pool():
 
 
 async def ask(pool, request_id="r", **changes):
-    """The tokens of the answers to a request."""
+    """The tokens of the completions of a request."""
     return await finish(pool, Transcript(request(request_id, **changes)))
 
 
@@ -78,7 +78,7 @@ async def test_a_server_that_fails_a_phase_is_lost_and_the_others_go_on(servers,
     assert call.result() == [WHOLE]
 
 
-async def test_requests_go_to_the_server_with_the_fewest_answers(servers, pool):
+async def test_requests_go_to_the_server_with_the_fewest_completions(servers, pool):
     for name, server in zip("ab", servers, strict=True):
         server.release.clear()
         await pool.join(name, server.url, lambda: version(0))
@@ -178,7 +178,7 @@ async def test_what_servers_count_is_kept_when_they_leave_and_when_they_are_lost
     assert counters.generated() == 30 + 5
     servers[0].counted = 140  # its last report, as it leaves
     await pool.leave("a")
-    await ask(pool, "group-1-0", n=3)  # answered after the last report
+    await ask(pool, "group-1-0", n=3)  # completed after the last report
     servers[1].release.clear()
     call = asyncio.ensure_future(ask(pool, "group-2-0", n=2))
     await servers[1].started("group-2-0")
@@ -272,10 +272,10 @@ async def test_what_failed_is_lost_until_it_joins_again(servers, pool):
     assert pool.lost == ()
 
 
-# -- answers that were interrupted -------------------------------------------------------------------------------------
+# -- completions that were interrupted ---------------------------------------------------------------------------------
 
 
-async def test_the_rest_of_interrupted_answers_goes_to_the_servers_with_the_least_to_do(servers, pool):
+async def test_the_rest_of_interrupted_completions_goes_to_the_servers_with_the_least_to_do(servers, pool):
     servers[0].release.clear()
     for name, server in zip("ab", servers, strict=True):
         await pool.join(name, server.url, lambda: version(0))
@@ -365,7 +365,7 @@ async def test_giving_up_on_a_leaving_server_ends_no_request(servers, pool):
     await client.close()
 
 
-async def test_what_was_sampled_before_a_server_was_lost_is_gone_on_with(servers, pool):
+async def test_what_was_sampled_before_a_server_was_lost_is_continued(servers, pool):
     servers[0].release.clear()
     await pool.join("a", servers[0].url, lambda: version(0))
     transcript = Transcript(request(n=2))
@@ -382,7 +382,7 @@ async def test_what_was_sampled_before_a_server_was_lost_is_gone_on_with(servers
     assert servers[1].requests.keys() == {"r-0-2", "r-1-2"}
 
 
-async def test_an_answer_that_fails_does_not_keep_others_from_being_finished(servers, pool):
+async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
     transcript = Transcript(request(n=2))
@@ -432,10 +432,10 @@ async def test_a_join_that_is_asked_for_again_changes_nothing(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(3))
     asked = len(servers[0].calls)
     servers[0].release.clear()
-    async with servers[0].runs(ask(pool)) as completion:
+    async with servers[0].runs(ask(pool)) as call:
         await pool.join("a", servers[0].url, lambda: version(3))
         assert servers[0].calls[asked:] == ["r", ("/weight_info", None)]
-    assert await completion == [WHOLE]
+    assert await call == [WHOLE]
     servers[0].label = "0"  # another one was started in its place
     await pool.join("a", servers[0].url, lambda: version(3))
     assert servers[0].label == "3"
@@ -507,7 +507,7 @@ async def test_versions_never_go_back_for_a_server_that_joined_while_an_older_on
         assert labels == sorted(labels)
 
 
-async def test_who_asks_again_waits_for_the_join_that_is_under_way(servers, pool):
+async def test_a_second_call_waits_for_the_join_that_is_under_way(servers, pool):
     servers[0].hanging.add("/update_weights")
     joins = [asyncio.ensure_future(pool.join("a", servers[0].url, lambda: version(1))) for _ in range(2)]
     await asked(servers[0], "/update_weights")
@@ -542,7 +542,7 @@ async def test_a_server_leaves_before_it_has_joined(servers, pool):
     assert (pool.registry.servers, pool.lost) == ((), ())
 
 
-async def test_half_an_update_is_none(servers, pool):
+async def test_an_update_goes_on_when_its_caller_is_cancelled(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].hanging.add("/update_weights")
     loading = asyncio.ensure_future(pool.load_version(version(1)))

@@ -76,13 +76,13 @@ def test_every_event_leads_where_the_picture_says_or_is_refused(registry, state,
 
 def test_the_next_incarnation_of_a_name_ends_one_that_is_lost_and_nobody_else(registry):
     others = [brought(registry, state, "a") for state in ("announced", "joining", "serving", "updating", "leaving")]
-    elsewhere = brought(registry, "lost", "b")
+    other_name = brought(registry, "lost", "b")
     lost = brought(registry, "lost", "a")
     new = registry.announce("a", Client("http://new"))
     assert (lost.state.value, new.state.value) == ("ended", "announced")
-    assert registry.servers == (*others, elsewhere, new)
+    assert registry.servers == (*others, other_name, new)
     assert [server.incarnation for server in (*others, lost, new)] == [1, 2, 3, 4, 5, 6, 7]
-    assert (elsewhere.incarnation, registry.lost) == (1, ("http://b",))
+    assert (other_name.incarnation, registry.lost) == (1, ("http://b",))
 
 
 def test_the_version_is_the_lowest_of_those_at_work(registry):
@@ -107,7 +107,7 @@ async def test_waiting_ends_with_the_transition_that_is_waited_for(registry):
         await asyncio.gather(*waits)
 
 
-async def test_those_that_give_no_answer_have_failed_and_a_mistake_of_ours_is_raised(registry):
+async def test_servers_that_do_not_respond_have_failed_and_a_mistake_of_ours_is_raised(registry):
     servers = [brought(registry, "serving", name) for name in "abc"]
 
     async def call(server):

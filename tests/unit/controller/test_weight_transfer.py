@@ -127,7 +127,7 @@ async def test_a_server_that_fails_a_phase_is_taken_out_and_the_others_go_on(poo
     assert (await pool.transfer.group(version(2)))["open"] is False  # it must be built again
 
 
-async def test_a_server_that_joins_has_to_be_met_before_it_takes_part(pool):
+async def test_a_server_that_joins_takes_part_once_a_new_group_is_open(pool):
     await pool.transfer.open(INIT)
     pool.add("c", 1)
     assert await pool.transfer.group(version(1)) == {"needed": True, "open": False, "world_size": 4}
@@ -233,8 +233,8 @@ async def test_to_the_trainer_the_controller_is_one_server(pool):
             ("finish_weight_update", {"weight_version": None}),
         ):
             await http.post(f"{url}/transfer/{path}", json=body)
-        reply = await (await http.get(f"{url}/transfer?version=3")).json()
-    assert reply == {"needed": False, "open": True, "world_size": 3}
+        group = await (await http.get(f"{url}/transfer?version=3")).json()
+    assert group == {"needed": False, "open": True, "world_size": 3}
     assert pool.servers["a"].client.calls[:4] == [
         ("open_transfer", {"packed": True}),
         ("begin_transfer", version(3), "recompute"),

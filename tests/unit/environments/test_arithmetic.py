@@ -19,7 +19,7 @@ def test_operators_have_no_precedence():
     assert Chain((2, 3, 4), "+*").worked == "2+3=5;5*4=0#0"
 
 
-def test_the_worked_answer_is_right_at_every_step():
+def test_the_worked_solution_is_right_at_every_step():
     rng = random.Random(0)
     for _ in range(200):
         chain = draw(rng, max_operations=16, decay=0.85)

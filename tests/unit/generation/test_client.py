@@ -153,7 +153,7 @@ async def test_what_a_server_may_have_sampled_since_its_last_report_is_bounded(v
         assert vllm_client.unreported_tokens == (3 + 2) * 24
         await asyncio.gather(vllm_client.load(), vllm_client.load())
         assert vllm_client.unreported_tokens == 2 * 24
-    assert vllm_client.unreported_tokens == 2 * 24  # answered since
+    assert vllm_client.unreported_tokens == 2 * 24  # completed since
     await vllm_client.load()
     assert vllm_client.unreported_tokens == 0
 

@@ -1,4 +1,4 @@
-"""One process in its parent's hands: what is known of its end, and when its number may be somebody else's."""
+"""Child processes: their exit status, and how long their number stays theirs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_process_that_has_ended_keeps_its_number_until_it_is_reaped(tmp_path: 
     assert child.log.path.read_text() == "done\n"
 
 
-def test_who_is_left_at_the_deadline(tmp_path: Path) -> None:
+def test_what_is_alive_at_the_deadline(tmp_path: Path) -> None:
     ends, stays = start(tmp_path, ""), start(tmp_path, "import time; time.sleep(60)")
     assert children.alive([ends.pidfd, stays.pidfd], time.monotonic() + 3.0) == {stays.pidfd}
     assert children.poll([ends.pidfd, stays.pidfd], None) == {ends.pidfd}
@@ -93,7 +93,7 @@ def test_a_mark_is_a_whole_variable(marked: list[subprocess.Popen[bytes]]) -> No
     assert [each.poll() for each in marked] == [None, None]
 
 
-def test_who_bears_a_mark_has_time_to_end_in_order(marked: list[subprocess.Popen[bytes]]) -> None:
+def test_what_carries_the_mark_has_time_to_end_in_order(marked: list[subprocess.Popen[bytes]]) -> None:
     for each in marked:
         each.send_signal(signal.SIGCONT)
         each.terminate()

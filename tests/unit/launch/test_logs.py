@@ -94,7 +94,7 @@ def test_one_that_a_person_started_writes_the_message_alone() -> None:
     assert said("logger.info('here'); logger.error('port taken')", None)[1] == ["here", "areal: error: port taken"]
 
 
-def test_what_nobody_catches_is_a_record_too() -> None:
+def test_an_uncaught_exception_is_a_record_too() -> None:
     code = (
         "warnings.warn('deprecated')\n"
         "thread = threading.Thread(target=lambda: [][1], name='reader'); thread.start(); thread.join()\n"
@@ -120,7 +120,7 @@ def test_a_launcher_keeps_what_it_says(tmp_path: Path) -> None:
 
 
 class Written:
-    """A file that somebody appends to, and who looks at it."""
+    """A log that is appended to, and its LogFile."""
 
     def __init__(self, folder: Path, *, limit: int, files: int, before: bytes = b"") -> None:
         self.path = folder / "x.log"

@@ -1,4 +1,4 @@
-"""Environments that go on talking, as the controller drives them: suspended, answered, scored."""
+"""Environments of several turns, as the controller drives them: suspended, resumed, scored."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ PROMPT = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode(
 
 
 def served(*completions):
-    """As a server would give them."""
+    """As a server would return them."""
     request = GenerationRequest(
         request_id="1", token_ids=(2,), n=len(completions), max_tokens=9, seed=0, stop_token_ids=(END,)
     )
@@ -26,7 +26,7 @@ def served(*completions):
 
 
 def advance_all(environment, *turns, n=2, max_new_tokens=20):
-    """What the group asks for after each turn, and at last its score."""
+    """The group's requests after each turn, and at last its score."""
 
     async def main():
         rollout = GroupRollout(environment, TOKENIZER, PROMPT, n=n, max_new_tokens=max_new_tokens)
@@ -40,7 +40,7 @@ def trajectory(*segments, reward=1.0):
 
 
 class Talker:
-    """Asks for two more completions of each of its first two, all at once, and takes the last of them."""
+    """Requests two more completions after each of its first two, all at once, and takes the last of them."""
 
     async def rollout_group(self, task, policy, n):
         first = [*await policy.sample(task.token_ids), *await policy.sample(task.token_ids)]
@@ -53,7 +53,7 @@ class Talker:
         ]
 
 
-def test_requests_that_wait_together_are_asked_for_together_and_answered_in_order():
+def test_requests_that_wait_together_go_out_together_and_are_fulfilled_in_order():
     first = served(completion("1", version=1), completion("22", version=1))
     more = [
         served(completion("3", version=2), completion("4", version=2)),
@@ -77,7 +77,7 @@ def test_requests_that_wait_together_are_asked_for_together_and_answered_in_orde
 
 
 class Broken:
-    """Gives whatever it was told to, from the group's first completions."""
+    """Returns what `give` makes of the group's first completions."""
 
     def __init__(self, give):
         self.give = give

@@ -111,7 +111,7 @@ def test_a_group_is_scored_and_packed(model):
     }
 
 
-def test_the_segments_of_an_interrupted_answer_are_scored_as_one(model):
+def test_the_segments_of_an_interrupted_completion_are_scored_as_one(model):
     parts = (
         body(completion("1-1=0;", [4] * 6, "abort"), completion("#3", [4, 4, 4])),
         body(completion("0-7=3#3", [5] * 8)),
@@ -125,7 +125,7 @@ def test_the_segments_of_an_interrupted_answer_are_scored_as_one(model):
     assert scored.summary.samples[0] == ("1-1=0;0-7=3#3", 1.0, "4:0-6 5:6-14")
 
 
-def test_a_truncated_answer_is_flagged_and_wrong_even_if_its_text_is_right(model):
+def test_a_truncated_completion_is_flagged_and_wrong_even_if_its_text_is_right(model):
     scored = score_group(job(whole(completion("#3", [0, 0], "length"), completion("#3", [0, 0, 0])), model_path=model))
     payload = unpack_group(scored.payload)
     assert payload.truncated.tolist() == [True, False]
@@ -134,12 +134,12 @@ def test_a_truncated_answer_is_flagged_and_wrong_even_if_its_text_is_right(model
 
 
 @pytest.mark.parametrize("unfinished", [completion("#3", [0, 0], "abort"), completion("", [], "length")])
-def test_an_unfinished_answer_is_not_scored(model, unfinished):
+def test_an_unfinished_completion_is_not_scored(model, unfinished):
     with pytest.raises(RewardError, match="completion 1 is not finished"):
         score_group(job(whole(completion("#3", [0, 0, 0]), unfinished), model_path=model))
 
 
-def test_a_body_that_is_no_answer_is_refused(model):
+def test_a_body_without_completions_is_refused(model):
     with pytest.raises(GenerationError):
         score_group(job(whole_completions(b"{}", 1), model_path=model))
 
@@ -245,7 +245,7 @@ async def test_closing_ends_what_is_under_way():
             await scoring
 
 
-# Groups that go on talking: suspended in a worker while the policy answers.
+# Groups of several turns: suspended in a worker while the policy generates.
 
 
 TALKING = EnvironmentConfig(name="two_turn")
@@ -255,10 +255,10 @@ async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
     """Three groups in turn, in two workers, each with a request of its own."""
     pool = RewardPool(workers=2, timeout_s=30.0)
     sessions = [pool.begin(job(model_path=model, environment=TALKING)) for _ in range(3)]
-    asked = await asyncio.gather(
+    requests = await asyncio.gather(
         *(session.advance([whole(completion(f"#{place}", [0, 0, 0]))]) for place, session in enumerate(sessions))
     )
-    texts = [char_tokenizer().decode(request.token_ids) for (request,) in asked]
+    texts = [char_tokenizer().decode(request.token_ids) for (request,) in requests]
     assert texts == ["1-1-7=#0=", "1-1-7=#1=", "1-1-7=#2="]
     scored = [await session.advance([whole(completion("#3", [1, 1, 1]))]) for session in reversed(sessions)]
     assert [one.summary.samples[0][0] for one in scored] == ["#2=#3", "#1=#3", "#0=#3"]

@@ -46,7 +46,7 @@ def admit_ready(ledger: TrajectoryLedger, *, tokens: int = 4, at: int = 0) -> in
     return group.group_id
 
 
-def test_prompts_are_drawn_in_order_and_every_one_once(ledger):
+def test_prompts_are_admitted_in_order_and_every_one_once(ledger):
     assert [ledger.admit().prompt_index for _ in range(4)] == [0, 1, 2, 3]
     assert ledger.admitted == 4 * GROUP
 
@@ -136,7 +136,7 @@ def test_the_token_ledger_is_exact(ledger):
     tokens = ledger.tokens()
     assert (tokens.consumed, tokens.buffered, tokens.dropped, tokens.in_flight) == (10, 7, 8, 2)
     assert (tokens.accounted, tokens.generated, tokens.allowance) == (27, 0, 0)
-    assert not tokens.balanced  # no server has said that it sampled any
+    assert not tokens.balanced  # no server has reported that it sampled any
     assert ledger.payload(consumed) == b"payload"
 
 
@@ -197,14 +197,14 @@ def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies
 
     assert ledger.incarnation == 1
     assert ledger.newest_version() == version(2, "other")
-    assert ledger.batch(2) is not None  # made version 2: its content stands
+    assert ledger.batch(2) is not None  # it made version 2, and its content is still valid
     assert ledger.batch(3) is None
     assert ledger.batch(4) is None
     with pytest.raises(LedgerError):
         ledger.drop(flying, "again")  # dropped already
     with pytest.raises(LedgerError):
         ledger.payload(batches[4])  # sampled by the version whose weights changed
-    assert ledger.payload(batches[3]) == b"payload"  # sampled by version 1, which stands
+    assert ledger.payload(batches[3]) == b"payload"  # sampled by version 1, which is still valid
     assert ledger.payload(ready_old) == b"payload"
     with pytest.raises(LedgerError):
         ledger.payload(ready_new)
@@ -230,7 +230,7 @@ def test_a_transition_that_fails_leaves_nothing_half_done(ledger):
     assert ledger.admitted == GROUP
 
 
-def test_a_group_that_was_dropped_while_it_ran_is_settled_when_servers_have_handed_it_over(ledger):
+def test_a_group_that_was_dropped_while_it_ran_is_settled_when_servers_have_returned_it(ledger):
     for number in (0, 1):
         ledger.publish(version(number))
     flying = ledger.admit().group_id
@@ -241,7 +241,8 @@ def test_a_group_that_was_dropped_while_it_ran_is_settled_when_servers_have_hand
 
 
 def test_what_a_killed_controller_had_not_stored_is_allowed_for(ledger):
-    """Groups that ran, and those that a new incarnation dropped before they were handed over; not what was settled or stored."""
+    """Groups that ran, and those that a new incarnation dropped before their tokens were returned; not what was settled
+    or stored."""
     for number in (0, 1):
         ledger.publish(version(number))
     ledger.admit()

@@ -1,4 +1,4 @@
-"""What tests of a run's beginnings share."""
+"""Fixtures of the tests of a run's preparation."""
 
 from __future__ import annotations
 

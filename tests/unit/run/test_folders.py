@@ -1,4 +1,4 @@
-"""Where the state of runs lies."""
+"""The folders of runs and the place of MLflow."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_model_folder_that_is_incomplete(base: dict[str, Any], name: str) -> Non
 
 def test_model_context_that_is_too_short(base: dict[str, Any]) -> None:
     write_tiny(Path(base["model"]["path"]), dataclasses.replace(SPEC, context=100))
-    fails(ConfigError, r"^task\.max_new_tokens: prompt and answer need 152 tokens .* 100$", load(base))
+    fails(ConfigError, r"^task\.max_new_tokens: prompt and completion need 152 tokens .* 100$", load(base))
 
 
 def test_prompt_file_that_is_absent(base: dict[str, Any], tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_tracking_server_that_does_not_answer(base: dict[str, Any]) -> None:
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two GPUs to be seen; returns the script that stands in for nvidia-smi and answers as it does."""
+    """Two visible GPUs; returns the script that stands in for nvidia-smi and prints what it does."""
     script = tmp_path / "bin" / "nvidia-smi"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\necho 81559\necho 40960\n')
@@ -122,7 +122,7 @@ def test_gpus_that_are_too_small(base: dict[str, Any], gpus: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo N/A", "true"])
-def test_nvidia_smi_that_does_not_know(base: dict[str, Any], gpus: Path, script: str) -> None:
+def test_nvidia_smi_that_prints_no_number(base: dict[str, Any], gpus: Path, script: str) -> None:
     gpus.write_text(f"#!/bin/sh\n{script}\n")
     said = r"^launch\.device_memory_gib: must be given where nvidia-smi can't be asked for it \(.+\)$"
     fails(ConfigError, said, on_gpus(base))

@@ -1,4 +1,4 @@
-"""What `prepare` makes and adopts."""
+"""New runs, and resumed ones that `prepare` adopts."""
 
 from __future__ import annotations
 

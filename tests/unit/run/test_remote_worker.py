@@ -1,4 +1,4 @@
-"""Taking over a role of a run: what is refused, and how a machine's part in a run goes and ends."""
+"""Remote workers: what is refused, and their part in a run from its start to its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areal_core.run import remote_worker as command
 from areal_core.run.remote_worker import RemoteWorker
 from areal_core.run.roles import remote_generation
 from areal_core.storage.rundir import RunDir, write_json
-from tests.support.heads import PATIENCE_S, Head, wait_for
+from tests.support.head_node import PATIENCE_S, HeadNode, wait_for
 
 SERVER = """
 import os, sys, time
@@ -34,8 +34,8 @@ time.sleep(600)
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Iterator[Head]:
-    made = Head(tmp_path)
+def head_node(tmp_path: Path) -> Iterator[HeadNode]:
+    made = HeadNode(tmp_path)
     yield made
     made.close()
 
@@ -84,70 +84,70 @@ def head(tmp_path: Path) -> Iterator[Head]:
 def test_what_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], launch: dict[str, Any], line: str
 ) -> None:
-    head = Head(tmp_path, **launch)
+    head_node = HeadNode(tmp_path, **launch)
     if "--address" in arguments:
-        arguments = [*arguments, "--run-dir", str(head.run.root)]
+        arguments = [*arguments, "--run-dir", str(head_node.run.root)]
     assert command.main(arguments) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"areal: error: {line}")
 
 
 def test_a_controller_that_no_other_machine_reaches_is_refused(
-    head: Head, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    head_node: HeadNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "interface", lambda address: "eth0")
-    assert command.main(["generation", "--run-dir", str(head.run.root), "--address", "203.0.113.9"]) == 2
+    assert command.main(["generation", "--run-dir", str(head_node.run.root), "--address", "203.0.113.9"]) == 2
     assert "launch.address: must be an address that other machines reach, got '127.0.0.1'" in capsys.readouterr().err
 
 
-def test_a_run_that_nobody_heads(head: Head, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    head.end(summary=False)
-    for folder in (head.run.root, tmp_path / "nowhere"):
+def test_a_run_without_a_launcher(head_node: HeadNode, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head_node.end(summary=False)
+    for folder in (head_node.run.root, tmp_path / "nowhere"):
         options = ("--run-dir", str(folder), "--address", "127.0.0.1", "--wait", "0.1")
         assert command.main(["generation", *options]) == 2
         assert f"--run-dir: nobody has started a run in {folder} within 0.1 s" in capsys.readouterr().err
 
 
-def test_an_address_that_the_head_can_not_reach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    head = Head(tmp_path, address="203.0.113.1")
-    assert command.main(["generation", "--run-dir", str(head.run.root), "--address", "127.0.0.1"]) == 2
-    line = "--address: must be an address that the head, 203.0.113.1, reaches, got '127.0.0.1'"
+def test_an_address_that_the_head_node_can_not_reach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head_node = HeadNode(tmp_path, address="203.0.113.1")
+    assert command.main(["generation", "--run-dir", str(head_node.run.root), "--address", "127.0.0.1"]) == 2
+    line = "--address: must be an address that the head node, 203.0.113.1, reaches, got '127.0.0.1'"
     assert line in capsys.readouterr().err
 
 
-def test_the_loopback_will_do_on_the_heads_own_machine(
+def test_the_loopback_will_do_on_the_head_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    head = Head(tmp_path, address="203.0.113.1", stop_timeout_s=0.1)
+    head_node = HeadNode(tmp_path, address="203.0.113.1", stop_timeout_s=0.1)
     monkeypatch.setattr(command, "is_own", lambda address: address == "203.0.113.1")
     monkeypatch.setattr(command, "_OWNER_S", 0.0)
-    with FileLock(head.run.root / "host-trainer-0.lock", timeout_s=0.0, busy=""):  # so that nothing is started
-        assert command.main(["trainer", "--run-dir", str(head.run.root), "--address", "127.0.0.1"]) == 1
+    with FileLock(head_node.run.root / "host-trainer-0.lock", timeout_s=0.0, busy=""):  # so that nothing is started
+        assert command.main(["trainer", "--run-dir", str(head_node.run.root), "--address", "127.0.0.1"]) == 1
     assert "is run by another command already" in capsys.readouterr().err
 
 
-def test_a_run_that_has_ended_is_not_waited_for(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
-    head.end(summary=True)
-    assert command.main(["generation", "--run-dir", str(head.run.root), "--address", "127.0.0.1"]) == 0
+def test_a_run_that_has_ended_is_not_waited_for(head_node: HeadNode, capsys: pytest.CaptureFixture[str]) -> None:
+    head_node.end(summary=True)
+    assert command.main(["generation", "--run-dir", str(head_node.run.root), "--address", "127.0.0.1"]) == 0
     assert capsys.readouterr().out.splitlines() == ["run r has ended"]
 
 
 def test_shares_that_overlap_refuse_each_other(
-    head: Head, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    head_node: HeadNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_OWNER_S", -head.config.launch.stop_timeout_s)
-    options = ("--run-dir", str(head.run.root), "--address", "127.0.0.1")
-    with FileLock(head.run.root / "host-generation-1.lock", timeout_s=0.0, busy=""):  # --first 1 --servers 1
+    monkeypatch.setattr(command, "_OWNER_S", -head_node.config.launch.stop_timeout_s)
+    options = ("--run-dir", str(head_node.run.root), "--address", "127.0.0.1")
+    with FileLock(head_node.run.root / "host-generation-1.lock", timeout_s=0.0, busy=""):  # --first 1 --servers 1
         assert command.main(["generation", *options, "--first", "0", "--servers", "2"]) == 1
     assert "--run-dir: generation 1 of run r is run by another command already" in capsys.readouterr().err
 
 
 def test_a_share_has_one_command(
-    head: Head, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    head_node: HeadNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_OWNER_S", -head.config.launch.stop_timeout_s)
-    with FileLock(head.run.root / "host-trainer-0.lock", timeout_s=0.0, busy=""):
-        assert command.main(["trainer", "--run-dir", str(head.run.root), "--address", "127.0.0.1"]) == 1
+    monkeypatch.setattr(command, "_OWNER_S", -head_node.config.launch.stop_timeout_s)
+    with FileLock(head_node.run.root / "host-trainer-0.lock", timeout_s=0.0, busy=""):
+        assert command.main(["trainer", "--run-dir", str(head_node.run.root), "--address", "127.0.0.1"]) == 1
     assert "--run-dir: trainer 0 of run r is run by another command already" in capsys.readouterr().err
 
 
@@ -155,11 +155,11 @@ def test_a_share_has_one_command(
 
 
 class Part:
-    """A machine that generates, with stand-ins for servers, in a thread of this process."""
+    """A remote worker of generation, with stand-ins for servers, in a thread of this process."""
 
     def __init__(
         self,
-        head: Head,
+        head_node: HeadNode,
         patch: pytest.MonkeyPatch,
         *,
         first: int = 0,
@@ -175,111 +175,113 @@ class Part:
 
         patch.setattr(command, "remote_generation", spec)
         self.lines: list[str] = []
-        self.head = head
-        part = RemoteWorker(head.run, head.config, locks=locks, log=self.lines.append)
+        self.head_node = head_node
+        part = RemoteWorker(head_node.run, head_node.config, locks=locks, log=self.lines.append)
         self._thread = ThreadPoolExecutor(1)
         self.running = self._thread.submit(part.generate, "127.0.0.1", first, count)
 
     def end(self) -> BaseException | None:
         error = self.running.exception(PATIENCE_S)
         self._thread.shutdown()
-        infos = [json.loads(file.read_text()) for file in self.head.run.ready.glob("generation-*.json")]
+        infos = [json.loads(file.read_text()) for file in self.head_node.run.ready.glob("generation-*.json")]
         assert not any(Path(f"/proc/{info['pid']}").exists() for info in infos)
         assert not [thread for thread in threading.enumerate() if thread.name in ("register", "watch")]
         return error
 
 
 @pytest.fixture
-def part(head: Head, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Part]]:
+def part(head_node: HeadNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Part]]:
     made: list[Part] = []
 
     def make(**options: Any) -> Part:
-        made.append(Part(head, monkeypatch, **options))
+        made.append(Part(head_node, monkeypatch, **options))
         return made[-1]
 
     yield make
-    write_json(head.run.summary, {})  # whatever the test did: it ends now
+    write_json(head_node.run.summary, {})  # whatever the test did: it ends now
     for one in made:
         one.running.exception(PATIENCE_S)
 
 
-def test_servers_join_once_the_trainer_is_ready_and_end_with_the_run(head: Head, part: Callable[..., Part]) -> None:
-    controller = head.start_controller()
+def test_servers_join_once_the_trainer_is_ready_and_end_with_the_run(
+    head_node: HeadNode, part: Callable[..., Part]
+) -> None:
+    controller = head_node.start_controller()
     played = part(first=1, count=2)
-    wait_for(lambda: all(head.run.ready_info("generation", index) for index in (1, 2)))
+    wait_for(lambda: all(head_node.run.ready_info("generation", index) for index in (1, 2)))
     assert not controller.joined
-    head.trainer_is_ready()
+    head_node.trainer_is_ready()
     wait_for(lambda: len(controller.joined) == 2)
     assert {name for name, _ in controller.joined} == {"generation-1", "generation-2"}
-    head.end(summary=True)
+    head_node.end(summary=True)
     assert played.end() is None
     assert played.lines[-1] == "run r has ended"
 
 
-def test_servers_join_a_controller_that_was_started_again(head: Head, part: Callable[..., Part]) -> None:
-    head.trainer_is_ready()
-    first = head.start_controller()
+def test_servers_join_a_controller_that_was_started_again(head_node: HeadNode, part: Callable[..., Part]) -> None:
+    head_node.trainer_is_ready()
+    first = head_node.start_controller()
     played = part()
     wait_for(lambda: first.joined)
-    second = head.start_controller()
+    second = head_node.start_controller()
     wait_for(lambda: second.joined)
     assert second.joined == first.joined
-    head.end(summary=True)
+    head_node.end(summary=True)
     assert played.end() is None
 
 
-def test_a_server_that_was_lost_is_started_again_and_joins_anew(head: Head, part: Callable[..., Part]) -> None:
-    head.trainer_is_ready()
-    controller = head.start_controller()
+def test_a_server_that_was_lost_is_started_again_and_joins_anew(head_node: HeadNode, part: Callable[..., Part]) -> None:
+    head_node.trainer_is_ready()
+    controller = head_node.start_controller()
     played = part()
     wait_for(lambda: controller.joined)
     name, url = controller.joined[0]
-    head.lost.extend(["http://elsewhere.test", url])
+    head_node.lost.extend(["http://another.test", url])
     wait_for(lambda: len(controller.joined) > 1)
     assert controller.joined[-1][0] == name
     assert controller.joined[-1][1] != url
     assert f"the generation server at {url} was taken out by the controller: killed" in played.lines
-    head.end(summary=True)
+    head_node.end(summary=True)
     assert played.end() is None
 
 
 def test_a_server_that_is_slow_to_join_keeps_no_lost_one_from_being_started_again(
-    head: Head, part: Callable[..., Part]
+    head_node: HeadNode, part: Callable[..., Part]
 ) -> None:
-    head.trainer_is_ready()
-    head.slow.add("generation-0")
-    controller = head.start_controller()
+    head_node.trainer_is_ready()
+    head_node.slow.add("generation-0")
+    controller = head_node.start_controller()
     played = part(count=2)
     wait_for(lambda: "generation-1" in dict(controller.joined))
     url = dict(controller.joined)["generation-1"]
-    head.lost.append(url)
+    head_node.lost.append(url)
     wait_for(lambda: dict(controller.joined)["generation-1"] != url)
-    asked = len(controller.joined)
-    wait_for(lambda: len(controller.joined) > asked)  # the slow one is asked for again
-    assert {name for name, _ in controller.joined[asked:]} == {"generation-0"}
-    head.slow.clear()
-    wait_for(lambda: len(controller.joined) > asked + 1)
-    head.end(summary=True)
+    registered = len(controller.joined)
+    wait_for(lambda: len(controller.joined) > registered)  # the slow one is registered again
+    assert {name for name, _ in controller.joined[registered:]} == {"generation-0"}
+    head_node.slow.clear()
+    wait_for(lambda: len(controller.joined) > registered + 1)
+    head_node.end(summary=True)
     assert played.end() is None
 
 
 def test_a_run_that_ends_without_a_summary(
-    head: Head, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch
+    head_node: HeadNode, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_HEADLESS_S", 0.2)
+    monkeypatch.setattr(command, "_NO_LAUNCHER_S", 0.2)
     played = part()
-    wait_for(lambda: head.run.ready_info("generation"))
-    head.end(summary=False)
+    wait_for(lambda: head_node.run.ready_info("generation"))
+    head_node.end(summary=False)
     error = played.end()
     assert isinstance(error, ProcessError)
     assert str(error) == "run r has ended and left no summary"
 
 
-def test_a_machine_whose_restarts_are_spent(head: Head, part: Callable[..., Part]) -> None:
+def test_a_machine_whose_restarts_are_spent(head_node: HeadNode, part: Callable[..., Part]) -> None:
     error = part(server="fails").end()
     assert isinstance(error, ProcessError)
     assert str(error).startswith("generation-0 exited with code 1 after 2 restarts; ")
-    kept = head.run.log_file("host-generation").read_text()
+    kept = head_node.run.log_file("host-generation").read_text()
     assert "WARNING host-generation-0 generation-0 exited with code 1: restart 2 of 2\n" in kept
     assert str(error).endswith("no memory today")
 
@@ -293,25 +295,25 @@ def test_a_machine_whose_restarts_are_spent(head: Head, part: Callable[..., Part
     ],
 )
 def test_a_thread_that_fails_ends_the_part(
-    head: Head, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch, where: str, thread: str
+    head_node: HeadNode, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch, where: str, thread: str
 ) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("no\nluck")
 
     monkeypatch.setattr(where, fails)
-    head.start_controller()
+    head_node.start_controller()
     error = part().end()
     assert isinstance(error, ProcessError)
     assert str(error) == f"{thread}: RuntimeError: no luck"
 
 
-def test_servers_hold_the_locks_of_their_share(head: Head, part: Callable[..., Part]) -> None:
-    path = head.run.root / "host-generation-0.lock"
+def test_servers_hold_the_locks_of_their_share(head_node: HeadNode, part: Callable[..., Part]) -> None:
+    path = head_node.run.root / "host-generation-0.lock"
     lock = FileLock(path, timeout_s=0.0, busy="")
     played = part(locks=(lock.fd,))
-    wait_for(lambda: head.run.ready_info("generation"))
+    wait_for(lambda: head_node.run.ready_info("generation"))
     lock.release()
     assert FileLock.is_held(path)
-    head.end(summary=True)
+    head_node.end(summary=True)
     assert played.end() is None
     assert not FileLock.is_held(path)

@@ -1,4 +1,4 @@
-"""What processes are started with: those of the machine that heads a run, and those of others."""
+"""How processes are started: those of the head node, and those of remote workers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_command_lines(tmp_path: Path) -> None:
         "--run-dir",
         str(run.root),
     ]
-    ranks = [specs["trainer"].env(rank) for rank in (0, 1)]  # as torchrun would tell them
+    ranks = [specs["trainer"].env(rank) for rank in (0, 1)]  # as torchrun would set them
     assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in ranks] == [("0", "0", "2"), ("1", "1", "2")]
     assert specs["trainer"].gang
     for name, module in {
@@ -121,7 +121,7 @@ def test_servers_of_vllm_get_what_its_command_line_needs(tmp_path: Path, python:
         pytest.param({"launch": {"devices": 4, "accelerator": "cuda"}}, 3, 1, None, 0, id="GPUs are not shared"),
     ],
 )
-def test_who_runs_where(
+def test_the_cores_and_priorities_of_roles(
     tmp_path: Path, fields: dict[str, Any], servers: int, ranks: int, cores: set[int] | None, nice: int
 ) -> None:
     settings = config(tmp_path, **fields)
@@ -147,7 +147,7 @@ def test_processes_see_the_gpus_that_the_launcher_may_use(tmp_path: Path, monkey
     assert "CUDA_VISIBLE_DEVICES" not in role_specs(folder(on_cores), on_cores, [0, 1])["generation"].env(0)
 
 
-# -- other machines ----------------------------------------------------------------------------------------------------
+# -- remote workers ----------------------------------------------------------------------------------------------------
 
 
 def test_servers_of_another_machine_listen_on_its_address_and_have_numbers_of_their_own(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_servers_of_another_machine_listen_on_its_address_and_have_numbers_of_th
     assert option(spec.argv(3), "--host") == "10.0.0.2"
     assert option(spec.argv(3), "--ready-file") == str(run.ready_file("generation", 3))
     assert spec.cpus is None
-    head = role_specs(run, config, [0, 1])["generation"]
-    assert option(head.argv(0), "--host") == "127.0.0.1"
+    local = role_specs(run, config, [0, 1])["generation"]
+    assert option(local.argv(0), "--host") == "127.0.0.1"
 
 
 def test_a_machines_gpus_are_counted_from_its_first_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What processes of a run tell each other through its folder."""
+"""The ready files of a run's processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def test_who_is_ready(run: RunDir) -> None:
+def test_ready_processes(run: RunDir) -> None:
     assert run.ready_info("controller") is None
     write_json(run.ready_file("controller"), {"pid": 7, "url": "http://10.0.0.1:80"})
     assert run.ready_info("controller") == {"pid": 7, "url": "http://10.0.0.1:80"}

@@ -1,4 +1,4 @@
-"""The embedded engine against transformers, and against itself in other company."""
+"""The embedded engine against transformers, and against itself in other batches."""
 
 import dataclasses
 import random
@@ -45,7 +45,7 @@ def finish(engine, done=()):
 
 
 def mixed_requests():
-    """More answers than slots, prompts of 1 to 13 tokens, groups, limits below and above a block of the cache."""
+    """More completions than slots, prompts of 1 to 13 tokens, groups, limits below and above a block of the cache."""
     return [request(f"r{i}", range(2, 3 + 3 * i), n=1 + 2 * i, max_tokens=10 + 15 * i, seed=i) for i in range(5)]
 
 
@@ -104,7 +104,7 @@ def test_the_prompt_of_a_group_is_recomputed_once():
     assert spent_ms > 0
     served.add(request("later", prompt=range(2, 12), max_tokens=3))
     finish(served)
-    assert served.stats.recompute_ms == spent_ms  # reading a new prompt is no recomputation
+    assert served.stats.recompute_ms == spent_ms  # prefill of a new prompt is no recomputation
 
 
 def test_without_recompute_the_old_keys_and_values_stay(tmp_path):
@@ -123,10 +123,10 @@ def test_without_recompute_the_old_keys_and_values_stay(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_that_wait_for_slots_are_read_again_after_an_update(tmp_path, kind):
+def test_prompts_that_wait_for_slots_are_prefilled_again_after_an_update(tmp_path, kind):
     reference = Reference(tmp_path, QWEN2, {0: 1, 1: 2})
     served = engine(kind=kind, slots=2)
-    served.add(request(prompt=range(2, 12), n=6, max_tokens=8))  # 4 answers wait, sharing the prompt's cache
+    served.add(request(prompt=range(2, 12), n=6, max_tokens=8))  # 4 completions wait, sharing the prompt's cache
     served.step()
     served.swap(served.prepare(weights(QWEN2, 2)), 1)
     generation = finish(served)["r"]
@@ -136,15 +136,15 @@ def test_prompts_that_wait_for_slots_are_read_again_after_an_update(tmp_path, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_answers_are_the_most_probable_tokens(tmp_path, kind):
+def test_greedy_completions_are_the_most_probable_tokens(tmp_path, kind):
     reference = Reference(tmp_path, QWEN2_GQA, {0: 1})
     greedy = request(greedy=True, max_tokens=20, n=2)
-    company = [request(f"company-{i}", (5, 6), n=2, seed=i) for i in range(2)]
-    completions = engine(QWEN2_GQA, kind=kind).generate([greedy, *company])[0]
-    text = list(greedy.token_ids)
+    others = [request(f"other-{i}", (5, 6), n=2, seed=i) for i in range(2)]
+    completions = engine(QWEN2_GQA, kind=kind).generate([greedy, *others])[0]
+    sequence = list(greedy.token_ids)
     for token in completions[0].token_ids.tolist():
-        assert reference.logits(0, text)[-1].argmax() == token
-        text.append(token)
+        assert reference.logits(0, sequence)[-1].argmax() == token
+        sequence.append(token)
     reference.check(greedy, completions[0])
     assert as_lists(completions[:1]) == as_lists(completions[1:])
 
@@ -161,7 +161,7 @@ def test_sampling_follows_the_models_distribution_at_the_temperature(tmp_path, t
     assert ((counts - expected) ** 2 / expected).sum() < 54  # chi-square, 22 degrees of freedom: p = 1.7e-4
 
 
-def test_answers_depend_on_seed_and_index_and_the_first_is_that_of_a_single_answer():
+def test_completions_depend_on_seed_and_index_and_the_first_is_that_of_a_single_one():
     def sample(**changes):
         return [a.token_ids.tolist() for a in engine().generate([request(max_tokens=20, **changes)])[0]]
 
@@ -172,7 +172,7 @@ def test_answers_depend_on_seed_and_index_and_the_first_is_that_of_a_single_answ
     assert len({tuple(completion) for completion in group}) == 4
 
 
-def test_in_other_company_the_same_tokens_are_sampled():
+def test_in_other_batches_the_same_tokens_are_sampled():
     alone = engine().generate([request(n=4)])[0]
     crowded = engine(slots=5).generate([*mixed_requests(), request(n=4)])[-1]
     for one, other in zip(alone, crowded, strict=True):
@@ -183,10 +183,11 @@ def test_in_other_company_the_same_tokens_are_sampled():
 @pytest.mark.parametrize(
     ("kind", "seed"), [*(("cpu", seed) for seed in range(6)), ("torch", 0), ("torch", 1), ("torch-deterministic", 0)]
 )
-def test_answers_are_the_same_in_any_company_and_however_they_are_disturbed(monkeypatch, seed, kind):
-    """Prompts and limits around the blocks of the cache, answers of a group that start together and one by one, prompts
-    longer than what one pass reads, arrivals, aborts and forgotten caches. To the bit, where that is promised."""
-    monkeypatch.setattr(engine_module, "_READ_TOKENS", 40)
+def test_completions_are_batch_invariant_however_they_are_disturbed(monkeypatch, seed, kind):
+    """Prompts and limits around the blocks of the cache, completions of a group that start together and one by one,
+    prompts longer than what one pass prefills, arrivals, aborts and cleared caches. To the bit, where that is
+    promised."""
+    monkeypatch.setattr(engine_module, "_PREFILL_TOKENS", 40)
     rng = random.Random(seed)
     spec = dataclasses.replace((QWEN2, QWEN2_GQA)[seed % 2], context=260)
     requests = [
@@ -228,20 +229,20 @@ def test_answers_are_the_same_in_any_company_and_however_they_are_disturbed(monk
 
 @pytest.mark.parametrize("kind", ["cpu", "torch-deterministic"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_answers_are_the_same_to_the_bit_in_any_company_and_slot(spec, kind):
+def test_completions_are_the_same_to_the_bit_in_any_batch_and_slot(spec, kind):
     wanted = request("wanted", range(2, 9), n=3, max_tokens=40)
     alone = engine(spec, kind=kind, slots=12).generate([wanted])
     for shift in range(4):
-        company = [request(f"c{i}", range(3, 6 + i), n=3, seed=i, max_tokens=5 + 9 * i) for i in range(2 * shift)]
+        others = [request(f"c{i}", range(3, 6 + i), n=3, seed=i, max_tokens=5 + 9 * i) for i in range(2 * shift)]
         served = engine(spec, kind=kind, slots=12)
-        for item in company:
+        for item in others:
             served.add(item)
         done = [generation for _ in range(shift) for generation in served.step()]
         served.add(wanted)
         assert as_lists(finish(served, done)["wanted"].completions) == as_lists(alone[0])
 
 
-def test_stop_tokens_end_an_answer_and_are_part_of_it():
+def test_stop_tokens_end_a_completion_and_are_part_of_it():
     free = engine().generate([request(max_tokens=30, stop_token_ids=())])[0][0].token_ids.tolist()
     assert len(free) == 30
     stop = free[11]
@@ -261,7 +262,7 @@ def test_a_stop_token_at_the_length_limit_is_a_stop():
     assert len(completion.token_ids) == 5
 
 
-def test_the_context_cuts_answers_off():
+def test_the_context_cuts_completions_off():
     prompt = [2 + i % 20 for i in range(QWEN2.context - 3)]
     [completion] = engine().generate([request(prompt=prompt, max_tokens=50, stop_token_ids=())])[0]
     assert len(completion.token_ids) == 3
@@ -317,7 +318,7 @@ def test_abort_returns_what_there_is_and_leaves_the_others_alone(tmp_path):
     assert [a.token_ids.tolist() for a in kept] == [a.token_ids.tolist() for a in undisturbed]
 
 
-def test_abort_of_a_group_of_which_some_answers_are_finished_and_some_wait():
+def test_abort_of_a_group_of_which_some_completions_are_finished_and_some_wait():
     served = engine(slots=2)
     served.add(request(n=5, max_tokens=3, stop_token_ids=()))
     for _ in range(4):
@@ -330,7 +331,7 @@ def test_abort_of_a_group_of_which_some_answers_are_finished_and_some_wait():
     assert served.step() == []
 
 
-def test_without_admission_running_answers_finish_and_waiting_ones_stay():
+def test_without_admission_running_completions_finish_and_waiting_ones_stay():
     served = engine(slots=2)
     served.add(request(n=5, max_tokens=3, stop_token_ids=()))
     served.step()
@@ -381,7 +382,7 @@ def test_log_probabilities_are_those_of_the_distribution_at_the_temperature_in_o
     reference.check(request(), greedy)
 
 
-def test_long_texts_agree_with_transformers(tmp_path):
+def test_long_sequences_agree_with_transformers(tmp_path):
     """Attention over many blocks of the cache, heads wider than a vector and not of a whole number of them."""
     for head_dim in (24, 64):
         spec = dataclasses.replace(
@@ -404,25 +405,25 @@ def test_long_texts_agree_with_transformers(tmp_path):
                 reference.check(each, completion)
 
 
-def test_the_prompt_of_a_group_is_read_once_and_again_after_an_update():
+def test_the_prompt_of_a_group_is_prefilled_once_and_again_after_an_update():
     served = engine(slots=4)
     ran = []
     gather = served._batch.gather
     served._batch.gather = lambda running: ran.append(gather(running)) or ran[-1]
     served.add(request(prompt=range(2, 22), n=6, max_tokens=5, stop_token_ids=()))
     served.step()
-    assert len(ran[-1][0].tokens) == 20  # for four answers
+    assert len(ran[-1][0].tokens) == 20  # for four completions
     assert len(ran[-1][1]) == 4
     for _ in range(5):
         served.step()
-    assert [len(rows.tokens) for rows, _, _ in ran[1:]] == [4, 4, 4, 4, 2]  # nothing is read for those that come later
+    assert [len(rows.tokens) for rows, _, _ in ran[1:]] == [4, 4, 4, 4, 2]  # no prefill for those that start later
     served.swap(served.prepare(weights(QWEN2, 2)), 1)
     finish(served)
     assert [len(rows.tokens) for rows, _, _ in ran[6:]] == [20 + 1, 2, 2, 2, 1]
 
 
-def test_decoding_goes_on_while_long_prompts_are_read(monkeypatch):
-    monkeypatch.setattr(engine_module, "_READ_TOKENS", 8)
+def test_decoding_goes_on_while_long_prompts_are_prefilled(monkeypatch):
+    monkeypatch.setattr(engine_module, "_PREFILL_TOKENS", 8)
     served = engine(slots=2)
     served.add(request("short", max_tokens=9, stop_token_ids=()))
     served.step()

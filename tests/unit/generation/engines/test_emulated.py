@@ -1,4 +1,4 @@
-"""The emulated engine: answers of the right lengths at the right time, interrupted as real ones are."""
+"""The emulated engine: completions of the right lengths at the right time, interrupted as real ones are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = 3 * SCALE  # real tokens of the prompt of `request`
 
 
 def real_length(wanted: GenerationRequest, index: int) -> int:
-    """What an answer's length is drawn to be, before the limit."""
+    """The length of a completion before the limit."""
     share = uniforms(np.array([stream_seed(wanted.seed, index)], np.uint64), np.zeros(1, np.int64))[0]
     return CompletionLengths(CONFIG).quantile(float(share))
 
@@ -50,7 +50,7 @@ def advance(served: EmulatedEngine, clock: Clock, until_s: float) -> list[Genera
     return done
 
 
-def test_answers_have_the_lengths_of_their_seed_in_any_company() -> None:
+def test_completions_have_the_lengths_of_their_seed_in_any_batch() -> None:
     requests = [request(f"r{seed}", seed=seed, n=8) for seed in range(6)]
     alone = {each.request_id: run_alone(each) for each in requests}
     together = engine(Clock(), slots=10)
@@ -81,7 +81,7 @@ def run_alone(wanted: GenerationRequest) -> tuple[Completion, ...]:
     return run(served)[wanted.request_id]
 
 
-def test_an_answer_takes_the_time_of_its_prefill_and_its_decode_steps() -> None:
+def test_a_completion_takes_the_time_of_its_prefill_and_its_decode_steps() -> None:
     clock, wanted = Clock(), request(n=1)
     served = engine(clock)
     served.add(wanted)
@@ -91,14 +91,14 @@ def test_an_answer_takes_the_time_of_its_prefill_and_its_decode_steps() -> None:
     assert clock.now_s * CONFIG.speed == pytest.approx(expected_s)
 
 
-def test_answers_that_run_together_share_the_reading_of_weights() -> None:
+def test_completions_that_run_together_share_the_reading_of_weights() -> None:
     clock, wanted = Clock(), request(n=16)
     served = engine(clock)
     served.add(wanted)
     run(served)
     left = sorted(min(real_length(wanted, index), LIMIT * SCALE) for index in range(16))
     expected_s, done = MODEL.prefill_s([PROMPT]), 0
-    for running, length in zip(range(16, 0, -1), left, strict=True):  # the shortest answer leaves first
+    for running, length in zip(range(16, 0, -1), left, strict=True):  # the shortest completion leaves first
         expected_s += MODEL.decode_s(running, running * (PROMPT + done), length - done)
         done = length
     assert clock.now_s * CONFIG.speed == pytest.approx(expected_s)
@@ -167,7 +167,7 @@ def test_slots_bound_what_runs_and_drained_engines_start_nothing() -> None:
 
 
 def test_the_cache_bounds_what_runs_and_nothing_is_lost_when_it_is_full() -> None:
-    # Room for the prompts of all sixteen, and for three answers at their full length.
+    # Room for the prompts of all sixteen, and for three completions at their full length.
     kv_tokens = 3 * (PROMPT + LIMIT * SCALE)
     share = (MODEL.shape.weight_bytes + (kv_tokens + 0.5) * MODEL.shape.kv_bytes) / 80e9
     served = engine(Clock(), dataclasses.replace(CONFIG, memory_share=share))
@@ -203,14 +203,14 @@ def test_an_update_in_the_middle_splits_versions_and_costs_a_recomputation() -> 
     assert 0 < sampled < total
     assert version_spans(completion.versions) == [(0, 0, sampled), (5, sampled, total)]
     extra_s = clock.now_s - 7.0 - plain.now_s
-    read = round(served.stats.recomputed_tokens)
-    assert read == pytest.approx(3 + sampled, abs=1)
+    recomputed = round(served.stats.recomputed_tokens)
+    assert recomputed == pytest.approx(3 + sampled, abs=1)
     assert extra_s * CONFIG.speed == pytest.approx(CONFIG.handover_s + served.stats.recompute_ms * 1e-3 * CONFIG.speed)
     assert MODEL.prefill_s([PROMPT + sampled * SCALE]) <= served.stats.recompute_ms * 1e-3 * CONFIG.speed
     assert before_s < plain.now_s
 
 
-def test_aborted_answers_keep_what_they_have() -> None:
+def test_aborted_completions_keep_what_they_have() -> None:
     clock = Clock()
     served = engine(clock, slots=6)
     served.add(request("group-1-0", n=4, seed=1))

@@ -63,7 +63,7 @@ def rows(tokens, slots, positions, ends, of, temperatures):
 
 @pytest.mark.parametrize("spec", SHAPES.values(), ids=SHAPES)
 def test_passes_agree_with_the_decoder_in_torch(spec):
-    """Texts read whole and in parts, among answers that decode one token; several answers that draw from one row."""
+    """Sequences prefilled whole and in parts, among decode steps; several completions that sample from one row."""
     tensors, context = weights(spec, 3), 96
     first, second, third = np.random.default_rng(1).integers(0, spec.vocab_size, (3, context)).astype(np.int32)
     passes = [
@@ -71,11 +71,11 @@ def test_passes_agree_with_the_decoder_in_torch(spec):
         rows([first[20], *second[3:40]], [2] + [0] * 37, [20, *range(3, 40)], [0], [0], [0.5]),
         rows([first[21], *third[:33], second[40]], [2, *[1] * 33, 0], [21, *range(33), 40], [0, 34], [1, 0], [1, 1]),
     ]
-    drawn = []
+    sampled = []
     for decoder in (CpuDecoder(spec, tensors, context), TorchDecoder(spec, tensors, context, "cpu")):
         cache = decoder.cache(3, 64)
-        drawn.append([decoder.run(cache, each) for each in passes])
-    for (tokens, logprobs), (expected_tokens, expected) in zip(*drawn, strict=True):
+        sampled.append([decoder.run(cache, each) for each in passes])
+    for (tokens, logprobs), (expected_tokens, expected) in zip(*sampled, strict=True):
         assert tokens.tolist() == expected_tokens.tolist()
         np.testing.assert_allclose(logprobs, expected, atol=5e-5)  # float32 on both sides, at a temperature of 0.5
 
@@ -110,7 +110,7 @@ def test_a_draw_inverts_the_distribution(vocab, temperature):
     np.testing.assert_allclose(logprobs, exact[chosen], atol=4 * rounding * np.abs(logits).max() / temperature)
 
 
-def test_a_draw_takes_the_first_and_the_last_token_that_can_be_drawn():
+def test_a_draw_takes_the_first_and_the_last_token_that_can_be_sampled():
     logits = np.array([[-1e9, 0, 0, -1e9]] * 2, dtype=np.float32)
     tokens, logprobs = draw(logits, [1, 1], [0.0, 1 - 2.0**-52])
     assert tokens.tolist() == [1, 2]
@@ -127,7 +127,7 @@ def test_a_draw_refuses_logits_that_are_not_finite(number, place):
 
 
 def test_what_a_slot_does_not_use_takes_no_memory():
-    """24 layers and 128 slots of 2048 tokens are reserved; short texts touch few of them."""
+    """24 layers and 128 slots of 2048 tokens are reserved; short sequences touch few of them."""
     spec = dataclasses.replace(LLAMA_GQA, layers=24, head_dim=64, context=2048)
     decoder = CpuDecoder(spec, weights(spec, 1), 2048)
     before = resident()

@@ -1,4 +1,4 @@
-"""Random numbers that depend on (seed, answer, position) alone."""
+"""Random numbers that depend on (seed, completion, position) alone."""
 
 import numpy as np
 
@@ -16,14 +16,14 @@ def test_a_stream_is_the_splitmix64_generator_of_its_seed():
     assert drawn.tolist() == [(output >> 12) / 2**52 for output in outputs]
 
 
-def test_a_number_does_not_depend_on_its_company():
+def test_a_number_does_not_depend_on_its_batch():
     seeds, positions = streams(5, 6, 7, 2**64 - 1), np.array([0, 3, 2, 9])
     together = uniforms(seeds, positions)
     alone = [uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(4)]
     assert together.tolist() == alone
 
 
-def test_stream_seeds_differ_between_answers_and_requests_and_fit_64_bits():
+def test_stream_seeds_differ_between_completions_and_requests_and_fit_64_bits():
     seeds = {stream_seed(seed, completion) for seed in (0, 1, 2, 2**63, -1) for completion in range(200)}
     assert len(seeds) == 5 * 200
     assert all(0 <= seed < 2**64 for seed in seeds)

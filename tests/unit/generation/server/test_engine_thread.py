@@ -1,4 +1,4 @@
-"""The engine's thread outlives callers that go away, and a drain ends however its last answers do."""
+"""The engine's thread outlives callers that go away, and a drain ends however its last completions do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal_core.tracking.timeline import TimelineWriter, read_timeline
 
 
 class Stepping:
-    """An engine whose answers run until they are aborted; a step waits for leave to end."""
+    """An engine whose completions run until they are aborted; a step waits for leave to end."""
 
     waiting = 0
     admitting = True
@@ -62,7 +62,7 @@ async def test_a_caller_that_goes_away_ends_nothing(thread: EngineThread) -> Non
     assert (await asyncio.wait_for(thread.load(), 10)).running == 0
 
 
-async def test_a_drain_ends_when_its_last_answers_are_aborted(thread: EngineThread) -> None:
+async def test_a_drain_ends_when_its_last_completions_are_aborted(thread: EngineThread) -> None:
     draining = asyncio.ensure_future(thread.pause("wait", clear_cache=True))
     await thread.load()  # commands are carried out in order: the thread drains now
     thread.tell(finish)

@@ -1,4 +1,4 @@
-"""What requests mean once they are read; the refusals are tested through the server."""
+"""Parsing of requests; refusals are tested through the server."""
 
 import orjson
 import pytest

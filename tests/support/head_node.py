@@ -1,5 +1,5 @@
-"""The machine that heads a run, as others see it: a locked folder, and a controller that takes servers in and says
-which it has lost."""
+"""The head node of a run, as remote workers see it: a locked folder, and a controller that registers servers and
+reports those that it has lost."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from areal_core.types import RunStatus
 PATIENCE_S = 30.0
 
 
-class Head:
+class HeadNode:
     def __init__(self, root: Path, **launch: Any) -> None:
         values = {"remote_roles": "both", "restarts": 2, "stop_timeout_s": 5.0, "devices": 3} | launch
         self.config = load({"state_dir": str(root), "launch": values, "training": {"ranks": 1}})
         info = RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r")
         self.run = RunDir.create(self.config, info)
         self._lock = FileLock(self.run.head, timeout_s=0.0, busy="the run's lock is held")
-        self.lost: list[str] = []  # what the controller says
-        self.slow: set[str] = set()  # names of servers that take their time to join
+        self.lost: list[str] = []  # URLs of lost servers, as the controller reports them
+        self.slow: set[str] = set()  # names of servers that are slow to join
         self.controllers: list[Controller] = []
 
     def start_controller(self) -> Controller:
-        """Another one, in the place of the last."""
+        """A new one, in the place of the last."""
         self.close()
         controller = Controller(self)
         self.controllers.append(controller)
@@ -49,14 +49,14 @@ class Head:
         self._lock.release()
 
     def close(self) -> None:
-        for controller in self.controllers[-1:]:  # those before have been
+        for controller in self.controllers[-1:]:  # those before are closed
             controller.close()
 
 
 class Controller:
-    """Its two routes for launchers, on the loopback."""
+    """The two routes of a controller that launchers use, on the loopback."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head_node: HeadNode) -> None:
         self.joined: list[tuple[str, str]] = []  # name, URL
         controller = self
         status = dataclasses.asdict(
@@ -67,19 +67,19 @@ class Controller:
         )  # fmt: skip
 
         class Handler(http.server.BaseHTTPRequestHandler):
-            def answer(self, body: Any, status: int = 200) -> None:
+            def respond(self, body: Any, status: int = 200) -> None:
                 self.send_response(status)
                 self.end_headers()
                 if status == 200:
                     self.wfile.write(json.dumps(body).encode())
 
             def do_GET(self) -> None:
-                self.answer({**status, "lost_servers": head.lost})
+                self.respond({**status, "lost_servers": head_node.lost})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 controller.joined.append((body["name"], body["url"]))
-                self.answer({}, 204 if body["name"] in head.slow else 200)
+                self.respond({}, 204 if body["name"] in head_node.slow else 200)
 
             def log_message(self, *_: Any) -> None:
                 pass
