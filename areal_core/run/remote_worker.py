@@ -26,6 +26,7 @@ from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.run.command import Parser, run_command
+from areal_core.run.machine import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.roles import interface, is_own, remote_generation, remote_trainer
 from areal_core.storage.rundir import RunDir
@@ -48,6 +49,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         return
     config = run.config()
     _check_role(config, options)
+    check_packages(config, {options.role})
     _check_address(config, options.address)
     with ExitStack() as locks:
         if options.role == "generation":
