@@ -41,7 +41,7 @@ class LedgerError(ArealError):
     """A transition that the trajectory ledger does not allow."""
 
 
-class BooksError(ArealError):
+class TokenLedgerError(ArealError):
     """The token ledger does not balance: servers have sampled other tokens than its groups account for."""
 
 

@@ -83,9 +83,9 @@ class Recorder:
             {
                 "reward/mean": sum(sum(group.rewards) for group in groups) / completions,
                 "reward/correct": sum(group.correct for group in groups) / completions,
-                "answer/tokens_mean": sum(group.tokens for group in groups) / completions,
-                "answer/tokens_longest": sum(max(group.lengths) for group in groups) / len(groups),
-                "answer/truncated": sum(group.truncated for group in groups) / completions,
+                "completion/tokens_mean": sum(group.tokens for group in groups) / completions,
+                "completion/tokens_longest": sum(max(group.lengths) for group in groups) / len(groups),
+                "completion/truncated": sum(group.truncated for group in groups) / completions,
                 "staleness/oldest_token_mean": sum(lag) / len(lag),
                 "staleness/oldest_token_max": max(lag),
                 "staleness/groups_over_bound": sum(value > self._config.max_staleness for value in lag),
@@ -96,7 +96,7 @@ class Recorder:
         if step == 1 or step % self._config.tracking.table_every == 0:
             indices = self._ledger.prompt_indices(step)
             rows = [
-                {"step": step, "prompt": prompt(index).text, "answer": text, "reward": reward, "versions": versions}
+                {"step": step, "prompt": prompt(index).text, "completion": text, "reward": reward, "versions": versions}
                 for index, group in zip(indices, groups, strict=True)
                 for text, reward, versions in group.samples
             ]

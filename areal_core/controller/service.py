@@ -28,7 +28,7 @@ from areal_core.controller.restore import base_version, restore, stop_token_ids
 from areal_core.controller.retention import Retention
 from areal_core.controller.routes import Routes
 from areal_core.environments.source import PromptSource, open_source
-from areal_core.errors import ArealError, BooksError
+from areal_core.errors import ArealError, TokenLedgerError
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.worker import GroupJob, GroupSession, RewardPool
@@ -161,14 +161,14 @@ class Service:
             await self.changed.wait()
 
     async def _write_summary(self) -> None:
-        """Raises BooksError, and writes none, unless the servers counted the tokens that the ledger accounts for."""
+        """Raises TokenLedgerError, and writes none, unless the servers counted the tokens that the ledger accounts for."""
         ending = self.ending
         assert ending is not None
         tokens = await self._counted()
         for reason, groups in self.ledger.dropped().items():
             logger.info("dropped groups: %d, %s", groups, reason)
         if not tokens.balanced:
-            raise BooksError(f"tokens: the token ledger does not balance: {tokens}")
+            raise TokenLedgerError(f"tokens: the token ledger does not balance: {tokens}")
         logger.info("tokens: %s", tokens)
         spans = await asyncio.to_thread(read_timeline, self.run_dir.timeline)
         summary = self.recorder.summary(
@@ -215,7 +215,7 @@ def main() -> None:
         raise SystemExit(143) from None
     except ArealError as error:
         logger.error("%s", error)
-        raise SystemExit(process.SPENT if isinstance(error, BooksError) else 1) from None
+        raise SystemExit(process.SPENT if isinstance(error, TokenLedgerError) else 1) from None
 
 
 if __name__ == "__main__":

@@ -103,8 +103,8 @@ _NEEDED = (
     "bubble/generation_idle",
     "bubble/generation_paused",
     "bubble/trainer_wait",
-    "answer/tokens_mean",
-    "answer/tokens_longest",
+    "completion/tokens_mean",
+    "completion/tokens_longest",
 )
 
 

@@ -16,7 +16,7 @@ from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from areal_core.planning.footprint import Footprint, check_footprint
 from areal_core.planning.time_model import check_emulation
 from areal_core.run.folders import tracking_uri
-from areal_core.run.machine import device_memory, interpreter, visible_gpus
+from areal_core.run.machine import HEAD, check_packages, device_memory, interpreter, visible_gpus
 from areal_core.storage.objects import Storage
 from areal_core.types import Prompt
 
@@ -35,6 +35,7 @@ def preflight(config: RunConfig) -> None:
         raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
     if config.emulated:
         check_emulation(config.emulation)
+    check_packages(config, {HEAD, "generation", "trainer"} - config.remote_roles)
     _check_address(config.launch.address)
     if config.launch.accelerator == "cuda" and not config.remote_roles:  # else each machine has a share of them
         found = len(visible_gpus())

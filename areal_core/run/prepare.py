@@ -149,4 +149,4 @@ def sole_owner(run: RunDir, config: RunConfig) -> FileLock:
     another launcher runs the run."""
     patience_s = config.launch.stop_timeout_s + _OWNER_S
     busy = f"run_id: {run.root.name} is running already; wait for its end or choose another"
-    return FileLock(run.head, timeout_s=patience_s, busy=busy)
+    return FileLock(run.launcher_lock, timeout_s=patience_s, busy=busy)

@@ -26,6 +26,7 @@ from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.run.command import Parser, run_command
+from areal_core.run.machine import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.roles import interface, is_own, remote_generation, remote_trainer
 from areal_core.storage.rundir import RunDir
@@ -48,6 +49,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         return
     config = run.config()
     _check_role(config, options)
+    check_packages(config, {options.role})
     _check_address(config, options.address)
     with ExitStack() as locks:
         if options.role == "generation":
@@ -140,7 +142,7 @@ class RemoteWorker:
             if self._run.summary.exists():
                 self._log(_ended(self._run))
                 self._stop.set()
-            elif FileLock.is_held(self._run.head):
+            elif FileLock.is_held(self._run.launcher_lock):
                 launcher_seen_at = time.monotonic()
             elif time.monotonic() - launcher_seen_at > _NO_LAUNCHER_S:
                 raise ProcessError(f"run {self._run.root.name} has ended and left no summary")
@@ -153,7 +155,7 @@ def _ended(run: RunDir) -> str:
 def _await_run(run: RunDir, patience_s: float) -> bool:
     """True once a launcher runs the run, False when it has ended in order. Raises ConfigError."""
     deadline = time.monotonic() + patience_s
-    while not ((run.root / "run.json").exists() and FileLock.is_held(run.head)):
+    while not ((run.root / "run.json").exists() and FileLock.is_held(run.launcher_lock)):
         if run.summary.exists():
             return False
         if time.monotonic() >= deadline:

@@ -58,7 +58,7 @@ class RunDir:
         return RunInfo(**json.loads((self.root / "run.json").read_text()))
 
     @property
-    def head(self) -> Path:
+    def launcher_lock(self) -> Path:
         """The lock that a launcher holds while it runs the run."""
         return self.root / "lock"
 

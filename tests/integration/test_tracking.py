@@ -211,7 +211,7 @@ def test_documents_are_shown(
     server: Server, run: Run, client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.outbox.document(
-        "trajectories", 10, {"rows": [{"reward": 1.0, "answer": "1-1=0;#0"}, {"reward": 0.0, "answer": ""}]}
+        "trajectories", 10, {"rows": [{"reward": 1.0, "completion": "1-1=0;#0"}, {"reward": 0.0, "completion": ""}]}
     )
     run.outbox.document("staleness_histogram", 10, {"counts": {"0": 6000, "1": 2500, "2": 300}})
     run.outbox.document("summary", 35, {"accuracy_before": 0.2, "accuracy_after": 0.8, "reason": "steps"})
@@ -223,7 +223,7 @@ def test_documents_are_shown(
     run_id = tracking_id(run)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)  # load_table asks the global client
     table = client.load_table(client.get_run(run_id).info.experiment_id, "trajectories/step-000010.json", [run_id])
-    assert table.to_dict("list") == {"reward": [1.0, 0.0], "answer": ["1-1=0;#0", ""]}
+    assert table.to_dict("list") == {"reward": [1.0, 0.0], "completion": ["1-1=0;#0", ""]}
     picture = Path(client.download_artifacts(run_id, "staleness/step-000010.png", str(tmp_path)))
     assert picture.read_bytes().startswith(b"\x89PNG")
     summary = Path(client.download_artifacts(run_id, "summary.json", str(tmp_path)))

@@ -27,7 +27,7 @@ class HeadNode:
         self.config = load({"state_dir": str(root), "launch": values, "training": {"ranks": 1}})
         info = RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r")
         self.run = RunDir.create(self.config, info)
-        self._lock = FileLock(self.run.head, timeout_s=0.0, busy="the run's lock is held")
+        self._lock = FileLock(self.run.launcher_lock, timeout_s=0.0, busy="the run's lock is held")
         self.lost: list[str] = []  # URLs of lost servers, as the controller reports them
         self.slow: set[str] = set()  # names of servers that are slow to join
         self.controllers: list[Controller] = []

@@ -62,8 +62,8 @@ def curves(servers: int, ranks: int, steps: int) -> dict[str, list[tuple[int, fl
         "bubble/generation_idle": constant(0.0),
         "bubble/generation_paused": constant(0.0),
         "bubble/trainer_wait": constant(1 - throughput / (ranks * TRAINED)),
-        "answer/tokens_mean": constant(40.0),
-        "answer/tokens_longest": constant(40.0 / RUNNING),
+        "completion/tokens_mean": constant(40.0),
+        "completion/tokens_longest": constant(40.0 / RUNNING),
     }
 
 

@@ -9,12 +9,14 @@ they have failed too often.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 5  # between two heartbeats of an agent, stamped with its own machine's clock
 _KEEP_ALIVE_MISSED = 6  # and its machine is out of the round; clocks may differ by a few seconds
 _POLL_S = 0.2
+_HAS_SHUTDOWN = "shutdown_timeout" in (field.name for field in dataclasses.fields(LaunchConfig))  # torch 2.11 has none
 
 
 def main() -> None:
@@ -75,6 +78,8 @@ def settings(run: RunDir, config: RunConfig, where: str, address: str) -> Launch
     """What torchrun's command line would say."""
     launch = config.launch
     patience_s = int(launch.stall_timeout_s) + 1  # beyond it the run is over: its head ends it
+    # Before our own supervisor loses its patience.
+    shutdown: dict[str, Any] = {"shutdown_timeout": int(launch.stop_timeout_s / 2)} if _HAS_SHUTDOWN else {}
     return LaunchConfig(
         min_nodes=config.training.hosts,
         max_nodes=config.training.hosts,
@@ -92,7 +97,7 @@ def settings(run: RunDir, config: RunConfig, where: str, address: str) -> Launch
         max_restarts=launch.restarts,
         local_addr=address,
         virtual_local_rank=launch.accelerator == "cuda",
-        shutdown_timeout=int(launch.stop_timeout_s / 2),  # before our own supervisor loses its patience
+        **shutdown,
     )
 
 

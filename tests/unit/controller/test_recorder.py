@@ -99,8 +99,8 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
         recorder.published(step, [server_load(generated, idle_s)])
     logged = points(tmp_path / "outbox.sqlite")
     assert logged["reward/mean", 2] == 0.5
-    assert logged["answer/tokens_mean", 2] == 5.0
-    assert logged["answer/truncated", 2] == 0.5
+    assert logged["completion/tokens_mean", 2] == 5.0
+    assert logged["completion/truncated", 2] == 0.5
     assert logged["staleness/oldest_token_max", 2] == 1  # sampled by version 0, trained on version 1
     assert logged["staleness/groups_over_bound", 2] == 0
     assert logged["throughput/effective_tokens_per_s", 2] == 5.0

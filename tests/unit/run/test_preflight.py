@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError, ConfigError, ModelError, StorageError, TrackingError
-from areal_core.run.machine import device_memory
+from areal_core.run import machine
+from areal_core.run.machine import check_packages, device_memory
 from areal_core.run.preflight import plan, preflight
 from tests.support.models import SPEC, write_tiny
 from tests.support.runs import changed
@@ -147,3 +150,50 @@ def test_a_plan_needs_a_model_folder(base: dict[str, Any]) -> None:
         plan(on_gpus(base | {"model": {}}, device_memory_gib=80))
     with pytest.raises(ModelError, match=r"^model\.path: /nowhere: no model folder"):
         plan(on_gpus(base | {"model": {"path": "/nowhere"}}, device_memory_gib=80))
+
+
+# -- packages that not every run needs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "package", "setting"),
+    [
+        ({"training": {"engine": "deepspeed"}}, "deepspeed", "training.engine=deepspeed"),
+        ({"tracking": {"enabled": True}}, "mlflow", "tracking.enabled=true"),
+        ({"storage": {"url": "s3://bucket/run"}}, "s3fs", "storage.url=s3://..."),
+        ({}, "numba", "generation.engine=embedded"),
+    ],
+)
+def test_a_package_that_this_run_uses_and_the_machine_lacks(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, groups: dict[str, Any], package: str, setting: str
+) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == package else "found")
+    said = rf"^{re.escape(setting)}: needs the package {package}, which .* lacks; pyproject\.toml has its version$"
+    fails(ConfigError, said, changed(base, **groups))
+
+
+def test_packages_that_a_run_does_not_use_may_be_absent(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = ("deepspeed", "mlflow", "s3fs", "prefect", "hydra", "vllm")
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in absent else "found")
+    preflight(load(base))
+    check_packages(changed(base, training={"engine": "deepspeed"}), {"generation"})  # another machine's trainer
+
+
+def test_every_process_of_a_run_starts_without_them() -> None:
+    """With the default engines and no tracking; what imports mlflow at once is the tracker's own process."""
+    script = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"deepspeed", "mlflow", "s3fs", "prefect", "hydra", "vllm", "matplotlib"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import areal_core.__main__, areal_core.controller.service, areal_core.evaluation.evaluator
+import areal_core.generation.server.routes, areal_core.run.launcher, areal_core.run.remote_worker
+import areal_core.training.trainer, areal_core.training.warmup
+from areal_core.training.engines.registry import make_engine
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

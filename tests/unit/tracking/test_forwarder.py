@@ -211,7 +211,9 @@ def test_broken_artifacts_do_not_hold_curves_back(
 
 def test_documents_become_artifacts(server: Server, outbox: Outbox) -> None:
     outbox.document("config", 0, {"seed": 1})
-    outbox.document("trajectories", 10, {"rows": [{"reward": 1.0, "answer": "#3"}, {"answer": "#4", "tokens": 2}]})
+    outbox.document(
+        "trajectories", 10, {"rows": [{"reward": 1.0, "completion": "#3"}, {"completion": "#4", "tokens": 2}]}
+    )
     outbox.document("trajectories", 5, {"rows": []})
     outbox.document("staleness_histogram", 10, {"counts": {"0": 3, "2": 1}})
     outbox.document(
@@ -223,7 +225,7 @@ def test_documents_become_artifacts(server: Server, outbox: Outbox) -> None:
 
     assert server.artifacts["config.json"] == {"seed": 1}
     assert json.loads(server.artifacts["trajectories/step-000010.json"]) == {
-        "columns": ["reward", "answer", "tokens"],
+        "columns": ["reward", "completion", "tokens"],
         "data": [[1.0, "#3", None], [None, "#4", 2]],
     }
     assert [entry["path"] for entry in json.loads(server.tags["mlflow.loggedArtifacts"])] == [
