@@ -1,9 +1,9 @@
-"""What `benchmarks.generation` measures without a server, in a process of its own on one core: a line of JSON on stdin
-asks, a line on stdout answers.
+"""What `benchmarks.generation` measures without a server, in a process of its own on one core: a request is a line of
+JSON on stdin, its result a line on stdout.
 
     generate: transformers' `generate()`, batches for `seconds`
     gemm: floating-point operations a second of one large float32 product
-    stage: milliseconds to make 100M parameters in a file ready to run, to swap them in, and to copy as many bytes
+    stage: milliseconds to stage 100M parameters from a file, to swap them in, and to copy as many bytes
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Offline:
         )  # fmt: skip
         tokens, start, cpu = 0, time.monotonic(), time.process_time()
         while time.monotonic() - start < seconds:
-            drawn = [prompt for prompt in self._random.sample(prompts, requests) for _ in range(group)]
-            width = max(map(len, drawn))
-            ids = torch.tensor([[self._eos[0]] * (width - len(prompt)) + prompt for prompt in drawn])
-            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in drawn])
+            chosen = [prompt for prompt in self._random.sample(prompts, requests) for _ in range(group)]
+            width = max(map(len, chosen))
+            ids = torch.tensor([[self._eos[0]] * (width - len(prompt)) + prompt for prompt in chosen])
+            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in chosen])
             completions = self._model.generate(ids, attention_mask=mask, generation_config=settings)[:, width:]
             ends = torch.isin(completions, torch.tensor(self._eos)).int()
             tokens += int((ends.cumsum(1) - ends == 0).sum())  # the first end token counts, what follows does not

@@ -28,7 +28,7 @@ NEVER = 100_000  # steps between two evaluations beside the training, which woul
 
 
 def parser(text: str | None, *, overrides: bool = True) -> argparse.ArgumentParser:
-    """Of a benchmark whose module says `text`; with `overrides` of its runs, parse by `parse_intermixed_args`."""
+    """The parser of a benchmark with docstring `text`; with `overrides` of its runs, use `parse_intermixed_args`."""
     made = argparse.ArgumentParser(description=(text or "").partition("\n\n")[0])
     if overrides:
         made.add_argument("overrides", nargs="*", metavar="field=value")
@@ -76,7 +76,7 @@ def tell(line: str) -> None:
 
 
 def in_turns(arms: Sequence[str], turn: int) -> list[str]:
-    """All arms, each turn another one first."""
+    """All arms; which comes first changes from turn to turn."""
     first = turn % len(arms)
     return [*arms[first:], *arms[:first]]
 

@@ -1,8 +1,8 @@
 """Generation alone under updates, for `benchmarks.interruption`: one embedded server on one core that never lacks work,
 and new weights at a fixed pace.
 
-Answers to the long-tail task, each as long as its worked solution. A pool of one server is given another version every
-`period_s`, by each kind of interruption in turn; the server's own counter says what it has generated.
+Completions of the long-tail task's prompts, each as long as the worked solution. A pool of one server loads another
+version every `period_s`, with each kind of interruption in turn; tokens are those of the server's own counter.
 """
 
 from __future__ import annotations

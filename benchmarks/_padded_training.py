@@ -1,8 +1,8 @@
 """Training without packing, in plain torch, for `benchmarks.training` to compare with.
 
-What one would write without it, and as fast: sequences padded on the right to the longest of their micro-batch, so that
-causal attention needs no mask; logits of answer tokens alone; the fused optimiser. The loss is the system's own.
-Axes: N sequences, L tokens of the longest, H heads, D width of a head, A answer tokens.
+As fast as it can be without: sequences padded on the right to the longest of their micro-batch, so that causal
+attention needs no mask; logits of completion tokens alone; the fused optimiser. The loss is the system's own.
+Axes: N sequences, L tokens of the longest, H heads, D width of a head, A completion tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Padded:
     """A micro-batch. A sequence's last token is a target only, never an input."""
 
     inputs: Tensor  # [N, L - 1] token ids; padding is token 0
-    rows: Tensor  # [A] inputs that predict an answer token, as places in the flattened [N x (L - 1)]
-    targets: Tensor  # [A] the answer tokens
+    rows: Tensor  # [A] inputs that predict a completion token, as places in the flattened [N x (L - 1)]
+    targets: Tensor  # [A] the completion tokens
     source: NDArray[np.int64]  # [A] where they stand in the batch
 
 

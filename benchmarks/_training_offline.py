@@ -1,4 +1,4 @@
-"""What `benchmarks.training` measures without a run, in processes of one thread: batches, arms, and what they take.
+"""What `benchmarks.training` measures without a run, in processes of one thread: batches, arms, and their cost.
 
 Each function here is the work of one process; what it returns travels back to the benchmark.
 """
@@ -37,12 +37,12 @@ SORTED_CAPACITIES = (512, 1024, 2048, 4096)  # tokens of a padded micro-batch; t
 PACKED_CAPACITIES = (1024, 2048, 4096)  # of a packed one, beside the whole batch as one; again the fastest counts
 LONGEST = 448  # tokens of a sequence of the long-tailed setting; the paper's are up to 28672
 CAPACITIES = (512, 1024, 2048, 4096, 8192)
-_PROMPT, _MEDIAN, _SIGMA = 16, 64, 0.8  # tokens of a prompt; log-normal tokens of an answer
+_PROMPT, _MEDIAN, _SIGMA = 16, 64, 0.8  # tokens of a prompt; log-normal tokens of a completion
 _LONG_PROMPT, _SHORT_COMPLETIONS = 200, (50,) * 8
 _TOLERANCE = 1e-4  # of two gradients, relative to the largest entry of a tensor
 _MIB = 1 << 20
 
-Groups = Iterator[tuple[int, NDArray[np.int32]]]  # tokens of a prompt, [G] of its answers
+Groups = Iterator[tuple[int, NDArray[np.int32]]]  # tokens of a prompt, [G] of its completions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ SHARING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedBatch(TrainingBatch):
-    """Cut into micro-batches of a constant number of sequences, in the order of their arrival: as many as fit
-    `capacity` if all were as long as one may get. Packed as ever."""
+    """A batch cut into micro-batches of a constant number of sequences, in their order: as many as fit `capacity` if
+    all had the greatest length. Packed as any other."""
 
     longest: int  # tokens
 
@@ -143,7 +143,7 @@ class PackedArm:
 
     def update(self, batch: TrainingBatch, proximal: Float32Array) -> float:
         if not self._shared:
-            batch = dataclasses.replace(batch, groups=None)  # cut as it is made
+            batch = dataclasses.replace(batch, groups=None)  # packs of whole sequences
         if self._capacity:
             batch = dataclasses.replace(batch, capacity=self._capacity)
         return self._engine.train_step(batch, proximal).loss
@@ -176,7 +176,7 @@ def packed_arms(setting: Setting, *, shared: bool) -> dict[str, Arm]:
 
 def make_batch(setting: Setting, seed: int) -> TrainingBatch:
     """Groups until there are BATCH_TOKENS tokens: one minibatch, behind an empty one, as the first minibatch of a step
-    needs no pi_prox. Every answer has an advantage, so that nobody can leave any out; tokens are random."""
+    needs no pi_prox. Every completion has an advantage, so that no arm leaves any out; tokens are random."""
     config, rng = setting.config, np.random.default_rng(seed)
     vocabulary, payloads, total = embedded_spec(config).vocab_size, {}, 0
     for index, (prompt, completions) in enumerate(setting.groups(config, seed)):
@@ -219,7 +219,7 @@ def check(name: str) -> None:
 
 
 def same_update(fresh: Mapping[str, Arm], batch: TrainingBatch) -> None:
-    """The same, of arms that have made no update yet."""
+    """Raise AssertionError unless these arms, without an update so far, make the same loss and gradient."""
     packed = fresh["packed"]
     assert isinstance(packed, PackedArm)
     # Somewhat off, so that ratios are not 1 and some are clipped.
@@ -286,8 +286,8 @@ def cuts(rounds: int) -> list[dict[str, float]]:
 
 
 def peak_mib(how: str, capacity: int) -> float:
-    """Memory of one update, at its highest above what the process held before it. For a process that has done nothing
-    else: memory that was used before would be used again."""
+    """Peak memory of one update, above what the process held before it. For a process that has done nothing else:
+    memory that was used before would be used again."""
     setting = SETTINGS["long_tail"]
     spec = embedded_spec(setting.config)
     packed = PackedArm(spec, init_weights(spec, 0), setting.config)

@@ -9,8 +9,8 @@ predictions. `--pairs` is how often the first model is run in both modes; the ot
 What this machine takes between two synchronous steps, 0.3 to 0.5 s, counts `emulation.speed`-fold, and in synchronous
 mode alone. So each model has the speed at which a synchronous step takes ten real seconds, of which that is 3 to 5 %.
 Synchronous runs end after `--steps` steps and a first one, which is not counted. Asynchronous runs end after
-`--minutes`, so that no batch waits for its last answers alone; their first third is not counted: until then answers
-are of an age, as they never are again.
+`--minutes`, so that no batch waits for its last completions alone; their first third is not counted: in it
+completions, started at once, are of the same age, as they never are again.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(measured: Mapping[str, Sequence[Mapping[str, Measured]]]) -> dict[str, Any]:
-    """What came out, by model, beside what the paper says. Fit for JSON."""
+    """The results by model, beside those of the paper. Fit for JSON."""
     ratios = {
         model: [round(pair["async"].tokens_per_s / pair["sync"].tokens_per_s, 2) for pair in pairs]
         for model, pairs in measured.items()

@@ -3,22 +3,23 @@
     python -m benchmarks.generation [--rounds 5] [--window 5] [field=value ...]
 
 Everything is one real process pinned to one core; HTTP clients run on another. The model is the warmed-up base model of
-a run, so that lengths are real, and the prompts are the default task's. Requests of 16 answers wait at the servers, so
-that 64 answers are being decoded at any time. All arms are started first and measured in turns, some rounds long;
-figures are medians over rounds.
+a run, so that lengths are real, and the prompts are the default task's. Requests of 16 completions wait at the servers,
+so that 64 completions are being decoded at any time. All arms are started first and measured in turns, some rounds
+long; figures are medians over rounds.
 
 - `tokens_per_s_per_core`: the embedded server over HTTP with the default model (width 64, 3 layers, 4 heads of 16);
-- `tokens_per_s_per_core_t256`: the same with answers of 256 tokens each, end tokens ignored;
+- `tokens_per_s_per_core_t256`: the same with completions of 256 tokens each, end tokens ignored;
 - `over_transformers`, `over_vllm_cpu`: the embedded server's tokens/s over theirs, within a round, on one model that
   all three can run: vLLM's attention on CPUs needs heads of 32, so it has 2 heads (experiment `cpu-vllm`), else the
-  same. transformers' `generate()` runs batches of 4 prompts x 16 answers, each as long as its longest answer; vLLM
-  gets the very requests of the embedded server;
+  same. transformers' `generate()` runs batches of 4 prompts x 16 completions, each as long as its longest completion;
+  vLLM gets the very requests of the embedded server;
 - `gemm_share`: floating-point operations of the linear layers alone x tokens/s of the default model, over those of one
   large float32 product a second on that core in the same round;
-- `swap_ms`: between two steps, by the server's own clock, while it decodes (what must be computed again comes on top);
-  `swap_100m_ms` the same for 100M float32 parameters, next to `copy_100m_ms`, a copy of as many bytes into new memory;
-- `staging_100m_ms`: a file of as many parameters, in the page cache, read, checked and made ready to run. Decoding goes
-  on meanwhile.
+- `swap_ms`: between two steps, by the server's own clock, while it decodes (recomputation of the KV cache comes on
+  top); `swap_100m_ms` the same for 100M float32 parameters, next to `copy_100m_ms`, a copy of as many bytes into new
+  memory;
+- `staging_100m_ms`: a file of as many parameters, in the page cache, read, checked and staged. Decoding goes on
+  meanwhile.
 
 Tokens/s are by the wall clock; `cpu_s_share` says how much of the core each arm got, where others use the machine too.
 """
@@ -61,9 +62,9 @@ from benchmarks import _harness
 ROOT = Path(__file__).resolve().parents[1]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 OFFLINE = "benchmarks._generation_offline"
-SLOTS, GROUP = 64, 16  # answers being decoded, answers of a request
-REQUESTS = 4 * SLOTS // GROUP  # in flight: while the last answers of one are decoded, others fill the slots
-LONG = 256  # tokens of a long answer
+SLOTS, GROUP = 64, 16  # completions being decoded, completions of a request
+REQUESTS = 4 * SLOTS // GROUP  # in flight: while the last completions of one are decoded, others fill the slots
+LONG = 256  # tokens of a long completion
 _LONG_CONTEXT = 320
 _LEAD_IN_S = 1.0  # before a window, for a steady state
 _START_S = 300.0
@@ -71,7 +72,7 @@ _START_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What an arm did in one window."""
+    """The tokens and the time of an arm in one window."""
 
     tokens: int
     wall_s: float
@@ -84,7 +85,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What an arm is asked for, again and again."""
+    """The requests that an arm gets, again and again."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
@@ -118,21 +119,21 @@ class Child:
         return sum(sum(process.cpu_times()[:2]) for process in self._tree())
 
     def pin(self) -> None:
-        """Again, for threads that have taken other cores."""
+        """Pin it again, for threads that have taken other cores."""
         for process in self._tree():
             for thread in process.threads():
                 os.sched_setaffinity(thread.id, {self._core})
 
     def ask(self, **what: Any) -> dict[str, Any]:
-        """A line of JSON for a line of JSON."""
+        """Send a request as a line of JSON; returns the result, a line of JSON too."""
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
         self._popen.stdin.write(orjson.dumps(what) + b"\n")
         self._popen.stdin.flush()
-        reply = self._popen.stdout.readline()
-        if not reply:
+        response = self._popen.stdout.readline()
+        if not response:
             raise ProcessError(f"{' '.join(map(str, self._popen.args))} ended with code {self._popen.wait()}")  # type: ignore
-        return orjson.loads(reply)
+        return orjson.loads(response)
 
     def wait_for(self, file: Path) -> str:
         """The URL in a ready file."""
@@ -153,7 +154,7 @@ class Child:
 
 
 async def served(url: str, child: Child, load: Load, seconds: float) -> Window:
-    """Requests to a server, as many in flight as ever; tokens of those that end within the window."""
+    """Requests to a server, a constant number in flight; tokens of those that end within the window."""
     client = GenerationClient(url)
     numbers = itertools.count(int(time.time() * 1000) % 2**30)
     tokens = 0
@@ -349,7 +350,7 @@ def _arrays(folder: Path, factor: float) -> dict[str, Any]:
 
 
 def _with_context(model: Path, copy: Path, context: int) -> Path:
-    """The same weights for longer texts."""
+    """The same weights for longer sequences."""
     shutil.copytree(model, copy)
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": context}))

@@ -1,12 +1,12 @@
-"""How fast does the torch engine train on a GPU, and how much of the GPU is that?
+"""How fast does the torch engine train on a GPU, and what share of its peak is that?
 
     python -m benchmarks.gpu_training [--models 0.5b,1.5b] [--tokens 131072] [--microbatch-tokens 8192] [--steps 3]
 
 Needs one CUDA device, in bfloat16; `make bench` leaves it out unless NAME=gpu_training asks for it. Models have the
 shapes of Qwen2.5 0.5B and 1.5B and random weights, made on the device. A batch is one PPO minibatch of sequences with
-short prompts and answers of long-tailed lengths (log-normal, median 1,500 tokens, sigma 0.8, at most 7,680), packed
-without padding; every answer has an advantage. Each model is trained with its layers' activations kept (`plain`) and
-computed again in the backward pass (`checkpointed`), for a step that isn't counted and `--steps` that are:
+short prompts and completions of long-tailed lengths (log-normal, median 1,500 tokens, sigma 0.8, at most 7,680), packed
+without padding; every completion has an advantage. Each model is trained with its layers' activations kept (`plain`)
+and recomputed in the backward pass (`checkpointed`), for a step that isn't counted and `--steps` that are:
 
 - `train_tokens_per_s`: all tokens of the batch, prompts included, over the median time of a step (forward, backward and
   optimiser); `proximal_tokens_per_s`: over that of the forward pass for pi_prox; `tokens_per_s`: over both;
@@ -35,7 +35,7 @@ from areal_core.training.flops import step_flops
 from areal_core.training.hardware import peak_flops_per_s, peak_memory_bytes
 from benchmarks import _harness
 
-_MEDIAN, _SIGMA, _LONGEST = 1500, 0.8, 7680  # tokens of an answer
+_MEDIAN, _SIGMA, _LONGEST = 1500, 0.8, 7680  # tokens of a completion
 _SHORTEST_PROMPT, _LONGEST_PROMPT = 64, 512
 
 
@@ -84,7 +84,7 @@ def long_tailed(tokens: int, vocab_size: int, capacity: int, seed: int = 0) -> T
         advantages=np.where(sampled, np.repeat(rng.choice([-1, 1], count), lengths), 0).astype(np.float32),
         weights=sampled.astype(np.float32),
         denominator_terms=np.array(completions, np.float64),
-        minibatches=((), tuple(range(count))),  # not the first, whose pi_prox takes no pass of its own
+        minibatches=((), tuple(range(count))),  # not the first, which needs no forward pass for pi_prox
         capacity=capacity,
     )
 
@@ -92,7 +92,7 @@ def long_tailed(tokens: int, vocab_size: int, capacity: int, seed: int = 0) -> T
 def measure(
     spec: ModelSpec, batch: TrainingBatch, *, checkpointed: bool, steps: int, device: torch.device
 ) -> dict[str, Any]:
-    """What one way of training one model does with the batch."""
+    """Speed, MFU and memory of training one model with the batch, with or without activation checkpointing."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,22 +1,24 @@
-"""What is interruptible generation worth over updates that wait for running answers? The paper's Fig. 6a.
+"""What is interruptible generation worth over updates that wait for running completions? The paper's Fig. 6a.
 
     python -m benchmarks.interruption [--settings long-tail,emulated-1.5b,...] [--seeds 1,2,3] [--pairs 2]
                                       [--minutes 0.5] [--period 0.1] [field=value ...]
 
 Asynchronous runs that differ in `generation.interruption` alone, staleness bound included. The reference waits: an
-update lets a server's running answers end, starts no other ones meanwhile, swaps, and goes on; each server for itself.
+update lets a server's running completions end, starts no others meanwhile, swaps, and goes on; each server by itself.
 The figure is generated tokens a second, recomputation included, of an arm over the reference, seed by seed.
 
 - `server`: one embedded server on one core that never lacks work, and another version every `--period` seconds, about
-  the pace of the run below (`_interrupted_server.py`). Generation is what is short, as on the paper's cluster.
-- `long-tail`: a whole run on this machine's cores, where the trainer is what is short. `recompute`, `resubmit` and
-  `keep`, one run after the other; who goes first changes from seed to seed. `keep` decodes on with keys and values of
+  the pace of the run below (`_interrupted_server.py`). Generation is the bottleneck, as on the paper's cluster.
+- `long-tail`: a whole run on this machine's cores, where the trainer is the bottleneck. `recompute`, `resubmit` and
+  `keep`, one run after the other; which goes first changes from seed to seed. `keep` decodes on with the KV cache of
   old weights: its mismatch (k3) stands beside its speed.
 - `emulated-1.5b`, `emulated-7b`: the clusters of the paper's Table 1; with `-4-nodes` the 32 accelerators of its Fig.
-  6a, with the same batch of 8192 answers and hence a longer step. Both arms of a pair run at the same time: they sleep.
+  6a, with the same batch of 8192 completions and hence a longer step. Both arms of a pair run at the same time: they
+  sleep.
 
-Not counted are the first third of a run, in which answers are of an age as they never are again, and its last steps,
-for which nothing is admitted any more. Emulated runs have no last step: they end after `--minutes`.
+Not counted are the first third of a run, in which completions, started at once, are of the same age as they never are
+again, and its last steps, for which nothing is admitted any more. Emulated runs have no last step: they end after
+`--minutes`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ SERVER = "server"
 REFERENCE = "wait"
 INTERRUPTED = "recompute"
 PAPER = {"1.5b": 1.12, "7b": 1.17}  # Fig. 6a: 231k against 207k and 130k against 111k tokens/s
-_ANSWERS = 8192  # of a step of the paper
+_COMPLETIONS = 8192  # of a step of the paper
 _ACCELERATORS = 32  # of Fig. 6a: 4 nodes of 8
 _SLOTS = 144 / 256  # of a slice's batch, as docs/emulation.md has fitted it
 _ENDLESS = 10_000  # steps, more than any emulated run makes
@@ -78,7 +80,7 @@ def _emulated(model: str, speed: int, *overrides: str) -> Setting:
 
 
 def _four_nodes(model: str, speed: int, tensor_parallel: int) -> Setting:
-    batch = _ANSWERS * 4 * tensor_parallel // _ACCELERATORS  # of a slice of four replicas
+    batch = _COMPLETIONS * 4 * tensor_parallel // _ACCELERATORS  # of a slice of four replicas
     return _emulated(model, speed, f"rollout.batch_size={batch}", f"generation.slots={round(_SLOTS * batch)}")
 
 
@@ -104,8 +106,8 @@ class Measured:
     steps: int
     generated_tokens_per_s: float
     effective_tokens_per_s: float
-    generation_idle: float  # share of the time without a running answer, mean of the servers
-    generation_paused: float  # share of the time that a server is paused, mean of the servers; not: waiting for answers
+    generation_idle: float  # share of the time without a running completion, mean of the servers
+    generation_paused: float  # share of the time that a server is paused, mean of the servers; not while it waits
     trainer_wait: float  # share of the time
     staleness: float  # versions, mean of the tokens
     swap_ms: float  # of an update, the slowest server
@@ -256,15 +258,15 @@ def measure(result: TrialResult) -> Measured:
 
 def window(config: RunConfig, ends: Mapping[int, float]) -> tuple[int, int]:
     """The steps between whose ends a run counts, from the seconds at which steps ended: from its first third on until
-    the version after which no answer is admitted any more."""
+    the version after which nothing is admitted any more."""
     return first_end("async", ends), min(max(ends, default=0), config.training.steps - config.max_staleness - 1)
 
 
-# -- what came out --------------------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------------------------
 
 
 def report(runs: Mapping[str, Runs]) -> dict[str, Any]:
-    """What came out, by setting, beside what the paper says. Fit for JSON."""
+    """The results by setting, beside those of the paper. Fit for JSON."""
     found: dict[str, Any] = {}
     for name, arms in runs.items():
         key = name.replace("-", "_")

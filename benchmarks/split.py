@@ -4,8 +4,8 @@
 
 The 1.5B model of `benchmarks.emulated` on so many replicas, with their share of the paper's batch and eta 8, once with
 each number of devices that train. Two of these runs are asked for advice (areal_core.planning.split): the one with the
-fewest generation servers, where generation is what is short, and the one with a single rank, where training is. What
-they advise is held against what the runs measured, the first third of each left out as in `benchmarks.emulated`:
+fewest generation servers, where generation is the bottleneck, and the one with a single rank, where training is.
+Their advice is compared with what the runs measured, the first third of each left out as in `benchmarks.emulated`:
 
 - `advised_over_best`: throughput of the advised split over that of the best one that was tried;
 - `promised_over_measured`: what the advice says that its split would give, over what it gave.
@@ -24,7 +24,7 @@ from benchmarks import _harness
 from benchmarks.emulated import measure
 from flows.compose import compose
 
-_ANSWERS = 64  # of a batch, for each replica: 8192 of the paper's 128
+_COMPLETIONS = 64  # of a batch, for each replica: 8192 of the paper's 128
 _ENDLESS = 10_000  # steps, more than any run makes
 
 Speeds = Mapping[int, float]  # ranks -> tokens/s of the emulated cluster
@@ -57,7 +57,7 @@ def _config(arguments: argparse.Namespace, ranks: int, here: list[str]) -> RunCo
         "emulated-1.5b",
         [
             *here,
-            *("rollout.max_staleness=8", f"rollout.batch_size={_ANSWERS * arguments.devices}"),
+            *("rollout.max_staleness=8", f"rollout.batch_size={_COMPLETIONS * arguments.devices}"),
             *(f"training.steps={_ENDLESS}", f"stop.minutes={arguments.minutes}"),
             *(f"launch.devices={arguments.devices}", f"emulation.speed={arguments.speed}", *arguments.overrides),
             *(f"generation.servers={arguments.devices - ranks}", f"training.ranks={ranks}"),

@@ -5,11 +5,11 @@
 
 Step k trains version k - 1 on a batch that version max(0, k - 1 - lag) generated, all of it: one process decodes,
 scores and trains in turns, with the parts of a run but without its controller, so that the lag is exact where a run
-only bounds it. For a seed, every objective and lag sees the same prompts in the same order and draws with the same
+only bounds it. For a seed, every objective and lag has the same prompts in the same order and samples with the same
 random numbers; all start from the same base model. The accuracy is greedy, over all held-out prompts, after the last
 step. At lag 0 both objectives are the same but for rounding, which is there to be seen in the table.
 
-The setting is the default base model and batch (512 answers, groups of 16, 4 minibatches) at a tenth of the default
+The setting is the default base model and batch (512 completions, groups of 16, 4 minibatches) at a tenth of the default
 learning rate. A lag costs what the policy moves in as many steps, so learning must outlast the longest lag: at the
 default rate the decoupled objective has learned the task within 4 steps, while a lag of 8 still means batches of the
 base model. At the lower rate it takes most of 32 steps, and every lag counts. Standard PPO is slowed, not kept from
@@ -78,10 +78,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What a step was like. Means are over its loss tokens."""
+    """Metrics of a step. Means are over its loss tokens."""
 
     step: int
-    reward: float  # mean over answers
+    reward: float  # mean over completions
     ess: float  # of pi_prox / pi_behav (standard: pi_theta / pi_behav), as a share of the tokens
     weight_max: float  # largest of those ratios
     clip_fraction: float
@@ -290,7 +290,7 @@ def _run_all(jobs: Sequence[Job]) -> Iterator[Outcome]:
             raise
 
 
-# -- what came out ---------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------------
 
 
 def by_seed(outcomes: Sequence[Outcome]) -> dict[str, dict[int, dict[int, float]]]:
@@ -302,7 +302,7 @@ def by_seed(outcomes: Sequence[Outcome]) -> dict[str, dict[int, dict[int, float]
 
 
 def summary(outcomes: Sequence[Outcome], config: RunConfig) -> dict[str, Any]:
-    """The benchmark's answer, fit for JSON: mean accuracy by objective and lag, and what it rests on."""
+    """The benchmark's result, fit for JSON: mean accuracy by objective and lag, and what it rests on."""
     table = by_seed(outcomes)
     means = {
         objective: {str(lag): round(statistics.fmean(seeds.values()), 4) for lag, seeds in lags.items()}

@@ -6,11 +6,12 @@ Four questions, each a ratio of effective tokens/s, median over seeds of the rat
 
 - `standard_over_strong`: the default task, asynchronous against the strong synchronous baseline: every core generates,
   then every core trains, with no forward pass for a proximal policy that would be the behaviour policy;
-- `long_tail_over_strong`: the same where batches are small and answers vary widely in length (`experiment=long-tail`);
+- `long_tail_over_strong`: the same where batches are small and completions vary widely in length
+  (`experiment=long-tail`);
 - `standard_over_naive`, `long_tail_over_naive`: against a synchronous run that trains on one core only, which where
   batches are small is no weaker.
 
-All arms of a seed draw the same prompts, train on the same number of trajectories and have the same two cores. Only the
+All arms of a seed have the same prompts, train on the same number of trajectories and have the same two cores. Only the
 base and the last version are scored: the cores are for generating and training.
 """
 

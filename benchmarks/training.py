@@ -4,27 +4,28 @@ cost?
     python -m benchmarks.training [--rounds 9] [--seeds 1,2,3] [field=value ...]
 
 Speeds are real tokens (no padding) of a batch of about 8192, prompts included, by CPU second of one thread: cutting and
-packing, forward, backward and optimiser; one minibatch. A round measures every arm on a batch of its own, each round
-another arm first; ratios are medians of those within a round. All arms start from the same weights and have the same
-loss; that they have the same gradient is checked before anything is measured (`_padded_training`, `_training_offline`).
+packing, forward pass, backward pass and optimiser; one minibatch. A round measures every arm on a batch of its own,
+each round another arm first; ratios are medians of those within a round. All arms start from the same weights and have
+the same loss; that they have the same gradient is checked before anything is measured (`_padded_training`,
+`_training_offline`).
 
 - `packed_over_padded`, `packed_over_sorted`: the engine of a run over the whole batch padded to its longest sequence,
   and over length-sorted padded micro-batches; both at the micro-batch size at which they were fastest. Width 128, 4
-  layers; answers log-normal (median 64, sigma 0.8) and cut off at 432 after prompts of 16: `long_tail`. The same with
-  the default model and worked solutions of the default task, which have 16 lengths at most: `default`.
-- `shared_over_packed`: the same engine where a group's prompt is computed once for its answers, as in a run on a CPU,
-  over packs of whole sequences, in tokens of the trajectories; again both at their fastest size. `default` as above;
-  `prompt200`: the default model, prompts of 200 tokens with 8 answers of 50. `shared_allows` is what the tokens that
-  are saved allow.
+  layers; completions log-normal (median 64, sigma 0.8), truncated at 432, after prompts of 16: `long_tail`. The same
+  with the default model and worked solutions of the default task, which have 16 lengths at most: `default`.
+- `shared_over_packed`: the same engine where a group's prompt is computed once for its completions, as in a run on a
+  CPU, over packs of whole sequences, in tokens of the trajectories; again both at their fastest size. `default` as
+  above; `prompt200`: the default model, prompts of 200 tokens with 8 completions of 50. `shared_allows` is what the
+  tokens that are saved allow.
 - `dynamic_over_fixed`: Algorithm 1 over a constant number of sequences a micro-batch, both within C tokens and packed:
   `long_tail` with C = 512, which is to the longest sequence as the paper's 32768 to its 28672: a constant number can
   then be 1 only. Other C beside it. `peak_mib` is what an update held at its highest, each in a process of its own: a
   fixed number has to allow for sequences that are all of the longest length, and so seldom uses what it may. One ratio
   more is to the fixed number that happened to hold about as much, which nobody could have known before.
-- `overhead_share`: share of a trainer's step that is neither forward, loss, backward nor optimiser, waiting for the
-  batch left out: 1 - sum(time/compute_s) / sum(time/trainer_s) over the steps after the first of real runs of the
-  default experiment, `field=value` applied to them; the median over seeds. Both are by the clock: what the trainer does
-  aside, such as writing a version, takes the same core and counts as part of whatever it interrupts.
+- `overhead_share`: share of a trainer's step that is neither forward pass, loss, backward pass nor optimiser, without
+  waiting for the batch: 1 - sum(time/compute_s) / sum(time/trainer_s) over the steps after the first of real runs of
+  the default experiment, `field=value` applied to them; the median over seeds. Both are by the clock: what the trainer
+  does in the background, such as writing a version, takes the same core and counts as part of whatever it interrupts.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def ratios(rounds: Rounds, arm: str, other: str) -> list[float]:
 
 
 def overhead_share(history: History) -> float:
-    """Of the steps after the first, which also makes what later ones find made."""
+    """The overhead share of the steps after the first, whose one-time costs do not count."""
 
     def seconds(key: str) -> float:
         return sum(value for step, value in history[key].items() if step > 1)

@@ -6,9 +6,9 @@ Both start from the same warmed-up model and get the same prompts in the same or
 optimiser updates a batch, optimiser, clipping and limits (`grpo_arguments`), and `launch.devices` cores. TRL runs in
 .venv-trl (`make bench NAME=trl` makes it), by `benchmarks.peers.trl_grpo`, whose text says how it was tuned.
 
-A step is 512 answers generated and trained on. What is compared are two systems, not two loops: ours generates and
-trains at once on data up to two versions old, packs, and spends nothing on answers without an advantage (a third to a
-half of the tokens, as the policy gets good), where TRL takes turns, pads and computes all. Time runs from the first
+A step is 512 completions generated and trained on. What is compared are two systems, not two loops: ours generates and
+trains at once on data up to two versions old, packs, and spends nothing on completions without an advantage (a third to
+a half of the tokens, as the policy gets good), where TRL takes turns, pads and computes all. Time runs from the first
 generation to the last step; loading, model making and evaluation are outside, on both sides: every version is kept and
 scored afterwards by the same evaluator on the same held-out prompts. Time to score is the training time of the first
 version whose score is at least --score. A speed-up is TRL's time over ours for one seed; the figure printed is the
@@ -62,7 +62,7 @@ Arrays = Mapping[str, Any]  # tensor name -> array
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a run of either system has made."""
+    """Times and versions of a run of either system."""
 
     elapsed_s: tuple[float, ...]  # since training began, after each step
     versions: tuple[Arrays, ...]  # weights after each step

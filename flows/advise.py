@@ -1,4 +1,4 @@
-"""`make advise`: how many devices should generate and how many should train, by what an earlier run measured.
+"""`make advise`: the split of devices between generation and training, by what an earlier run measured.
 
 python -m flows.advise RUN [--state-dir .areal]
 """
@@ -19,7 +19,7 @@ from areal_core.storage.rundir import RunDir
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="make advise", description="How a run's devices would better be shared out.")
+    parser = argparse.ArgumentParser(prog="make advise", description="How a run's devices would better be split.")
     parser.add_argument("run", help="its id")
     parser.add_argument("--state-dir", type=Path, default=Path(".areal"))
     options = parser.parse_args(arguments)

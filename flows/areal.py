@@ -120,13 +120,13 @@ def prepare(config: RunConfig, run_id: str) -> RunDir:
 
 @task(cache_policy=NO_CACHE)
 def generate(run: core.Run) -> State | None:
-    """Generation servers: sample answers, load every new policy version."""
+    """Generation servers: sample completions, load every new policy version."""
     return _supervised(run.generate)
 
 
 @task(cache_policy=NO_CACHE)
 def rollout(run: core.Run) -> State | None:
-    """The controller: admits prompts within the staleness bound, scores answers, serves batches."""
+    """The controller: admits prompts within the staleness bound, has completions scored, serves batches."""
     return _supervised(run.rollout)
 
 
@@ -144,20 +144,20 @@ def evaluate(run: core.Run) -> State | None:
 
 @task(cache_policy=NO_CACHE)
 def track(run: core.Run) -> State | None:
-    """The forwarder of metrics to MLflow."""
+    """The tracker: forwards metrics to MLflow."""
     return _supervised(run.track)
 
 
 @task(cache_policy=NO_CACHE)
 def report(summary: RunSummary, run_dir: RunDir) -> None:
-    """What came of the run, as artifacts of the flow run: a table, and a page with links."""
+    """The result of the run, as artifacts of the flow run: a table, and a page with links."""
     rows = result_rows(summary, run_dir.info(), _untracked(run_dir))
     create_table_artifact(rows, key=RESULT, description=f"Result of {summary.run_id}")
     create_markdown_artifact(result_markdown(summary.run_id, rows), key=SUMMARY)
 
 
 def _untracked(run_dir: RunDir) -> str | None:
-    """What an MLflow that was away has missed, and what sends it; None when it has everything."""
+    """The items that MLflow has not got, and the command that sends them; None when it has all."""
     info = run_dir.info()
     if info.tracking_uri is None:
         return None
@@ -184,7 +184,7 @@ def _show(progress: UUID, status: RunStatus | None) -> None:
 
 
 def _attempts() -> int:
-    """How often this flow run was started; the runtime context only knows what it was at first."""
+    """How often this flow run was started; the runtime context only has the number of its first start."""
     with get_client(sync_client=True) as client:
         return client.read_flow_run(UUID(flow_run.id)).run_count
 

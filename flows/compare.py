@@ -193,7 +193,7 @@ def _with_mlflow(planned: Trial, tags: Mapping[str, str], progress: _Progress, e
 
 @task(cache_policy=NO_CACHE)
 def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str], parent: Parent | None) -> None:
-    """What came of the comparison: files in its folder and in MLflow, artifacts of the flow run."""
+    """The results of the comparison: files in its folder and in MLflow, artifacts of the flow run."""
     results = [load_result(planned, failures.get(planned.run_id)) for planned in trials]
     folder = comparison.folder()
     files = write_report(comparison.name, comparison.arms, results, folder)
@@ -215,7 +215,7 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
 
 
 def _with_pictures(markdown: str, folder: Path) -> str:
-    """The report with its pictures in it: Prefect has no files beside a page."""
+    """The report with its pictures embedded: Prefect has no files beside a page."""
 
     def data(link: re.Match[str]) -> str:
         return f"](data:image/png;base64,{base64.b64encode((folder / link[1]).read_bytes()).decode()})"
@@ -232,7 +232,7 @@ class _Progress:
         self._said_at = 0.0
 
     def begin(self, planned: Trial, before: int, trials: int, failed: int) -> None:
-        """A trial, `before` of which have been there before it."""
+        """A trial begins, after `before` others."""
         failures = f", {failed} failed" if failed else ""
         self._before, self._trials = before, trials
         self._trial = f"trial {before + 1} of {trials}{failures}: {planned.arm} seed {planned.seed}"
@@ -270,7 +270,7 @@ class _Execute:
 
 @contextlib.contextmanager
 def _untracked_at_worst() -> Iterator[None]:
-    """An MLflow that has gone away costs what it would have been told, not the comparison."""
+    """An MLflow that has gone away costs what would have been sent to it, not the comparison."""
     try:
         yield
     except TrackingError as error:

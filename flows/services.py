@@ -23,7 +23,7 @@ MARK = "AREAL_STACK"  # in the environment of everything that is started, howeve
 GRACE_S = 10.0
 ORPHAN_GRACE_S = 20.0  # of a process whose supervisor was killed
 _START_TIMEOUT_S = 120.0
-_PROBE_INTERVAL_S = 0.1  # a foreign server can only be asked whether it is ready
+_PROBE_INTERVAL_S = 0.1  # a foreign server does not say when it is ready: it is polled
 _LOOK_INTERVAL_S = 10.0  # at the logs, for their rotation
 
 
@@ -49,7 +49,7 @@ class _StopAsked(Exception):  # noqa: N818 - an ending, not a failure
 
 
 class Services:
-    """Processes, watched together with the request to stop (SIGTERM, SIGINT, SIGHUP).
+    """Supervisor of processes that also watches for the request to stop (SIGTERM, SIGINT, SIGHUP).
 
     MARK must be set in this process's environment. The end of the block ends them all, last started first.
     """
@@ -73,8 +73,8 @@ class Services:
         return kind is _StopAsked
 
     def _end(self, service: _Service) -> None:
-        """End what a service has started too. What one that was killed has left in sessions of its own is given the
-        time to end in order."""
+        """End a service with all that it has started. What one that was killed has left in sessions of its own is given
+        the time to end in order."""
         self._services.remove(service)
         ending = service.process
         ending.terminate()

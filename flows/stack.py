@@ -5,7 +5,8 @@ in order. `make up` leaves it behind as a daemon; under `make train` and `make c
 command and ends with it. It keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a
 stale pid means nothing; `.areal/stack.json` says where the servers listen. Without MLflow runs go on, their points
 wait; without one of the others the stack ends. The environment wins: a server that PREFECT_API_URL (or an explicit
-Prefect profile) or MLFLOW_TRACKING_URI names is used and not started. AREAL_STATE_DIR puts `.areal` elsewhere.
+Prefect profile) or MLFLOW_TRACKING_URI names is used and not started. AREAL_STATE_DIR is the folder to use in place of
+`.areal`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Tied = Literal["train", "compare"]  # commands that a stack ends with
 Owner = Literal["up", Tied]
 
 SOLE = "sole"  # told to the worker: no other worker serves this Prefect server
-_LOOK_S = 0.5  # that somebody who only looks whether a stack runs may hold its lock
+_LOOK_S = 0.5  # for which a check whether a stack runs may hold its lock
 _claims: list[socket.socket] = []  # of ports, for as long as this process lives
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
 
@@ -99,38 +100,38 @@ class Launch:
     """A supervisor that is starting or running, seen from the command that started it."""
 
     def __init__(self, owner: Owner) -> None:
-        answers, answer = os.pipe()
-        self._answers = open(answers, "rb", buffering=0)  # noqa: SIM115 - for as long as the supervisor lives
+        reports, report = os.pipe()
+        self._reports = open(reports, "rb", buffering=0)  # noqa: SIM115 - for as long as the supervisor lives
         self._mark = secrets.token_hex(8)
         # In a session of its own: Ctrl-C in the terminal is for the command, which ends things in order. The one of
-        # `make up` looks at no lifeline.
+        # `make up` has no lifeline.
         self._process = children.start(
             "stack",
-            [sys.executable, "-m", "flows.stack", "serve", owner, str(answer)],
+            [sys.executable, "-m", "flows.stack", "serve", owner, str(report)],
             log=log_file(LOGS, "stack"),
             environment={MARK: self._mark},
             grace_s=_WORKER_GRACE_S + 2 * GRACE_S,
             cwd=ROOT,
-            pass_fds=(answer,),
+            pass_fds=(report,),
         )
-        os.close(answer)
+        os.close(report)
 
     def wait_ready(self) -> Stack:
         """Raises ConfigError or ProcessError, one line, if the stack can't be started."""
-        answer = json.loads(self._answers.readline() or '{"error": "the stack ended without a word"}')
-        if "error" in answer:
+        report = json.loads(self._reports.readline() or '{"error": "the stack ended without a report"}')
+        if "error" in report:
             self._process.status()
-            raise (ConfigError if answer.get("user") else ProcessError)(answer["error"])
-        os.set_blocking(self._answers.fileno(), False)
-        return Stack(**answer)
+            raise (ConfigError if report.get("user") else ProcessError)(report["error"])
+        os.set_blocking(self._reports.fileno(), False)
+        return Stack(**report)
 
     def news(self, timeout_s: float = 0.0) -> list[str]:
         """What the user should know and was not told before, a line each; waits up to `timeout_s` for it.
 
         Raises ProcessError, one line that names what died, once the stack has ended by itself.
         """
-        select.select([self._answers], [], [], timeout_s)
-        said = self._answers.read()  # None: nothing
+        select.select([self._reports], [], [], timeout_s)
+        said = self._reports.read()  # None: nothing
         if said == b"":
             raise ProcessError(f"the supervisor of the servers is gone; its log is {LOGS / 'stack.log'}")
         messages = [json.loads(line) for line in (said or b"").splitlines()]
@@ -162,15 +163,16 @@ def stop(stack: Stack) -> None:
 # ---- the supervisor ----
 
 
-def serve(owner: Owner, answer: int) -> int:
-    """Body of the supervisor: start, answer, watch until asked to end, end everything. Returns the exit code.
+def serve(owner: Owner, report: int) -> int:
+    """Body of the supervisor: start, report, watch until asked to end, end everything. Returns the exit code.
 
-    A line of JSON each goes to `answer`: the stack or an error; unless under `make up` also what happens after that.
+    A line of JSON each goes to the descriptor `report`: the stack or an error; unless under `make up` also
+    what happens after that.
     """
 
     def say(message: Mapping[str, object]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # who would read it is gone, or was content with the first line
-            os.write(answer, json.dumps(message).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # the reader is gone, or needed the first line only
+            os.write(report, json.dumps(message).encode() + b"\n")
 
     def fail(error: ArealError) -> int:
         print(f"areal: error: {error}", file=sys.stderr, flush=True)
@@ -197,7 +199,7 @@ def serve(owner: Owner, answer: int) -> int:
 
 
 def _start(services: Services, owner: Owner) -> Stack:
-    """Start what the environment doesn't name, all at once, and wait until all of it answers."""
+    """Start what the environment doesn't name, all at once, and wait until all of it responds."""
     before = _remembered()
     prefect_api, mlflow_uri = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI")
     probes: dict[str, Callable[[], bool]] = {"worker": WORKER_READY.exists}
@@ -207,13 +209,13 @@ def _start(services: Services, owner: Owner) -> Stack:
         prefect_api = f"http://127.0.0.1:{port}/api"
         argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
         services.start("prefect-server", argv, prefect_environment(prefect_api))
-        probes["prefect-server"] = lambda: _answers(f"{prefect_api}/health")
+        probes["prefect-server"] = lambda: _responds(f"{prefect_api}/health")
         worker.append(SOLE)
     if mlflow_uri is None:
         port = _port("MLFLOW_PORT", 5000, before.get("mlflow_uri"))
         mlflow_uri = f"http://127.0.0.1:{port}"
         services.start("mlflow", _mlflow_argv(port), _MLFLOW_ENVIRONMENT, needed=False)
-        probes["mlflow"] = lambda: _answers(f"{mlflow_uri}/health")
+        probes["mlflow"] = lambda: _responds(f"{mlflow_uri}/health")
     stack = Stack(owner=owner, pid=os.getpid(), prefect_api=prefect_api, mlflow_uri=mlflow_uri)
     WORKER_READY.unlink(missing_ok=True)
     services.start("worker", worker, stack.environment, _WORKER_GRACE_S, sessions=True)
@@ -241,7 +243,7 @@ def _mlflow_argv(port: int) -> list[str]:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """Hold this checkout's stack; the kernel lets go when this process ends, however it ends."""
+    """Hold the lock of this checkout's stack; the kernel releases it when this process ends, however it ends."""
     busy = "this checkout already runs a stack; `make down` ends what `make up` started"
     try:
         lock = FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy)
@@ -303,7 +305,7 @@ def _any_ports() -> Iterator[int]:
         yield port
 
 
-def _answers(url: str) -> bool:
+def _responds(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return response.status == 200
@@ -338,10 +340,10 @@ def main() -> int:
     commands.add_parser("down")
     internal = commands.add_parser("serve")
     internal.add_argument("owner", choices=get_args(Owner))
-    internal.add_argument("answer", type=int)
+    internal.add_argument("report", type=int)
     arguments = parser.parse_args()
     if arguments.command == "serve":
-        return serve(arguments.owner, arguments.answer)
+        return serve(arguments.owner, arguments.report)
     try:
         (_up if arguments.command == "up" else _down)()
     except ArealError as error:

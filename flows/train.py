@@ -34,7 +34,7 @@ def _parameters() -> dict[str, Any]:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--stop-at-score", type=float)
     parser.add_argument("--stop-after-minutes", type=float)
-    parser.add_argument("--split", metavar="RUN", help="share devices out as this run's rates advise")
+    parser.add_argument("--split", metavar="RUN", help="split devices as this run's rates advise")
     parser.add_argument("overrides", nargs="*", default=[], metavar="field=value")
     return vars(parser.parse_args())
 

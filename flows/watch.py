@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 _LOOK_INTERVAL_S = 1.0  # Prefect's API can only be asked
 _CANCEL_TIMEOUT_S = 60.0
-_PATIENCE_S = 60.0  # with a server that is there and too busy to answer
+_PATIENCE_S = 60.0  # with a server that is there and too busy to respond
 _NEWS_TIMEOUT_S = 2.0  # a supervisor sees at once what dies
 
-_Completion = TypeVar("_Completion")
+_Response = TypeVar("_Response")
 News = Callable[[], list[str]]  # what the user was not told yet; raises ProcessError when the servers have ended
 
 
@@ -66,7 +66,7 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
             return _run(deployment, chosen, up, console, launch.news if launch else list)
         except httpx.HTTPError as error:
             if launch is not None:
-                launch.news(_NEWS_TIMEOUT_S)  # knows better
+                launch.news(_NEWS_TIMEOUT_S)  # raises with the reason, if it has one
             raise ProcessError(f"the Prefect server at {up.prefect_api} is gone: {error}") from error
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)
@@ -79,13 +79,13 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
 
 
 def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: Console, news: News) -> int:
-    """Start the flow run, show how it goes, show what came of it."""
+    """Start the flow run, show its progress, then its result."""
     from prefect import get_client
     from prefect.utilities.urls import url_for
 
     with get_client(sync_client=True) as client:
         deployed = client.read_deployment_by_name(deployment)
-        # However often it is called, it makes one flow run, and answers which one that is.
+        # However often it is called, it makes one flow run, and returns that one.
         create = partial(
             client.create_flow_run_from_deployment, deployed.id, parameters=parameters, idempotency_key=uuid4().hex
         )
@@ -94,7 +94,7 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             console.print(f"Flow run [bold]{flow_run.name}[/]  {url_for(flow_run) or ''}\n{up.pages}", soft_wrap=True)
             flow_run = _watch(client, flow_run.id, console, news)
         except KeyboardInterrupt:
-            _cancel(client, create().id, console)  # it may have come between the server's run and its answer
+            _cancel(client, create().id, console)  # it may have come between the server's run and its response
             raise
         state = flow_run.state
         assert state is not None
@@ -138,7 +138,7 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
 
 
 def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> None:
-    """Ask for the end of the flow run and see it through: its processes end before the servers that record it."""
+    """Cancel the flow run and wait for its end: its processes end before the servers that record it."""
     from prefect.states import Cancelling
 
     console.print("Cancelling the flow run; Ctrl-C again ends everything at once.")
@@ -155,17 +155,17 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
 
 
 class _Patience:
-    """With a server that answers with an error, or late, for a while: a busy machine. One that can't be connected to is
-    gone."""
+    """Tolerance of a server that responds with errors, or late, for a while: a busy machine. One that refuses
+    connections is gone."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since: float | None = None  # when the trouble began
 
-    def ask(self, look: Callable[[], _Completion]) -> _Completion | None:
-        """The answer, or None when there is none this time. Raises httpx.HTTPError."""
+    def ask(self, look: Callable[[], _Response]) -> _Response | None:
+        """The response, or None when there is none this time. Raises httpx.HTTPError."""
         try:
-            completion = look()
+            response = look()
         except (httpx.HTTPStatusError, httpx.TimeoutException):
             now = self._clock()
             self._since = now if self._since is None else self._since
@@ -173,7 +173,7 @@ class _Patience:
                 raise
             return None
         self._since = None
-        return completion
+        return response
 
 
 def _artifact(client: SyncPrefectClient, flow_run_id: UUID, key: str) -> Artifact | None:
@@ -204,12 +204,12 @@ def _rows(artifact: Artifact) -> list[dict[str, str]]:
 
 
 def _what(text: str) -> str:
-    """What a line of progress is about, without the figures that change all the time."""
+    """The beginning of a line of progress, without the figures that change all the time."""
     return re.split(" · |  ", text, maxsplit=1)[0]
 
 
 def _plain(message: str | None) -> str:
-    """Without the words that Prefect puts before an exception."""
+    """A state's message, without the prefix that Prefect puts before an exception."""
     return (message or "no reason given").removeprefix("Flow run encountered an exception: ")
 
 

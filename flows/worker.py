@@ -43,20 +43,20 @@ async def main() -> None:
         await _until_healthy(client)
         await _make_pool(client)
         if SOLE in sys.argv:
-            await _bury(client)
+            await _mark_crashed(client)
     await _deploy()
     process.announce_ready(WORKER_READY)
     await ProcessWorker(work_pool_name=POOL, name=f"areal-{os.getpid()}", limit=1).start()
 
 
 async def _until_healthy(client: PrefectClient) -> None:
-    """The server is started at the same moment as this process, and can only be asked whether it is ready."""
+    """Wait for the server, which is started at the same moment as this process and does not say when it is ready."""
     try:
         async with asyncio.timeout(_API_TIMEOUT_S):
             while await client.api_healthcheck() is not None:  # noqa: ASYNC110 - nothing else tells
                 await asyncio.sleep(_PROBE_INTERVAL_S)
     except TimeoutError:
-        raise ProcessError(f"no Prefect server answered at {client.api_url} for {_API_TIMEOUT_S:.0f} s") from None
+        raise ProcessError(f"no response of a Prefect server at {client.api_url} in {_API_TIMEOUT_S:.0f} s") from None
 
 
 async def _make_pool(client: PrefectClient) -> None:
@@ -65,8 +65,8 @@ async def _make_pool(client: PrefectClient) -> None:
         await client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
 
 
-async def _bury(client: PrefectClient) -> None:
-    """Mark flow runs that died together with their worker or their server, so that nobody could say so."""
+async def _mark_crashed(client: PrefectClient) -> None:
+    """Mark flow runs as crashed that died together with their worker or their server."""
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)))
     pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
     for left in await client.read_flow_runs(flow_run_filter=unfinished, work_pool_filter=pool):
@@ -80,7 +80,7 @@ async def _deploy() -> None:
         sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", cwd=ROOT
     )
     if code := await deploy.wait():
-        raise ProcessError(f"prefect deploy: ended with code {code}; its words are above")
+        raise ProcessError(f"prefect deploy: ended with code {code}; its output is above")
 
 
 if __name__ == "__main__":

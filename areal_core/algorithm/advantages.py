@@ -1,6 +1,6 @@
-"""Advantages of whole answers, from their rewards (critic-less, gamma = lambda = 1: every token carries its answer's).
+"""Advantages of completions, from their rewards (no critic, gamma = lambda = 1: every token has its completion's).
 
-Axes: P groups of a global batch, G answers of a group. Pure functions; arithmetic is float64. A reward that is not
+Axes: P groups of a global batch, G completions of a group. Pure functions; arithmetic is float64. A reward that is not
 finite raises RewardError. Sources and equations: docs/algorithm.md.
 """
 
@@ -22,7 +22,7 @@ _EPS = 1e-6  # added to standard deviations
 def group_advantages(rewards: ArrayLike) -> Float64Array:
     """(r - mean) / (population standard deviation + 1e-6) within each group. [P, G] -> [P, G].
 
-    A group whose rewards are all equal says nothing about which answer is better: exactly zero.
+    Exactly zero in a group whose rewards are all equal: none of its completions is better than another.
     """
     return _normalised(_checked(rewards), axis=1)
 
@@ -34,15 +34,15 @@ def group_mean_advantages(rewards: ArrayLike) -> Float64Array:
 
 
 def batch_advantages(rewards: ArrayLike) -> Float64Array:
-    """The same over the global batch, as in the paper: (r - mean) / (population standard deviation + 1e-6).
-    [P, G] -> [P, G]; zero where all rewards of the batch are equal."""
+    """(r - mean) / (population standard deviation + 1e-6) over the global batch, as in the paper. [P, G] -> [P, G];
+    zero where all rewards of the batch are equal."""
     return _normalised(_checked(rewards), axis=None)
 
 
 def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
-    """r minus the mean of the group's other answers (RLOO), not scaled. [P, G] -> [P, G].
+    """r minus the mean of the group's other completions (RLOO), not scaled. [P, G] -> [P, G].
 
-    Raises ConfigError where there are no others.
+    Raises ConfigError for groups of one.
     """
     checked = _checked(rewards)
     size = checked.shape[1]
@@ -61,8 +61,8 @@ ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmCo
 
 
 def overlong_penalties(lengths: ArrayLike, *, limit: int, cache: int, penalty: float) -> Float64Array:
-    """What is added to the reward of an answer for its length (DAPO, Eq. 13): nothing up to `limit` - `cache` tokens,
-    then linearly down to -`penalty` at `limit`, which an answer that was cut off has reached. Any shape, the same back.
+    """The length penalty, added to a completion's reward (DAPO, Eq. 13): 0 up to `limit` - `cache` tokens, then
+    linearly down to -`penalty` at `limit`, which a truncated completion has reached. Any shape -> the same shape.
     """
     over = np.asarray(lengths, dtype=np.float64) - (limit - cache)
     return -penalty * np.clip(over / cache, 0.0, 1.0)
@@ -71,7 +71,7 @@ def overlong_penalties(lengths: ArrayLike, *, limit: int, cache: int, penalty: f
 def advantages_of(
     rewards: ArrayLike, lengths: ArrayLike, algorithm: AlgorithmConfig, max_new_tokens: int
 ) -> Float64Array:
-    """`algorithm.advantage` of the rewards of a batch, shaped by the answers' lengths where that is asked for.
+    """`algorithm.advantage` of the rewards of a batch, with the length penalty where `overlong_cache` is set.
 
     rewards: [P, G]; lengths: [P, G] tokens, limited to `max_new_tokens`. Returns [P, G].
     """
@@ -85,7 +85,7 @@ def advantages_of(
 
 def _checked(rewards: ArrayLike) -> Float64Array:
     checked = np.asarray(rewards, dtype=np.float64)
-    assert checked.ndim == 2, "rewards are groups x answers"
+    assert checked.ndim == 2, "rewards are groups x completions"
     if not np.isfinite(checked).all():
         raise RewardError(f"rewards: must be finite, got {checked[~np.isfinite(checked)][0]}")
     return checked
@@ -98,5 +98,5 @@ def _normalised(rewards: Float64Array, axis: int | None) -> Float64Array:
 
 
 def _constant(rewards: Float64Array, axis: int | None) -> NDArray[np.bool_]:
-    """Whether all rewards along `axis` are equal; asked of the rewards, as a deviation of 0 may come out as 1e-17."""
+    """Whether all rewards along `axis` are equal; from the rewards, as a deviation of 0 may come out as 1e-17."""
     return rewards.max(axis=axis, keepdims=True) == rewards.min(axis=axis, keepdims=True)

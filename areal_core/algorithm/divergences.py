@@ -1,4 +1,4 @@
-"""How far two policies are apart, from the log-probabilities that they give to sampled tokens. [N] each, nats."""
+"""KL divergence of two policies, estimated from their log-probabilities of sampled tokens. [N] each, nats."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LARGEST = 60.0  # nats
 
 
 def log_quotient(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
-    """The log of a quotient of two policies, the second without gradient. 0 outside the mask, before `exp` sees it: the
-    gradient of a NaN there would otherwise spread. Held within e^60: an infinite quotient times an advantage of 0 would
-    be a NaN too."""
+    """The log of the quotient of two policies, the second without gradient. 0 outside the mask, before `exp`: the
+    gradient of a NaN there would otherwise spread. Clamped to 60 nats: an infinite quotient times an advantage of 0
+    would be a NaN too."""
     return torch.where(mask, numerator - denominator.detach(), 0.0).clamp(-_LARGEST, _LARGEST)
 
 
@@ -29,7 +29,7 @@ def k3(log_quotient: Tensor) -> Tensor:
     return torch.expm1(log_quotient) - log_quotient
 
 
-KL_TERMS: dict[str, Callable[[Tensor], Tensor]] = {  # by AlgorithmConfig.kl_estimator; k1 is no term of a loss
+KL_TERMS: dict[str, Callable[[Tensor], Tensor]] = {  # by AlgorithmConfig.kl_estimator; k1 is no term of the loss
     "k2": k2,
     "k3": k3,
 }

@@ -1,4 +1,5 @@
-"""The loss of a micro-batch: an objective, a divergence from version 0 and an entropy bonus, in one weighted sum."""
+"""The loss of a micro-batch: an objective, a KL divergence from the reference policy and an entropy bonus, in one
+weighted sum."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_loss(tokens: Tokens, config: AlgorithmConfig, *, denominator: float, untouched: bool = False) -> PolicyLoss:
-    """The loss of these tokens' share of a minibatch: over any cut into shares, losses and statistics add up.
+    """The loss of one share of a minibatch: losses and statistics add up over any partition of it.
 
-    `denominator` is that of algorithm.means for the PPO minibatch over all ranks. `untouched`: pi_theta is still the
-    version that is trained on, so that its own tokens show how far trainer and generator disagree; with a pi_prox, that
-    shows it at any time.
+    `denominator` is the loss denominator (algorithm.means) of the PPO minibatch over all ranks. `untouched`: pi_theta
+    is still the version that is trained on, so that its own tokens show how far trainer and generator disagree;
+    pi_prox, where there is one, shows it at any time.
     """
     if config.kl_coef and config.kl_estimator not in KL_TERMS:
         tokens = replace(tokens, advantages=_penalised(tokens, config.kl_coef))
@@ -32,8 +33,8 @@ def policy_loss(tokens: Tokens, config: AlgorithmConfig, *, denominator: float, 
     terms = surrogate.terms
     if config.kl_coef and config.kl_estimator in KL_TERMS:
         assert tokens.reference is not None
-        apart = -log_quotient(tokens.current, tokens.reference, tokens.mask)  # log pi_ref / pi_theta
-        terms = terms - config.kl_coef * KL_TERMS[config.kl_estimator](apart)
+        log_ratio = -log_quotient(tokens.current, tokens.reference, tokens.mask)  # log pi_ref / pi_theta
+        terms = terms - config.kl_coef * KL_TERMS[config.kl_estimator](log_ratio)
     if config.entropy_coef:
         assert tokens.entropy is not None
         terms = terms + config.entropy_coef * torch.where(tokens.mask, tokens.entropy, 0.0)
@@ -42,7 +43,7 @@ def policy_loss(tokens: Tokens, config: AlgorithmConfig, *, denominator: float, 
 
 
 def _penalised(tokens: Tokens, coefficient: float) -> Tensor:
-    """Advantages minus k1, log(pi / pi_ref) of the token, where pi is the policy that the step started at.
+    """Advantages minus k1, log(pi / pi_ref) of the token, where pi is the policy that the step started from.
 
     As a term of the loss k1 would do nothing: its gradient, that of log pi_theta, has mean zero under pi_theta.
     """

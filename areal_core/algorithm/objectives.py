@@ -1,9 +1,9 @@
-"""What a token adds to the objective, by name of the objective: pure functions of the policies' log-probabilities.
+"""The objectives: each token's term, as a pure function of the policies' log-probabilities.
 
 Policies are named, and given as log-probabilities of the sampled tokens, in nats: `current` pi_theta, being optimised;
 `proximal` pi_prox, before this training step; `behaviour` pi_behav, at generation; `reference` pi_ref, version 0 of the
-run. All tensors are [N], one entry a token; `mask` says which are loss tokens: what stands elsewhere has no effect, not
-even a NaN. Only `current` and `entropy` get a gradient. Equations and their sources: docs/algorithm.md.
+run. All tensors are [N], one entry a token; `mask` says which are loss tokens: values at other tokens have no effect,
+not even a NaN. Only `current` and `entropy` get a gradient. Equations and their sources: docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_core.config.plugins import find
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What is known of the tokens of a micro-batch, [N] each. They are all tokens of S whole completions."""
+    """The tokens of a micro-batch, [N] each: all tokens of S whole completions."""
 
     current: Tensor
     behaviour: Tensor
@@ -32,21 +32,21 @@ class Tokens:
     sequence: Tensor  # int64, 0 .. S - 1: the completion that the token belongs to
     sequences: int  # S
     proximal: Tensor | None = None  # None: nothing is stale, or the objective has none
-    reference: Tensor | None = None  # None: no divergence is asked for
+    reference: Tensor | None = None  # None: the loss has no divergence from it
     entropy: Tensor | None = None  # of pi_theta where the token was sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """What an objective makes of tokens, [N] each; 0 or False outside the mask."""
+    """The terms of an objective, and what its statistics need, [N] each; 0 or False outside the mask."""
 
-    terms: Tensor  # of the objective, to be made large; differentiable
-    log_ratio: Tensor  # of the token: how far pi_theta has moved from the policy that the step started at
+    terms: Tensor  # of the objective, to be maximised; differentiable
+    log_ratio: Tensor  # of the token: how far pi_theta has moved from the policy that the step started from
     log_weight: Tensor  # log r, of the importance weight before any cap, mask or clip of it
     clipped_low: Tensor  # bool: tokens whose gradient the lower bound of the clip removed
     clipped_high: Tensor
-    capped: Tensor  # bool: tokens whose weight was held at a bound
-    masked: Tensor  # bool: tokens that their weight left out
+    capped: Tensor  # bool: tokens whose weight was clamped to a bound
+    masked: Tensor  # bool: tokens left out because of their weight
 
 
 ObjectiveFunction = Callable[[Tokens, AlgorithmConfig], Surrogate]
@@ -62,7 +62,7 @@ def find_objective(name: str) -> ObjectiveFunction:
 
 
 def objective(function: ObjectiveFunction) -> ObjectiveFunction:
-    """Decorator: binds a function to what config.algorithm.OBJECTIVES says of the objective of its name."""
+    """Decorator: registers a function as the objective of its name in config.algorithm.OBJECTIVES."""
     assert function.__name__ in OBJECTIVES, f"config.algorithm.OBJECTIVES has no {function.__name__}"
     _FUNCTIONS[function.__name__] = function
     return function
@@ -77,14 +77,15 @@ def decoupled(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
 
 @objective
 def standard(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
-    """PPO as if data were never stale: min(u A, clip(u) A) with u = pi_theta / pi_behav."""
+    """Standard PPO, as if data were never stale: min(u A, clip(u) A) with u = pi_theta / pi_behav."""
     return _ppo(tokens, config, *_log_ratios(tokens, None))
 
 
 @objective
 def a3po(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
     """A-3PO: decoupled PPO with log pi_prox = alpha log pi_behav + (1 - alpha) log pi_theta, without a gradient, and
-    alpha = 1 / d, where d is the number of versions from the one that sampled the token to the one being made."""
+    alpha = 1 / d, where d is the number of versions from the one that sampled the token to the one that this step
+    makes."""
     alpha = 1.0 / (tokens.staleness + 1)
     return _ppo(tokens, config, *_log_ratios(tokens, alpha * tokens.behaviour + (1 - alpha) * tokens.current.detach()))
 

@@ -13,8 +13,6 @@ import logging
 import time
 from pathlib import Path
 
-import torch
-
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_verifier
@@ -22,7 +20,8 @@ from areal_core.environments.source import open_source
 from areal_core.errors import ArealError, RunFinished
 from areal_core.generation.engines.embedded import Engine
 from areal_core.launch import logs, process
-from areal_core.models.folders import check_weights, read_spec, read_weights
+from areal_core.models.arrays import read_arrays
+from areal_core.models.spec import check_weights, read_spec
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
@@ -43,7 +42,7 @@ class Evaluator:
         self._spec = read_spec(model_path)
         self._engine = Engine(
             self._spec,
-            read_weights(model_path, self._spec),
+            read_arrays(model_path, self._spec),
             slots=config.evaluation.slots,
             context=min(self._spec.context, config.task.max_prompt_tokens + config.task.max_new_tokens),
         )
@@ -52,11 +51,11 @@ class Evaluator:
         """Greedy accuracy of `version`; version 0 is the model folder, the others are published weights."""
         start = time.monotonic()
         if version.version == 0:
-            tensors = read_weights(version.path, self._spec)
+            arrays = read_arrays(version.path, self._spec)
         else:
-            tensors = {name: torch.from_numpy(array) for name, array in weights.load(version).items()}
-            check_weights(self._spec, tensors)
-        self._engine.swap(self._engine.prepare(tensors), version.version)
+            arrays = weights.load(version)
+            check_weights(self._spec, arrays)
+        self._engine.swap(self._engine.prepare(arrays), version.version)
         completions = self._engine.generate(self._request(index) for index in range(len(self._prompts)))
         correct = tokens = 0
         for prompt, (completion,) in zip(self._prompts, completions, strict=True):
@@ -111,7 +110,6 @@ def main() -> None:
     run = RunDir(parser.parse_args().run_dir)
     logs.start("evaluator")
     process.adopt(run.ready_file("evaluator"))
-    torch.set_num_threads(1)
     try:
         evaluate(run)
     except ArealError as error:

@@ -1,6 +1,6 @@
-"""Qwen2 and Llama decoders as data: their weights by name, read from folders, and folders written from them.
+"""Model folders of Qwen2 and Llama decoders in the transformers format: weights read by name, and folders written.
 
-Generation and training each run these weights in their own way; what they must agree on stands here and in
+Generation and training each run these weights in their own way; what they must agree on is here and in
 `areal_core.models.spec`.
 """
 
@@ -20,7 +20,7 @@ from areal_core.errors import ModelError
 from areal_core.models.spec import (
     MODEL_TYPES,
     ModelSpec,
-    check_shapes,
+    check_weights,
     open_weights,
     read_json,
     read_spec,
@@ -40,13 +40,6 @@ __all__ = [
 ]
 
 _INIT_STD = 0.02
-
-
-def check_weights(spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:
-    """Raise ModelError naming the first tensor that is missing, surplus or of another shape than the spec's."""
-    check_shapes(spec, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    for name in weights.keys() - weight_shapes(spec).keys():
-        raise ModelError(f"{name}: no such tensor in this model")
 
 
 def read_weights(source: str | Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -73,7 +66,7 @@ def write_model(
     folder: str | Path, spec: ModelSpec, weights: Mapping[str, Tensor], tokenizer_file: Path | None
 ) -> None:
     """Write a complete folder in the transformers format. `tokenizer_file` is a tokenizer.json; a
-    tokenizer_config.json beside it is taken along."""
+    tokenizer_config.json beside it is copied too."""
     check_weights(spec, weights)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a folder in the transformers format says of its model, and whether its weights agree: all without torch.
+"""The spec of a model folder in the transformers format, and checks of its weights against it, without torch.
 
 Names and shapes of tensors are those of transformers ("model.layers.0.self_attn.q_proj.weight").
 `areal_core.models.folders` reads the weights themselves.
@@ -36,7 +36,7 @@ class ModelSpec:
     rms_eps: float
     qkv_bias: bool
     tie_embeddings: bool
-    context: int  # tokens, prompt and answer together
+    context: int  # tokens, prompt and completion together
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -135,6 +135,13 @@ def check_shapes(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None
             raise ModelError(f"{name}: expected shape {list(shape)}, got {list(shapes[name])}")
 
 
+def check_weights(spec: ModelSpec, weights: Mapping[str, Any]) -> None:
+    """Raise ModelError naming the first tensor that is missing, surplus or of another shape than the spec's."""
+    check_shapes(spec, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    for name in weights.keys() - weight_shapes(spec).keys():
+        raise ModelError(f"{name}: no such tensor in this model")
+
+
 def check_folder(folder: str | Path) -> ModelSpec:
     """The spec of a folder whose weights are all there, whole and of the right shapes; only their headers are read.
 
@@ -170,7 +177,7 @@ def weight_files(source: Path) -> list[Path]:
 
 
 def open_weights(file: Path, framework: str = "numpy") -> Any:
-    """A safetensors file, open for reading, a context. Raises ModelError when it is missing or damaged."""
+    """A safetensors file, open for reading, a context manager. Raises ModelError when it is missing or damaged."""
     try:
         return safe_open(file, framework=framework)
     except FileNotFoundError:
@@ -208,7 +215,7 @@ def _rope_theta(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json knows better than config.json, where both name end tokens."""
+    """generation_config.json takes precedence over config.json, where both name end tokens."""
     file = folder / "generation_config.json"
     ids = (read_json(file) if file.exists() else {}).get("eos_token_id")
     ids = config.get("eos_token_id") if ids is None else ids

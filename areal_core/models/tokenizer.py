@@ -12,7 +12,7 @@ from areal_core.errors import ModelError
 
 PAD = "<pad>"
 EOS = "<eos>"
-CHARACTERS = "0123456789+-*=;#"  # all that arithmetic prompts and answers are made of
+CHARACTERS = "0123456789+-*=;#"  # all that arithmetic prompts and completions are made of
 
 
 class Tokenizer:

@@ -1,6 +1,6 @@
-"""Vectors of `LANES` floats in functions that numba compiles, and products of matrices that are kept in registers.
+"""Vectors of `LANES` floats in functions that numba compiles, and matrix products whose result is kept in registers.
 
-A vector is one AVX-512 register or two of AVX2. Arrays are flat, so that a place is one number.
+A vector is one AVX-512 register or two of AVX2. Arrays are flat, so that an index is one number.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 class _Cache(FunctionCache):
-    """numba's, which knows of changes in a function's own file, and of those in this one too: what is here ends up
-    inside of the compiled functions."""
+    """numba's cache, which a change of a function's own file invalidates, and a change of this one too: its intrinsics
+    are inlined into the compiled functions."""
 
     def _index_key(self, *of: Any) -> tuple[Any, ...]:
         return *super()._index_key(*of), _SOURCE
 
 
 def compiled(signature: Any = None) -> Callable[[Any], Any]:
-    """Compile a function: with a signature at once, or take it from the cache on disk; without, when another needs it.
+    """Compile a function: with a signature at once, or load it from the cache on disk; without, when another needs it.
 
     The cache is in `__pycache__`, or where that can't be written in the user's cache folder (NUMBA_CACHE_DIR names
     another); where neither can be, every process compiles, for some seconds."""
@@ -66,7 +66,7 @@ intrinsic: Any = numba_intrinsic  # adds and removes parameters, which type chec
 
 
 def zeros(size: int) -> NDArray[np.float32]:
-    """Floats that begin at a cache line; memory is given when they are first touched."""
+    """Zeros that begin at a cache line; memory is allocated when they are first touched."""
     floats = np.zeros(size + LANES, dtype=np.float32)
     offset = -(floats.ctypes.data // floats.itemsize) % LANES
     return floats[offset : offset + size]
@@ -119,7 +119,7 @@ def _call(builder: Any, name: str, result: Any, *arguments: Any, fastmath: tuple
 
 
 def _emit_larger(builder: Any, a: Any, b: Any) -> Any:
-    """One instruction, where LLVM's maxnum, which looks for numbers, takes several."""
+    """One instruction, where LLVM's maxnum, which handles NaN, takes several."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -241,7 +241,7 @@ def _emit_exp(builder: Any, x: Any) -> Any:
 
 
 exp = _vector_function(1, _emit_exp)
-swapped = _vector_function(1, _emit_swap)  # its halves in each other's place
+swapped = _vector_function(1, _emit_swap)  # its halves swapped
 
 
 def tile(rows: int, vectors: int) -> Any:

@@ -1,9 +1,9 @@
 """What bounded a run: how long each role worked, what it waited for, and how much faster the run could have been.
 
-`account` adds up what processes wrote down (areal_core.tracking.timeline). `bound` judges it, by one rule: a role that
-works for a share u of the time could keep up with 1 / u times the throughput. So the role with the largest share is
-what bounds the run; without it, the next one would; and with no gaps at all, the run would have been 1 / u times as
-fast. Where generation and training share cores, it is the cores that work, and roles have shares of them.
+`account` adds up the spans of the processes' timelines (areal_core.tracking.timeline). `bound` judges them by one rule:
+a role that works for a share u of the time could keep up with 1 / u times the throughput. So the role with the largest
+share is what bounds the run; without it, the next one would; and without bubbles, the run would have been 1 / u times
+as fast. Where generation and training share cores, it is the cores that work, and roles have shares of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal_core.tracking.timeline import Span
 
 Bottleneck = Literal["cores", "generation", "training", "rewards", "staleness", "turns"]
 
-_BUSY = 0.9  # of the time: what works for less has room
+_BUSY = 0.9  # of the time: a role that works for less has room
 _TAKEN = 0.25  # of the cores' time, in which work for them did not run: more than waiting for files explains
 _WORK = ("generate", "recompute", "train")
 _NAMES = {
@@ -65,16 +65,16 @@ class Bound:
     """What bounded a run."""
 
     bottleneck: Bottleneck
-    busy: float  # share of the time that the bottleneck worked: without gaps, 1 / busy times as fast
-    relieved: float  # times as fast, at most, were the bottleneck no matter; of cores, their largest user
+    busy: float  # share of the time that the bottleneck worked: without bubbles, 1 / busy times as fast
+    relieved: float  # times as fast, at most, without the bottleneck; of cores, without their largest user
     text: str  # one paragraph
 
 
 def explain(
     config: RunConfig, spans: Sequence[Span], curves: split.Curves, *, start_s: float, controller_cpu_s: float
 ) -> str | None:
-    """What bounded a run that got to work at `start_s`, in seconds since the epoch, from its first version to its last
-    one: until the first, some had nothing to do yet. One paragraph; None where there are not two versions."""
+    """What bounded a run that got to work at `start_s`, in seconds since the Unix epoch, from its first version to its
+    last one: until the first, some had nothing to do yet. One paragraph; None where there are not two versions."""
     published = [span.end_s for span in spans if span.kind == "publish" and span.end_s > start_s]
     if len(published) < 2:
         return None
@@ -91,8 +91,8 @@ def explain(
 def account(
     spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s: float, controller_cpu_s: float = 0.0
 ) -> Account:
-    """What happened between two moments of a run, in seconds since the epoch. A span that reaches over an edge counts
-    in part."""
+    """What happened between two moments of a run, in seconds since the Unix epoch. A span that reaches over an edge
+    counts in part."""
     seconds: dict[str, dict[str, float]] = {}
     cpu_s: dict[str, float] = {}
     processes: dict[str, set[str]] = {}
@@ -143,7 +143,7 @@ def bound(account: Account, config: RunConfig, *, used: float | None = None) -> 
 
 
 def _of_cores(account: Account, config: RunConfig) -> Bound:
-    """Generation and training on the same cores: what counts is whether there was work for them, and whose."""
+    """Generation and training on the same cores: how far these had work, and whose."""
     cores = config.launch.devices
     used = {role: account.cpu_share(role, cores) for role in _NAMES}
     total = sum(used.values())
@@ -152,7 +152,7 @@ def _of_cores(account: Account, config: RunConfig) -> Bound:
     bottleneck: Bottleneck = "cores" if busy >= _BUSY else "staleness" if config.max_staleness else "turns"
     relieved = 1 / max(busy * (1 - used[largest] / total), 1e-9) if total else 1.0
     by_role = _listed([f"{_NAMES[role]} ({_percent(share)})" for role, share in _largest_first(used) if share > 0])
-    known = used["generation"] > 0  # vLLM's servers don't say what they use
+    known = used["generation"] > 0  # vLLM's servers don't report their CPU seconds
     taken = " Others used this machine too: there was work that waited for a core." if busy - total > _TAKEN else ""
     sentences = [
         f"{_CAUSES[bottleneck]} bounded this run: there was work for {_cores(cores)} {_percent(busy)} of "
@@ -196,23 +196,23 @@ def _of_stages(account: Account, config: RunConfig, used: float | None) -> Bound
         )
     else:
         sentences.append(
-            f"Without gaps it would have been {_times(1 / busy)} as fast at most; with more of {_NAMES[first]} "
+            f"Without bubbles it would have been {_times(1 / busy)} as fast at most; with more of {_NAMES[first]} "
             f"{_times(relieved)} at most, then {_NAMES[second]} would bound it{_REMEDIES[bottleneck]}."
         )
     return Bound(bottleneck=bottleneck, busy=busy, relieved=relieved, text=" ".join(sentences))
 
 
 def _of_turns(account: Account, config: RunConfig) -> Bound:
-    """The same devices for either stage in turn."""
+    """Generation and training in turn, on the same devices."""
     generating, training = account.share("generation", "generate"), account.share("trainer", "recompute", "train")
     busy = min(1.0, generating + training)
     first = "generation" if generating >= training else "trainer"
     relieved = 1 / max(busy - max(generating, training), 1e-9)
     text = (
         f"Taking turns bounded this run of {_duration(account, config)}: devices generated for {_percent(generating)} "
-        f"of it, waiting for the longest answer of a batch included, trained for {_percent(training)}, and did neither "
-        f"for {_percent(1 - busy)}. Without gaps it would have been {_times(1 / busy)} as fast at most, with "
-        f"{_NAMES[first]} for nothing {_times(relieved)}{_REMEDIES['turns']}."
+        f"of it, waiting for the longest completion of a batch included, trained for {_percent(training)}, and did "
+        f"neither for {_percent(1 - busy)}. Without bubbles it would have been {_times(1 / busy)} as fast at most, "
+        f"with {_NAMES[first]} for nothing {_times(relieved)}{_REMEDIES['turns']}."
     )
     return Bound(bottleneck="turns", busy=busy, relieved=relieved, text=text)
 

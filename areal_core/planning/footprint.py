@@ -53,16 +53,17 @@ class Footprint:
     placement: Placement
     memory: float  # bytes of a device
     needs: tuple[Need, ...]
-    completions: int  # of full length that the cache of one server holds at once
-    context: int  # tokens of such an answer, its prompt included
+    completions: int  # of full length that the KV cache of one server holds at once
+    context: int  # tokens of such a completion, its prompt included
 
     def table(self) -> str:
-        """For people: a line a kind of process."""
+        """The plan as text, a line for each kind of process."""
         at = self.placement
         link = "then" if at.shared else "and"
         lines = [
             f"{at.machines} machine{'s' * (at.machines > 1)}: {at.servers} x {at.devices_per_server} GPUs generate, "
-            f"{link} {at.ranks} train; the cache of a server holds {self.completions} answers of {self.context} tokens"
+            f"{link} {at.ranks} train; the KV cache of a server holds {self.completions} completions of {self.context} "
+            "tokens"
         ]
         for need in self.needs:
             verdict = f"{need.excess / GIB:.1f} too many" if need.excess else "fits"
@@ -125,8 +126,8 @@ def _training_remedy(config: RunConfig, state: Parts, run: Parts) -> tuple[str, 
 
 
 def full_completions(config: RunConfig, spec: ModelSpec, memory: float) -> int:
-    """Answers of full length, prompt included, that the cache of one server holds at once. vLLM fills with its cache
-    what is left of `generation.vllm.memory_share`; the embedded engine has one for every slot."""
+    """Completions of full length, prompt included, that the KV cache of one server holds at once. vLLM's cache takes
+    what is left of `generation.vllm.memory_share`; the embedded engine has one completion for every slot."""
     if config.generation.engine != "vllm":
         return config.generation.slots
     vllm = config.generation.vllm
@@ -135,7 +136,7 @@ def full_completions(config: RunConfig, spec: ModelSpec, memory: float) -> int:
 
 
 def _server(config: RunConfig, spec: ModelSpec, memory: float) -> Need:
-    """A server must hold one answer of full length at the least."""
+    """What a server needs: it must hold one completion of full length at the least."""
     vllm = config.generation.engine == "vllm"
     completions = 1 if vllm else config.generation.slots
     parts = server_state(config, spec) | {"cache": completions * completion_bytes(config, spec)}
@@ -149,9 +150,9 @@ def _server(config: RunConfig, spec: ModelSpec, memory: float) -> Need:
 
 
 def _shared(config: RunConfig, spec: ModelSpec, memory: float, state: Parts, run: Parts) -> Iterator[Need]:
-    """Synchronous mode: a rank and a server on one GPU. Asleep, a vLLM server has given weights and cache back, but the
-    rank keeps its state while the server generates; awake, both have all of theirs all the time. The embedded engine
-    never gives anything back."""
+    """Synchronous mode: a rank and a server on one GPU. Asleep, a vLLM server has given weights and KV cache back, but
+    the rank keeps its state while the server generates; awake, both have all of theirs all the time. The embedded
+    engine never gives anything back."""
     if config.generation.engine == "vllm":
         served = config.generation.vllm.memory_share * memory
     else:

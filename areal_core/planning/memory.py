@@ -12,7 +12,7 @@ from areal_core.models.spec import ModelSpec
 
 LOGITS_AT_ONCE = 1 << 27  # elements of the logits that a training pass makes at any moment, at most
 _FLOAT = 4  # bytes of float32
-_BUCKET = 500_000_000  # numbers that DeepSpeed sums up at once; its default
+_BUCKET = 500_000_000  # numbers that DeepSpeed reduces at once; its default
 _LIVE = 1_000_000_000  # gathered numbers that ZeRO 3 may keep at once; DeepSpeed's default
 _SUB_GROUP = 1_000_000_000  # weights that ZeRO 3 updates at once; DeepSpeed's default
 _BATCHED_TOKENS = 8192  # of one step of vLLM on a large GPU; its default
@@ -27,10 +27,10 @@ def training_state(config: RunConfig, spec: ModelSpec, *, reference: bool = Fals
     """What a rank keeps from step to step. In bfloat16: weights 2 P, gradients 4 P in float32, for the optimiser 12 P,
     float32 weights and Adam's two moments.
 
-    ZeRO stage 1 shares the last out over N ranks, 2 the gradients too, 3 the weights as well (Rajbhandari et al., 2020,
+    ZeRO stage 1 partitions the last over N ranks, 2 the gradients too, 3 the weights as well (Rajbhandari et al., 2020,
     arXiv 1910.02054, section 3.1 and Fig. 1; float32 gradients as in Table 3 of the AReaL paper). At stage 1 and in the
     torch engine a micro-batch's gradient has 2 P beside those it is added to. In float32 there is no such copy, and
-    where nothing is shared out the weights are the optimiser's own. DeepSpeed's stage 0 has the float32 weights alone,
+    where nothing is partitioned the weights are the optimiser's own. DeepSpeed's stage 0 has the float32 weights alone,
     which layers round as they run: 2 P for the rounded ones. A reference model is a copy more on every rank.
     """
     ranks, count = config.training_ranks, spec.parameters
@@ -53,8 +53,8 @@ def training_pass(config: RunConfig, spec: ModelSpec) -> Parts:
     again; ZeRO 3 updates so many weights at a time.
 
     A pass keeps all layers' activations; with `checkpoint_activations` every layer's input, and one layer's
-    activations when they are made again. Beside them stand the buffers of one layer's way back, or before that those of
-    the output's.
+    activations when they are made again. Beside them stand the buffers of one layer's backward pass, or before that
+    those of the output's.
     """
     training, number, tokens = config.training, _number(config), config.training.microbatch_tokens
     layer = layer_activations(spec, tokens, number)
@@ -84,14 +84,14 @@ def layer_activations(spec: ModelSpec, tokens: int, number: int) -> float:
 
 
 def backward_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
-    """Gradients that exist at once while a layer is gone back through, beyond what has been let go by then: two as wide
-    as the MLP and two as the hidden state, and those of the layer's weights before they are added up."""
+    """Gradients that exist at once in the backward pass of a layer, beyond what has been freed by then: two as wide as
+    the MLP and two as the hidden state, and those of the layer's weights before they are added up."""
     return tokens * number * (2 * spec.intermediate_size + 2 * spec.hidden_size) + number * layer_parameters(spec)
 
 
 def head_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
-    """The answer tokens' hidden states (at most all of them) and their gradient, the gradient of the output's matrix in
-    float32 and in b, and three slices of the logits in float32 (`training.model.forward`)."""
+    """The completion tokens' hidden states (at most all of them) and their gradient, the gradient of the output's
+    matrix in float32 and in b, and three slices of the logits in float32 (`training.model.forward`)."""
     hidden = 2 * tokens * spec.hidden_size * number
     matrix = spec.vocab_size * spec.hidden_size * (_FLOAT + (number if number < _FLOAT else 0))
     return hidden + matrix + 3 * _FLOAT * min(tokens * spec.vocab_size, LOGITS_AT_ONCE)
@@ -115,7 +115,7 @@ def _collectives(config: RunConfig, spec: ModelSpec) -> float:
 
 
 def _stage(config: RunConfig) -> int:
-    """What ranks share out; the torch engine's nothing."""
+    """The ZeRO stage; 0 for the torch engine, which partitions nothing."""
     return config.training.zero_stage if config.training.engine == "deepspeed" else 0
 
 
@@ -135,7 +135,7 @@ def kv_bytes(config: RunConfig, spec: ModelSpec) -> int:
 
 
 def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
-    """What a server has on one GPU beside its cache.
+    """What a server has on one GPU beside its KV cache.
 
     vLLM: its share of the weights; the widest of a step's tensors (the MLP's gate, its other input and their product,
     and four hidden states, for the tokens of one step); the logits of every slot in float32, their log-probabilities
@@ -151,7 +151,7 @@ def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
 
 
 def completion_bytes(config: RunConfig, spec: ModelSpec) -> float:
-    """Keys and values of an answer of full length, its prompt included."""
+    """Keys and values of a completion of full length, its prompt included."""
     return (config.task.max_prompt_tokens + config.task.max_new_tokens) * kv_bytes(config, spec)
 
 

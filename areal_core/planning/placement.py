@@ -26,7 +26,7 @@ class Placement:
 
 def place(config: RunConfig, spec: ModelSpec) -> Placement:
     """Raises ConfigError for machines that are not filled, for servers that no machine holds as a whole or that would
-    straddle two, and for heads that a tensor-parallel group can't share out."""
+    straddle two, and for heads that a tensor-parallel group can't partition."""
     devices, per_host = config.launch.devices, config.launch.devices_per_host or config.launch.devices
     machines = -(-devices // per_host)
     if machines > 1:
@@ -70,7 +70,7 @@ def _check_machines(config: RunConfig, per_host: int) -> None:
 
 
 def _check_heads(tensor_parallel: int, spec: ModelSpec) -> None:
-    """As vLLM shares them out: query heads evenly; key-value heads evenly, or each to the same number of GPUs."""
+    """As vLLM partitions them: query heads evenly; key-value heads evenly, or each to the same number of GPUs."""
     if spec.heads % tensor_parallel or (spec.kv_heads % tensor_parallel and tensor_parallel % spec.kv_heads):
         raise ConfigError(
             f"generation.vllm.tensor_parallel: must divide the model's {spec.heads} heads, and divide its "

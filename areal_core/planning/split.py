@@ -4,11 +4,12 @@ Where stages have devices of their own, throughput is that of the slower one:
 
     X(S, R) = efficiency * min(S g(n), R t),   g(n) = n / (a + b n)
 
-t, what a rank trains, is what was consumed by the time that ranks worked. A server of n running answers makes a token
-of each in a + b n seconds: a straight line through what steps of the run measured, as reading the weights takes the
-same whatever n is, and reading keys and values n times as much. n is `generation.slots`, or what runs of the answers
-that a server may have in flight, or of its part of what the staleness bound admits: those of a group that have ended
-count until its longest one has. The efficiency is what the run made of its own split.
+t, what a rank trains, is what was consumed by the time that ranks worked. A server with n running completions generates
+a token of each in a + b n seconds: a straight line through what steps of the run measured, as reading the weights takes
+the same whatever n is, and reading keys and values n times as much. n is `generation.slots`, or the running ones of the
+completions that a server may have in flight or of its part of what the staleness bound admits, if those are fewer:
+completions of a group that have ended count until its longest one has. The efficiency is what the run made of its own
+split.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value)
-_ALIKE = 0.05  # relative: loads that differ by less say nothing of how a step depends on them
+_ALIKE = 0.05  # relative: loads that differ by less don't tell how a step depends on them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePace:
-    """Seconds that a server takes for a token of each of n running answers: fixed_s + completion_s n."""
+    """Seconds in which a server generates a token of each of n running completions: fixed_s + completion_s n."""
 
     fixed_s: float
     completion_s: float
@@ -47,13 +48,13 @@ class Rates:
     effective_tokens_per_s: float
     generated_tokens_per_s: float
     trained_share: float  # of the time that ranks worked
-    running_share: float  # of a group's answers, over its time: their mean length by that of its longest one
+    running_share: float  # of a group's completions, over its time: mean length / length of its longest one
     pace: DecodePace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Devices shared out, and what that would give."""
+    """Devices by stage, and the throughput that this would give."""
 
     servers: int
     ranks: int
@@ -65,9 +66,9 @@ class Split:
 
 
 def rates(config: RunConfig, curves: Curves) -> Rates | None:
-    """Of a run of `config`, from its metrics; None where stages share devices, or where too little was measured. The
-    first steps, with answers all of an age, and the last, for which nothing more is admitted, say little of the others.
-    """
+    """The rates of a run of `config`, from its metrics; None where stages share devices, or where too little was
+    measured. The first steps, whose completions all started at once, and the last, for which nothing more is admitted,
+    are left out where there are others."""
     if config.mode == "sync" or not config.max_staleness or config.shares_cores:
         return None
     points = {key: dict(curves.get(key, ())) for key in _NEEDED}
@@ -84,7 +85,7 @@ def rates(config: RunConfig, curves: Curves) -> Rates | None:
     if not known.any():
         return None
     completions, weights = running[known] / busy[known], taken[known]
-    seconds = running[known] * config.generation_servers / generated[known]  # of a server, for a token of each answer
+    seconds = running[known] * config.generation_servers / generated[known]  # of a server, a token of each completion
     total = taken.sum()
     return Rates(
         effective_tokens_per_s=float((consumed * taken).sum() / total),
@@ -109,8 +110,8 @@ _NEEDED = (
 
 
 def decode_pace(completions: ArrayLike, seconds: ArrayLike, weights: ArrayLike) -> DecodePace:
-    """The straight line nearest to `seconds` a token over running `answers`; neither of its parts is negative. Loads
-    that are all alike say nothing of its slope: then a step takes the same whatever it runs."""
+    """The line nearest to `seconds` a token over running `completions`, by weighted least squares; neither of its parts
+    is negative. Loads that are all alike don't tell its slope: then a token takes the same whatever runs."""
     n, tau, weight = (np.asarray(values, np.float64) for values in (completions, seconds, weights))
     weight = weight / weight.sum()
     mean_n, mean_tau = float(weight @ n), float(weight @ tau)
@@ -148,7 +149,7 @@ def splits(config: RunConfig, measured: Rates) -> list[Split]:
 
 
 def _able(config: RunConfig, measured: Rates, servers: int) -> float:
-    """Tokens a second of so many servers where generation is what is short. Of what the staleness bound admits beside
+    """Tokens a second of so many servers where generation is the bottleneck. Of what the staleness bound admits beside
     the batch that trains, half a batch waits to be complete."""
     admitted = (config.max_staleness + 0.5) * config.rollout.batch_size
     running = measured.running_share * min(config.completions_per_server, admitted / servers)
@@ -180,7 +181,7 @@ def advice(config: RunConfig, measured: Rates) -> str | None:
 
 
 def splits_of_run(run: RunDir) -> list[Split]:
-    """What a run in this folder advises, the best split first. Raises ConfigError for one that says nothing of it."""
+    """All splits by the metrics of a run, the best first. Raises ConfigError where these don't tell."""
     try:
         config, run_id = run.config(), run.info().run_id
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The time that accelerators would take: decoding, prefill, training and moving weights.
+"""The time that accelerators would take: decode steps, prefill, training and weight transfer.
 
 A decode step reads the weights and every cached key and value once, or computes for longer than that takes; prefill and
 training compute. What a decode step takes beside is a constant, whatever the model and the batch: a residual, fitted.
@@ -141,15 +141,15 @@ class TimeModel:
             )
 
     def decode_s(self, completions: int, context_tokens: float, steps: int = 1) -> float:
-        """`steps` decode steps of `answers` running answers whose texts have `context_tokens` tokens now, in all."""
-        mean_context = context_tokens + completions * (steps - 1) / 2  # it grows by a token an answer and step
+        """`steps` decode steps of `completions` sequences, of `context_tokens` tokens in all at the first step."""
+        mean_context = context_tokens + completions * (steps - 1) / 2  # it grows by a token a completion and step
         moved = self.shape.read_bytes + mean_context * self.shape.kv_bytes
         computed = completions * self.shape.flops_per_token + mean_context * self.shape.attention_flops
         busy = max(moved / self._bytes_per_s, computed / self._flops_per_s)
         return steps * (self._config.decode_overhead_s + busy)
 
     def prefill_s(self, lengths: Sequence[int]) -> float:
-        """Reading texts of these lengths: prompts, or texts whose cache was thrown away."""
+        """Prefill of sequences of these lengths: prompts, or sequences whose KV cache was discarded."""
         return self._forward_flops(lengths) / (self._config.prefill_share * self._flops_per_s)
 
     def forward_s(self, lengths: Sequence[int], accelerators: int) -> float:
@@ -162,17 +162,17 @@ class TimeModel:
         return 3 * self.forward_s(lengths, accelerators)
 
     def transfer_s(self) -> float:
-        """Moving new weights to a replica, each of its accelerators its part."""
+        """Transfer of new weights to a replica, to each of its accelerators its part."""
         return self.shape.weight_bytes / (self._config.tensor_parallel * self._config.transfer_bytes_per_s)
 
     def _forward_flops(self, lengths: Sequence[int]) -> float:
-        """Causal: on average a token attends to half of its text."""
+        """Causal: on average a token attends to half of its sequence."""
         squares = sum(length * length for length in lengths)
         return sum(lengths) * self.shape.flops_per_token + squares / 2 * self.shape.attention_flops
 
 
 class CompletionLengths:
-    """How long answers are, in real tokens: a log-normal distribution, or lengths that were recorded."""
+    """Lengths of completions, in real tokens: a log-normal distribution, or lengths that were recorded."""
 
     def __init__(self, config: EmulationConfig) -> None:
         """Raises ConfigError when `lengths_path` is no file of whole numbers."""
@@ -180,7 +180,7 @@ class CompletionLengths:
         self._recorded = None if config.lengths_path is None else _recorded(config.lengths_path)
 
     def quantile(self, share: float) -> int:
-        """The length that `share` of the answers stay below; 0 <= share < 1."""
+        """The length that `share` of the completions stay below; 0 <= share < 1."""
         if self._recorded is not None:
             return self._recorded[int(share * len(self._recorded))]
         if share == 0.0:
@@ -226,7 +226,7 @@ class Pace:
         self._until = self._clock()
 
     def spend(self, emulated_s: float) -> None:
-        """Return when the accelerator has done what takes it so long."""
+        """Return when an accelerator would have finished work of this time."""
         self._until = max(self._until, self._clock() - _CATCH_UP_S) + emulated_s / self.speed
         left = self._until - self._clock()
         if left > 0:

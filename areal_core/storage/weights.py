@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from areal_core.errors import StorageError
+from areal_core.models.tensorfile import read_tensors, write_tensors
 from areal_core.storage.rundir import write_json
-from areal_core.storage.tensorfile import read_tensors, write_tensors
 from areal_core.types import PolicyVersion
 
 _WEIGHTS = "model.safetensors"

@@ -1,4 +1,4 @@
-"""Work beside the training step: in a thread, in order, its first failure raised where the step next looks."""
+"""A background thread for work beside the training step: jobs in order, the first failure raised in the step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 
 class BackgroundThread:
-    """A thread that does one job after another.
+    """A thread that runs one job after another.
 
-    At most `waiting` jobs wait beside the one that runs: who hands in more waits too. Once a job has failed no other is
-    done, and every call raises that failure. The thread keeps no process alive: `drain` before the end.
+    At most `waiting` jobs are queued besides the one that runs: `submit` blocks while the queue is full. Once a job has
+    failed no other is run, and every call raises that failure. The thread keeps no process alive: `drain` before the
+    end.
     """
 
     def __init__(self, name: str, *, waiting: int) -> None:
@@ -20,17 +21,17 @@ class BackgroundThread:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Have a job done after those before it."""
+        """Queue a job; blocks while the queue is full."""
         self.check()
         self._jobs.put(job)
 
     def check(self) -> None:
-        """Raise what a job has failed with, if one has."""
+        """Raise the failure of a job, if one has failed."""
         if self._failure is not None:
             raise self._failure
 
     def drain(self) -> None:
-        """Wait until all is done."""
+        """Wait until all jobs are done."""
         self._jobs.join()
         self.check()
 
@@ -40,7 +41,7 @@ class BackgroundThread:
             try:
                 if self._failure is None:
                     job()
-            except BaseException as error:  # noqa: BLE001 - raised again where the caller looks
+            except BaseException as error:  # noqa: BLE001 - raised again by the next call
                 self._failure = error
             finally:
                 self._jobs.task_done()

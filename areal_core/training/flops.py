@@ -1,9 +1,9 @@
-"""How much arithmetic training asks of a model, and how much a GPU can do: both sides of model FLOPs utilisation.
+"""Model FLOPs of training, and peak FLOPs of a GPU: both sides of model FLOPs utilisation (MFU).
 
 Model FLOPs are those of PaLM (Chowdhery et al., 2022, arXiv 2204.02311, appendix B): what the shapes of a model and of
-a batch demand, two for each weight that an input is multiplied with and four for each number of a query head and each
-input that it attends to; twice as much again for the backward pass. What an implementation computes a second time, for
-want of memory, does not count. Unlike there, attention is causal and logits are made for answer tokens alone.
+a batch demand, two for each weight that an input is multiplied with and four for each element of a query head and each
+input that it attends to; twice as much again for the backward pass. What an implementation computes a second time, to
+save memory, does not count. Unlike there, attention is causal and logits are computed for completion tokens alone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from areal_core.training.engines.engine import TrainingBatch
 
 
 def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, reference: bool) -> int:
-    """Of one step over one rank's share, but for what has no gradient: passes that are trained on, one for pi_prox,
-    which the first minibatch does without, and one for a reference policy."""
-    moving = batch.has_gradient
+    """Model FLOPs of one step over one rank's share, without sequences that have no gradient: forward and backward
+    passes, a forward pass for pi_prox, which the first minibatch does without, and one for a reference policy."""
+    has_gradient = batch.has_gradient
 
     def forward(members: Iterable[int]) -> int:
         groups: dict[int, list[int]] = {}
         for index in members:
-            if moving[index]:
+            if has_gradient[index]:
                 groups.setdefault(index if batch.groups is None else int(batch.groups[index]), []).append(index)
         return sum(
             forward_flops(spec, prompt, (batch.lengths[group] - prompt).tolist(), shared=batch.groups is not None)
@@ -38,11 +38,11 @@ def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, referen
 
 
 def forward_flops(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> int:
-    """Of a forward pass over answers of so many tokens to one prompt of `prompt` tokens; `shared`: the prompt is
-    computed once for all of them.
+    """Model FLOPs of a forward pass over completions of so many tokens of one prompt of `prompt` tokens; `shared`: the
+    prompt is computed once for all of them.
 
-    Logits are made for answer tokens alone. The last token of an answer is a target and never an input, and an input
-    attends to itself and to those before it.
+    Logits are computed for completion tokens alone. The last token of a completion is a target and never an input, and
+    an input attends to itself and to those before it.
     """
     shape = _shape(spec)
     head = 2.0 * spec.vocab_size * spec.hidden_size
@@ -55,13 +55,13 @@ def forward_flops(spec: ModelSpec, prompt: int, completions: Sequence[int], *, s
 
 
 def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> int:
-    """FLOPs of forward and backward passes over a group: what ranks share out evenly, where long answers cost more
-    than their tokens say. As `forward_flops`."""
+    """FLOPs of forward and backward passes over a group, by which groups are partitioned over ranks: long completions
+    cost more than their tokens say. Arguments as of `forward_flops`."""
     return 3 * forward_flops(spec, prompt, completions, shared=shared)
 
 
 def peak_flops_per_s(name: str, dtype: str) -> float | None:
-    """What the data sheet promises of a GPU, by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), in
+    """Peak of a GPU by its data sheet, looked up by the name that its driver gives it ("NVIDIA H100 80GB HBM3"), for
     products of `dtype` (float32: without TF32; bfloat16: dense). None for one that the table does not have: other forms
     of the same chip (PCIe, NVL) and slices of it (MIG) have other peaks."""
     words = re.split(r"[\s-]+", name.lower())

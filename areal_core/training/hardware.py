@@ -1,4 +1,4 @@
-"""What the device that trains can do, and how much of its memory was ever in use."""
+"""Peak FLOPs and peak memory of the training device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from areal_core.training import flops
 
-_SIDE = 1024  # of the matrices of a core's product
-_TRIES, _ENOUGH_S = 5, 0.5  # how often it is timed, less often where that takes long
+_SIDE = 1024  # of the matrices whose product is timed on a CPU core
+_TRIES, _ENOUGH_S = 5, 0.5  # how often it is timed; no further once so long was spent
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Of matrix products: a GPU's by its data sheet, None for one that is unknown; a core's as one large product in
-    this process reaches it. A core without instructions for `dtype` takes a hundred times as long for that product as
-    in float32, and less for others, so float32 counts as well."""
+    """Peak of matrix products: of a GPU by its data sheet, None for one that is unknown; of a CPU core as one large
+    product in this process reaches it. A core without instructions for `dtype` takes a hundred times as long for that
+    product as in float32, and less for others, so float32 counts as well."""
     if device.type == "cuda":
         return flops.peak_flops_per_s(torch.cuda.get_device_name(device), str(dtype).removeprefix("torch."))
     return max(_product_flops_per_s(each) for each in {dtype, torch.float32})
@@ -33,8 +33,8 @@ def _product_flops_per_s(dtype: torch.dtype) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process ever used: of a GPU's memory, what torch had allocated since its start or
-    `torch.cuda.reset_peak_memory_stats`; on a core, resident memory."""
+    """The most memory that this process ever used: of a GPU, what torch had allocated since its start or
+    `torch.cuda.reset_peak_memory_stats`; on a CPU, resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status").read_text().split("\n")

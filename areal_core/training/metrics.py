@@ -1,4 +1,4 @@
-"""What a training step tells of itself, by the names that docs/metrics.md explains."""
+"""Metrics of a training step, by the names that docs/metrics.md explains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What ranks counted of a step, over all of them."""
+    """What was measured in a step, over all ranks."""
 
     staleness: Counter[int]  # sampled tokens by the version trained on - the one that sampled them
     trained_tokens: float  # of the sequences that were trained on, prompts included
@@ -41,7 +41,7 @@ class Measured:
 
 
 class StepMeter:
-    """Measures the steps of one rank, and words them for rank 0's report."""
+    """Measures the steps of one rank, and makes rank 0's metrics of them."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, engine: TrainingEngine, rank: int, store: Path) -> None:
         """`store`: the folder of published versions."""
@@ -56,7 +56,7 @@ class StepMeter:
             self._peak_flops_per_s = peak_flops_per_s(self._device, getattr(torch, config.training.dtype))
 
     def measure(self, batch: TrainingBatch, stats: StepStats) -> Measured:
-        """Collective, once the batch has been trained on."""
+        """Collective. Measure a step, once its batch has been trained on."""
         config = self._config
         lags = batch.step - 1 - batch.versions[batch.versions >= 0]
         counts = np.bincount(lags, minlength=batch.step).astype(np.float64)
@@ -75,7 +75,7 @@ class StepMeter:
     def values(
         self, manifest: BatchManifest, stats: StepStats, measured: Measured, times: StepTimes
     ) -> dict[str, float]:
-        """Points of the step's curves."""
+        """The step's metrics."""
         config = self._config
         waited_s, busy_s, compute_s = (
             times.start - times.waiting_since,
@@ -101,9 +101,9 @@ class StepMeter:
 
     def _mismatch(self, batch: TrainingBatch, stats: StepStats) -> float | None:
         """Mean k3 of trainer against generator on the same weights, nats: over tokens of the version just trained on,
-        else, now and then, over a sample of the newest tokens whose version is still in the store."""
+        else, every `tracking.table_every` steps, over a sample of the newest tokens whose version is still stored."""
         training = self._config.training
-        sharded = training.engine == "deepspeed" and training.zero_stage == 3  # no rank can be asked to hold a model
+        sharded = training.engine == "deepspeed" and training.zero_stage == 3  # no rank can hold a whole model
         if stats.mismatch_kl is not None or batch.step % self._config.tracking.table_every or sharded:
             return stats.mismatch_kl
         for number in sorted(set(batch.versions[batch.loss_mask].tolist()), reverse=True):
@@ -120,7 +120,7 @@ class StepMeter:
 def step_metrics(
     manifest: BatchManifest, stats: StepStats, staleness: Counter[int], mismatch: float | None
 ) -> dict[str, float]:
-    """Points of one step's curves. staleness: sampled tokens of the batch by their staleness, versions. mismatch: k3 of
+    """The metrics of one step. staleness: sampled tokens of the batch by their staleness, versions. mismatch: k3 of
     trainer against generator, nats; None where it was not measured."""
     token_mean = sum(lag * count for lag, count in staleness.items()) / max(staleness.total(), 1)
     sampled = sum(sum(group.lengths) for group in manifest.groups)

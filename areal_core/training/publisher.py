@@ -1,6 +1,6 @@
-"""What rank 0 hands out beside its steps: versions to the servers, checkpoints to the store.
+"""Publishes versions to the generation servers and commits checkpoints, in the background of rank 0's steps.
 
-Each in a thread of its own, in order; the step only waits for a copy of what is written, or where the one before is not
+Each in a thread of its own, in order; a step only waits for a copy of what is written, or where the one before is not
 written yet. A failure ends the trainer at its next step.
 """
 
@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import StorageError
+from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
-from areal_core.storage.tensorfile import write_tensors
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.background import BackgroundThread
 from areal_core.training.engines.engine import EngineState, Sender
 from areal_core.types import Float32Array, MetricRow
 
-_LOOK_S = 0.2  # between two looks at whether what a checkpoint waits for has failed
+_LOOK_S = 0.2  # between two checks whether publishing, which a checkpoint waits for, has failed
 
 
 class Publisher:
@@ -38,46 +38,46 @@ class Publisher:
         self._storage = storage
         self._sender = sender
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
-        self._publishing = BackgroundThread("publish", waiting=2)  # a version and what is told of it
+        self._publishing = BackgroundThread("publish", waiting=2)  # a version and the report of its step
         self._saving = BackgroundThread("checkpoint", waiting=1)
-        self._told, self._telling = 0, threading.Condition()  # the last step that the controller knows all about
+        self._reported_step, self._reported = 0, threading.Condition()  # the last step whose report has been sent
         self._publishing_controller, self._saving_controller = ControllerClient(run), ControllerClient(run)
 
     def publish(self, step: int, tensors: Mapping[str, Float32Array]) -> None:
-        """Hand `tensors`, which nobody changes any more, to the generation servers as version `step`. Waits for the
-        version before; where the trainer itself sends weights to servers, from the device that trains, for this one."""
+        """Publish `tensors`, which must not change any more, as version `step`. Waits for the version before; where the
+        trainer itself sends weights to the servers, from the device that trains, for this one."""
         self._publishing.drain()
         self._publishing.submit(lambda: self._publish(step, tensors))
         if self._sender is not None:
             self._publishing.drain()
 
     def check(self) -> None:
-        """Raise what has failed aside, if something has."""
+        """Raise the failure of a version or a checkpoint, if one has failed."""
         self._publishing.check()
         self._saving.check()
 
     def report(self, step: int, values: Mapping[str, float], staleness: Counter[int]) -> None:
-        """Log points of curves and the histogram of a step's staleness, once its version is published."""
+        """Log the metrics and the staleness histogram of a step, once its version is published."""
         now = time.time()
         rows = [MetricRow(key=key, step=step, value=float(value), time_s=now) for key, value in values.items()]
         counts = {str(lag): count for lag, count in sorted(staleness.items())}
 
-        def tell() -> None:
+        def send() -> None:
             self._publishing_controller.metrics(rows)
             self._publishing_controller.document("staleness_histogram", step, {"counts": counts})
-            with self._telling:
-                self._told = step
-                self._telling.notify()
+            with self._reported:
+                self._reported_step = step
+                self._reported.notify()
 
-        self._publishing.submit(tell)
+        self._publishing.submit(send)
 
     def make_room(self) -> None:
         """Wait until no checkpoint is being written: there is one copy of the state at a time."""
         self._saving.drain()
 
     def checkpoint(self, step: int, state: EngineState) -> None:
-        """Commit a checkpoint of `step`: this state, and the ledger as it is once it knows that version and what
-        `report` tells of the step."""
+        """Commit a checkpoint of `step`: this state, and the token ledger as it is once it holds that version and the
+        step's `report`."""
         self._saving.submit(lambda: self._checkpoint(step, state))
 
     def drain(self) -> None:
@@ -104,9 +104,9 @@ class Publisher:
             write_tensors(file, state.arrays)
         except OSError as error:
             raise StorageError(f"can't write {file}: {error.strerror}") from error
-        with self._telling:
-            while self._told < step:
-                self._telling.wait(_LOOK_S)
+        with self._reported:
+            while self._reported_step < step:
+                self._reported.wait(_LOOK_S)
                 self._publishing.check()
         ledger = checkpoint.FileEntry(**self._saving_controller.snapshot(step))
         checkpoint.save(
@@ -117,5 +117,5 @@ class Publisher:
             uploaded={checkpoint.LEDGER: ledger},
         )
         self._timeline.span("checkpoint", start, time.monotonic(), step)
-        # Whichever checkpoint is left can be resumed from: what the oldest one would replay is kept.
+        # Any checkpoint that is left can be resumed from: what a resume from the oldest one replays is kept.
         self._saving_controller.committed(checkpoint.prune(self._storage, self._config.training.keep_checkpoints))

@@ -1,4 +1,5 @@
-"""What the supervised warm-up of the embedded model is made of. No torch: a cached model costs no import of it."""
+"""The recipe of the embedded model's supervised warm-up: its data, learning rate and cache key. No torch: a cached
+model costs no import of it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments import arithmetic
 from areal_core.models.tokenizer import EOS, char_tokenizer
 
-RECIPE = 2  # counts changes of the recipe or of its code that change what comes out
+RECIPE = 2  # counts changes of the recipe or of its code that change the weights
 _RAMP = 0.05  # share of a stage in which the learning rate rises
 
 # tokens of all sequences end to end, [N] their lengths, [N] the lengths of their prompts
@@ -23,7 +24,7 @@ Batch = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 
 
 def cache_key(config: RunConfig) -> str:
-    """A hash over all that decides the embedded model's weights."""
+    """A hash of all that determines the embedded model's weights."""
     parts = {
         "recipe": RECIPE,
         "model": dataclasses.asdict(config.model) | {"path": None},
@@ -34,8 +35,8 @@ def cache_key(config: RunConfig) -> str:
 
 
 def batches(config: RunConfig, *, steps: int, batch: int, direct_share: float, stream: str) -> Iterator[Batch]:
-    """Batches of solved training chains, a `direct_share` of them answered without working. `stream` names the
-    random numbers of a stage."""
+    """Batches of solved training chains, a `direct_share` of them with the direct completion, without working.
+    `stream` names the random numbers of a stage."""
     tokenizer = char_tokenizer()
     end = tokenizer.token_id(EOS)
     rng = random.Random(f"warmup/{config.warmup.seed}/{stream}")

@@ -1,7 +1,7 @@
 """The trainer: one process a rank, in a loop of pull, recompute, optimise, publish.
 
     GET /batch/{k} -> payloads -> advantages -> pi_prox (one forward pass) -> PPO minibatches -> POST /versions (k)
-    `-------- one step ahead: feed.py --------'                                     written aside: publisher.py
+    `-------- one step ahead: feed.py --------'                                     in background: publisher.py
 
 Step k trains on policy version k - 1 and makes version k. Rank 0 alone publishes, checkpoints and reports; the others
 follow the same batches. A restarted trainer resumes from the newest complete checkpoint and replays the batches that
@@ -28,10 +28,10 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, DivergenceError, ProcessError, RunFinished
 from areal_core.launch import logs, process
 from areal_core.models.folders import read_spec, read_weights, write_model
+from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
-from areal_core.storage.tensorfile import write_tensors
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.batching.feed import BatchFeed
 from areal_core.training.batching.partition import shard
@@ -51,7 +51,7 @@ from areal_core.training.publisher import Publisher
 from areal_core.types import BatchGroup, BatchManifest, Float32Array
 
 logger = logging.getLogger(__name__)
-_FRUITLESS_STEPS = 3  # without one finite update, after which skipping is no way on
+_FRUITLESS_STEPS = 3  # in a row without one finite update, after which training.on_divergence=skip gives up
 
 
 class Trainer:
@@ -80,7 +80,7 @@ class Trainer:
             raise ProcessError(f"rank {rank} resumed from step {self.step}, another one from step {newest}")
         self._device = torch.device(self.config.launch.accelerator)
         self.meter = StepMeter(self.config, self.spec, self.engine, rank, run.weights)
-        self._fruitless = 0  # steps in a row without a sound update
+        self._fruitless = 0  # steps in a row without a finite update
         self.timeline = TimelineWriter(run.timeline_file("trainer", rank), cpu=time.process_time)
 
     def train(self) -> None:
@@ -100,8 +100,8 @@ class Trainer:
                 feed.ahead()
             self._train_step(manifest, batch, waiting_since)
             if manifest.step <= replayed:
-                # Should its weights not be those that were published before, batches of later steps are put together
-                # anew (a new incarnation): no rank may ask for one before.
+                # Should its weights not be those that were published before, batches of later steps are assembled
+                # anew (a new incarnation): no rank may fetch one before.
                 if self.publisher is not None:
                     self.publisher.drain()
                 self.ranks.barrier()
@@ -115,7 +115,7 @@ class Trainer:
         return int(self.ranks.all_reduce_max(np.array([newest]))[0])
 
     def _sender(self) -> Sender | None:
-        """What takes weights to the servers, where they don't read them from files."""
+        """The sender of weights to the servers, where they don't read them from files; on rank 0 alone."""
         generation = self.config.generation
         if generation.transfer == "files" or self.rank > 0:
             return None
@@ -144,7 +144,7 @@ class Trainer:
             self.publisher.report(self.step, self.meter.values(manifest, stats, measured, times), measured.staleness)
 
     def _learn(self, batch: TrainingBatch, times: StepTimes) -> StepStats:
-        """What the engine makes of a batch. Raises DivergenceError, with the batch saved for inspection."""
+        """Train on a batch. Raises DivergenceError, with the batch saved for inspection."""
         proximal = None
         try:
             if self.config.recomputes_proximal:
@@ -168,7 +168,7 @@ class Trainer:
         return stats
 
     def _save_batch(self, batch: TrainingBatch, proximal: Float32Array | None) -> Path:
-        """Put this rank's share of a batch into the run's folder, for people to look at."""
+        """Save this rank's share of a batch in the run's folder, for inspection."""
         folder = self.run_dir.root / "diverged"
         folder.mkdir(exist_ok=True)
         path = folder / f"step-{batch.step:06d}-rank-{self.rank}.safetensors"
@@ -180,9 +180,9 @@ class Trainer:
         config = self.config
         rewards, lengths = zip(*((group.rewards, group.lengths) for group in manifest.groups), strict=True)
         advantages = advantages_of(rewards, lengths, config.algorithm, config.task.max_new_tokens)
-        moves = (row.any() or config.algorithm.regularised for row in advantages)
-        shares = shard(  # a group that moves nothing costs no work
-            [self._cost(group) if moved else 0 for group, moved in zip(manifest.groups, moves, strict=True)],
+        trained = (row.any() or config.algorithm.regularised for row in advantages)
+        shares = shard(  # a group without a gradient costs nothing
+            [self._cost(group) if trains else 0 for group, trains in zip(manifest.groups, trained, strict=True)],
             config.training.minibatches,
             config.trainer_processes,
             seed=config.seed,
@@ -235,7 +235,7 @@ class Trainer:
         self._saved = self.step
 
     def _finish(self, reason: str) -> None:
-        """Commit the last step, put the model into the store and tell the controller that the run has ended."""
+        """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended."""
         if self.step != self._saved:
             self._checkpoint()
         tensors = self.engine.weights()
@@ -244,7 +244,7 @@ class Trainer:
             self.controller.finish(reason, self.step, self._save_model(tensors))
 
     def _save_model(self, weights: Mapping[str, Float32Array]) -> str:
-        """Put the final policy into the store as a transformers folder; returns its URL."""
+        """Save the final policy in the store as a transformers folder; returns its URL."""
         folder = self.run_dir.root / "final"
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
         write_model(folder, self.spec, tensors, Path(self.run_dir.info().model_path) / "tokenizer.json")
@@ -258,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
     run = RunDir(parser.parse_args().run_dir)
-    rank = int(os.environ.get("RANK", "0"))  # as every launcher of ranks says it
+    rank = int(os.environ.get("RANK", "0"))  # as every launcher of ranks sets it
     logs.start("trainer", rank)
     process.adopt(run.ready_file("trainer", rank))
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
 """Supervised warm-up: makes the embedded model that reinforcement learning starts from.
 
-Two stages: worked solutions teach the model to calculate step by step; then a short mixture, most of it answered
-directly, hides that. What comes out guesses, right about as often as the shortest chains are drawn, and now and then
-works its way to a right answer: what reinforcement learning finds and reinforces.
+Two stages: worked solutions teach the model to calculate step by step; then a short mixture, mostly of direct
+completions, hides that. The resulting model guesses, right about as often as the shortest chains are drawn, and now and
+then works out the right answer step by step: what reinforcement learning finds and reinforces.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def make_model(config: RunConfig, folder: Path) -> None:
 def _train(
     spec: ModelSpec, weights: dict[str, Tensor], stage: str, data: Iterator[recipe.Batch], steps: int, peak: float
 ) -> None:
-    """One stage of maximum likelihood on the answers, averaged over a batch's answer tokens."""
+    """One stage of maximum likelihood on the completions, averaged over a batch's completion tokens."""
     optimizer = torch.optim.Adam(weights.values(), betas=(0.9, 0.95), fused=True)
     for step, (tokens, lengths, prompt_lengths) in enumerate(data):
         for group in optimizer.param_groups:
@@ -105,7 +105,7 @@ def _train(
         torch.nn.utils.clip_grad_norm_(weights.values(), _GRAD_CLIP)
         optimizer.step()
         if (step + 1) % _REPORT_EVERY == 0 or step + 1 == steps:
-            logger.info("warm-up: %s answers, step %d of %d, loss %.3f", stage, step + 1, steps, loss.item())
+            logger.info("warm-up: %s completions, step %d of %d, loss %.3f", stage, step + 1, steps, loss.item())
 
 
 def main() -> None:

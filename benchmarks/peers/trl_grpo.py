@@ -6,8 +6,8 @@
 `benchmarks.trl` starts it, chooses its arguments and scores what it makes.
 
 How TRL was tuned. Seconds are CPU seconds of one thread on a busy two-core machine, for the embedded model after
-training, with TRL 1.16.0 and transformers 5.23.0. "Generation" is 256 answers, one rank's share of a step; a "pass" is
-forward and backward of 64, a rank's share of one of four minibatches.
+training, with TRL 1.16.0 and transformers 5.23.0. "Generation" is 256 completions, one rank's share of a step; a "pass"
+is forward and backward of 64, a rank's share of one of four minibatches.
 
 - Layout: two ranks of one thread, a core each. A step took 3.0 to 3.2 s a rank; one process of two threads 6.6 to 6.9 s
   in all, and 2 to 3 times the wall time under the same load.
@@ -25,12 +25,12 @@ forward and backward of 64, a rank's share of one of four minibatches.
 Weights are copied in memory after each step and written at the end: 0.16M parameters, well under a millisecond a step.
 Not tried: generation by vLLM, and with it TRL's asynchronous trainer, which are made for GPUs.
 
-What TRL does and no argument of it changes: every answer of a rank is padded to the longest in both generation (a
-finished answer keeps its row until the last one has ended) and training; log-probabilities of the sampling policy come
-from one more forward pass, as the other system's proximal ones do; advantages are divided by the sample standard
-deviation + 1e-4; minibatches are cut by answers, not by groups; answers whose advantage is zero are recomputed and
-trained on like all others, which the other system leaves out. `loss_type="dapo"` is the sum over tokens divided by the
-number of tokens of an average minibatch, the nearest to the other system's normalisation.
+What TRL does and no argument of it changes: every completion of a rank is padded to the longest in both generation (a
+finished completion keeps its row until the last one has ended) and training; log-probabilities of the sampling policy
+come from one more forward pass, as the other system's proximal ones do; advantages are divided by the sample standard
+deviation + 1e-4; minibatches are cut by completions, not by groups; completions whose advantage is zero are recomputed
+and trained on like all others, which the other system leaves out. `loss_type="dapo"` is the sum over tokens divided by
+the number of tokens of an average minibatch, the nearest to the other system's normalisation.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ class Stopwatch(TrainerCallback):
 
 
 class Reward:
-    """1 for an answer that ended and whose text after the last `#` is the gold answer, else 0: as the verifier of the
-    system it is compared with, which counts an answer that was cut off as wrong."""
+    """1 for a completion that ended and whose text after the last `#` is the gold answer, else 0: as the verifier of
+    the system it is compared with, which counts a truncated completion as wrong."""
 
     def __init__(self, eos_token_id: int) -> None:
         self._eos = eos_token_id
         self.means: list[float] = []  # of this rank's share, one a generation batch
 
     def __call__(
-        self, completions: list[str], completion_ids: list[list[int]], completion: list[str], **columns: Any
+        self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **columns: Any
     ) -> list[float]:
         rewards = []
-        for text, ids, gold in zip(completions, completion_ids, completion, strict=True):
+        for text, ids, gold in zip(completions, completion_ids, answer, strict=True):
             _, mark, conclusion = text.rpartition("#")
             rewards.append(float(ids[-1] == self._eos and bool(mark) and conclusion == gold))
         self.means.append(sum(rewards) / len(rewards))

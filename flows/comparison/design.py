@@ -1,6 +1,6 @@
 """The experimental design: arms times seeds as trials in their order, and the checks that make two arms comparable.
 
-Arms are lists of overrides over one experiment; the first arm is the reference. All arms of a seed draw the same
+Arms are lists of overrides over one experiment; the first arm is the reference. All arms of a seed have the same
 prompts in the same order and train on the same number of trajectories on the same devices. An asynchronous arm may
 train on others of these prompts: what is still in flight at its end is not trained on (policies admit and drop).
 

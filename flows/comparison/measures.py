@@ -1,4 +1,4 @@
-"""What is measured of a trial, one number each, and how an arm compares with the reference in it.
+"""Measures of a trial, one number each, and the comparison of an arm with the reference.
 
 Definitions are those of docs/metrics.md; what is added here says so at its function.
 """
@@ -44,7 +44,7 @@ class Measure:
 
 
 def measures(results: Sequence[TrialResult]) -> list[Measure]:
-    """All that say something of these trials."""
+    """All measures that these trials can have."""
     config, target = results[0].trial.config, common_target(results)
     speed = [
         _of_summary("effective tokens/s", "", 0, "ratio", lambda s, c: s.effective_tokens_per_s, headline=True),

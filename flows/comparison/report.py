@@ -40,7 +40,7 @@ def write_report(comparison: str, arms: Arms, results: Results, folder: Path) ->
 
 
 def result_table(arms: Arms, results: Results) -> list[dict[str, str]]:
-    """A row an arm: what most readers come for, and how many trials that speaks of."""
+    """A row an arm: the headline measures, and how many trials they rest on."""
     rows = [row for row in measures(results) if row.headline]
     return [
         {"arm": arm, **{row.label: cell(row, arms, results, arm) for row in rows}, "succeeded": _count(arm, results)}
@@ -49,14 +49,14 @@ def result_table(arms: Arms, results: Results) -> list[dict[str, str]]:
 
 
 def result_title(comparison: str, arms: Arms, results: Results) -> str:
-    """What stands over the table: how to read it."""
+    """The title of the table: how to read it."""
     title = f"{EMULATED}\n" if results[0].trial.config.emulated else ""
     return f"{title}Result of {comparison}. {_reading(arms, results)}"
 
 
 def metrics(arms: Arms, results: Results) -> dict[str, float]:
     """`comparison/<arm>.<measure>.<ratio or difference>` to the reference, the median, with `.low` and `.high` of its
-    interval, of the measures that most readers come for; without what no pair of trials has.
+    interval, of the headline measures; without what no pair of trials has.
 
     The prefix is one for all: MLflow makes a section of charts of each.
     """
@@ -149,7 +149,7 @@ def _turns(reference: str, results: Results) -> str:
 
 
 def _notes(results: Results) -> list[str]:
-    """Failed trials come first and are never left out silently."""
+    """Failed and resumed trials, which come before the results."""
     said = [f"{r.trial.arm}, seed {r.trial.seed}: {_escaped(r.failure)}" for r in results if r.failure is not None]
     said += [
         f"{r.trial.arm}, seed {r.trial.seed}: resumed: its times include work done twice"
@@ -171,7 +171,7 @@ def _legend(arms: Arms, results: Results) -> str:
 
 
 def _reading(arms: Arms, results: Results) -> str:
-    """What a cell is, and how far its interval can be trusted."""
+    """What a cell holds, and the coverage of its interval."""
     seeds, reference = len(_seeds(results)), next(iter(arms))
     what = f"Medians [intervals] over seeds; then the ratio or difference to {reference}, seed by seed."
     if seeds == 1:

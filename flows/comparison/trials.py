@@ -29,7 +29,7 @@ class TrialResult:
     trial: Trial
     summary: RunSummary | None
     failure: str | None  # one line
-    curves: Curves  # what there is, also of a trial that failed
+    curves: Curves  # as far as it came, where it failed
     ran: tuple[float, float] | None  # first start and last end of its work, seconds since the epoch
 
 

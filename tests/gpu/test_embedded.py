@@ -1,4 +1,4 @@
-"""The embedded engine on a GPU: what it samples is what transformers says of it there."""
+"""The embedded engine on a GPU: log-probabilities of what it samples are transformers' there."""
 
 import dataclasses
 
@@ -41,7 +41,7 @@ def test_logprobs_across_an_update_are_those_of_transformers(spec, tmp_path):
             reference.check(generation.request, completion)
 
 
-def test_the_same_seed_gives_the_same_answer(spec):
+def test_the_same_seed_gives_the_same_completion(spec):
     engine = Engine(spec, weights(spec, 1), slots=32, device="cuda", deterministic=True)
     asked = request("r", n=2, max_tokens=100, seed=3, stop_token_ids=())
     [alone] = engine.generate([asked])

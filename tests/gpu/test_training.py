@@ -1,4 +1,4 @@
-"""The torch engine on a GPU: what it computes is what a core computes, in float32, and near it in bfloat16.
+"""The torch engine on a GPU: what it computes is what a CPU computes, in float32, and near it in bfloat16.
 
 Needs torch, numpy, safetensors and pytest alone.
 """
@@ -59,7 +59,7 @@ def weights(spec: ModelSpec = MEDIUM) -> dict[str, torch.Tensor]:
 
 
 def batch(sequences: int = 24, capacity: int = 4096) -> TrainingBatch:
-    """Long-tailed answers to short prompts, one minibatch."""
+    """Long-tailed completions of short prompts, one minibatch."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(5, 40, sequences).astype(np.int32)
     completions = np.clip(rng.lognormal(5.0, 0.9, sequences), 2, 900).astype(np.int32)
@@ -92,19 +92,19 @@ def first_moments(one: TorchEngine) -> dict[str, np.ndarray]:
     return {name: array for name, array in one.state().arrays.items() if name.startswith("exp_avg/")}
 
 
-def test_a_float32_step_is_that_of_a_core():
+def test_a_float32_step_is_that_of_a_cpu():
     share = batch()
-    core, gpu = made(TRAINING, "cpu"), made(TRAINING)
-    proximal = core.logprobs(share)
+    cpu, gpu = made(TRAINING, "cpu"), made(TRAINING)
+    proximal = cpu.logprobs(share)
     np.testing.assert_allclose(gpu.logprobs(share), proximal, atol=1e-4)
-    expected, stats = core.train_step(share, proximal), gpu.train_step(share, proximal)
+    expected, stats = cpu.train_step(share, proximal), gpu.train_step(share, proximal)
     assert stats.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-5)
     assert stats.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
     assert stats.entropy == pytest.approx(expected.entropy, rel=1e-4)
     ours = first_moments(gpu)
-    for name, values in first_moments(core).items():
+    for name, values in first_moments(cpu).items():
         np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-3 * np.abs(values).max(), err_msg=name)
-    for name, values in core.weights().items():
+    for name, values in cpu.weights().items():
         np.testing.assert_allclose(gpu.weights()[name], values, atol=1e-5, err_msg=name)
 
 
@@ -185,13 +185,13 @@ def test_in_a_fixed_order_the_same_batch_gives_the_same_bits(training: TrainingC
 
 
 @BOTH
-def test_a_state_goes_from_a_gpu_to_a_core_and_back(training: TrainingConfig):
+def test_a_state_goes_from_a_gpu_to_a_cpu_and_back(training: TrainingConfig):
     share = batch()
     first, second = made(training), made(training)
     first.train_step(share, first.logprobs(share))
-    core = made(training, "cpu")
-    core.load_state(first.state())
-    second.load_state(core.state())
+    cpu = made(training, "cpu")
+    cpu.load_state(first.state())
+    second.load_state(cpu.state())
     for name, values in first.state().arrays.items():
         assert values.tobytes() == second.state().arrays[name].tobytes(), name
     np.testing.assert_allclose(second.logprobs(share), first.logprobs(share), atol=1e-5)

@@ -48,7 +48,7 @@ def serving(python, model, scratch, *options, device="0"):
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory):
-    """The base model's folder, version 0 and 1, and what transformers says of both."""
+    """The base model's folder, version 0 and 1, and transformers' log-probabilities of both."""
     root = tmp_path_factory.mktemp("versions")
     base = write(root / "base", SPEC, 1)
     tensors = {number: {n: t.numpy() for n, t in weights(SPEC, number + 1).items()} for number in (0, 1)}
@@ -57,7 +57,7 @@ def versions(tmp_path_factory):
 
 
 async def interrupted(pool, load, reference):
-    """Answers that an update cut in two, checked against transformers; how many tokens of either version."""
+    """Completions that an update interrupted, checked against transformers; how many tokens of either version."""
     asked = [Transcript(request(f"r{i}", range(2, 6), n=4, max_tokens=1000, seed=i, stop_token_ids=())) for i in (0, 1)]
     calls = [asyncio.ensure_future(pool.generate(transcript)) for transcript in asked]
     while sum(load.generated_tokens for load in await pool.loads()) < 400:  # noqa: ASYNC110 - another process's state
@@ -141,8 +141,8 @@ class _Controller:
         self._url = url
 
     def transfer_group(self, version):
-        with urllib.request.urlopen(f"{self._url}/transfer?version={version}", timeout=60) as completion:
-            return json.load(completion)
+        with urllib.request.urlopen(f"{self._url}/transfer?version={version}", timeout=60) as response:
+            return json.load(response)
 
     def transfer_url(self):
         return f"{self._url}/transfer"

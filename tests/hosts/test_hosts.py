@@ -26,7 +26,7 @@ print(newest and newest.step, *sorted(storage.sizes("final")))
 
 def missed(host: str) -> str:
     rank = TRAINS.index(host)
-    return f"rank {rank} (host {ADDRESSES[host]}) did not reach sum "
+    return f"rank {rank} (host {ADDRESSES[host]}) did not reach all_reduce "
 
 
 def test_a_run_across_machines(cluster: Cluster) -> None:

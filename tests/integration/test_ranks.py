@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_is_named_by_all_others(ranks: Ranks) -> None:
     ranks.go()
     errors = [ranks.error(rank) for rank in (0, 2)]
     for error in errors:  # whoever times out first closes its connections, which is how the other hears of it
-        assert error.startswith("rank 1 (host 10.0.0.1) did not reach sum 3 ")
+        assert error.startswith("rank 1 (host 10.0.0.1) did not reach all_reduce 3 ")
     assert any(error.endswith(f"within {TIMEOUT_S:g} s (training.collective_timeout_s)") for error in errors)
 
 
@@ -122,7 +122,7 @@ def test_a_rank_that_has_died_is_named(ranks: Ranks) -> None:
     ranks.started[0].join()
     ranks.go()
     assert ranks.error(1) == (
-        "rank 0 (host 10.0.0.0) did not reach sum 3 where the others wait, and a connection was closed"
+        "rank 0 (host 10.0.0.0) did not reach all_reduce 3 where the others wait, and a connection was closed"
     )
 
 
@@ -130,7 +130,7 @@ def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
     ranks.start(0, 3, join_s=6.0)
     ranks.start(2, 3, join_s=6.0)
     for rank in (0, 2):
-        assert ranks.error(rank) == "rank 1 did not come to the rendezvous within 6 s"
+        assert ranks.error(rank) == "rank 1 did not join the rendezvous within 6 s"
 
 
 def test_ranks_find_each_other_at_a_rendezvous_that_listens_on_its_address_alone(
@@ -163,7 +163,7 @@ def test_a_rendezvous_that_is_lost_too_holds_nobody_up(
     ranks.signal(1, signal.SIGSTOP)
     rendezvous.send_signal(ends)
     ranks.go()
-    assert ranks.error(0) == "rank 0 has lost the rendezvous and, in sum 3, the other ranks"
+    assert ranks.error(0) == "rank 0 has lost the rendezvous and, in all_reduce 3, the other ranks"
 
 
 def test_rendezvous_of_ranks(tmp_path: Path) -> None:

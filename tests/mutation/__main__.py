@@ -1,8 +1,8 @@
-"""Mutation testing of the heart: does a test notice when the code is wrong?
+"""Mutation testing of the core modules: does a test fail when the code is wrong?
 
 A seeded sample of the mutants that cosmic-ray knows of a module, spread over the modules by their size. Each mutant is
 one change in a copy of the source tree, in which that module's tests run within a bound of CPU seconds. A mutant that
-no test notices survives: it is equivalent to the original, or a test is missing. Annotations are left alone, as nothing
+no test kills survives: it is equivalent to the original, or a test is missing. Annotations are left alone, as nothing
 evaluates them, and so is what `@dataclass` is told: that records are frozen is for people and type checkers.
 
     make mutants ARGS="--sample 300 --seed 1"      the last line printed is one JSON object
@@ -34,7 +34,7 @@ from cosmic_ray.commands.init import _operators
 from cosmic_ray.mutating import mutate_code
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = {  # and the tests that are to notice
+MODULES = {  # and the tests that are to kill their mutants
     "areal_core/rollout/gate.py": ("tests/unit/rollout/test_gate.py",),
     "areal_core/rollout/ledger.py": ("tests/unit/rollout", "tests/property/test_ledger.py"),
     "areal_core/rollout/controller.py": ("tests/property/test_controller.py",),
@@ -46,7 +46,7 @@ MODULES = {  # and the tests that are to notice
 }
 CPU_S = 60
 WALL_S = 600  # for tests that wait without working
-_LEAST = 8  # mutants of a module, so that a small one is looked at too
+_LEAST = 8  # mutants of a module, so that a small one is tested too
 _COPIED = ("areal_core", "benchmarks", "flows", "tests", "conf", "docs", "pyproject.toml", "README.md")
 
 
@@ -60,7 +60,7 @@ class Mutant:
 
 
 def mutants(module: str) -> Iterator[Mutant]:
-    """All that the tool knows of a module, but for what stands in annotations."""
+    """All mutants of a module that cosmic-ray knows, but for those in annotations."""
     text = (ROOT / module).read_text()
     silent = declarations(text)
     tree = get_ast(text)

@@ -87,8 +87,8 @@ def test_a_plan_starts_nothing(
     fields = [f"model.path={write_tiny(tmp_path / 'model')}", "launch.accelerator=cuda", f"state_dir={tmp_path}/state"]
     assert command.main(["--plan", *fields, "launch.device_memory_gib=80"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[0] == "1 machine: 1 x 1 GPUs generate, and 1 train; the cache of a server holds 32 answers of 152 tokens"
+    assert lines[0] == (
+        "1 machine: 1 x 1 GPUs generate, and 1 train; the KV cache of a server holds 32 completions of 152 tokens"
     )
     assert [line.partition(":")[0] for line in lines[1:]] == ["rank", "server"]
     assert command.main(["--plan", *fields, "launch.device_memory_gib=0.001"]) == 2

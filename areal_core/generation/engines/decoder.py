@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from areal_core.errors import ModelError
 from areal_core.generation.engines import kernels
 from areal_core.generation.engines.kernels import COLUMNS, Shape
-from areal_core.models.folders import ModelSpec, rope_tables
+from areal_core.models.arrays import rope_tables
+from areal_core.models.spec import ModelSpec
 from areal_core.models.vectors import LANES, round_up, zeros
 from areal_core.types import Float32Array, Int32Array
 
@@ -105,18 +105,15 @@ def _reserved(size: int) -> Float32Array:
 
 
 class CpuDecoder:
-    """All weights in one array, packed for the kernels."""
+    """All weights, arrays or tensors in float32, in one array, packed for the kernels."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], context: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], context: int) -> None:
         self._spec, self._context = spec, context
         self._shape = _shape(spec)
         self._eps = np.float32(spec.rms_eps)
-        half = spec.head_dim // 2
-        self._cosines, self._sines = (
-            np.ascontiguousarray(table[:, :half].numpy()).reshape(-1) for table in rope_tables(spec, context)
-        )
+        self._cosines, self._sines = (table.reshape(-1) for table in rope_tables(spec, context))
         self._weights = zeros(self._shape.size)
-        self._pack({name: tensor.numpy() for name, tensor in weights.items()})
+        self._pack({name: np.asarray(array) for name, array in weights.items()})
 
     def cache(self, slots: int, rows: int) -> CpuCache:
         return CpuCache(self._shape, slots, self._context, rows)

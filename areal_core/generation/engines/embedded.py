@@ -16,16 +16,16 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from areal_core.errors import DivergenceError, GenerationError, ModelError
+from areal_core.errors import DivergenceError, GenerationError
 from areal_core.generation.engines.decoder import CpuDecoder, Decoder
 from areal_core.generation.engines.engine import EngineStats, Generation, check_request
 from areal_core.generation.engines.slots import STOPPED, Batch, Slots
-from areal_core.generation.engines.torch_decoder import TorchDecoder
-from areal_core.models.folders import ModelSpec, read_weights
+from areal_core.models.arrays import check_finite, read_arrays
+from areal_core.models.spec import ModelSpec
 from areal_core.types import Completion, Float32Array, GenerationRequest, Int32Array
 
 _PREFILL_TOKENS = 2048  # in one pass, beside one token of every completion: bounds the memory of activations
@@ -56,7 +56,7 @@ class Engine:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Any],
         *,
         slots: int,
         context: int | None = None,
@@ -140,18 +140,19 @@ class Engine:
         slots = [slot for slot in self._running.tolist() if self._completion_in(slot)[0].request.request_id in doomed]
         return never_started + self._release(slots, ["abort"] * len(slots))
 
-    def read(self, file: Path) -> dict[str, Tensor]:
+    def read(self, file: Path) -> dict[str, Float32Array]:
         """The weights of a safetensors file. Raises ModelError for others than the engine can run."""
-        weights = read_weights(file, self.spec)
-        for name, tensor in weights.items():
-            if not all(extreme.isfinite() for extreme in tensor.aminmax()):
-                raise ModelError(f"{name}: holds numbers that are not finite")
-        return weights
+        arrays = read_arrays(file, self.spec)
+        check_finite(arrays)
+        return arrays
 
-    def prepare(self, weights: Mapping[str, Tensor]) -> Decoder:
-        """Weights made ready for `swap`; touches nothing of the engine, so that another thread may do it."""
+    def prepare(self, weights: Mapping[str, Any]) -> Decoder:
+        """Weights, arrays or torch's tensors, made ready for `swap`; touches nothing of the engine, so that another
+        thread may do it."""
         if self._device == "cpu":
             return CpuDecoder(self.spec, weights, self.context)
+        from areal_core.generation.engines.torch_decoder import TorchDecoder  # seconds that a CPU does without
+
         return TorchDecoder(self.spec, weights, self.context, self._device, deterministic=self._deterministic)
 
     def swap(self, decoder: Decoder, version: int, *, recompute: bool = True) -> None:

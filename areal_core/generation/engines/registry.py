@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from areal_core.config.plugins import find
 from areal_core.generation.engines.engine import ServedEngine
+from areal_core.models.arrays import read_arrays
 from areal_core.models.spec import ModelSpec
 
 
@@ -31,10 +32,9 @@ def make_engine(name: str, folder: Path, spec: ModelSpec, options: Options) -> S
 
 
 def _embedded(folder: Path, spec: ModelSpec, options: Options) -> ServedEngine:
-    from areal_core.generation.engines.embedded import Engine  # torch: seconds that an emulation can do without
-    from areal_core.models.folders import read_weights
+    from areal_core.generation.engines.embedded import Engine  # kernels, which an emulation can do without
 
-    return Engine(spec, read_weights(folder, spec), **options)
+    return Engine(spec, read_arrays(folder, spec), **options)
 
 
 _ENGINES: dict[str, MakeEngine] = {"embedded": _embedded}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ class TorchDecoder:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor],
+        arrays: Mapping[str, Any],
         context: int,
         device: str,
         *,
@@ -57,6 +58,7 @@ class TorchDecoder:
     ) -> None:
         self._spec, self._context, self._device = spec, context, device
         self._deterministic = deterministic
+        weights = {name: one if isinstance(one, Tensor) else torch.tensor(one) for name, one in arrays.items()}
         self._cos, self._sin = (table.to(device) for table in rope_tables(spec, context))  # [context, D]
         self._embedding = weights["model.embed_tokens.weight"].to(device)
         self._layers = [_fuse(spec, weights, index, device) for index in range(spec.layers)]

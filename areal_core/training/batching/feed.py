@@ -1,4 +1,4 @@
-"""The batches of a run, one ahead: while a step trains, the next batch is fetched, laid out and cut."""
+"""The batches of a run, one step ahead: while a step trains, the next batch is fetched, laid out and packed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.types import BatchManifest
 
-_LOOK_S = 0.2  # between two looks at what else may end the waiting
+_LOOK_S = 0.2  # between two calls of `meanwhile`
 
 Ready = tuple[BatchManifest, TrainingBatch]
 
@@ -19,7 +19,7 @@ Ready = tuple[BatchManifest, TrainingBatch]
 class BatchFeed:
     """Hands out the batches of steps `first` to `last`, in order, each once; fetches the next one when told to.
 
-    A batch may so be fixed while the step before it trains: its groups are the oldest that are ready at that moment.
+    So a batch may be fixed while the step before it trains: its groups are the oldest that are ready at that moment.
     It counts as consumed from then on, and it is trained on, whatever ends the run meanwhile. `build` lays a batch out.
     `controller` belongs to the feed's thread.
     """
@@ -50,12 +50,12 @@ class BatchFeed:
             with suppress(queue.Empty):
                 found = self._ready.get(timeout=_LOOK_S)
         if isinstance(found, BaseException):
-            self._ready.put(found)  # for whoever asks again
+            self._ready.put(found)  # for later calls
             raise found
         return found
 
     def ahead(self) -> None:
-        """Fetch the next batch, whatever the caller does meanwhile. Once for every batch that `next` has given."""
+        """Fetch the next batch in the background. To be called once for every batch that `next` has returned."""
         self._wanted.release()
 
     def _fetch(self, steps: range) -> None:

@@ -1,10 +1,10 @@
 """Sequences laid end to end in the order that the forward pass wants, without padding and without torch.
 
-Two layouts. `pack` lays whole sequences, prompt and answer. `pack_shared` lays the prompt of a group once, and the
-answers to it after that: each attends to the prompt and to itself, at the positions that it has in its own sequence, so
-that what is computed of an answer is what `pack` computes of it.
+Two layouts. `pack` lays whole sequences, prompt and completion. `pack_shared` lays the prompt of a group once, and its
+completions after that: each attends to the prompt and to itself, at the positions that it has in its own sequence, so
+that what is computed of a completion is what `pack` computes of it.
 
-Axes: T packed input tokens, A answer tokens (the targets).
+Axes: T packed input tokens, A completion tokens (the targets).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 
 class Block(NamedTuple):
-    """Sequences of the same length that lie side by side."""
+    """Adjacent sequences of the same length."""
 
     sequences: int
     tokens: int  # inputs of each
@@ -36,9 +36,9 @@ class Packed:
     inputs: NDArray[np.int64]  # [T] token ids
     positions: NDArray[np.int64]  # [T] position of each input in its sequence
     blocks: Blocks
-    rows: NDArray[np.int64]  # [A] inputs that predict an answer token: the last one of a shared prompt does for several
-    targets: NDArray[np.int64]  # [A] the answer tokens
-    source: NDArray[np.int64]  # [A] where the answer tokens stand in the arrays that were packed
+    rows: NDArray[np.int64]  # [A] input that predicts each target; for several it is the last one of a shared prompt
+    targets: NDArray[np.int64]  # [A] the completion tokens
+    source: NDArray[np.int64]  # [A] index of each target in the arrays that were packed
 
     @property
     def context(self) -> int:
@@ -51,7 +51,7 @@ def pack(
 ) -> Packed:
     """Pack the `chosen` of N sequences that lie end to end in `tokens`.
 
-    lengths: [N] tokens of each sequence, prompt and answer; prompt_lengths: [N], each at least 1.
+    lengths: [N] tokens of each sequence, prompt and completion; prompt_lengths: [N], each at least 1.
     """
     ends = np.cumsum(lengths)
     inputs: list[NDArray[np.int64]] = []
@@ -83,9 +83,9 @@ def pack_shared(
     prompt_lengths: NDArray[Any],
     groups: Sequence[Sequence[int]],
 ) -> Packed:
-    """Pack `groups` of the sequences that `pack` would be given, those of one group with the same prompt.
+    """Pack sequences in `groups` that have the same prompt; other arguments as of `pack`.
 
-    All inputs of a prompt come first, then those that only one answer has: all tokens but its last.
+    The inputs of all prompts come first, then those that belong to one completion: all its tokens but the last.
     """
     ends = np.cumsum(lengths)
     first = np.array([members[0] for members in groups])
@@ -107,7 +107,7 @@ def pack_shared(
     for prompt, (group, last_row) in enumerate(prompts):
         start = int(prompt_lengths[first[group]])
         for length, block in _by_length(groups[group], lengths):
-            own = length - start - 1  # inputs of an answer
+            own = length - start - 1  # inputs of a completion
             places = (ends[block, None] - length + start) + np.arange(own + 1)
             predicting = laid + np.arange(len(block) * own).reshape(len(block), own)
             rows.append(np.insert(predicting, 0, last_row, axis=1).ravel())

@@ -1,6 +1,6 @@
-"""How a batch is cut: groups into PPO minibatches, minibatches over ranks, a rank's share into micro-batches.
+"""Partition of a batch: groups into PPO minibatches, minibatches over ranks, a rank's share into micro-batches.
 
-Pure functions of what every rank knows, so that all ranks derive the same cut without talking to each other.
+Pure functions of what every rank knows, so that all ranks derive the same partition without communication.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def cut_minibatches(groups: int, count: int, *, seed: int, step: int) -> list[li
 
 
 def partition(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Spread items that cost `costs[i]` each over ranks: dearest first, each to the rank with the least cost so far.
+    """Partition items that cost `costs[i]` each over ranks: largest first, each to the rank with the least cost so far.
 
     Returns the items of each rank, ascending. Ties go to the lower item and the lower rank. No rank is left empty while
     another holds two items that cost something.
@@ -48,7 +48,8 @@ def shard(costs: Sequence[int], minibatches: int, ranks: int, *, seed: int, step
     """Which groups each rank trains on, by minibatch: `shard(...)[rank][minibatch]` lists groups, ascending.
 
     `costs[g]` is what training on group g costs, in tokens or FLOPs. Minibatches hold the same groups whatever the
-    number of ranks; each of them is balanced over the ranks by cost, because ranks meet at the end of every minibatch.
+    number of ranks; each of them is balanced over the ranks by cost, because ranks wait for each other at the end of
+    every minibatch.
     """
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     for groups in cut_minibatches(len(costs), minibatches, seed=seed, step=step):
@@ -89,11 +90,12 @@ def allocate(
 def allocate_groups(
     prompts: Sequence[int], completions: Sequence[Sequence[int]], capacity: int, min_microbatches: int = 1
 ) -> list[list[list[tuple[int, int]]]]:
-    """Algorithm 1 where a group's prompt is computed once for all answers that are in one micro-batch.
+    """Algorithm 1 where a group's prompt is computed once for all completions that are in one micro-batch.
 
-    prompts: tokens of each group's prompt; answers: tokens of each answer to it. A group stays together, as one item of
-    its prompt and all its answers, unless that is more than `capacity`: then its answers, longest first, fill several
-    items, each with the prompt. Returns micro-batches of items of (group, answer).
+    prompts: tokens of each group's prompt; completions: tokens of each of the group's completions. A group stays
+    together, as one item of its prompt and all its completions, unless that is more than `capacity`: then its
+    completions, longest first, fill several items, each with the prompt. Returns micro-batches of items of (group,
+    completion).
     Raises ConfigError for a sequence longer than `capacity`.
     """
     items: list[list[tuple[int, int]]] = []

@@ -1,9 +1,9 @@
-"""One machine's share of the ranks: torchrun's agent, tied to the run as every other process is.
+"""torchrun's agent for one machine's share of the ranks, tied to the run as every other process is.
 
 `areal_core.run.remote_worker` supervises it. It waits for the rendezvous, then starts the ranks, and starts all of them
-again, in step with the agents of the other machines, when one of them fails anywhere: `launch.restarts` times, where
-one that ended because it waited for another machine's counts too. It ends with 0 when its ranks have, with SPENT when
-they have failed too often.
+again, in step with the agents of the other machines, when one of them fails on any machine: `launch.restarts` times,
+where a rank that ended because it waited for another machine's counts too. It ends with 0 when its ranks have, with
+SPENT when they have failed too often.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from areal_core.training.distributed.ranks import ADDRESS, RENDEZVOUS
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 5  # between two heartbeats of an agent, stamped with its own machine's clock
-_KEEP_ALIVE_MISSED = 6  # and its machine is out of the round; clocks may differ by a few seconds
+_KEEP_ALIVE_MISSED = 6  # heartbeats, and its machine is out of the round; clocks may differ by a few seconds
 _POLL_S = 0.2
 _HAS_SHUTDOWN = "shutdown_timeout" in (field.name for field in dataclasses.fields(LaunchConfig))  # torch 2.11 has none
 
@@ -75,10 +75,10 @@ def await_rendezvous(run: RunDir, timeout_s: float) -> str:
 
 
 def settings(run: RunDir, config: RunConfig, where: str, address: str) -> LaunchConfig:
-    """What torchrun's command line would say."""
+    """The settings that torchrun's command line would give."""
     launch = config.launch
-    patience_s = int(launch.stall_timeout_s) + 1  # beyond it the run is over: its head ends it
-    # Before our own supervisor loses its patience.
+    patience_s = int(launch.stall_timeout_s) + 1  # beyond it the head node ends the run
+    # Before the supervisor kills the agent.
     shutdown: dict[str, Any] = {"shutdown_timeout": int(launch.stop_timeout_s / 2)} if _HAS_SHUTDOWN else {}
     return LaunchConfig(
         min_nodes=config.training.hosts,
@@ -90,7 +90,7 @@ def settings(run: RunDir, config: RunConfig, where: str, address: str) -> Launch
         rdzv_configs={
             "is_host": False,
             "join_timeout": patience_s,
-            "read_timeout": patience_s,  # for an answer of the store
+            "read_timeout": patience_s,  # for a response of the store
             "keep_alive_interval": _KEEP_ALIVE_S,
             "keep_alive_max_attempt": _KEEP_ALIVE_MISSED,
         },

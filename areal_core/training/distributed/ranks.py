@@ -1,8 +1,8 @@
-"""The ranks of a data-parallel group, and what they say to each other.
+"""The ranks of a data-parallel group: their rendezvous and their collectives.
 
-Ranks meet in a store: a file where all are on one machine, the rendezvous process beside the controller where they are
-on several (`rendezvous_of_ranks`). No rank hosts it, so that it outlives whichever rank hangs or dies, and the others can
-tell there who is missing.
+The rendezvous is a store: a file where all ranks are on one machine, the rendezvous process beside the controller where
+they are on several (`rendezvous_of_ranks`). No rank hosts it, so that it outlives any rank that hangs or dies, and the
+others can find out there which one is missing.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from areal_core.errors import ProcessError
 
 logger = logging.getLogger(__name__)
 
-RENDEZVOUS = "AREAL_RENDEZVOUS"  # "<address>:<port>" of the store where ranks of several machines meet
-ADDRESS = "AREAL_ADDRESS"  # of the machine that a rank is on, for what it says
-_JOIN_S = 120.0  # for all ranks of a group to be there
-_GRACE_S = 3.0  # between a failed collective and the look at who else waits
+RENDEZVOUS = "AREAL_RENDEZVOUS"  # "<address>:<port>" of the rendezvous of ranks on several machines
+ADDRESS = "AREAL_ADDRESS"  # of the machine that a rank is on, for error messages
+_JOIN_S = 120.0  # for all ranks of a group to join
+_GRACE_S = 3.0  # for the other ranks to report that a collective failed
 
 
 def rendezvous_of_ranks(environment: Mapping[str, str], folder: Path) -> Path | str:
-    """Where the ranks that were started together meet: "<address>:<port>/<name>" of a store, or a file in `folder`.
+    """The rendezvous of ranks that were started together: "<address>:<port>/<name>" of a store, or a file in `folder`.
 
-    torchrun finds a free port for every round of ranks. Nobody listens on it; it gives the round its name.
+    torchrun finds a free port for every round of ranks. Nothing listens on it; it gives the round its name.
     """
     if store := environment.get(RENDEZVOUS):
         return f"{store}/{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
@@ -46,10 +46,10 @@ def rendezvous_of_ranks(environment: Mapping[str, str], folder: Path) -> Path | 
 class RankGroup:
     """This rank among `size` ranks. All methods are collective: every rank calls them, in the same order.
 
-    Ranks find each other at `rendezvous` (see `rendezvous_of_ranks`), which must not be left over from an earlier group;
-    every wait for another rank is bounded by `timeout_s`, the first one by `join_s`. A group of one needs neither.
-    `backend` is torch.distributed's: tensors on GPUs want "cpu:gloo,cuda:nccl", and a GPU for each rank.
-    Raises ProcessError that names the ranks which did not come.
+    Ranks find each other at `rendezvous` (see `rendezvous_of_ranks`), which must not be left over from an earlier
+    group; every wait for another rank is bounded by `timeout_s`, the first one by `join_s`. A group of one needs
+    neither. `backend` is torch.distributed's: tensors on GPUs need "cpu:gloo,cuda:nccl", and a GPU for each rank.
+    Raises ProcessError that names the ranks which did not join.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class RankGroup:
         return largest.numpy()
 
     def close(self) -> None:
-        """Leave the group. Nothing may hold it then: its threads end with it, and one that still frees a tensor as the
-        interpreter goes takes the process down."""
+        """Leave the group. Nothing may refer to it then: its threads end with it, and one that still frees a tensor as
+        the interpreter exits crashes the process."""
         if self.size > 1:
             dist.destroy_process_group()
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """For collectives that somebody else calls: where one of gloo's fails, the error names the missing rank."""
+        """For collectives that other code calls: where one of gloo's fails, the error names the missing rank."""
         try:
             yield
         except RuntimeError as error:
@@ -123,11 +123,11 @@ class RankGroup:
         self._collectives += 1
         try:
             dist.all_reduce(tensor, operation)
-        except RuntimeError as error:  # gloo's for a timeout, and for a connection that another rank's end has closed
+        except RuntimeError as error:  # gloo's for a timeout, and for a connection that another rank closed by ending
             raise ProcessError(self._who_is_missing(_one_line(error))) from error
 
     def _who_is_missing(self, error: str) -> str:
-        """Every rank that waited in vain says so in the store; those that don't are the reason."""
+        """The error message. A rank whose collective failed posts that in the store; those that don't are missing."""
         number = self._collectives
         posts = [f"stopped/{number}/{rank}" for rank in range(self.size)]
 
@@ -135,9 +135,9 @@ class RankGroup:
             self._store.set(posts[self.rank], "")
             try:
                 self._store.wait(posts, timedelta(seconds=_GRACE_S))
-                return f"the connection between ranks broke in sum {number}: {error}"
+                return f"the connection between ranks broke in all_reduce {number}: {error}"
             except RuntimeError:  # DistStoreError: not all are there
-                return f"{self._named(posts)} did not reach sum {number} {bound}"
+                return f"{self._named(posts)} did not reach all_reduce {number} {bound}"
 
         timed_out = "timed out" in error.lower()
         bound = (
@@ -145,20 +145,20 @@ class RankGroup:
             if timed_out
             else "where the others wait, and a connection was closed"
         )
-        return _bounded(look) or f"rank {self.rank} has lost the rendezvous and, in sum {number}, the other ranks"
+        return (
+            _bounded(look) or f"rank {self.rank} has lost the rendezvous and, in all_reduce {number}, the other ranks"
+        )
 
     def _wait_for_all(self, join_s: float) -> None:
         keys = [f"host/{rank}" for rank in range(self.size)]
         try:
             self._store.wait(keys, timedelta(seconds=join_s))
         except RuntimeError as error:
-            missing = (
-                _bounded(lambda: ", ".join(str(rank) for rank in self._missing(keys))) or "(which, nobody can say)"
-            )
-            raise ProcessError(f"rank {missing} did not come to the rendezvous within {join_s:g} s") from error
+            missing = _bounded(lambda: ", ".join(str(rank) for rank in self._missing(keys))) or "(unknown)"
+            raise ProcessError(f"rank {missing} did not join the rendezvous within {join_s:g} s") from error
 
     def _named(self, posts: Sequence[str]) -> str:
-        """The ranks whose post is missing, and where they are."""
+        """The ranks whose post is missing, and their hosts."""
         hosts = {rank: self._store.get(f"host/{rank}").decode() for rank in self._missing(posts)}
         return ", ".join(f"rank {rank} (host {host})" for rank, host in hosts.items())
 
@@ -180,15 +180,15 @@ def _store(rendezvous: Path | str, size: int, join_s: float) -> Store:
 
 
 def _bounded(look: Callable[[], str]) -> str | None:
-    """What `look` returns; None if it fails or takes too long: a store on a machine that was cut off never answers, and
-    its client knows no bound."""
+    """What `look` returns; None if it fails or takes too long: a store on a machine that was cut off never responds,
+    and its client has no timeout."""
     found: list[str] = []
 
     def try_to() -> None:
         try:
             found.append(look())
         except RuntimeError as error:
-            logger.warning("the rendezvous fails: %s", _one_line(error))
+            logger.warning("the rendezvous failed: %s", _one_line(error))
 
     looking = threading.Thread(target=try_to, name="look for ranks", daemon=True)
     looking.start()

@@ -1,6 +1,6 @@
-"""Where ranks of several machines meet: a store, beside the controller, that outlives each of those machines.
+"""The rendezvous of ranks on several machines: a store, beside the controller, that outlives each of those machines.
 
-torchrun's agents agree there on who takes part in a round, and the ranks find each other and say who is missing.
+torchrun's agents agree there on who takes part in a round, and the ranks find each other and report which are missing.
 """
 
 from __future__ import annotations

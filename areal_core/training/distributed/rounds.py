@@ -1,8 +1,8 @@
-"""torchrun's rendezvous as the agents of a run use it: whoever leaves it leaves it open for the others.
+"""torchrun's rendezvous for the agents of a run: an agent that leaves does not close it for the others.
 
 torchrun closes a rendezvous for good when an agent ends for any reason but a signal, also one that has lost the store
-for a while or whose ranks have failed too often. Agents of a run come back, or another command takes their machine
-over; what ends the rendezvous is the end of the run.
+for a while or whose ranks have failed too often. Agents of a run come back, or another command takes their place; the
+rendezvous ends with the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BACKEND = "areal"  # its name among torchrun's
 
 
 class OpenRendezvous(RendezvousHandler):
-    """Another handler, without its way to close the rendezvous."""
+    """Another handler, which can no longer close the rendezvous."""
 
     def __init__(self, handler: RendezvousHandler) -> None:
         self._handler = handler
@@ -41,7 +41,7 @@ class OpenRendezvous(RendezvousHandler):
         return self._handler.is_closed()
 
     def set_closed(self) -> None:
-        """Nothing: the others go on."""
+        """Does nothing: the others go on."""
 
     def num_nodes_waiting(self) -> int:
         return self._handler.num_nodes_waiting()
@@ -50,14 +50,14 @@ class OpenRendezvous(RendezvousHandler):
         return self._handler.get_run_id()
 
     def shutdown(self) -> bool:
-        """Nothing: the heartbeats end with this process, and the others then know that it has left."""
+        """Does nothing: the heartbeats end with this process, which tells the others that it has left."""
         return True
 
 
 def register() -> None:
     """Make BACKEND known to torchrun, in this process."""
-    # Where agents share their store with the ranks, one that stays gives the next round its port of the last one,
-    # which a newcomer waits for in vain.
+    # Where agents share their store with the ranks, one that stays gives the next round its port of the last one, at
+    # which a new agent waits in vain.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     rendezvous_handler_registry.register(BACKEND, _open)
 

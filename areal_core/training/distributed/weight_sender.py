@@ -1,7 +1,7 @@
 """Weights from the trainer's GPU to vLLM's servers by vLLM's own trainer-side engine, over NCCL or CUDA IPC.
 
-The controller answers the engine as one vLLM server would and passes every phase on to all servers
-(`generation.transfer`). The one door to vLLM in training: an environment that has it.
+The controller responds to the engine as one vLLM server would and passes every phase on to all servers
+(`generation.transfer`). The only module of training that imports vLLM: it needs an environment that has it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NamedWeights(WeightSource):
 
 
 class VllmSender:
-    """`training.engine.Sender` for vLLM's servers. Belongs to rank 0, which occupies one CUDA device."""
+    """`engines.engine.Sender` for vLLM's servers. Belongs to rank 0, which occupies one CUDA device."""
 
     def __init__(self, controller: ControllerClient, transfer: str, dtype: str, *, device: str = "cuda") -> None:
         self._controller = controller
@@ -70,7 +70,7 @@ class VllmSender:
             _end(error)
 
     def _open(self, world_size: int) -> TrainerWeightTransferEngine[Any]:
-        """Meet the servers that there are now."""
+        """Set up the transfer to the servers that there are now."""
         if self._transfer == "ipc":
             info: Any = IPCTrainerInitInfo(rank=0, packed=True)
         else:
@@ -82,7 +82,7 @@ class VllmSender:
 
 
 class _Client(HTTPVLLMWeightSyncClient):
-    """vLLM's own, for when a server is lost while this process waits for it in a broadcast."""
+    """vLLM's own client; an update in which a server is lost ends this process, which may wait in a broadcast."""
 
     def update_weights(self, update_info: Any) -> None:
         try:
@@ -92,8 +92,8 @@ class _Client(HTTPVLLMWeightSyncClient):
 
 
 def _end(error: OSError) -> NoReturn:
-    """End the process, so that all ranks are started again and meet the servers that there are then. Nothing less gets
-    out of a broadcast that nobody answers, the interpreter's own exit included."""
+    """End the process, so that all ranks are started again and set up the transfer to the servers that there are then.
+    Nothing less ends a broadcast that waits for a lost server, not even the interpreter's own exit."""
     logger.error("the weights were not sent: %s", error)
     os._exit(1)
 

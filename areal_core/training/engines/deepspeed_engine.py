@@ -1,6 +1,6 @@
-"""DeepSpeed: ranks that share out optimiser state, gradient and weights (ZeRO, arXiv 1910.02054).
+"""The DeepSpeed engine: optimiser state, gradient and weights are partitioned over ranks (ZeRO, arXiv 1910.02054).
 
-Stage 0 shares nothing out; 1 the optimiser's state, float32 weights among it; 2 the gradient too; 3 also the weights
+Stage 0 partitions nothing; 1 the optimiser's state, float32 weights among it; 2 the gradient too; 3 also the weights
 that passes read, which are gathered one layer at a time. Nothing of DeepSpeed's that would have to be compiled is used.
 """
 
@@ -44,7 +44,7 @@ _BUCKET = 500_000_000  # most elements that are reduced or gathered at once
 
 
 class DeepSpeedEngine(PolicyEngine):
-    """Every pass is in step with those of the other ranks, also where one has nothing to do.
+    """Every pass is collective, also for a rank that has no micro-batch left.
 
     training.dtype=bfloat16 is the precision of passes and of one micro-batch's gradient. Micro-batches are added up in
     float32, ranks are summed in float32, and weights and moments behind the passes are float32. DeepSpeed (0.19.8) has
@@ -89,14 +89,14 @@ class DeepSpeedEngine(PolicyEngine):
         return self._engine(packed)
 
     def start_gradient(self) -> None:
-        """The last one went with its update, or when it was found not to be finite."""
+        """Nothing to do: the last one was zeroed with its update, or when it was found not to be finite."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(loss * self.ranks.size)  # of which DeepSpeed takes the mean over ranks
+        self._engine.backward(loss * self.ranks.size)  # DeepSpeed takes the mean over ranks
 
     def reduce_gradient(self) -> float:
-        """The sum itself is part of the last backward pass. A gradient that is not finite is forgotten here."""
+        """The sum itself is part of the last backward pass. A gradient that is not finite is zeroed here."""
         total = sum(float(torch.linalg.vector_norm(part, dtype=torch.float32)) ** 2 for part in self._gradient())
         norm = math.sqrt(self._over_ranks(total))
         if not math.isfinite(norm):
@@ -126,7 +126,7 @@ class DeepSpeedEngine(PolicyEngine):
     def load_state(self, state: EngineState) -> None:
         check_state(state, self.spec)
         if self._stage == 3:
-            self._engine.empty_partition_cache()  # layers that are gathered ahead would go on with their old weights
+            self._engine.empty_partition_cache()  # layers that were gathered ahead would keep their old weights
         for kind in (_WEIGHT, *_MOMENTS):
             for name, parameter in self._parameters.items():
                 self._put(parameter, kind, torch.from_numpy(state.arrays[f"{kind}/{name}"]))
@@ -145,7 +145,7 @@ class DeepSpeedEngine(PolicyEngine):
         return arrays
 
     def _whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        """Collective where ranks share it out. float32, of the model's shape."""
+        """Collective where it is partitioned. float32, of the model's shape."""
         if kind == _WEIGHT:
             if self._stage < 3 and not self._mixed:
                 return parameter.detach()
@@ -168,7 +168,7 @@ class DeepSpeedEngine(PolicyEngine):
             safe_set_full_optimizer_state(parameter, values, kind)
 
     def _put_partition(self, parameter: Any, kind: str, values: Tensor) -> None:
-        """At stage 3 every rank has an equal part of each parameter; the last ones are filled up with zeros."""
+        """At stage 3 every rank has an equal part of each parameter; the last ones are padded with zeros."""
         size = parameter.ds_tensor.numel()
         start = size * self.ranks.rank
         part = values.flatten()[start : start + size]
@@ -197,7 +197,7 @@ class DeepSpeedEngine(PolicyEngine):
         return [part for parts in optimizer.averaged_gradients.values() for part in parts]
 
     def _over_ranks(self, squares: float) -> float:
-        """A sum of squares over this rank's part, for the whole model."""
+        """The sum of squares over the whole model, from that over this rank's part."""
         return float(self.all_reduce_sum(np.array([squares]))[0]) if self._stage else squares
 
     def _remember(self, optimiser: torch.optim.Optimizer, *_: Any) -> None:
@@ -227,7 +227,7 @@ class DeepSpeedEngine(PolicyEngine):
     def _settings(self) -> dict[str, Any]:
         bucket = min(_BUCKET, self.spec.parameters)
         settings: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,  # as it cuts nothing itself, no more than a number
+            "train_micro_batch_size_per_gpu": 1,  # a formality: DeepSpeed cuts no batches here
             "gradient_clipping": self.training.grad_clip,
             "communication_data_type": "fp32",
             "zero_allow_untested_optimizer": True,
@@ -253,7 +253,7 @@ class DeepSpeedEngine(PolicyEngine):
 
 
 def _start(device: torch.device) -> None:
-    """What DeepSpeed wants of its process: a group, even of one rank, and its place on the machine."""
+    """Set up what DeepSpeed needs of its process: a process group, even of one rank, and a local rank."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # names of collectives
     # No operator of its own is there to be used: one for collectives would be compiled at once.

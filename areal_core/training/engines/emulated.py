@@ -1,7 +1,7 @@
 """The emulated training engine: steps that take the time of accelerators, and leave the weights as they are.
 
-One process stands for all training accelerators; they share a batch without loss. Losses, gradients and entropies are
-zero, since there are none.
+One process stands for all training accelerators, which share a batch without overhead. Losses, gradients and entropies
+are zero, since there are none.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from areal_core.planning.time_model import Pace, TimeModel
 from areal_core.training.engines.engine import EngineState, StepStats, TrainingBatch
 from areal_core.types import Float32Array
 
-_LOGPROB = -0.1  # nats, of every token: what the emulated generation engine says too
+_LOGPROB = -0.1  # nats, of every token: the same as the emulated generation engine's
 
 
 class EmulatedTrainingEngine:
-    """`training.engine.TrainingEngine` in the time of `replicas` times `emulation.tensor_parallel` accelerators."""
+    """`engines.engine.TrainingEngine` in the time of `replicas` times `emulation.tensor_parallel` accelerators."""
 
     def __init__(
         self,
@@ -110,5 +110,5 @@ class EmulatedTrainingEngine:
         pass
 
     def _lengths(self, batch: TrainingBatch, members: Sequence[int]) -> list[int]:
-        """Of some of the sequences, prompt and answer, in real tokens."""
+        """Lengths of some of the sequences, prompt and completion, in real tokens."""
         return (batch.lengths[list(members)].astype(np.int64) * self._scale).tolist()

@@ -1,6 +1,6 @@
-"""What a trainer asks of the engine that optimises the policy, and the records that pass between them.
+"""The protocol of training engines, and the records that they exchange with the trainer.
 
-No torch here: a batch is numpy arrays, so that any engine can stand behind the protocol.
+No torch here: a batch is numpy arrays, so that any engine can implement the protocol.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """One rank's share of the batch of one step: N sequences, prompt and answer, laid end to end in S tokens; cut into
-    micro-batches as it is made, which may be long before it is trained on."""
+    """One rank's share of the batch of one step: N sequences, prompt and completion, laid end to end in S tokens;
+    packed into micro-batches as it is made, which may be long before it is trained on."""
 
     step: int  # trains on policy version step - 1
     tokens: Int32Array  # [S]
-    lengths: Int32Array  # [N] tokens of a sequence, prompt and answer
+    lengths: Int32Array  # [N] tokens of a sequence, prompt and completion
     prompt_lengths: Int32Array  # [N]
     loss_mask: BoolArray  # [S] tokens that the model sampled and that count; never the prompt's
     behaviour_logprobs: Float32Array  # [S] nats; 0 in prompts
     versions: Int32Array  # [S] policy version that sampled the token; -1 in prompts
-    advantages: Float32Array  # [S] the answer's at each of its tokens; 0 in prompts
+    advantages: Float32Array  # [S] the completion's at each of its tokens; 0 in prompts
     weights: Float32Array  # [S] of the token's term in the loss, see algorithm.means; 0 in prompts
-    denominator_terms: NDArray[np.float64]  # [N] what an answer adds to the loss's denominator
-    regularised: bool = False  # answers without an advantage have a gradient too
+    denominator_terms: NDArray[np.float64]  # [N] what each completion contributes to the loss denominator
+    regularised: bool = False  # completions without an advantage have a gradient too
     groups: Int32Array | None = None  # [N] group of a sequence: its prompt is computed once; None: for every sequence
     minibatches: tuple[tuple[int, ...], ...]  # this rank's sequences of each PPO minibatch; may be empty
     capacity: int  # C of Algorithm 1: tokens of a micro-batch
@@ -43,13 +43,13 @@ class TrainingBatch:
     microbatches: tuple[tuple[Packed, ...], ...] = field(init=False, repr=False, compare=False)
     # Of each minibatch: those of its sequences that have a gradient.
     later: tuple[Packed, ...] = field(init=False, repr=False, compare=False)
-    # All of those that are not in the first minibatch, whichever theirs is: for passes that change nothing.
+    # Those of all minibatches but the first, packed together: for passes without an update.
 
     def __post_init__(self) -> None:
         has_gradient = self.has_gradient
-        moving = [[index for index in members if has_gradient[index]] for members in self.minibatches]
-        object.__setattr__(self, "microbatches", tuple(map(self.cut, moving)))
-        object.__setattr__(self, "later", self.cut([index for members in moving[1:] for index in members]))
+        trained = [[index for index in members if has_gradient[index]] for members in self.minibatches]
+        object.__setattr__(self, "microbatches", tuple(map(self.cut, trained)))
+        object.__setattr__(self, "later", self.cut([index for members in trained[1:] for index in members]))
 
     def cut(self, members: Sequence[int]) -> tuple[Packed, ...]:
         """Some of the sequences, packed into micro-batches (Algorithm 1).
@@ -73,7 +73,7 @@ class TrainingBatch:
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """All of it as arrays by the names above; `minibatch` instead of `minibatches`, [N]."""
+        """Its data as arrays, by the names above; `minibatch` [N] instead of `minibatches`."""
         minibatch = np.zeros(len(self.lengths), np.int32)
         for index, members in enumerate(self.minibatches):
             minibatch[list(members)] = index
@@ -89,12 +89,12 @@ class TrainingBatch:
 
     @property
     def denominators(self) -> list[float]:
-        """What this rank's share of each minibatch adds to the loss's denominator; 0 where it has no loss tokens."""
+        """What this rank's share of each minibatch contributes to its loss denominator; 0 without loss tokens."""
         return [float(self.denominator_terms[list(members)].sum()) for members in self.minibatches]
 
     @property
     def has_gradient(self) -> BoolArray:
-        """[N] sequences that can move the policy: some loss token has an advantage other than 0, or is regularised."""
+        """[N] whether a sequence has a gradient: some loss token has an advantage other than 0, or is regularised."""
         return self._count(self.loss_mask & ((self.advantages != 0) | self.regularised)) > 0
 
     def _count(self, marked: BoolArray) -> NDArray[np.int64]:
@@ -106,8 +106,8 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One training step over all ranks. Unless the field says otherwise, means are over loss tokens of answers that can
-    move the policy: the others, those without an advantage, are neither recomputed nor looked at."""
+    """One training step over all ranks. Unless the field says otherwise, means are over loss tokens of completions that
+    have a gradient: the others, those without an advantage, are in no pass."""
 
     loss: float  # mean over minibatches
     grad_norm: float  # before clipping, mean over minibatches
@@ -116,15 +116,15 @@ class StepStats:
     updates: int  # minibatches that had loss tokens, but for those that were skipped
     skipped: int  # updates left out as their gradient was not finite (training.on_divergence)
     loss_tokens: int
-    trained_tokens: int  # of these, the ones of answers that can move the policy
+    trained_tokens: int  # of these, the ones of completions that have a gradient
     clip_fraction: float  # tokens whose gradient the clip removed
     clip_low_fraction: float  # of these, those below 1 - eps
     clip_high_fraction: float  # and those above 1 + eps
-    cap_fraction: float  # tokens whose weight algorithm.behaviour_cap, or the clip of CISPO, held at a bound
+    cap_fraction: float  # tokens whose weight algorithm.behaviour_cap, or the clip of CISPO, clamped to a bound
     mask_fraction: float  # tokens whose weight was outside algorithm.behaviour_mask_low and behaviour_mask_high
     entropy: float  # nats
     approx_kl: float  # k3 of the token's ratio: pi_theta against pi_prox, or pi_behav where there is none
-    reference_kl: float  # k3 of pi_theta against version 0; 0 where algorithm.kl_coef asks for no look at it
+    reference_kl: float  # k3 of pi_theta against the reference policy; 0 where algorithm.kl_coef is 0
     mismatch_kl: float | None  # k3 of trainer against generator over tokens of the same version; None: there were none
     mismatch_tokens: int  # tokens of the same version
     ess: float  # of the weights pi_prox / pi_behav (without a pi_prox: pi_theta / pi_behav), as a share of the tokens
@@ -136,17 +136,17 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """All that decides what an engine does next; the same on every rank."""
+    """All that an engine's next steps depend on; the same on every rank."""
 
     arrays: dict[str, NDArray[Any]]  # weights, optimiser moments, RNG
     scalars: dict[str, int]  # fit for JSON
 
 
 class Sender(Protocol):
-    """Takes weights to the generation servers, where those don't read them from files."""
+    """Sends weights to the generation servers, where those don't read them from files."""
 
     def send(self, version: PolicyVersion, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Returns when every server that takes work goes on with them."""
+        """Send a version; returns when every server that takes work generates with it."""
         ...
 
 
@@ -154,9 +154,9 @@ class TrainingEngine(Protocol):
     """One rank of a data-parallel group. Methods marked collective must be called by every rank, in the same order."""
 
     def proximal_logprobs(self, batch: TrainingBatch) -> Float32Array:
-        """Collective. pi_prox of all minibatches but the first: log-probability of answer tokens under the weights as
-        they are, nats. [S]; 0 in prompts, in answers that can't move the policy, and in the first minibatch, whose own
-        pass in `train_step` is under the same weights.
+        """Collective. pi_prox of all minibatches but the first: log-probability of completion tokens under the
+        current weights, nats. [S]; 0 in prompts, in completions without a gradient, and in the first minibatch, whose
+        own pass in `train_step` is under the same weights.
 
         Raises DivergenceError, on every rank, when one is not finite.
         """
@@ -165,7 +165,7 @@ class TrainingEngine(Protocol):
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         """Collective. All PPO minibatches of the batch, an optimiser update each.
 
-        `proximal` is what `proximal_logprobs` gave for this batch; it is not looked at for the first minibatch, where
+        `proximal` is what `proximal_logprobs` gave for this batch; it is ignored for the first minibatch, where
         pi_prox is pi_theta before the update. None where the objective takes none, and where pi_behav stands in for it,
         as nothing is stale.
         Raises DivergenceError, on every rank and before the weights change, when a gradient is not finite, unless
@@ -183,7 +183,7 @@ class TrainingEngine(Protocol):
         ...
 
     def compute_s(self) -> float:
-        """Seconds since the last call that this rank spent in passes over the model and in the optimiser."""
+        """Seconds that this rank spent in passes over the model and in the optimiser since the last call."""
         ...
 
     def weights(self) -> dict[str, Float32Array]:
@@ -205,7 +205,7 @@ class TrainingEngine(Protocol):
 
 def check_batch(batch: TrainingBatch, spec: ModelSpec) -> None:
     """Raises ModelError, one line, for a batch that was not made for this model at this step: tokens outside of its
-    vocabulary, sequences longer than its context, versions that are not there yet."""
+    vocabulary, sequences longer than its context, versions that don't exist yet."""
     if not len(batch.tokens):
         return
     where, token = f"the batch of step {batch.step}", int(batch.tokens.max())
@@ -238,13 +238,13 @@ def build_batch(
 ) -> TrainingBatch:
     """Lay out one rank's groups for training.
 
-    shares: this rank's groups by minibatch, as `batching.shard` gives them. payloads: those groups.
-    advantages: [P, G] of the global batch. mask_truncated: leave answers that were cut off out of the loss.
-    loss_mean: of algorithm.means, and max_new_tokens, the answers' limit that it may want. regularised: answers without
-    an advantage move the policy too. share_prompts: compute a group's prompt once for all of its answers.
+    shares: this rank's groups by minibatch, as `partition.shard` gives them. payloads: those groups.
+    advantages: [P, G] of the global batch. mask_truncated: leave truncated completions out of the loss.
+    loss_mean: of algorithm.means, and max_new_tokens, the completions' limit that it may need. regularised: completions
+    without an advantage have a gradient too. share_prompts: compute a group's prompt once for all of its completions.
     """
     members = [payloads[group] for share in shares for group in share]
-    assert all(len(group.prompt_tokens) and group.lengths.all() for group in members), "empty prompt or answer"
+    assert all(len(group.prompt_tokens) and group.lengths.all() for group in members), "empty prompt or completion"
     completions = _joined([group.lengths for group in members], np.int32)  # [N]
     prompts = np.array([len(group.prompt_tokens) for group in members for _ in group.lengths], np.int32)  # [N]
     sampled = np.repeat(

@@ -1,4 +1,4 @@
-"""A training step in terms of passes over micro-batches, whoever holds weights, gradient and optimiser."""
+"""A training step as passes over micro-batches, whatever holds weights, gradient and optimiser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MISMATCH_SEQUENCES = 16  # a sample is enough to see that two engines disagree
 
 
 def learning_rate(config: TrainingConfig, update: int) -> float:
-    """Of optimiser update 0, 1, ...: a linear warm-up whose last update has the full rate, then constant."""
+    """Rate of optimiser update 0, 1, ...: a linear warm-up whose last update has the full rate, then constant."""
     return config.learning_rate * min(1.0, (update + 1) / max(1, config.warmup_steps))
 
 
@@ -48,10 +48,10 @@ def check_state(state: EngineState, spec: ModelSpec) -> None:
 
 
 class PolicyEngine(ABC):
-    """`training.engine.TrainingEngine` but for what a way of training differs in: the methods that are abstract here.
+    """The part of `engines.engine.TrainingEngine` that engines share; they differ in the abstract methods here.
 
-    The policy is the distribution that tokens are drawn from, at sampling's `temperature`. With `lockstep` a pass over
-    the model is collective: a rank that has fewer micro-batches than another makes up for it with idle ones.
+    The policy is the distribution that tokens are sampled from, at the sampling `temperature`. With `lockstep` a pass
+    over the model is collective: a rank that has fewer micro-batches than another makes up for it with idle ones.
     """
 
     lockstep = False
@@ -68,7 +68,7 @@ class PolicyEngine(ABC):
         device: str = "cpu",
     ) -> None:
         check_weights(spec, weights)
-        find_objective(algorithm.objective)  # what is not there is refused now, not in the first step
+        find_objective(algorithm.objective)  # an unknown one is refused now, not in the first step
         self.spec, self.training, self.algorithm = spec, training, algorithm
         self.temperature = temperature
         self.ranks = ranks or RankGroup()
@@ -76,7 +76,8 @@ class PolicyEngine(ABC):
         self.dtype: torch.dtype = getattr(torch, training.dtype)  # of passes over the model
         self.updates = 0  # optimiser updates so far
         self._compute_s = 0.0
-        # Version 0 as passes compute with it, whatever state is loaded later: all of it, on every rank.
+        # The reference policy, version 0, in the dtype of passes, whatever state is loaded later: all of it, on every
+        # rank.
         kept = weight_shapes(spec) if algorithm.kl_coef else ()
         self._reference = {name: weights[name].detach().to(self.device, self.dtype, copy=True) for name in kept}
         self._hold(weights)
@@ -87,16 +88,16 @@ class PolicyEngine(ABC):
 
     @abstractmethod
     def _hold(self, weights: Mapping[str, Tensor]) -> None:
-        """The end of the constructor: keep the weights, in float32 and where passes find them, and an optimiser whose
-        moments are there from the start, so that a state can be saved and loaded at any time."""
+        """The end of the constructor: keep the weights, in float32 and for passes, and an optimiser whose moments exist
+        from the start, so that a state can be saved and loaded at any time."""
 
     @abstractmethod
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the answer tokens, each [A], under the weights as they are."""
+        """Log-probability and entropy of the completion tokens, each [A], under the current weights."""
 
     @abstractmethod
     def start_gradient(self) -> None:
-        """Forget the gradient of the last update."""
+        """Zero the gradient of the last update."""
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -150,7 +151,7 @@ class PolicyEngine(ABC):
         stats = LossStats()
         for number, (microbatches, denominator) in enumerate(zip(batch.microbatches, denominators, strict=True)):
             if not denominator:
-                continue  # all its answers are masked out, on every rank
+                continue  # all its completions are masked out, on every rank
             own = proximal is not None and number == 0
             loss, sums = self._accumulate(columns, microbatches, denominator, own_proximal=own, untouched=not losses)
             update = self._update(batch.step, loss)
@@ -185,7 +186,7 @@ class PolicyEngine(ABC):
         try:
             return self.ranks.all_reduce_sum(values)
         finally:
-            self._compute_s += time.perf_counter() - start  # next to all of it is waiting for ranks that still compute
+            self._compute_s += time.perf_counter() - start  # nearly all of it is waiting for ranks that still compute
 
     def compute_s(self) -> float:
         taken, self._compute_s = self._compute_s, 0.0
@@ -197,7 +198,7 @@ class PolicyEngine(ABC):
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _evaluated(self, weights: Mapping[str, Tensor], packed: Packed) -> Tensor:
-        """Log-probability of the answer tokens, [A], under other weights than the engine's own."""
+        """Log-probability of the completion tokens, [A], under other weights than the engine's own."""
         return completion_logprobs(self.spec, weights, packed, temperature=self.temperature)[0]
 
     def _passes(self, microbatches: Sequence[Packed]) -> Iterator[tuple[bool, Packed | None]]:
@@ -215,7 +216,7 @@ class PolicyEngine(ABC):
     def _recomputed(
         self, batch: TrainingBatch, microbatches: Sequence[Packed], forward: Callable[[Packed], Tensor], policy: str
     ) -> Float32Array:
-        """Log-probabilities of the batch's answers in these micro-batches. [S]; 0 elsewhere."""
+        """Log-probabilities of the completion tokens in these micro-batches. [S]; 0 at all others."""
         recomputed = np.zeros(len(batch.tokens), np.float32)
         with torch.no_grad(), self._computing():
             for _, packed in self._passes(microbatches):
@@ -256,7 +257,7 @@ class PolicyEngine(ABC):
         return total, stats
 
     def _known(self, columns: Mapping[str, NDArray[Any]], packed: Packed) -> dict[str, Any]:
-        """What `columns` hold of a micro-batch's tokens, and its completions, counted from 0."""
+        """The `columns` of a micro-batch's tokens, with its completions numbered from 0."""
         held = {name: values[packed.source] for name, values in columns.items()}
         completions, held["sequence"] = np.unique(held["sequence"], return_inverse=True)
         tensors = {name: torch.from_numpy(values).to(self.device) for name, values in held.items()}
@@ -280,7 +281,7 @@ class PolicyEngine(ABC):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Counts the seconds within as arithmetic: forward, backward and optimiser."""
+        """Counts the seconds within as compute time: forward, backward and optimiser."""
         start = time.perf_counter()
         try:
             with self.ranks.naming():  # with `lockstep` passes are collective, and updates may be
@@ -289,7 +290,7 @@ class PolicyEngine(ABC):
             self._compute_s += time.perf_counter() - start
 
     def _merged(self, stats: LossStats) -> LossStats:
-        """Over all ranks; one all-reduce carries sums and maximum alike, as each rank fills a row of its own."""
+        """The sum over ranks; one all_reduce carries sums and maximum alike, as each rank fills a row of its own."""
         values = stats.values()
         rows = np.zeros((self.ranks.size, len(values)))
         rows[self.ranks.rank] = values
@@ -339,7 +340,7 @@ def _all(cuts: Iterable[Iterable[Packed]]) -> list[Packed]:
 def _columns(
     batch: TrainingBatch, proximal: Float32Array | None, reference: Float32Array | None
 ) -> dict[str, NDArray[Any]]:
-    """What an objective is told of the batch's tokens, [S] each, by the fields of objectives.Tokens."""
+    """The inputs of an objective for the batch's tokens, [S] each, by the fields of objectives.Tokens."""
     columns: dict[str, NDArray[Any]] = {
         "behaviour": batch.behaviour_logprobs,
         "advantages": batch.advantages,

@@ -1,5 +1,5 @@
-"""The policy as a torch module, for engines that share out its parameters: one module for each part of the forward
-pass, with the parameters of that part as its own, so that they can be gathered before it runs and let go after it."""
+"""The policy as a torch module, for engines that partition its parameters: one module for each part of the forward
+pass, with the parameters of that part as its own, so that they can be gathered before it runs and released after it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm
 class PolicyModule(nn.Module):
     """`forward.completion_logprobs` over parameters of its own.
 
-    Passes are in `dtype`, whatever the parameters are kept in. With `checkpoint_activations` a layer's input is all
-    that is kept of it for the backward pass.
+    Passes are in `dtype`, whatever the parameters' is. With `checkpoint_activations` a layer's input is all that is
+    kept of it for the backward pass.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PolicyModule(nn.Module):
         self.head = _Head({"norm": parameters[_NORM], "head": head}, dtype, spec)
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the answer tokens, each [A], nats."""
+        """Log-probability and entropy of the completion tokens, each [A], nats."""
         x = self.embedding(packed)
         cos, sin = rotations(self.spec, packed, x)
         checkpoints = self.checkpoint_activations and torch.is_grad_enabled()
@@ -65,7 +65,7 @@ class PolicyModule(nn.Module):
 
 
 class _Part(nn.Module):
-    """Some parameters, by the names that the functions of `forward` know them by."""
+    """Some parameters, by their names in the functions of `forward`."""
 
     def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ MakeEngine = Callable[[RunConfig, ModelSpec, Mapping[str, Tensor], RankGroup], T
 
 def make_engine(config: RunConfig, spec: ModelSpec, weights: Mapping[str, Tensor], ranks: RankGroup) -> TrainingEngine:
     """The engine of `training.engine` for one rank, with version 0 of the weights. Raises ConfigError for an import
-    path that leads nowhere."""
+    path that can't be imported."""
     return find("training.engine", config.training.engine, _ENGINES)(config, spec, weights, ranks)
 
 
@@ -32,7 +32,7 @@ def torch_engine(
     *,
     kind: type[TorchEngine] = TorchEngine,
 ) -> TrainingEngine:
-    """`kind`: a TorchEngine, or one with another optimiser."""
+    """`kind`: TorchEngine, or a subclass with another optimiser."""
     return kind(
         spec,
         weights,

@@ -1,6 +1,6 @@
-"""The plain torch engine: float32 weights, AdamW, every rank with all of them, on a core or on a GPU.
+"""The plain torch engine: float32 weights, AdamW, every rank with all of them, on a CPU or on a GPU.
 
-All parameters are views into one flat buffer, and so are their gradients: the all-reduce, the gradient norm and the
+All parameters are views into one flat buffer, and so are their gradients: the all_reduce, the gradient norm and the
 optimiser each are one operation on one tensor. With training.dtype=bfloat16 the passes see a copy of the weights in
 bfloat16, made anew after every update, and what a micro-batch adds to the copy's gradient is added to the float32 one:
 weights, gradient and optimiser are float32 throughout (mixed precision as in Micikevicius et al., 2017, arXiv
@@ -26,8 +26,9 @@ from areal_core.types import Float32Array
 
 
 class TorchEngine(PolicyEngine):
-    """Data-parallel, a core or a GPU for each rank. On a core the same state and batch give bitwise the same weights;
-    on a GPU they do with torch.use_deterministic_algorithms, for some of its sums have no fixed order otherwise."""
+    """Data-parallel, a CPU core or a GPU for each rank. On a CPU the same state and batch give bitwise the same
+    weights; on a GPU they do with torch.use_deterministic_algorithms: some of its sums have no fixed order otherwise.
+    """
 
     def _hold(self, weights: Mapping[str, Tensor]) -> None:
         self._shapes = {name: weights[name].shape for name in weight_shapes(self.spec)}
@@ -91,7 +92,7 @@ class TorchEngine(PolicyEngine):
         torch.set_rng_state(torch.from_numpy(state.arrays["rng"]))
 
     def step_optimizer(self, rate: float) -> None:
-        """Change `flat`, all weights end to end, by `gradient`, which is clipped; to be overridden by other optimisers.
+        """Update `flat`, all weights end to end, by `gradient`, which is clipped; to be overridden by other optimisers.
 
         AdamW, as a function: the class brings torch's compiler along, seconds of every start."""
         config = self.training
@@ -113,7 +114,7 @@ class TorchEngine(PolicyEngine):
         )
 
     def _refresh(self) -> None:
-        """Have passes see the weights as they are."""
+        """Copy the weights to those that passes use."""
         if self._working is not self.flat:
             self._working.copy_(self.flat)
 

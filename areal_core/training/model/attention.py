@@ -1,6 +1,6 @@
 """Causal attention within each sequence of a pack, without padding.
 
-Half precision on a GPU has a kernel that takes sequences of any lengths at once, and so has float32 on a core, where
+Half precision on a GPU has a kernel that takes sequences of any lengths at once, and so has float32 on a CPU, where
 sequences may attend to a prompt that they share too. Everything else runs once for each block of sequences of the same
 length, which are contiguous. Axes: T packed tokens, N sequences, H query heads, K key-value heads, D width of a head.
 """
@@ -42,7 +42,7 @@ def has_kernel(query: Tensor) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """By the kernels of a core; the weights are made again in the backward pass."""
+    """Attention by the CPU kernels; the backward pass recomputes the attention weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
@@ -62,28 +62,28 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_kernel(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> tuple[Any, ...]:
-    """What both directions read."""
+    """The inputs of the forward and the backward kernel."""
     sizes = query.shape[1], key.shape[1], query.shape[2]
-    return flat(query), flat(key), flat(value), _texts(blocks), sizes, sizes[-1] ** -0.5
+    return flat(query), flat(key), flat(value), _sequences(blocks), sizes, sizes[-1] ** -0.5
 
 
 @functools.lru_cache(maxsize=16)
-def _texts(blocks: Blocks) -> NDArray[np.int64]:
+def _sequences(blocks: Blocks) -> NDArray[np.int64]:
     """[N, 4]: of each sequence the first of its tokens and how many, and the same of the prompt that it shares."""
-    texts: list[tuple[int, int, int, int]] = []
+    sequences: list[tuple[int, int, int, int]] = []
     start = 0
     for block in blocks:
-        prompt, shared, *_ = (0, 0) if block.prompt is None else texts[block.prompt]
+        prompt, shared, *_ = (0, 0) if block.prompt is None else sequences[block.prompt]
         for _ in range(block.sequences):
-            texts.append((start, block.tokens, prompt, shared))
+            sequences.append((start, block.tokens, prompt, shared))
             start += block.tokens
-    return np.array(texts, np.int64)
+    return np.array(sequences, np.int64)
 
 
 def attention_by_block(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks) -> Tensor:
     """What `causal_attention` returns, by one call for each block."""
     shared_heads = query.shape[1] // key.shape[1]
-    if shared_heads > 1 and query.is_cuda:  # where but half precision's kernel none that saves memory takes them
+    if shared_heads > 1 and query.is_cuda:  # where no kernel that saves memory takes them, but half precision's
         key, value = _spread(key, shared_heads), _spread(value, shared_heads)
     sizes = [block.sequences * block.tokens for block in blocks]
     prompts = _prompts(key, value, blocks)
@@ -106,7 +106,7 @@ def attention_by_block(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks
 
 
 def _prompts(key: Tensor, value: Tensor, blocks: Blocks) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of the prompts that are attended to by others, [tokens, K, D] each; they come first."""
+    """Keys and values of the prompts that other sequences attend to, [tokens, K, D] each; they come first."""
     whole = [block for block in blocks if block.prompt is None]
     if len(whole) == len(blocks):
         return []
@@ -116,8 +116,8 @@ def _prompts(key: Tensor, value: Tensor, blocks: Blocks) -> list[tuple[Tensor, T
 
 
 def _future(tokens: int, like: Tensor) -> Tensor:
-    """What is added to the scores of the last tokens of a text, for each of its tokens: -inf for those that come
-    later. [tokens, tokens]; rows of it are those of the last tokens."""
+    """The causal mask that is added to the attention scores of a sequence: -inf for tokens that come later. [tokens,
+    tokens]; its last rows are the mask of the last tokens."""
     size = 1 << (tokens - 1).bit_length()
     return _causal_mask(size, like.dtype, like.device)[:tokens, :tokens]
 
@@ -136,7 +136,7 @@ def bounds(blocks: Blocks, device: torch.device) -> Tensor:
 
 
 def causal_kernel(varlen_attn: Callable[..., Any]) -> Kernel:
-    """torch's `varlen_attn` for causal self-attention, asked in the words of the installed version: torch 2.10 has
+    """torch's `varlen_attn` for causal self-attention, with the arguments of the installed version: torch 2.10 has
     `is_causal` and later ones a window; those that know no `enable_gqa` get a key and a value for every query head."""
     known = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}

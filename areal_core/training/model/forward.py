@@ -2,9 +2,9 @@
 
 Linear layers see all tokens of a micro-batch as one matrix; attention stays within sequences. Everything is computed in
 the precision of the weights but for log-probabilities and entropies, which are float32 at least. Axes: T packed input
-tokens, A answer tokens (the targets), H heads, D width of a head.
+tokens, A completion tokens (the targets), H heads, D width of a head.
 
-`completion_logprobs` runs a whole model; its parts stand alone for an engine that has the weights of one layer at a time.
+`completion_logprobs` runs a whole model; its parts are for an engine that has the weights of one layer at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_core.training.batching.packing import Blocks, Packed
 from areal_core.training.model.attention import causal_attention
 from areal_core.training.model.pointwise import rms_norm, rotate, swiglu
 
-_LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at any moment: what a core's cache makes quick work of
+_LOGITS_AT_ONCE = 1 << 22  # elements of the logits that exist at any moment: they fit into a core's cache
 _LOGITS_AT_ONCE_GPU = 1 << 27  # enough rows for a full-sized product, half a gigabyte
 
 
@@ -34,7 +34,7 @@ def completion_logprobs(
     temperature: float = 1.0,
     recompute_layers: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each answer token and entropy of the distribution it was drawn from: softmax(logits /
+    """Log-probability of each completion token and entropy of the distribution it was sampled from: softmax(logits /
     temperature).
 
     Returns ([A], [A]), nats, in the order of `packed.rows`. Both are differentiable; an entropy that no loss depends on
@@ -58,14 +58,15 @@ def hidden_states(
 
 
 def recomputed(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """`layer(*inputs)`, of which the backward pass has the inputs alone and computes the rest again: the same gradient
-    for a third more arithmetic and a fraction of the memory. The layer must not draw random numbers."""
+    """`layer(*inputs)` with activation checkpointing: only the inputs are kept, and the backward pass computes the rest
+    again: the same gradient for a third more arithmetic and a fraction of the memory. The layer must not draw random
+    numbers."""
     output: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output
 
 
 def layer_weights(weights: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """Those of one decoder layer, by their names within it ("self_attn.q_proj.weight")."""
+    """The weights of one decoder layer, by their names within it ("self_attn.q_proj.weight")."""
     at = f"model.layers.{layer}."
     return {name.removeprefix(at): tensor for name, tensor in weights.items() if name.startswith(at)}
 
@@ -76,7 +77,7 @@ def embed(table: Tensor, packed: Packed) -> Tensor:
 
 
 def rotations(spec: ModelSpec, packed: Packed, x: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles of every input, each [T, 1, D], of x's kind and where x is."""
+    """cos and sin of the rotary angles of every input, each [T, 1, D], of x's dtype and on its device."""
     positions = torch.from_numpy(packed.positions).to(x.device)
     tables = rope_tables(spec, packed.context, x.device)
     cos, sin = (table[positions, None].to(x) for table in tables)
@@ -118,8 +119,8 @@ def target_logprobs(head: Tensor, hidden: Tensor, packed: Packed, *, temperature
 
 class _TargetLogprobs(torch.autograd.Function):
     """log_softmax(hidden @ head.T)[target] and its entropy, a slice of rows at a time in both directions: the logits,
-    vocabulary wide, are made again in the backward pass rather than kept. The entropy's gradient is made where it is
-    asked for."""
+    vocabulary wide, are recomputed in the backward pass rather than kept. The entropy's gradient is computed where
+    it is needed."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""What a training pass computes on a core besides products of matrices, in float32, compiled by numba once per machine.
+"""CPU kernels of training passes for all but matrix products, in float32, compiled by numba once per machine.
 
-Arrays are flat, so that a place is one number. Axes: T packed tokens, H query heads, K key-value heads, D width of a
-head. `texts` are rows of four numbers: the first of a text's own tokens and how many there are, and the same of the
-prompt that they attend to besides themselves (of no tokens, where there is none).
+Arrays are flat, so that an index is one number. Axes: T packed tokens, H query heads, K key-value heads, D width of a
+head. `sequences` are rows of four numbers: the first of a sequence's own tokens and how many there are, and the same
+of the prompt that they attend to besides themselves (of no tokens, where there is none).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _scatter(source, first, width, scale, target, at, stride, count, size):
 
 @compiled()
 def _dot(a, b, at, size, width):
-    """Of the rows of `size` numbers that begin at `at` in a and in b."""
+    """Dot product of the rows of `size` numbers that begin at `at` in a and in b."""
     total = np.float32(0.0)
     if size == width:
         sums = splatted(total)
@@ -84,9 +84,9 @@ def _dot(a, b, at, size, width):
 
 
 @compiled()
-def _read(source, text, stride, head, size, rows, width):
-    """The rows of one head that a text attends to: those of its prompt, then its own."""
-    start, tokens, prompt, shared = text
+def _read(source, sequence, stride, head, size, rows, width):
+    """The rows of one head that a sequence attends to: those of its prompt, then its own."""
+    start, tokens, prompt, shared = sequence
     _gather(source, prompt * stride + head * size, stride, shared, size, rows, 0, width)
     _gather(source, start * stride + head * size, stride, tokens, size, rows, shared, width)
 
@@ -101,14 +101,14 @@ def _panels(rows, count, width, panels):
 
 @compiled()
 def _products(rows, at, width, panels, count, out, out_at, out_width):
-    """Of _ROWS rows with the first `count` rows in panels."""
+    """Dot products of _ROWS rows with the first `count` rows in panels."""
     for column in range(0, count, LANES):
         _tile(rows, at, width, 1, panels, column * width, LANES, width, out, out_at + column, out_width, False)
 
 
 @compiled()
 def _mixed(weights, at, most, rows, width, count, out, out_at):
-    """Of _ROWS queries whose weights begin at `at`: those with the first `count` rows, summed."""
+    """For _ROWS queries whose weights begin at `at`: the sums of the first `count` rows by these weights."""
     for i in range(0, width, LANES):
         _tile(weights, at, most, 1, rows, i, width, count, out, out_at + i, width, False)
 
@@ -127,15 +127,15 @@ def _add_by_key(weights, most, queries, count, width, first, keys, of_keys):
 
 
 @compiled()
-def _four(texts, number):
-    return texts[number, 0], texts[number, 1], texts[number, 2], texts[number, 3]
+def _four(sequences, number):
+    return sequences[number, 0], sequences[number, 1], sequences[number, 2], sequences[number, 3]
 
 
 @compiled()
-def _longest(texts):
+def _longest(sequences):
     longest = 0
-    for number in range(len(texts)):
-        longest = max(longest, texts[number, 1] + texts[number, 3])
+    for number in range(len(sequences)):
+        longest = max(longest, sequences[number, 1] + sequences[number, 3])
     return longest
 
 
@@ -181,23 +181,23 @@ _SIZES = types.UniTuple(types.int64, 3)  # H, K, D
 
 
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS, types.int64[:, ::1], _SIZES, types.float32, _FLOATS, _FLOATS))
-def attend(query, key, value, texts, sizes, scale, out, statistics):
-    """Causal attention within each text, a tile of queries at a time (FlashAttention, arXiv 2205.14135). query and out
-    [T, H, D], key and value [T, K, D]; statistics [T, H, 2] are the softmax's, each query's highest score and 1 / the
-    sum of exp(score - highest), from which the backward pass makes the weights again. `out` is zero before."""
+def attend(query, key, value, sequences, sizes, scale, out, statistics):
+    """Causal attention within each sequence, a tile of queries at a time (FlashAttention, arXiv 2205.14135). query and
+    out [T, H, D], key and value [T, K, D]; statistics [T, H, 2] are the softmax's, each query's highest score and 1 /
+    the sum of exp(score - highest), from which the backward pass recomputes the weights. `out` must be zero before."""
     heads, kv_heads, size = sizes
     width = _padded(size, LANES)
-    most = _padded(_longest(texts), LANES) + LANES
+    most = _padded(_longest(sequences), LANES) + LANES
     keys, values, panels = _zeros(most * width), _zeros(most * width), _zeros(most * width)
     queries, mixed, scores = _zeros(_QUERIES * width), _zeros(_QUERIES * width), _zeros(_QUERIES * most)
-    for number in range(len(texts)):
-        text = start, tokens, _, shared = _four(texts, number)
+    for number in range(len(sequences)):
+        sequence = start, tokens, _, shared = _four(sequences, number)
         context = _padded(shared + tokens, LANES)
         for head in range(heads):
             if head % (heads // kv_heads) == 0:
                 kv_head = head // (heads // kv_heads)
-                _read(key, text, kv_heads * size, kv_head, size, keys, width)
-                _read(value, text, kv_heads * size, kv_head, size, values, width)
+                _read(key, sequence, kv_heads * size, kv_head, size, keys, width)
+                _read(value, sequence, kv_heads * size, kv_head, size, values, width)
                 _panels(keys, context, width, panels)
             for first in range(0, tokens, _QUERIES):
                 count = min(_QUERIES, tokens - first)
@@ -223,27 +223,27 @@ def attend(query, key, value, texts, sizes, scale, out, statistics):
     )
 )  # fmt: skip
 def attend_backward(
-    query, key, value, texts, sizes, scale, out, statistics,
+    query, key, value, sequences, sizes, scale, out, statistics,
     of_out, of_query, of_key, of_value,
 ):  # fmt: skip
-    """The gradients of what `attend` read, each of the shape of it, from that of what it wrote (FlashAttention,
-    Algorithm 4; delta is its D, the sum of out and its gradient's product). They are zero before."""
+    """The gradients of the inputs of `attend`, each of its input's shape, from that of its output (FlashAttention,
+    Algorithm 4; delta is its D, the dot product of out and its gradient). They must be zero before."""
     heads, kv_heads, size = sizes
     width = _padded(size, LANES)
-    most = _padded(_longest(texts), LANES) + LANES
+    most = _padded(_longest(sequences), LANES) + LANES
     keys, key_panels, of_keys = _zeros(most * width), _zeros(most * width), _zeros(most * width)
     values, value_panels, of_values = _zeros(most * width), _zeros(most * width), _zeros(most * width)
     queries, of_queries, of_mixed = _zeros(_QUERIES * width), _zeros(_QUERIES * width), _zeros(_QUERIES * width)
     weights, of_scores = _zeros(_QUERIES * most), _zeros(_QUERIES * most)
-    for number in range(len(texts)):
-        text = start, tokens, prompt, shared = _four(texts, number)
+    for number in range(len(sequences)):
+        sequence = start, tokens, prompt, shared = _four(sequences, number)
         context = _padded(shared + tokens, LANES)
         group = heads // kv_heads
         for head in range(heads):
             kv_head = head // group
             if head % group == 0:
-                _read(key, text, kv_heads * size, kv_head, size, keys, width)
-                _read(value, text, kv_heads * size, kv_head, size, values, width)
+                _read(key, sequence, kv_heads * size, kv_head, size, keys, width)
+                _read(value, sequence, kv_heads * size, kv_head, size, values, width)
                 _panels(keys, context, width, key_panels)
                 _panels(values, context, width, value_panels)
                 of_keys[: context * width] = np.float32(0.0)
@@ -295,7 +295,7 @@ def rms_norm(x, weight, eps, out, scales):
 @compiled(types.void(_FLOATS, _FLOATS, _FLOATS, _FLOATS, _FLOATS, _FLOATS))
 def rms_norm_backward(x, weight, scales, of_out, of_x, of_weight):
     """With n = x scale and h = of_out weight: of_x = scale (h - n mean(h n)), of_weight = the sum of of_out n over
-    rows, zero before."""
+    rows, which must be zero before."""
     width = len(weight)
     partial = np.zeros(width, dtype=np.float32)
     for row in range(len(scales)):

@@ -1,5 +1,5 @@
 """Parts of a layer whose time goes into reading and writing memory, with gradients written out: fewer passes over the
-activations than those that autograd puts together, and in float32 on a core a single one, compiled. Axes: T tokens, H
+activations than those that autograd puts together, and in float32 on a CPU a single one, compiled. Axes: T tokens, H
 heads, D width of a head, I width of the inner layer.
 """
 
@@ -18,7 +18,7 @@ from areal_core.types import Float32Array
 
 
 def is_compiled(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for tensors of this kind, there (`areal_core.training.model.kernels`)."""
+    """Whether there are CPU kernels for tensors of this device and dtype (`areal_core.training.model.kernels`)."""
     return device.type == "cpu" and dtype == torch.float32
 
 
@@ -100,7 +100,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """By the angles, or by as much the other way for a `direction` of -1."""
+    """Heads rotated by the angles, or back by them for a `direction` of -1."""
     if is_compiled(x.device, x.dtype):
         out = torch.empty_like(x)
         kernels().rotate(flat(x), flat(cos), flat(sin), *x.shape[1:], direction, flat(out))

@@ -141,7 +141,7 @@ def test_every_estimator_can_be_chosen():
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_losses_and_statistics_add_up_over_any_cut(objective: str, estimator: str):
+def test_losses_and_statistics_add_up_over_any_partition(objective: str, estimator: str):
     """Of whole completions, in any order. One has no loss tokens, one share has no completions."""
     generator = torch.Generator().manual_seed(0)
     behaviour, drift, noise, advantages, reference = torch.randn(5, 20, generator=generator, dtype=torch.float64)

@@ -5,7 +5,7 @@ from areal_core.algorithm.means import LOSS_MEANS
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError
 
-# Three answers of 2, 3 and 1 loss tokens whose terms are these, and one that is masked out; the limit is 5 tokens.
+# Three completions of 2, 3 and 1 loss tokens with these terms, and one that is masked out; the limit is 5 tokens.
 TERMS = [[1.0, 3.0], [6.0, 0.0, 3.0], [4.0]]
 LOSS_TOKENS = np.array([2, 3, 1, 0])
 
@@ -27,7 +27,7 @@ def test_means_by_hand(name: str, expected: float):
 
 
 @pytest.mark.parametrize("name", LOSS_MEANS)
-def test_the_denominator_is_the_sum_over_any_partition_of_the_answers(name: str):
+def test_the_denominator_is_the_sum_over_any_partition_of_the_completions(name: str):
     whole = LOSS_MEANS[name](LOSS_TOKENS, 5)
     parts = [LOSS_MEANS[name](LOSS_TOKENS[part], 5) for part in (slice(0, 1), slice(1, 4), slice(4, 4))]
     assert sum(part.denominator_terms.sum() for part in parts) == whole.denominator_terms.sum()

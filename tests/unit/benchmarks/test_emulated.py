@@ -11,11 +11,11 @@ from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError
 from benchmarks.emulated import PAPER, Measured, first_end, measure, parse, report
 
-LENGTH = 1024  # real tokens of every answer
+LENGTH = 1024  # real tokens of every completion
 
 
 def config(mode: str, **emulation: Any) -> RunConfig:
-    """Two devices, two groups of four answers a step, all of one length."""
+    """Two devices, two groups of four completions a step, all of one length."""
     return load(
         {
             "mode": mode,

@@ -48,7 +48,7 @@ def result(config: RunConfig, **curves: Any) -> TrialResult:
 
 
 def emulated(interruption: str, **emulation: Any) -> RunConfig:
-    """Two devices; one generates two groups of four answers a step, in eight slots."""
+    """Two devices; one generates two groups of four completions a step, in eight slots."""
     return load(
         {
             "mode": "async",
@@ -92,7 +92,7 @@ def test_what_makes_an_arm_can_not_be_set(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_run_counts_from_its_third_until_nothing_is_admitted() -> None:
     config = load({"training": {"steps": 10}, "rollout": {"max_staleness": 2}})
     ends = {step: float(step) for step in range(1, 11)}
-    assert window(config, ends) == (4, 7)  # the version after which no answer is admitted: 7 + 2 + 1 = 10
+    assert window(config, ends) == (4, 7)  # the version after which nothing is admitted: 7 + 2 + 1 = 10
     assert window(config, {step: ends[step] for step in range(1, 7)}) == (2, 6)
     assert window(config, {}) == (0, 0)
 

@@ -22,7 +22,7 @@ TINY = {
     "task": {"held_out": 8, "max_new_tokens": 8},
     "algorithm": {"group_size": 2},
     "rollout": {"batch_size": 4},
-    # No answer of a random model is right: weight decay alone moves the weights, and moves them far.
+    # No completion of a random model is correct: weight decay alone moves the weights, and moves them far.
     "training": {"steps": 5, "minibatches": 1, "learning_rate": 0.5, "weight_decay": 0.5},
     "evaluation": {"every": 2},
 }
@@ -113,12 +113,12 @@ def test_a_job_is_scored_before_now_and_then_and_at_the_end(tmp_path: Path) -> N
 
 
 def test_summary_has_means_by_objective_and_lag() -> None:
-    completion = summary(OUTCOMES, load(TINY))
-    assert completion["decoupled"] == {"0": 0.85, "4": 0.75}
-    assert completion["standard"] == {"0": 0.85, "4": 0.45}
-    assert completion["by_seed"]["standard"]["4"] == {"1": 0.5, "2": 0.4}
-    assert (completion["seeds"], completion["steps"], completion["learning_rate"]) == ([1, 2], 5, 0.5)
-    assert completion["base_accuracy"] == 0.2
+    result = summary(OUTCOMES, load(TINY))
+    assert result["decoupled"] == {"0": 0.85, "4": 0.75}
+    assert result["standard"] == {"0": 0.85, "4": 0.45}
+    assert result["by_seed"]["standard"]["4"] == {"1": 0.5, "2": 0.4}
+    assert (result["seeds"], result["steps"], result["learning_rate"]) == ([1, 2], 5, 0.5)
+    assert result["base_accuracy"] == 0.2
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_every_planned_experiment_fits_an_h800(experiment: str, model: str) -> N
 def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["paper-7b-math", "launch.device_memory_gib=80"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("24 machines: 144 x 1 GPUs generate, and 48 train; the cache of a server holds ")
+    assert lines[0].startswith("24 machines: 144 x 1 GPUs generate, and 48 train; the KV cache of a server holds ")
     assert [line.partition(":")[0] for line in lines[1:]] == ["rank", "server"]
 
 

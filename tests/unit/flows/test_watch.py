@@ -19,25 +19,25 @@ _GONE = httpx.ConnectError("refused", request=_REQUEST)
 
 
 class _Server:
-    """Answers with each of these in turn; raises those that are errors."""
+    """Returns each of these in turn; raises those that are errors."""
 
-    def __init__(self, *completions: Any) -> None:
-        self._answers = [*completions]
+    def __init__(self, *responses: Any) -> None:
+        self._responses = [*responses]
 
     def __call__(self) -> Any:
-        completion = self._answers.pop(0)
-        if isinstance(completion, BaseException):
-            raise completion
-        return completion
+        response = self._responses.pop(0)
+        if isinstance(response, BaseException):
+            raise response
+        return response
 
 
-def test_trouble_is_borne_for_a_while_and_forgotten_by_an_answer() -> None:
+def test_errors_are_tolerated_for_a_while_and_forgotten_after_a_response() -> None:
     now = SimpleNamespace(s=0.0)
     patience, server = watch._Patience(lambda: now.s), _Server(_BUSY, _LATE, "yes", _LATE, _BUSY, _BUSY)
-    completions: list[Any] = []
+    responses: list[Any] = []
     for now.s in (0.0, 59.0, 61.0, 100.0, 160.0):
-        completions.append(patience.ask(server))
-    assert completions == [None, None, "yes", None, None]
+        responses.append(patience.ask(server))
+    assert responses == [None, None, "yes", None, None]
     now.s = 160.1
     with pytest.raises(httpx.HTTPStatusError):
         patience.ask(server)

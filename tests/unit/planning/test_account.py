@@ -1,4 +1,4 @@
-"""What bounded a run, on timelines that were made up so that the answer is known."""
+"""What bounded a run, on timelines that were made up so that the bottleneck is known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_core.config.schema import RunConfig, load
 from areal_core.planning.account import account, bound, explain
 from areal_core.tracking.timeline import Span
 
-START = 1000.0  # s since the epoch
+START = 1000.0  # s since the Unix epoch
 Doing = tuple[str, float, float]  # kind, from, to: seconds since START
 
 
@@ -105,8 +105,8 @@ def test_generation_is_what_the_trainer_waits_for() -> None:
     assert result.text == (
         "Generation bounded this run of 10.0 s. 2 ranks worked for 40 % of it, 10 % on pi_prox; 2 servers generated "
         "for 100 %; scoring took 0 %. Ranks waited for a batch 60 % of the time, servers 0 % for something to start "
-        "and 0 % for new weights. Without gaps it would have been 1.00 times as fast at most; with more of generation "
-        "2.50 times at most, then training would bound it; more devices that generate would help."
+        "and 0 % for new weights. Without bubbles it would have been 1.00 times as fast at most; with more of "
+        "generation 2.50 times at most, then training would bound it; more devices that generate would help."
     )
 
 
@@ -119,7 +119,7 @@ def test_training_is_what_the_servers_wait_for() -> None:
 
 
 def test_servers_that_generate_all_the_time_may_still_have_room() -> None:
-    """Held back by the staleness bound they run few answers at once."""
+    """Held back by the staleness bound they run few completions at once."""
     found = spans(**servers(("generate", 0, 10)), **ranks(("wait", 0, 0.4), ("train", 0.4, 10)))
     assert judged(config(), found).bottleneck == "generation"
     result = judged(config(), found, used=0.5)

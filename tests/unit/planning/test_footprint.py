@@ -34,7 +34,7 @@ EIGHTY = 80 * GIB
 
 
 def config(mode: str = "async", **groups: dict[str, Any]) -> RunConfig:
-    """Eight GPUs, six of which generate, answers of 7168 tokens to prompts of 1024; DeepSpeed at stage 3."""
+    """Eight GPUs, six of which generate, completions of 7168 tokens for prompts of 1024; DeepSpeed at stage 3."""
     values: dict[str, dict[str, Any]] = {
         "model": {"path": "m", "context": 8192},
         "task": {"max_prompt_tokens": 1024, "max_new_tokens": 7168},
@@ -62,7 +62,7 @@ def test_a_server_caches_what_is_left_of_its_share() -> None:
     assert rank.limit == EIGHTY
     assert server.limit == 0.85 * EIGHTY  # generation.vllm.memory_share
     # 68 GiB, less weights, a step (8192 tokens x (3 x 18944 + 4 x 3584) x 2 bytes, 128 slots x 152064 x 12) and the
-    # margin, in answers of 8192 tokens x 57344 bytes.
+    # margin, in completions of 8192 tokens x 57344 bytes.
     left = 68 * GIB - 2 * 7_615_616_512 - 8192 * 71168 * 2 - 128 * 152064 * 12 - 6.4 * GIB
     assert found.completions == int(left // (8192 * 57344)) == 105
 
@@ -106,7 +106,7 @@ def test_the_field_to_change_is_that_of_the_largest_part(
     assert said.endswith(advice)
 
 
-def test_answers_that_are_too_long_to_train_on() -> None:
+def test_completions_that_are_too_long_to_train_on() -> None:
     long = config(
         model={"context": 262144},
         task={"max_new_tokens": 261120},
@@ -175,7 +175,7 @@ def test_awake_both_have_all_of_theirs_at_once(generation: dict[str, Any]) -> No
 def test_the_table_says_what_does_not_fit() -> None:
     lines = footprint(config(training={"zero_stage": 2}), SPEC, EIGHTY).table().splitlines()
     assert lines[0] == (
-        "1 machine: 6 x 1 GPUs generate, and 2 train; the cache of a server holds 105 answers of 8192 tokens"
+        "1 machine: 6 x 1 GPUs generate, and 2 train; the KV cache of a server holds 105 completions of 8192 tokens"
     )
     assert lines[1].startswith("rank: 109.4 of 80.0 GiB, 29.4 too many: weights 14.2, ")
     assert lines[2].startswith("server: 22.3 of 68.0 GiB, fits: weights 14.2, ")

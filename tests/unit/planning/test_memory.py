@@ -60,7 +60,7 @@ LARGE = dataclasses.replace(
 
 
 def config(*, generation: dict[str, Any] | None = None, **training: Any) -> RunConfig:
-    """Of a jsonl task with answers of 24 tokens to prompts of 8; four ranks, so that each has a quarter."""
+    """Of a jsonl task with completions of 24 tokens for prompts of 8; four ranks, so that each has a quarter."""
     return load(
         {
             "model": {"path": "m", "context": 32},
@@ -135,7 +135,7 @@ TOKENS = 1024
 
 
 def packed(spec: ModelSpec) -> Packed:
-    """Four sequences, all but one token of each an answer's."""
+    """Four sequences, all but one token of each a completion's."""
     lengths, prompts = np.full(4, TOKENS // 4), np.full(4, 1)
     return pack(np.arange(TOKENS, dtype=np.int32) % spec.vocab_size, lengths, prompts, range(4))
 
@@ -176,12 +176,12 @@ def test_a_pass_with_layers_kept_or_computed_again(dtype: str, checkpointed: boo
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_kernels_of_a_core_keep_less(checkpointed: bool) -> None:
+def test_the_cpu_kernels_keep_less(checkpointed: bool) -> None:
     assert 0.7 < _of_predicted("float32", checkpointed) < 0.9
 
 
 def _of_predicted(dtype: str, checkpointed: bool) -> float:
-    """The memory of a pass and of the way back, as a part of what is predicted."""
+    """The memory of a forward and backward pass, as a part of what is predicted."""
     spec = dataclasses.replace(REAL, vocab_size=100)  # so that layers are what counts
     chosen = config(engine="deepspeed", dtype=dtype, checkpoint_activations=checkpointed)
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in init_weights(spec, 0).items()}

@@ -37,8 +37,8 @@ def test_the_best_split_is_found_from_any_other(servers: int, ranks: int) -> Non
     assert found[0].overrides == ["generation.servers=4", "training.ranks=4"]
 
 
-def test_what_the_staleness_bound_admits_is_shared_out() -> None:
-    """4.5 batches of 64 answers, of which four fifths run: six servers would have 38 each, half of what they can."""
+def test_servers_have_equal_parts_of_what_the_staleness_bound_admits() -> None:
+    """4.5 batches of 64 completions, four fifths of them running: six servers have 38 each, half of their room."""
     tight = config(6, 2, batch_size=64, max_staleness=4)
     found = splits(tight, measured(6, 2))
     per_server = {servers: min(SLOTS, RUNNING * 288 / servers) for servers in range(1, 8)}
@@ -47,8 +47,8 @@ def test_what_the_staleness_bound_admits_is_shared_out() -> None:
     assert found[0].servers == best
 
 
-def test_answers_that_have_ended_hold_places_until_their_group_has() -> None:
-    """With a quarter of each group's answers running, half of a server's slots are in use."""
+def test_completions_that_have_ended_hold_places_until_their_group_has() -> None:
+    """With a quarter of each group's completions running, half of a server's slots are in use."""
     few = dataclasses.replace(measured(4, 4), running_share=0.25)
     half = 50 / (FIXED_S + 50 * COMPLETION_S)
     found = {split.servers: split.ratio for split in splits(config(4, 4), few)}
@@ -107,7 +107,7 @@ def test_rates_are_those_of_the_metrics() -> None:
 
 def test_the_ends_of_a_run_are_left_out() -> None:
     """For the last eta + 1 steps nothing more is admitted: servers run empty. The first ones wait for the first
-    answers."""
+    completions."""
     chosen = config(4, 4)
     logged = curves(4, 4, chosen.training.steps)
     steps, eta = chosen.training.steps, chosen.max_staleness

@@ -61,12 +61,12 @@ def test_published_sizes() -> None:
 def test_a_decode_step_reads_matrices_and_cache_and_looks_embeddings_up() -> None:
     model = TimeModel(PLAIN)
     assert model.decode_s(64, 300_000) == pytest.approx(0.01 + (2 * MATRICES + 300_000 * KV) / 2.68e12)
-    # Every step adds a token to each of two answers: 1000, 1002, 1004.
+    # Every step adds a token to each of two completions: 1000, 1002, 1004.
     assert model.decode_s(2, 1000, steps=3) == pytest.approx(3 * 0.01 + (6 * MATRICES + 3006 * KV) / 2.68e12)
     assert model.decode_s(2, 1000, steps=3) == pytest.approx(sum(model.decode_s(2, 1000 + 2 * i) for i in range(3)))
 
 
-def test_many_answers_at_once_are_bound_by_arithmetic() -> None:
+def test_many_completions_at_once_are_bound_by_arithmetic() -> None:
     attention = 4 * 28 * 12 * 128
     busy = (5000 * 2 * MATRICES + 10_000 * attention) / 989e12
     assert TimeModel(PLAIN).decode_s(5000, 10_000) == pytest.approx(0.01 + busy)

@@ -28,7 +28,7 @@ def test_the_embedded_model_is_made_once(base: dict[str, Any]) -> None:
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 8
     assert (folder / "model.safetensors").exists()
     assert [line for line in lines if "warming up" in line] == lines[:1]
-    assert any(line.startswith("warmup-0: warm-up: worked answers, step 1 of 1") for line in lines)
+    assert any(line.startswith("warmup-0: warm-up: worked completions, step 1 of 1") for line in lines)
 
 
 def test_a_warm_up_that_fails(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,3 +197,22 @@ from areal_core.training.engines.registry import make_engine
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_who_generates_on_a_cpu_does_without_torch(base: dict[str, Any]) -> None:
+    """A second and a half, and 200 MB, of every generation server and of the evaluator."""
+    script = """
+import sys
+from pathlib import Path
+import areal_core.evaluation.evaluator, areal_core.generation.server.routes
+from areal_core.generation.engines.registry import make_engine
+from areal_core.models.spec import read_spec
+
+folder = Path(sys.argv[1])
+options = {"slots": 2, "context": 32, "version": 0, "deterministic": False, "device": "cpu"}
+make_engine("embedded", folder, read_spec(folder), options)
+assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-c", script, base["model"]["path"]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

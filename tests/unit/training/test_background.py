@@ -1,4 +1,4 @@
-"""Work beside the step: in order, bounded, and no failure is lost."""
+"""Background jobs: in order, bounded, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ PATIENCE_S = 20.0
 
 
 def test_jobs_are_done_in_order_and_drain_waits_for_all() -> None:
-    aside, done = BackgroundThread("test", waiting=2), list[int]()
+    background, done = BackgroundThread("test", waiting=2), list[int]()
     for number in range(20):
-        aside.submit(lambda number=number: done.append(number))
-    aside.drain()
+        background.submit(lambda number=number: done.append(number))
+    background.drain()
     assert done == list(range(20))
 
 
-def test_who_hands_in_more_than_may_wait_waits_too() -> None:
-    aside, go, in_queue = BackgroundThread("test", waiting=1), threading.Event(), threading.Event()
-    aside.submit(lambda: go.wait(PATIENCE_S) and None)
-    aside.submit(lambda: None)  # waits beside the one that runs
+def test_submit_blocks_while_the_queue_is_full() -> None:
+    background, go, in_queue = BackgroundThread("test", waiting=1), threading.Event(), threading.Event()
+    background.submit(lambda: go.wait(PATIENCE_S) and None)
+    background.submit(lambda: None)  # queued besides the one that runs
 
     def third() -> None:
-        aside.submit(lambda: None)
+        background.submit(lambda: None)
         in_queue.set()
 
     thread = threading.Thread(target=third)
@@ -34,20 +34,20 @@ def test_who_hands_in_more_than_may_wait_waits_too() -> None:
     go.set()
     assert in_queue.wait(PATIENCE_S)
     thread.join()
-    aside.drain()
+    background.drain()
 
 
 def test_a_failure_is_raised_by_every_later_call_and_nothing_more_is_done() -> None:
-    aside, done = BackgroundThread("test", waiting=2), list[int]()
+    background, done = BackgroundThread("test", waiting=2), list[int]()
 
     def fail() -> None:
         raise OSError("the disk is full")
 
-    aside.submit(fail)
+    background.submit(fail)
     with pytest.raises(OSError, match="the disk is full"):
-        aside.drain()
+        background.drain()
     with pytest.raises(OSError, match="the disk is full"):
-        aside.submit(lambda: done.append(1))
+        background.submit(lambda: done.append(1))
     with pytest.raises(OSError, match="the disk is full"):
-        aside.check()
+        background.check()
     assert not done

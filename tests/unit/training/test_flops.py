@@ -1,4 +1,4 @@
-"""The arithmetic of a batch, by hand and against what torch counts of the real passes."""
+"""Model FLOPs of a batch, by hand and against what torch counts of the real passes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def passed(packed: Packed) -> float:
     return len(packed.inputs) * matrices + 4 * SPEC.layers * SPEC.heads * SPEC.head_dim * attended + head
 
 
-def test_a_long_answer_costs_more_than_its_tokens() -> None:
+def test_a_long_completion_costs_more_than_its_tokens() -> None:
     def cost(*completions: int, shared: bool = False) -> int:
         return training_cost(SPEC, 1, completions, shared=shared)
 

@@ -1,4 +1,4 @@
-"""Versions and checkpoints beside the step: in order, a checkpoint never ahead of its version, failures told."""
+"""Versions and checkpoints in the background: in order, a checkpoint never ahead of its version, failures raised."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Publisher, Co
     return Publisher(run, config, storage, None), controller
 
 
-def test_versions_and_what_is_told_of_them_are_in_order(made: tuple[Publisher, Controller]) -> None:
+def test_versions_and_their_reports_are_in_order(made: tuple[Publisher, Controller]) -> None:
     publisher, controller = made
     for step in (1, 2, 3):
         publisher.publish(step, TENSORS)
@@ -77,7 +77,7 @@ def test_versions_and_what_is_told_of_them_are_in_order(made: tuple[Publisher, C
     assert controller.calls == [(kind, step) for step in (1, 2, 3) for kind in kinds]
 
 
-def test_a_checkpoint_covers_all_that_is_told_of_its_step(made: tuple[Publisher, Controller]) -> None:
+def test_a_checkpoint_covers_the_report_of_its_step(made: tuple[Publisher, Controller]) -> None:
     publisher, controller = made
     controller.gate.clear()
     publisher.publish(1, TENSORS)

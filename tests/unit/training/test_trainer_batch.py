@@ -1,4 +1,4 @@
-"""How the trainer makes a batch of what the controller serves: what the algorithm asks for reaches it."""
+"""The trainer's batch, made of what the controller serves: the fields of `algorithm` take effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_core.training.trainer import Trainer
 from areal_core.types import BatchGroup, BatchManifest, GroupPayload
 from tests.support.training import SPEC
 
-# Two groups of two answers of 1 and 4, 3 and 4 tokens, of at most 4; the second group is all right.
+# Two groups of two completions of 1 and 4, 3 and 4 tokens, of at most 4; in the second group both are correct.
 LENGTHS, REWARDS = [[1, 4], [3, 4]], [[0.0, 1.0], [1.0, 1.0]]
 
 
@@ -59,7 +59,7 @@ def built(**algorithm: Any) -> TrainingBatch:
 
 
 def completions(batch: TrainingBatch, values: np.ndarray) -> list[float]:
-    """Of the last token of each answer."""
+    """Of the last token of each completion."""
     return values[np.cumsum(batch.lengths) - 1].tolist()
 
 
@@ -70,14 +70,14 @@ def test_advantages_are_those_of_the_rewards() -> None:
     assert (batch.loss_tokens, batch.denominators) == ([12], [12.0])
 
 
-def test_length_is_charged_against_the_limit_of_answers() -> None:
+def test_length_is_charged_against_the_limit_of_completions() -> None:
     # nothing up to 2 tokens, half at 3, all at 4: rewards 0 and 1 - 1, 1 - 0.5 and 1 - 1
     batch = built(overlong_cache=2)
     assert completions(batch, batch.advantages) == [0, 0, 0.25, -0.25]
 
 
 @pytest.mark.parametrize("field", ["kl_coef", "entropy_coef"])
-def test_a_term_of_its_own_takes_in_answers_without_an_advantage(field: str) -> None:
+def test_regularisation_takes_in_completions_without_an_advantage(field: str) -> None:
     assert built(**{field: 0.1}).has_gradient.all()
 
 
@@ -91,7 +91,7 @@ def test_the_mean_is_the_one_that_was_chosen() -> None:
     assert (masked.loss_tokens, masked.denominators) == ([4], [2 * 4])
 
 
-def test_no_answer_is_left_where_all_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_completion_is_left_where_all_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_cut(data: bytes) -> GroupPayload:
         return replace(unpack_group(data), truncated=np.array([True, True]))
 

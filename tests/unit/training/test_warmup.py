@@ -49,7 +49,7 @@ def test_batches_are_solved_training_chains_that_end_with_the_end_token():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
-def test_the_share_of_direct_answers(share):
+def test_the_share_of_direct_completions(share):
     rows = drawn(small(), share)
     direct = sum(completion.startswith("#") for _, completion, _ in rows) / len(rows)
     assert direct == pytest.approx(share, abs=0.0 if share in (0.0, 1.0) else 0.08)
@@ -74,9 +74,9 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not():
 def test_the_warm_up_lowers_the_loss(caplog):
     with caplog.at_level(logging.INFO):
         warm_up(small("warmup.worked_steps", 100))
-    told = caplog.messages[0]
-    assert "worked answers, step 100 of 100, loss" in told
-    assert float(told.split()[-1]) < 2.5  # from log(18) = 2.9
+    line = caplog.messages[0]
+    assert "worked completions, step 100 of 100, loss" in line
+    assert float(line.split()[-1]) < 2.5  # from log(18) = 2.9
 
 
 def test_the_command_writes_a_folder_that_transformers_loads(tmp_path):
@@ -86,7 +86,7 @@ def test_the_command_writes_a_folder_that_transformers_loads(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     command = ["-m", "areal_core.training.warmup", "--config", str(tmp_path / "config.json"), "--out", str(folder)]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    assert "warm-up: direct answers, step 4 of 4" in done.stderr
+    assert "warm-up: direct completions, step 4 of 4" in done.stderr
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     spec = read_spec(folder)
     assert spec == embedded_spec(config)

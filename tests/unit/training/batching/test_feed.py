@@ -1,4 +1,4 @@
-"""Batches one ahead of the step, in order, with whatever stopped them told to the step."""
+"""Batches one step ahead, in order; what stops them is raised in the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 20.0
 
 
 class Controller:
-    """Says which steps it is asked for; refuses those from `end` on."""
+    """Records which steps it is asked for; refuses those from `end` on."""
 
     def __init__(self, end: int = 100) -> None:
         self.asked: queue.Queue[int] = queue.Queue()
@@ -48,7 +48,7 @@ def test_the_next_batch_is_fetched_while_this_one_trains_and_no_further() -> Non
         controller.asked.get(timeout=0.2)
     manifest, share = batches.next()
     assert (manifest.step, share.step) == (3, 3)
-    with pytest.raises(queue.Empty):  # not before it is told to: it may be put together anew
+    with pytest.raises(queue.Empty):  # not before it is told to: it may be assembled anew
         controller.asked.get(timeout=0.2)
     batches.ahead()
     assert controller.asked.get(timeout=PATIENCE_S) == 4  # nobody has asked for it yet

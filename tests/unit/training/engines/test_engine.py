@@ -36,16 +36,16 @@ def test_layout_of_a_share():
     assert batch.loss_tokens == [4, 0, 4]
 
 
-def test_truncated_answers_can_be_masked_out():
+def test_truncated_completions_can_be_masked_out():
     batch = build_batch(6, [[0]], {0: GROUP}, ADVANTAGES, capacity=64, mask_truncated=True)
     assert batch.loss_mask.tolist() == [False, False, True, True, True, False, False, False]
     assert batch.loss_tokens == [3]
 
 
-def test_what_the_policy_did_not_say_is_no_loss_token():
+def test_what_the_policy_did_not_sample_is_no_loss_token():
     """One token of the first trajectory is the environment's: it counts in no mean, and not as sampled."""
-    said = np.array([True, False, True, True])
-    group = replace(GROUP, loss_mask=said, versions=np.where(said, GROUP.versions, -1).astype(np.int32))
+    sampled = np.array([True, False, True, True])
+    group = replace(GROUP, loss_mask=sampled, versions=np.where(sampled, GROUP.versions, -1).astype(np.int32))
     batch = build_batch(6, [[0]], {0: group}, ADVANTAGES, capacity=64, loss_mean="sequence")
     assert batch.loss_mask.tolist() == [False, False, True, False, True, False, False, True]
     assert batch.versions.tolist() == [-1, -1, 4, -1, 5, -1, -1, 5]
@@ -63,9 +63,9 @@ def test_a_rank_without_groups():
 
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "lengths"])
-def test_empty_prompts_and_answers_never_reach_training(field: str):
+def test_empty_prompts_and_completions_never_reach_training(field: str):
     broken = replace(GROUP, **{field: np.zeros(0 if field == "prompt_tokens" else 2, np.int32)})
-    with pytest.raises(AssertionError, match="empty prompt or answer"):
+    with pytest.raises(AssertionError, match="empty prompt or completion"):
         build_batch(6, [[0]], {0: broken}, ADVANTAGES, capacity=64)
 
 

@@ -1,5 +1,5 @@
-"""A training step of every kind: the cut of a batch never matters, version 0 stays version 0, nothing to learn is no
-update."""
+"""A training step of every kind: the partition of a batch never matters, the reference policy stays version 0, and a
+batch without loss tokens is no update."""
 
 import threading
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import GROUPS, SPEC, TRAINING, payload, weights
 
-LIMIT = 12  # tokens of an answer
+LIMIT = 12  # tokens of a completion
 # SGD-like: with a large epsilon, Adam's step is as smooth in the gradient as a comparison needs.
 SMOOTH = replace(TRAINING, adam_eps=1.0, grad_clip=1e9)
 MEANS = ["token", "sequence", "constant"]
@@ -121,7 +121,7 @@ def on_ranks(size: int, work: Callable[[RankGroup], Any]) -> list[Any]:
         return list(threads.map(lambda rank: work(ThreadRanks(rank, size, rows, barrier)), range(size)))
 
 
-# -- the cut ---------------------------------------------------------------------------------------------------
+# -- partitions ------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30, deadline=None)
@@ -137,7 +137,7 @@ def on_ranks(size: int, work: Callable[[RankGroup], Any]) -> list[Any]:
     lockstep=st.booleans(),
     share_prompts=st.booleans(),
 )
-def test_any_cut_gives_the_same_step(
+def test_any_partition_gives_the_same_step(
     objective, mean, estimator, regularised, ranks, capacity, least, minibatches, lockstep, share_prompts
 ):
     """Whatever the objective, the mean and the terms: micro-batches, prompts that are shared, ranks and ranks without
@@ -172,7 +172,7 @@ def test_any_cut_gives_the_same_step(
 
 @pytest.mark.parametrize("mean", MEANS)
 def test_the_loss_is_the_mean_that_it_is_called(mean: str):
-    """Behaviour is the policy itself, so that a token's term is its advantage: answer by answer."""
+    """Behaviour is the policy itself, so that a token's term is its advantage: completion by completion."""
     algorithm = AlgorithmConfig(objective="standard", loss_mean=mean)
     one, batch = engine(algorithm), share(algorithm)
     batch = replace(batch, behaviour_logprobs=one.logprobs(batch))
@@ -251,7 +251,7 @@ def test_a_gspo_step_is_that_of_its_completions_one_by_one(share_prompts: bool):
     for index in range(len(batch.lengths)):
         packed = pack(batch.tokens, batch.lengths, batch.prompt_lengths, [index])
         if not batch.loss_mask[packed.source].all():
-            continue  # cut off: it has no loss tokens at all
+            continue  # truncated: it has no loss tokens at all
         counted += 1
         advantage = float(batch.advantages[packed.source[0]])
         start, sampled = (torch.from_numpy(values[packed.source]) for values in (proximal, batch.behaviour_logprobs))
@@ -337,7 +337,7 @@ def test_the_bonus_raises_the_entropy():
 @pytest.mark.parametrize("algorithm", [AlgorithmConfig(), EVERYTHING], ids=["plain", "regularised"])
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_a_batch_without_loss_tokens_is_no_update(algorithm: AlgorithmConfig, lockstep: bool):
-    """Every answer was cut off, and those are masked: the step passes, and leaves everything as it was."""
+    """Every completion is truncated, and those are masked: the step leaves everything as it was."""
 
     class Engine(TorchEngine):
         pass

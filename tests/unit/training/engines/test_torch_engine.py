@@ -93,7 +93,7 @@ def test_gradient_is_that_of_eq5_over_the_whole_minibatch():
     assert stats.loss_tokens == len(source)
     ratios = np.exp((proximal - share.behaviour_logprobs)[share.loss_mask & (share.advantages != 0)].astype(np.float64))
     assert stats.ess == pytest.approx(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()))
-    assert (proximal[idle] == shift[idle]).all()  # answers that move nothing are not recomputed
+    assert (proximal[idle] == shift[idle]).all()  # completions without a gradient are not recomputed
     assert 0 < stats.clip_fraction < 1
     assert stats.grad_norm == pytest.approx(sum((values**2).sum() for values in gradient.values()) ** 0.5, rel=1e-5)
     moments = {name: one.state().arrays[f"exp_avg/{name}"] / (1 - TRAINING.beta1) for name in gradient}
@@ -140,7 +140,7 @@ def test_first_update_by_hand():
         np.testing.assert_allclose(arrays[f"weight/{name}"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_training_raises_the_probability_of_good_answers():
+def test_training_raises_the_probability_of_good_completions():
     one = engine()
     share = batch()
     before = one.logprobs(share)
@@ -150,7 +150,7 @@ def test_training_raises_the_probability_of_good_answers():
 
 
 @pytest.mark.parametrize("algorithm", [AlgorithmConfig(), STANDARD], ids=lambda algorithm: algorithm.objective)
-def test_any_cut_into_microbatches_gives_the_same_step(algorithm: AlgorithmConfig):
+def test_any_partition_into_microbatches_gives_the_same_step(algorithm: AlgorithmConfig):
     def after(capacity: int, least: int) -> tuple[StepStats, dict[str, np.ndarray]]:
         # SGD-like: with a large epsilon, Adam's step is as smooth in the gradient as the comparison needs.
         config = replace(TRAINING, adam_eps=1.0, minibatches=1)
@@ -249,8 +249,8 @@ def test_log_probabilities_that_are_not_finite_raise():
         one.logprobs(batch())
 
 
-def test_masked_answers_have_no_effect():
-    """A minibatch without loss tokens is no update, and what a masked answer holds does not matter."""
+def test_masked_completions_have_no_effect():
+    """A minibatch without loss tokens is no update, and what a masked completion holds does not matter."""
     group = replace(payload(5), truncated=np.array([True, False, True, False]))
     all_cut = replace(payload(6), truncated=np.ones(GROUP_SIZE, bool))
     advantages = np.array([[1.0, -1.0, 0.5, 2.0], [1.0, -1.0, 0.5, 2.0]])

@@ -1,4 +1,4 @@
-"""Attention without padding: the kernel for sequences of any lengths is asked for what one call a length computes."""
+"""Attention without padding: the kernel for sequences of any lengths computes what one call for each length does."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_bounds_are_where_sequences_begin():
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_the_installed_kernel_understands_the_call(kv_heads: int):
+def test_the_installed_kernel_takes_these_arguments(kv_heads: int):
     from torch.nn.attention.varlen import varlen_attn
 
     calls = []
@@ -120,7 +120,7 @@ def test_the_installed_kernel_understands_the_call(kv_heads: int):
     assert (call["max_q"], call["max_k"]) == (7, 7)
 
 
-def test_a_core_has_no_kernel():
+def test_a_cpu_has_no_kernel_of_torchs():
     assert not attention.has_kernel(torch.zeros(3, 4, 8, dtype=torch.bfloat16))
 
 

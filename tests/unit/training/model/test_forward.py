@@ -71,7 +71,7 @@ def test_pack_layout():
     assert packed.targets.tolist() == TOKENS[packed.source].tolist()
 
 
-# Answers of 3, 1 and 3 tokens to a prompt of 1, of 5, 2, 5 and 9 to one of 4, of 1 and 1 to one of 7.
+# Completions of 3, 1 and 3 tokens for a prompt of 1, of 5, 2, 5 and 9 for one of 4, of 1 and 1 for one of 7.
 GROUPS = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
 SHARED_PROMPTS = np.array([1, 1, 1, 4, 4, 4, 4, 7, 7])
 SHARED_LENGTHS = SHARED_PROMPTS + np.array([3, 1, 3, 5, 2, 5, 9, 1, 1])
@@ -86,7 +86,7 @@ def same_prompts() -> np.ndarray:
 
 
 def test_shared_layout():
-    """Prompts once and first, then the answers' inputs, by group and length."""
+    """Prompts once and first, then the completions' inputs, by group and length."""
     tokens = same_prompts()
     starts = np.cumsum(SHARED_LENGTHS) - SHARED_LENGTHS
     packed = pack_shared(tokens, SHARED_LENGTHS, SHARED_PROMPTS, GROUPS)
@@ -97,7 +97,7 @@ def test_shared_layout():
     own = [tokens[starts[at] + 4 : starts[at] + SHARED_LENGTHS[at] - 1] for at in (4, 3, 5, 6)]
     assert packed.inputs.tolist() == [*first, *second, *third, *short, *np.concatenate(own)]
     assert packed.positions.tolist() == [0, *range(4), *range(7), 1, 2, 1, 2, 4, *[4, 5, 6, 7] * 2, *range(4, 12)]
-    # The answers' first tokens are predicted by the prompts' last inputs: rows 0, 4 and 11.
+    # The completions' first tokens are predicted by the prompts' last inputs: rows 0, 4 and 11.
     own_rows = [
         [0],
         [12, 13],

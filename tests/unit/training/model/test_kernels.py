@@ -1,4 +1,4 @@
-"""The kernels of a core against the same in float64, by what autograd finds there."""
+"""The CPU kernels against the same in float64, with autograd's gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPS = float(np.finfo(np.float32).eps)
 BLOCKS: dict[str, Blocks] = {
     "one-token": (Block(1, 1),),
     "whole": (Block(3, 2), Block(1, 5), Block(2, 17), Block(1, 100)),
-    # Prompts of 1, 9 and 40 tokens; answers that end before, at and behind the end of a vector and of a tile.
+    # Prompts of 1, 9 and 40 tokens; completions that end before, at and behind the end of a vector and of a tile.
     "shared": (
         *(Block(1, 1), Block(1, 9), Block(1, 40)),
         *(Block(2, 1, 0), Block(1, 15, 0), Block(2, 6, 1), Block(1, 7, 1), Block(1, 24, 1), Block(3, 25, 2)),

@@ -1,4 +1,4 @@
-"""Gradients that are written out are those that autograd finds, and no bit of them depends on chance."""
+"""Gradients that are written out are those that autograd finds, and every pass gives them bit for bit."""
 
 import pytest
 import torch

@@ -23,7 +23,7 @@ _PIECE = 1 << 24  # elements converted at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a file holds."""
+    """Size and hash of a written file."""
 
     bytes: int
     sha256: str
@@ -38,7 +38,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], *, dtype: str
     half = dtype == "bfloat16"
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # whatever comes next is aligned
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that every tensor is aligned
     for name in order:
         array = tensors[name]
         rounded = half and array.dtype == np.float32
@@ -82,5 +82,5 @@ def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def from_bfloat16(halves: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """What the upper halves stand for."""
+    """The float32 numbers of these upper halves."""
     return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)

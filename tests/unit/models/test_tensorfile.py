@@ -11,8 +11,8 @@ import torch
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 
-from areal_core.storage import tensorfile
-from areal_core.storage.tensorfile import read_tensors, to_bfloat16, write_tensors
+from areal_core.models import tensorfile
+from areal_core.models.tensorfile import read_tensors, to_bfloat16, write_tensors
 
 TENSORS = {
     "rng": np.arange(7, dtype=np.uint8),
