@@ -12,8 +12,8 @@ MUTANTS_SETUP := .venv-mutants/.complete
 VLLM_INSTALLED := .venv-vllm/.complete
 VLLM_SETUP := .venv-vllm/.plugin
 
-# Processes that run tests, a file each: they wait more than they compute, so one more than the cores of a small machine.
-WORKERS ?= 3
+# Processes that run tests, a file each: they wait more than they compute, so twice the cores of a small machine.
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
@@ -75,7 +75,7 @@ doctor: $(SETUP) ## what this machine has and lacks
 plan: $(SETUP) ## what an experiment would need of GPUs, without any: EXPERIMENT= ARGS="launch.device_memory_gib=80"
 	@$(BIN)/python -m flows.plan $(or $(EXPERIMENT),gpu-shared) $(ARGS)
 
-advise: $(SETUP) ## how a run's devices would better be shared out, by its own rates: RUN=
+advise: $(SETUP) ## how a run's devices would better be partitioned, by its own rates: RUN=
 	@$(BIN)/python -m flows.advise '$(RUN)'
 
 bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) ## every benchmark that needs no GPU, or one: NAME=

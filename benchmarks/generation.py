@@ -261,7 +261,7 @@ class Bench:
         return measured
 
     def _serve(self, name: str, model: Path, context: int, *, vllm: bool = False) -> tuple[str, Child]:
-        module = "areal_core.generation." + ("vllm_server" if vllm else "server")
+        module = "areal_core.generation." + ("vllm.server" if vllm else "server.routes")
         ready = self._scratch / f"{name}.json"
         options = ["--model", model, "--slots", SLOTS, "--context", context, "--ready-file", ready]
         if vllm:

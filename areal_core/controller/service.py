@@ -161,7 +161,7 @@ class Service:
             await self.changed.wait()
 
     async def _write_summary(self) -> None:
-        """Raises TokenLedgerError, and writes none, unless the servers counted the tokens that the ledger accounts for."""
+        """Raises TokenLedgerError, and writes none, unless the servers counted what the ledger accounts for."""
         ending = self.ending
         assert ending is not None
         tokens = await self._counted()
