@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -377,3 +378,75 @@ def test_slow_verifiers_keep_no_server_idle():
         await asyncio.gather(running, return_exceptions=True)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(("capacity", "groups"), [(8, 4), (7, 3), (3, 1), (1, 1)])
+def test_servers_get_as_many_groups_as_they_have_room_for_and_one_at_least(capacity, groups):
+    _, _, engine, ledger, controller = build(1, steps=5, eta=5, batch=64)
+    engine.capacity = capacity
+
+    async def main() -> None:
+        running = asyncio.ensure_future(controller.run())
+        await asyncio.sleep(0.001)  # a request takes a second
+        assert len(ledger.inflight()) == controller.running_groups == groups
+        controller.finish("steps")
+        await running
+
+    run_virtual(main())
+
+
+def test_a_group_is_tried_as_often_as_is_allowed():
+    _, _, engine, _, controller = build(1, steps=5, eta=1, generation=1.0)
+    tries: Counter[str] = Counter()
+    serve = engine.serve
+
+    async def counted(request: GenerationRequest) -> bytes:
+        tries[request.request_id] += 1
+        return await serve(request)
+
+    engine.serve = counted
+
+    async def main() -> None:
+        await controller.run()
+
+    with pytest.raises(ExceptionGroup):
+        run_virtual(main())
+    assert sorted(tries.values(), reverse=True)[:4] == [3, 3, 3, 3]
+
+
+def test_nothing_is_admitted_before_servers_have_lost_replaced_weights():
+    _, _, engine, ledger, controller = build(11, steps=6, eta=1)
+    loaded, load = asyncio.Event(), engine.load_version
+
+    async def slowly(version: PolicyVersion) -> None:
+        if version.sha256 == "other":
+            await loaded.wait()
+        await load(version)
+
+    engine.load_version = slowly
+
+    async def main() -> None:
+        running = asyncio.ensure_future(controller.run())
+        assert await controller.batch(1, timeout_s=1000.0)
+        controller.publish(PolicyVersion(version=1, path="v1", sha256="1"))
+        await asyncio.sleep(0.5)
+        assert ledger.inflight()
+        controller.publish(PolicyVersion(version=1, path="v1", sha256="other"))
+        await asyncio.sleep(5.0)
+        assert (ledger.inflight(), controller.running_groups) == ([], 0)
+        loaded.set()
+        await asyncio.sleep(0.3)
+        assert ledger.inflight()
+        assert await controller.batch(2, timeout_s=1000.0)
+        controller.finish("steps")
+        await running
+
+    run_virtual(main())
+
+
+def test_seeds_have_63_bits_and_are_the_same_wherever_a_run_goes_on():
+    assert trajectory_seed(1, 2, 3) == 1138364116778193076  # b2sum -l 64 of "1/2/3", its bytes reversed, halved
+    seeds = {trajectory_seed(run, prompt, requeues) for run in range(8) for prompt in range(8) for requeues in range(8)}
+    assert len(seeds) == 512
+    assert 2**62 < max(seeds) < 2**63
+    assert len({seed % 2 for seed in seeds}) == 2

@@ -58,8 +58,11 @@ def test_a_dropped_group_gives_its_slot_back_and_its_prompt_waits_first(ledger):
     assert ledger.admitted == 0
     again = ledger.admit()
     assert (again.prompt_index, again.requeues, again.admission) == (0, 1, 2)
+    ledger.drop(again.group_id, "stale", requeue=True)
+    again = ledger.admit()
+    assert (again.prompt_index, again.requeues) == (0, 2)
     assert ledger.admit().prompt_index == 2
-    assert ledger.dropped() == {"reward": 1, "stale": 1}
+    assert ledger.dropped() == {"reward": 1, "stale": 2}
 
 
 def test_transitions_that_do_not_exist_are_refused(ledger):
