@@ -12,8 +12,8 @@ MUTANTS_SETUP := .venv-mutants/.complete
 VLLM_INSTALLED := .venv-vllm/.complete
 VLLM_SETUP := .venv-vllm/.plugin
 
-# Processes that run tests, a file each: they wait more than they compute, so twice the cores of a small machine.
-WORKERS ?= 4
+# Processes that run tests, a file each: they wait more than they compute, so one more than the cores of a small machine.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.

@@ -237,3 +237,4 @@ async def test_sigterm_fails_running_requests_and_ends_with_status_0(published, 
         with pytest.raises(ServerLostError):
             await call
         await client.close()
+        await asyncio.to_thread(server.process.wait, 30)  # a second signal would meet Python on its way out
