@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -17,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_core.config import renamed
@@ -70,14 +71,19 @@ def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     if experiment not in experiments():
         raise _unknown("experiment", experiment, experiments())
-    arguments = [f"experiment={experiment}", *map(_checked, overrides)]
     try:
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = hydra.compose("config", arguments)
+        composed = _composed(f"experiment={experiment}", *map(_checked, overrides))
         values = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise _config_error(error) from error
     return load(cast(Mapping[str, Any], values))
+
+
+@lru_cache(maxsize=256)
+def _composed(*arguments: str) -> DictConfig:
+    """Kept, unresolved, as a comparison asks for the same again and again, and Hydra takes a tenth of a second."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose("config", list(arguments))
 
 
 def _checked(override: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import runpy
 import signal
 import sys
 
@@ -34,19 +35,22 @@ _API_TIMEOUT_S = 90.0
 _PROBE_INTERVAL_S = 0.1
 
 
-async def main() -> None:
-    """Runs until SIGTERM, which ends the flow run first."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+async def _prepare() -> None:
     async with get_client() as client:
         await _until_healthy(client)
         await _make_pool(client)
         if SOLE in sys.argv:
             await _mark_crashed(client)
-    await _deploy()
+
+
+async def _work() -> None:
+    """Runs until SIGTERM, which ends the flow run first."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     process.announce_ready(WORKER_READY)
-    await ProcessWorker(work_pool_name=POOL, name=f"areal-{os.getpid()}", limit=1).start()
+    with contextlib.suppress(asyncio.CancelledError):  # SIGTERM, and all is ended
+        await ProcessWorker(work_pool_name=POOL, name=f"areal-{os.getpid()}", limit=1).start()
 
 
 async def _until_healthy(client: PrefectClient) -> None:
@@ -74,20 +78,23 @@ async def _mark_crashed(client: PrefectClient) -> None:
         await client.set_flow_run_state(left.id, state, force=True)
 
 
-async def _deploy() -> None:
-    """`prefect deploy` itself, so that prefect.yaml means here what it means to everybody."""
-    deploy = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", cwd=ROOT
-    )
-    if code := await deploy.wait():
-        raise ProcessError(f"prefect deploy: ended with code {code}; its output is above")
+def _deploy() -> None:
+    """`prefect deploy` itself, so that prefect.yaml means here what it means to everybody; in this process, which has
+    Prefect imported."""
+    os.chdir(ROOT)
+    sys.argv = ["prefect", "--no-prompt", "deploy", "--all"]
+    try:
+        runpy.run_module("prefect", run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise ProcessError(f"prefect deploy: ended with code {ended.code}; its output is above") from None
 
 
 if __name__ == "__main__":
     process.adopt()
     try:
-        asyncio.run(main())
-    except asyncio.CancelledError:
-        pass  # SIGTERM, and all is ended
+        asyncio.run(_prepare())
+        _deploy()
+        asyncio.run(_work())
     except ProcessError as error:
         sys.exit(f"areal: error: {error}")

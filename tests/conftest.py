@@ -20,7 +20,8 @@ settings.register_profile("explore", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 _FIRST = ("integration", "conformance", "hosts", "chaos")  # folders of processes, which take longest
-_SHARING = ("conformance", "hosts")  # folders whose files share a server or a network
+_SHARING = ("tests/conformance", "tests/hosts", "tests/integration/control_plane")  # their files share what they start
+_TOGETHER = (*_SHARING, "tests/unit/comparison", "tests/unit/flows")  # or what they import and compose
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files come first, so that no worker is left with one at the end."""
-    items.sort(key=lambda item: _folder(item.nodeid) not in _FIRST)
+    items.sort(key=lambda item: item.path.relative_to(item.config.rootpath).parts[1] not in _FIRST)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -41,10 +42,7 @@ class _Scheduling(LoadScopeScheduling):
     """A worker takes whole files, or a whole folder, so that what its tests share is started once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if (folder := _folder(nodeid)) in _SHARING:
+        file = nodeid.partition("::")[0]
+        if (folder := str(Path(file).parent)) in _TOGETHER:
             return f"{folder} of vllm" if "[vllm" in nodeid else folder
-        return nodeid.partition("::")[0]
-
-
-def _folder(nodeid: str) -> str:
-    return Path(nodeid.partition("::")[0]).parts[1]
+        return file

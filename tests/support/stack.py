@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import UUID
@@ -17,6 +16,7 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.sorting import FlowRunSort
 
 from tests.support.control import environment, run_python
@@ -27,12 +27,12 @@ _TIMEOUT_S = 120.0  # for whatever a test waits for
 
 
 @contextmanager
-def brought_up(state: Path, deployment: str = "areal/train", **settings: str) -> Iterator[Up]:
+def brought_up(state: Path, **settings: str) -> Iterator[Up]:
     """`make up`, then `make down`; `settings` are variables of the environment."""
     started = run_python(state, "flows.stack", "up", **settings)
     assert started.returncode == 0, started.stderr
     try:
-        with (stack := Up(state, deployment)).client:
+        with (stack := Up(state)).client:
             yield stack
     finally:
         ended = run_python(state, "flows.stack", "down")
@@ -42,9 +42,8 @@ def brought_up(state: Path, deployment: str = "areal/train", **settings: str) ->
 class Up:
     """A stack that `make up` has started."""
 
-    def __init__(self, state: Path, deployment: str) -> None:
+    def __init__(self, state: Path) -> None:
         self.state = state
-        self._deployment = deployment
         self.told: dict[str, Any] = json.loads((state / "stack.json").read_text())
         self.client = SyncPrefectClient(self.told["prefect_api"])
 
@@ -53,9 +52,8 @@ class Up:
         command = [sys.executable, "-m", "prefect", *arguments]
         return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=240)
 
-    @cached_property
-    def deployment_id(self) -> UUID:
-        return self.client.read_deployment_by_name(self._deployment).id
+    def deployment(self, name: str) -> DeploymentResponse:
+        return self.client.read_deployment_by_name(name)
 
     def call(self, method: str, path: str, body: Any) -> Any:
         """A bare call of Prefect's API, as the pages make it, tried again while its database is locked."""
@@ -68,8 +66,12 @@ class Up:
         assert reply.is_success, reply.text
         return reply.json() if reply.content else None
 
-    def start(self, **parameters: Any) -> UUID:
-        return self.client.create_flow_run_from_deployment(self.deployment_id, parameters=parameters).id
+    def start(self, deployment: str, **parameters: Any) -> UUID:
+        return self.client.create_flow_run_from_deployment(self.deployment(deployment).id, parameters=parameters).id
+
+    def newest(self) -> FlowRun:
+        """The flow run that was started last."""
+        return self.client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
 
     def scheduled(self) -> list[FlowRun]:
         """Runs that a schedule has made, by the time at which they are due."""

@@ -1,9 +1,8 @@
-"""A real Prefect server, worker and MLflow: the deployment; runs that complete, fail, are cancelled; and their end."""
+"""Runs on a real Prefect server and a real MLflow: the deployment; runs that complete, fail and are cancelled."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID
@@ -14,21 +13,16 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
 from tests.support.control import emulated, run_python, tiny
-from tests.support.stack import Up, brought_up
+from tests.support.stack import Up
 
 pytestmark = pytest.mark.slow
 
+DEPLOYMENT = "areal/train"
 _DUE_S = 6.0  # until the first run of a schedule; the server looks for new schedules every 2 s here
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    with brought_up(tmp_path_factory.mktemp("state"), PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="2") as stack:
-        yield stack
-
-
 def test_deployment_has_a_form_a_pool_and_a_schedule_that_sleeps(up: Up) -> None:
-    deployment = up.client.read_deployment_by_name("areal/train")
+    deployment = up.deployment(DEPLOYMENT)
     assert deployment.entrypoint == "flows/areal.py:areal"
     assert deployment.work_pool_name == "areal-local"
     assert [schedule.active for schedule in deployment.schedules] == [False]
@@ -41,10 +35,12 @@ def test_up_again_finds_what_is_there(up: Up) -> None:
 
 
 def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up: Up) -> None:
-    parameters = ["--param", "steps=2", "--param", f"overrides={json.dumps(tiny(up.state))}"]
-    ran = up.prefect("deployment", "run", "areal/train", "--watch", *parameters)
+    overrides = ["generation.servers=1", "training.ranks=1", *tiny(up.state)]
+    parameters = ["--param", "steps=2", "--param", f"overrides={json.dumps(overrides)}"]
+    ran = up.prefect("deployment", "run", DEPLOYMENT, "--watch", *parameters)
     assert ran.returncode == 0, ran.stdout
-    (flow_run,) = [run for run in up.client.read_flow_runs() if run.state_name == "Completed"]
+    flow_run = up.newest()
+    assert flow_run.state_name == "Completed"
     artifacts = up.artifacts(flow_run.id)
     assert up.result(flow_run)["steps"] == "2 (ended by steps)"
     run_id = f"cpu-async-{str(flow_run.id)[-12:]}"
@@ -61,8 +57,9 @@ def test_schedule_that_is_resumed_starts_a_run_by_itself_and_sleeps_again(up: Up
     hourly = {"interval": 3600, "anchor_date": due.isoformat(), "timezone": "UTC"}
     parameters = {"mode": "sync", "steps": 1, "overrides": emulated(up.state)}
     paused = {"schedule": hourly, "active": False, "parameters": parameters}
-    (schedule,) = up.call("POST", f"/deployments/{up.deployment_id}/schedules", [paused])
-    path = f"/deployments/{up.deployment_id}/schedules/{schedule['id']}"
+    schedules = f"/deployments/{up.deployment(DEPLOYMENT).id}/schedules"
+    (schedule,) = up.call("POST", schedules, [paused])
+    path = f"{schedules}/{schedule['id']}"
     assert up.scheduled() == []
     up.call("PATCH", path, {"active": True, "parameters": parameters})  # what isn't named is emptied
     first = up.until("runs are scheduled", up.scheduled)[0]
@@ -75,11 +72,11 @@ def test_schedule_that_is_resumed_starts_a_run_by_itself_and_sleeps_again(up: Up
     assert flow_run.expected_start_time == due
     up.call("PATCH", path, {"active": False})
     assert [run.id for run in up.scheduled()] == [first.id]  # those to come are gone
-    assert [schedule.active for schedule in up.client.read_deployment(up.deployment_id).schedules] == [False, False]
+    assert [schedule.active for schedule in up.deployment(DEPLOYMENT).schedules] == [False, False]
 
 
 def test_wrong_setting_fails_at_once_with_one_line(up: Up) -> None:
-    flow_run = up.wait(up.start(overrides=["training.stepz=3"]), "Failed")
+    flow_run = up.wait(up.start(DEPLOYMENT, overrides=["training.stepz=3"]), "Failed")
     assert flow_run.state is not None
     assert flow_run.state.message == "training.stepz: no such field; did you mean training.steps?"
     assert flow_run.run_count == 1
@@ -87,7 +84,7 @@ def test_wrong_setting_fails_at_once_with_one_line(up: Up) -> None:
 
 def test_unknown_experiment_is_refused_with_the_known_ones(up: Up) -> None:
     with pytest.raises(PrefectHTTPStatusError) as refused:
-        up.start(experiment="nope")
+        up.start(DEPLOYMENT, experiment="nope")
     assert "cpu-async" in refused.value.response.text
 
 
@@ -97,7 +94,7 @@ def test_run_started_on_the_page_is_cancelled_and_leaves_no_process(up: Up) -> N
         "state": {"type": "SCHEDULED", "message": "Run from the Prefect UI", "state_details": {}},
         "enforce_parameter_schema": True,
     }
-    made = up.call("POST", f"/deployments/{up.deployment_id}/create_flow_run", asked)
+    made = up.call("POST", f"/deployments/{up.deployment(DEPLOYMENT).id}/create_flow_run", asked)
     flow_run = up.wait(UUID(made["id"]), "Running")
     assert not flow_run.auto_scheduled
     pids = up.roles_of(f"emulated-cpu-async-{str(flow_run.id)[-12:]}")
