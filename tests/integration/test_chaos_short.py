@@ -11,8 +11,7 @@ import pytest
 
 from tests.support.runs import Launched, tiny
 
-pytestmark = pytest.mark.slow
-
+pytestmark = [pytest.mark.slow, pytest.mark.recovery]
 
 ROLES = ("trainer", "controller", "generation")
 

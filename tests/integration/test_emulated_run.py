@@ -16,6 +16,7 @@ from areal_core.run.progress import conclude
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import RunStatus
+from tests.support.models import put_base_model
 
 STEPS = 3
 
@@ -44,6 +45,7 @@ def emulated(root: Path, **fields: Any) -> RunConfig:
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_an_emulated_run_ends_with_a_balanced_token_ledger_and_says_what_it_is(tmp_path: Path, mode: str) -> None:
     config = emulated(tmp_path, mode=mode)
+    put_base_model(config)
     seen: list[RunStatus] = []
     summary = execute(config, run_id="r", log=print, on_status=seen.append)
     assert (summary.reason, summary.steps, summary.incarnation) == ("steps", STEPS, 0)

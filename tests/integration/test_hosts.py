@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.runs import TIMEOUT_S, Launched, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
+pytestmark = [pytest.mark.slow, pytest.mark.recovery, pytest.mark.cpu_seconds(40)]
 
 Start = Callable[..., subprocess.Popen[str]]
 

@@ -90,6 +90,7 @@ def works(output: Path) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.recovery
 def test_a_round_forms_again_after_the_store_did_not_answer(rendezvous: Rendezvous) -> None:
     outputs = [rendezvous.agent(WORKS, restarts=1) for _ in range(2)]
     rendezvous.wait_for(lambda: all(works(output) for output in outputs))
@@ -103,6 +104,7 @@ def test_a_round_forms_again_after_the_store_did_not_answer(rendezvous: Rendezvo
 
 
 @pytest.mark.slow
+@pytest.mark.recovery
 def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) -> None:
     rendezvous.agent_lives_s = 15  # one that is thought dead comes back when its rank misses another: these never do
     stays, spent = rendezvous.agent(WORKS), rendezvous.agent(FAILS)

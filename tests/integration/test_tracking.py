@@ -136,6 +136,7 @@ def expected(steps: range) -> list[tuple[str, int, float, int]]:
     return [(key, step, step / 7, int((1.7e9 + step) * 1000)) for key in ("loss/policy", "reward") for step in steps]
 
 
+@pytest.mark.recovery
 def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> None:
     forwarder = run.forward()
     run.log(range(3000))

@@ -45,7 +45,7 @@ def test_interrupted_train_cancels_its_run_and_ends_everything(state: Path) -> N
     train = subprocess.Popen(
         _train(state, 10_000, tracked=False),
         cwd=ROOT,
-        env=environment(state),
+        env=environment(state) | {"MLFLOW_TRACKING_URI": f"sqlite:///{state}/unused.db"},  # no server is started for it
         stdout=subprocess.PIPE,
         text=True,
     )

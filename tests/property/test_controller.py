@@ -164,11 +164,11 @@ def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, polic
     """Gate and ledgers hold, batches are full, and uniform groups are dropped, to the token."""
     faults = {"generation": 0.05, "reward": 0.05, "garbled": 0.05} if failing else {}
     config, rng, engine, ledger, controller = build(
-        seed, steps=10, eta=eta, policy=policy, interrupts=interrupts, right=right, max_uniform=10_000, **faults
+        seed, steps=5, eta=eta, policy=policy, interrupts=interrupts, right=right, max_uniform=10_000, **faults
     )
-    manifests = run_virtual(train(controller, rng, 10))
+    manifests = run_virtual(train(controller, rng, 5))
     check_ledgers(controller, engine, ledger, manifests)
-    assert [len(manifest.groups) for manifest in manifests] == [config.groups_per_batch] * 10
+    assert [len(manifest.groups) for manifest in manifests] == [config.groups_per_batch] * 5
     served = [summary for manifest in manifests for summary in ledger.summaries(manifest.step)]
     assert {summary.correct for summary in served} == {1}  # of two completions
     dropped = ledger.dropped()

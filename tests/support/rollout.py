@@ -155,12 +155,15 @@ class FakeRewards:
         versions = [version for _, completion in turns for version in completion.versions.tolist()]
         # No draw without need: it would change all others.
         correct = sum(self.rng.random() < self.right for _ in range(n)) if self.right else 0
-        self.uniform_tokens += len(versions) if correct in (0, n) else 0
+        uniform = correct in (0, n)
+        self.uniform_tokens += len(versions) if uniform else 0
+        unused = 1 if uniform and self.right else 0
         self.scored += [(text, one.token_ids.tolist(), one.versions.tolist()) for text, one in turns]
         summary = GroupSummary(
             lengths=tuple(len(completion.token_ids) for _, completion in turns[:n]),
             rewards=(0.0,) * n,
-            tokens=len(versions),
+            tokens=len(versions) - unused,
+            unused_tokens=unused,
             min_version=min(versions),
             max_version=max(versions),
             correct=correct,

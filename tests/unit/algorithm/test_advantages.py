@@ -32,6 +32,7 @@ def test_batch_normalises_over_all_groups():
 
 def test_leave_one_out_subtracts_the_mean_of_the_others():
     np.testing.assert_allclose(leave_one_out_advantages(REWARDS), [[1, -1 / 3, -1 / 3, -1 / 3], [0, 0, 0, 0]])
+    np.testing.assert_allclose(leave_one_out_advantages([[1.0, 0.25]]), [[0.75, -0.75]])
 
 
 def test_group_mean_does_not_scale():

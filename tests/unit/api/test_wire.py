@@ -1,10 +1,12 @@
 """Bodies of /inference/v1/generate: what is encoded is parsed back exactly, what is damaged is refused."""
 
+import dataclasses
+
 import numpy as np
 import orjson
 import pytest
 
-from areal_core.api.wire import encode_generation, encode_request, parse_generation, version_spans
+from areal_core.api.wire import completion_tokens, encode_generation, encode_request, parse_generation, version_spans
 from areal_core.errors import GenerationError
 from areal_core.types import Completion, GenerationRequest
 
@@ -68,6 +70,8 @@ def test_a_request_says_all_that_sampling_depends_on():
     params = orjson.loads(encode_request(REQUEST))["sampling_params"]
     assert (params.pop("n"), params.pop("max_tokens"), params.pop("seed")) == (2, 8, 5)
     assert params == {"temperature": 1.0, "stop_token_ids": [1], "ignore_eos": True, "logprobs": 0}
+    greedy = dataclasses.replace(REQUEST, greedy=True)
+    assert orjson.loads(encode_request(greedy))["sampling_params"]["temperature"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,12 @@ def test_a_request_says_all_that_sampling_depends_on():
 def test_bodies_without_a_logprob_and_a_version_for_every_token_are_refused(body):
     with pytest.raises(GenerationError, match="not a response"):
         parse_generation(body)
+
+
+@pytest.mark.parametrize("body", [b"not JSON", b"[]", b"{}", b'{"usage": {"completion_tokens": "many"}}'])
+def test_bodies_that_state_no_number_of_tokens_are_refused(body):
+    with pytest.raises(GenerationError, match="not a response"):
+        completion_tokens(body)
 
 
 def test_version_spans_of_nothing_is_nothing():

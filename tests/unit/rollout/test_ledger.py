@@ -91,9 +91,11 @@ def test_a_fixed_batch_never_changes_even_after_a_restart(ledger, tmp_path):
 
 
 def test_steps_are_fixed_in_order(ledger):
-    admit_ready(ledger)
-    with pytest.raises(LedgerError, match="the next one is 1"):
-        ledger.fix_batch(2, selection(groups=1))
+    for following in (1, 2):
+        admit_ready(ledger)
+        with pytest.raises(LedgerError, match=f"batch 3 can't be fixed, the next one is {following}"):
+            ledger.fix_batch(3, selection(groups=1))
+        ledger.fix_batch(following, selection(groups=1))
 
 
 def test_admit_takes_the_ready_group_that_was_admitted_first(ledger):
@@ -126,6 +128,14 @@ def test_drop_gives_up_what_would_exceed_eta_a_bounded_number_of_times(ledger):
     ledger.ready(again.group_id, summary(version=0), b"x", version=0)
     assert ledger.fix_batch(3, selection("drop", groups=1)) is None
     assert ledger.admit().prompt_index == 3  # requeued once, not twice
+
+
+def test_drop_keeps_what_is_as_stale_as_eta_allows(ledger):
+    for step in (1, 2):
+        admit_ready(ledger, at=step - 1)
+        ledger.fix_batch(step, selection("drop", groups=1))
+    kept = admit_ready(ledger, at=1)  # step 3 trains on version 2
+    assert [group.group_id for group in ledger.fix_batch(3, selection("drop", groups=1)).groups] == [kept]
 
 
 def test_the_token_ledger_is_exact(ledger):
@@ -241,6 +251,13 @@ def test_a_group_that_was_dropped_while_it_ran_is_settled_when_servers_have_retu
     assert ledger.tokens().dropped == 0
     ledger.settle(flying, Tally(tokens=5, unread=3))
     assert (ledger.tokens().dropped, ledger.tokens().allowance) == (5, 3)
+
+
+def test_what_was_not_read_and_what_a_lost_server_did_not_report_are_allowed_for_together(ledger):
+    ledger.settle(ledger.admit().group_id, Tally(tokens=5, unread=3))
+    ledger.counters.join("one", "http://one", 0)
+    ledger.counters.end("one", uncounted=3)
+    assert ledger.tokens().allowance == 3 + 3
 
 
 def test_what_a_killed_controller_had_not_stored_is_allowed_for(ledger):

@@ -66,7 +66,7 @@ def test_promised_file_that_is_not_there_prevents_the_commit(store: Storage, tmp
 
 def test_empty_store_has_none(store: Storage) -> None:
     assert checkpoint.newest(store) is None
-    checkpoint.prune(store, 1)
+    assert checkpoint.prune(store, 1) == 0
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "half a manifest", "no entries", "file missing", "file truncated"])
@@ -150,7 +150,7 @@ def test_prune_keeps_the_newest_complete_ones(store: Storage, tmp_path: Path) ->
     store.delete("checkpoints/step-000006/manifest.json")  # may be on its way
     store.put_bytes("final/model", b"another matter")
 
-    checkpoint.prune(store, 2)
+    assert checkpoint.prune(store, 2) == 3
 
     folders = {name.split("/")[1] for name in store.list("checkpoints")}
     assert folders == {"step-000003", "step-000005", "step-000006"}

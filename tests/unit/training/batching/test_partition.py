@@ -1,7 +1,7 @@
 import pytest
 
 from areal_core.errors import ConfigError
-from areal_core.training.batching.partition import allocate, cut_minibatches, partition, shard
+from areal_core.training.batching.partition import allocate, allocate_groups, cut_minibatches, partition, shard
 
 
 def test_algorithm_1_by_hand():
@@ -30,6 +30,16 @@ def test_a_sequence_over_capacity_is_refused():
         ConfigError, match=r"training\.microbatch_tokens: must hold the longest sequence, 11 tokens, got 10"
     ):
         allocate([3, 11], 10)
+
+
+def test_a_completion_over_capacity_with_its_prompt_is_refused():
+    with pytest.raises(ConfigError, match="must hold the longest sequence, 11 tokens, got 10"):
+        allocate_groups([5], [[2, 6]], 10)
+
+
+def test_completions_fill_an_item_to_the_last_token_of_its_room():
+    """Of the six tokens that the prompt leaves, the longest takes four and another the last two."""
+    assert allocate_groups([4], [[1, 4, 2]], 10) == [[[(0, 1), (0, 2)]], [[(0, 0)]]]
 
 
 def test_minibatches_are_keyed_by_seed_and_step():

@@ -53,8 +53,9 @@ def test_where_the_rendezvous_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.recovery
 def test_ranks_that_fail_too_often_end_it_with_a_status_of_its_own(tmp_path: Path) -> None:
-    run, _ = prepared(tmp_path, ranks=2)  # there is no model: every rank fails at once
+    run, _ = prepared(tmp_path, ranks=2, restarts=0)  # there is no model: every rank fails at once
     module = "areal_core.training.distributed.rendezvous"
     options = ("--address", "127.0.0.1", "--ready-file", str(run.ready_file("rendezvous")))
     rendezvous = subprocess.Popen([sys.executable, "-m", module, *options])
