@@ -105,7 +105,6 @@ def allocate_groups(
         for completion in _longest_first(lengths):
             length = lengths[completion]
             if length > room:
-                _check_fits(prompt + length, capacity)
                 items.append([])
                 loads.append(prompt)
                 room = capacity - prompt
