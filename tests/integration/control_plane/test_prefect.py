@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
-from tests.support.control import emulated, run_python, tiny
+from tests.support.control import emulated, run_python
 from tests.support.stack import Up
 
 pytestmark = pytest.mark.slow
@@ -35,15 +35,15 @@ def test_up_again_finds_what_is_there(up: Up) -> None:
 
 
 def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up: Up) -> None:
-    overrides = ["generation.servers=1", "training.ranks=1", *tiny(up.state)]
-    parameters = ["--param", "steps=2", "--param", f"overrides={json.dumps(overrides)}"]
+    overrides = json.dumps(emulated(up.state, tracked=True))
+    parameters = ["--param", "steps=2", "--param", f"overrides={overrides}"]
     ran = up.prefect("deployment", "run", DEPLOYMENT, "--watch", *parameters)
     assert ran.returncode == 0, ran.stdout
     flow_run = up.newest()
     assert flow_run.state_name == "Completed"
     artifacts = up.artifacts(flow_run.id)
     assert up.result(flow_run)["steps"] == "2 (ended by steps)"
-    run_id = f"cpu-async-{str(flow_run.id)[-12:]}"
+    run_id = f"emulated-cpu-async-{str(flow_run.id)[-12:]}"
     assert artifacts["areal-summary"].data.startswith(f"# {run_id}")
     info = json.loads((up.state / "runs" / run_id / "run.json").read_text())
     assert info["tracking_uri"] == up.told["mlflow_uri"]
