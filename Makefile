@@ -16,6 +16,9 @@ VLLM_SETUP := .venv-vllm/.plugin
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
+# A run is a dozen processes and the tests are hundreds: each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 

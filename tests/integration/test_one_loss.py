@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_core.types import Float32Array
-from tests.support.engines import CUTS, SHARED, STAGES, WHOLE, Outcome, run
+from tests.support.engines import CUTS, DIVERGED, RECOMPUTED, SHARED, SMALL, STAGES, WHOLE, Outcome, run
 from tests.support.training import engine, train, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
@@ -67,7 +67,7 @@ def test_a_rank_without_work_takes_part(groups: dict[int, dict[str, Outcome]], s
     assert_close(alone.weights(), groups[2][f"uneven {stage}"].weights, 1e-4)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", RECOMPUTED)
 def test_computing_activations_again_changes_nothing(
     groups: dict[int, dict[str, Outcome]], expected: Outcome, stage: int
 ) -> None:
@@ -92,7 +92,7 @@ def test_bfloat16_takes_nearly_the_same_steps(
     assert_close(alone.weights(), outcome.weights, 0.05)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SMALL)
 def test_updates_too_small_for_bfloat16_are_kept(groups: dict[int, dict[str, Outcome]], stage: int) -> None:
     """With a learning rate of 1e-6 hardly a weight moves by what bfloat16 could tell."""
     outcome = groups[2][f"small {stage}"]
@@ -102,8 +102,7 @@ def test_updates_too_small_for_bfloat16_are_kept(groups: dict[int, dict[str, Out
     assert max(np.abs(change).max() for change in changes.values()) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "dtype"), DIVERGED)
 def test_divergence_raises_on_every_rank_and_leaves_no_trace(
     groups: dict[int, dict[str, Outcome]], stage: int, dtype: str
 ) -> None:

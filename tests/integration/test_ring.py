@@ -21,7 +21,7 @@ from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.training.batching.packing import pack
 from areal_core.training.model.forward import completion_logprobs
-from areal_core.types import RunStatus, RunSummary
+from areal_core.types import RunSummary
 from tests.support import runs
 from tests.support.generation import by_transformers, request
 from tests.support.runs import Launched, tiny
@@ -30,7 +30,7 @@ from tests.support.trajectories import ServerView
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 
 
-def small(root: Path, *, mode: str = "async", warm: bool = True, **groups: dict[str, Any]) -> RunConfig:
+def small(root: Path, *, warm: bool = True, **groups: dict[str, Any]) -> RunConfig:
     base: dict[str, dict[str, Any]] = {
         "storage": {"url": str(root / "store")},
         "task": {"held_out": 16},
@@ -39,28 +39,7 @@ def small(root: Path, *, mode: str = "async", warm: bool = True, **groups: dict[
         "launch": {"restarts": 0},
     }
     merged = {name: base.get(name, {}) | groups.get(name, {}) for name in base | groups}
-    return tiny(root / "state", mode=mode, warm=warm, **merged)
-
-
-def test_a_synchronous_run_to_its_summary(tmp_path: Path) -> None:
-    config = small(tmp_path, mode="sync")
-    lines: list[str] = []
-    seen: list[RunStatus] = []
-    summary = execute(config, run_id="r", log=lines.append, on_status=seen.append)
-    assert (summary.run_id, summary.reason, summary.steps) == ("r", "steps", 2)
-    assert summary.staleness_max == 0
-    assert seen
-    _check_account(config, summary, lines)
-    _check_final_model(config, Path(summary.model_url))
-
-
-def test_a_run_whose_versions_are_not_scored(tmp_path: Path) -> None:
-    config = small(tmp_path, evaluation={"enabled": False, "every": 1}, training={"steps": 12})
-    summary = execute(config, run_id="r", log=lambda line: None)
-    assert (summary.steps, summary.accuracy_before, summary.accuracy_after, summary.best_accuracy) == (12, *[None] * 3)
-    run = run_folder(config, "r")
-    assert not run.ready_file("evaluator", 0).exists()
-    assert not weights.version_folder(run.weights, 1).exists()  # nothing waits to be scored
+    return tiny(root / "state", warm=warm, **merged)
 
 
 def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Path) -> None:
@@ -69,7 +48,7 @@ def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Pat
     summary = execute(config, run_id="r", log=print)
     assert (summary.reason, summary.steps) == ("steps", 2)
     assert summary.tokens.balanced
-    _check_final_model(config, Path(summary.model_url))
+    _check_final_model(config, version=2)
     newest = checkpoint.newest(Storage.open(str(tmp_path / "store" / "runs" / "r")))
     assert newest is not None
     assert (newest.step, newest.extra["engine"]) == (2, {"updates": 4})
@@ -108,7 +87,9 @@ def test_from_nothing_to_s3_and_on_from_there_on_a_new_machine(tmp_path: Path, m
         first = execute(config, run_id="r", log=lines.append)
         assert (first.reason, first.steps) == ("steps", 3)
         assert first.model_url.startswith("s3://runs/areal/")
+        assert any(line.startswith("warmup-0: warm-up: worked completions, step 1 of 1") for line in lines)
         _check_account(config, first, lines)
+        _check_final_model(config, version=3)
         shutil.rmtree(tmp_path / "state")  # its published versions and its base model are gone
         later = {"steps": 5, "checkpoint_every": 2}
         config = small(tmp_path / "new", storage=store, training=later, evaluation={"every": 1})
@@ -142,13 +123,14 @@ def _check_account(config: RunConfig, summary: RunSummary, lines: list[str]) -> 
     assert execute(config, run_id="r", log=lines.append) == summary
 
 
-def _check_final_model(config: RunConfig, folder: Path) -> None:
+def _check_final_model(config: RunConfig, *, version: int) -> None:
     """The saved model is the last published version, and transformers computes the same with it."""
+    folder = run_folder(config, "r").root / "final"
     spec = read_spec(folder)
     saved = read_weights(folder, spec)
     published = weights.newest(run_folder(config, "r").weights)
     assert published is not None
-    assert published.version == 2
+    assert published.version == version
     for name, array in weights.load(published).items():
         assert torch.equal(saved[name], torch.from_numpy(array))
     from transformers import AutoTokenizer  # seconds that the other tests do without

@@ -1,11 +1,10 @@
-"""`make train` itself: its own servers, its result, and its end, also by a signal or a wrong setting."""
+"""`make train` with servers of its own: its end by a signal, and by a wrong setting."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,39 +12,14 @@ import pytest
 from flows.stack import ROOT
 from tests.support.control import emulated, environment, processes_of, run_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 
 
-@pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all, whose databases are made once."""
-    return tmp_path_factory.mktemp("state")
-
-
-def _train(state: Path, steps: int, *, tracked: bool) -> Sequence[str]:
-    return [sys.executable, "-m", "flows.train", "--steps", str(steps), *emulated(state, tracked=tracked)]
-
-
-def test_train_brings_its_own_servers_and_ends_them(state: Path) -> None:
-    ran = subprocess.run(
-        _train(state, 2, tracked=True),
-        cwd=ROOT,
-        env=environment(state),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "2 (ended by steps)" in ran.stdout
-    assert "make up" in ran.stdout
-    assert processes_of(state) == {}
-
-
-def test_interrupted_train_cancels_its_run_and_ends_everything(state: Path) -> None:
+def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -> None:
     train = subprocess.Popen(
-        _train(state, 10_000, tracked=False),
+        [sys.executable, "-m", "flows.train", "--steps", "10000", *emulated(tmp_path)],
         cwd=ROOT,
-        env=environment(state) | {"MLFLOW_TRACKING_URI": f"sqlite:///{state}/unused.db"},  # no server is started for it
+        env=environment(tmp_path) | {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/unused.db"},  # no server is needed
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -57,7 +31,7 @@ def test_interrupted_train_cancels_its_run_and_ends_everything(state: Path) -> N
     rest, _ = train.communicate(timeout=120)
     assert train.returncode == 130
     assert "The flow run is Cancelled." in rest
-    assert processes_of(state) == {}
+    assert processes_of(tmp_path) == {}
 
 
 def test_wrong_setting_ends_train_before_anything_starts(tmp_path: Path) -> None:

@@ -220,8 +220,7 @@ def test_one_mixed_group_starts_the_count_of_uniform_ones_again():
     assert ledger.dropped()["uniform"] > 30
 
 
-@pytest.mark.parametrize("fail", [0.0, 0.1])
-@pytest.mark.parametrize("interrupts", [False, True])
+@pytest.mark.parametrize(("interrupts", "fail"), [(False, 0.0), (True, 0.1)])
 def test_a_thousand_steps_under_a_virtual_clock(interrupts, fail):
     config, rng, engine, ledger, controller = build(7, steps=1000, eta=2, interrupts=interrupts, generation=fail)
     manifests = run_virtual(train(controller, rng, 1000))

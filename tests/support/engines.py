@@ -34,6 +34,9 @@ SHARED = {
     1: ((0, WHOLE), (1, "small"), (2, WHOLE), (3, "small")),
     2: ((0, "small"), (1, WHOLE), (2, "small"), (3, WHOLE)),
 }
+RECOMPUTED = (1, 3)
+SMALL = (0, 2, 3)
+DIVERGED = ((0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"))
 TIMEOUT_S = 240.0
 OTHER = replace(SPEC, vocab_size=40)
 
@@ -102,11 +105,13 @@ class Cases:
             return
         for stage in STAGES:
             yield f"uneven {stage}", self.steps(self.engine(stage), last=3, minibatches=5)
-            yield f"recomputed {stage}", self.steps(self.engine(stage, checkpoint_activations=True), last=2)
             yield f"bfloat16 {stage}", self.steps(self.engine(stage, dtype="bfloat16"), last=3)
+        for stage in RECOMPUTED:
+            yield f"recomputed {stage}", self.steps(self.engine(stage, checkpoint_activations=True), last=2)
+        for stage in SMALL:
             yield f"small {stage}", self.steps(self.engine(stage, dtype="bfloat16", learning_rate=1e-6), last=1)
-            for dtype in ("float32", "bfloat16"):
-                yield f"diverged {dtype} {stage}", self.diverged(self.engine(stage, dtype=dtype))
+        for stage, dtype in DIVERGED:
+            yield f"diverged {dtype} {stage}", self.diverged(self.engine(stage, dtype=dtype))
         yield "relay 2", self.first_leg()
 
     def engine(self, stage: int | None, *, alone: bool = False, **fields: object) -> PolicyEngine:

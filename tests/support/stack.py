@@ -19,7 +19,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.sorting import FlowRunSort
 
-from tests.support.control import environment, run_python
+from tests.support.control import environment, processes_of, run_python
 
 T = TypeVar("T")
 
@@ -37,6 +37,7 @@ def brought_up(state: Path, **settings: str) -> Iterator[Up]:
     finally:
         ended = run_python(state, "flows.stack", "down")
         assert ended.returncode == 0, ended.stderr
+        assert processes_of(state) == {}
 
 
 class Up:
@@ -97,7 +98,7 @@ class Up:
         while time.monotonic() < deadline:
             if found := look():
                 return found
-            time.sleep(0.2)
+            time.sleep(0.5)  # each look costs the server more than the one who looks
         raise AssertionError(f"not within {_TIMEOUT_S:g} s: {what}")
 
     def roles_of(self, run_id: str) -> list[int]:

@@ -26,7 +26,11 @@ _FAILING = ("--arm", "late: mode=async launch.start_timeout_s=0.1")
 @pytest.fixture(scope="module")
 def first(up: Up) -> subprocess.CompletedProcess[str]:
     """`make compare NAME=first SEEDS=1 ...`."""
-    return _compare(up.state, "--name", "first", "--seeds", "1", *_ARMS, "training.steps=2", *tiny(up.state))
+    return _compare(up.state, "--name", "first", "--seeds", "1", *_ARMS, *_small(up.state))
+
+
+def _small(state: Path) -> list[str]:
+    return ["training.steps=2", "launch.devices=1", *tiny(state)]
 
 
 def _compare(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -106,7 +110,7 @@ def test_continued_comparison_runs_only_what_is_new_and_survives_a_failing_arm(
     before = _parent(up, "first")
     summary = up.state / "runs" / "first.sync.s1" / "summary.json"
     written = summary.stat().st_mtime_ns
-    again = _compare(up.state, "--name", "first", *_FAILING, "training.steps=2", *tiny(up.state))
+    again = _compare(up.state, "--name", "first", *_FAILING, *_small(up.state))
     assert again.returncode == 1, again.stdout + again.stderr
     failure = "1 of 3 trials failed: late seed 1: "
     assert failure in again.stdout.splitlines()[-1]

@@ -52,10 +52,19 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     assert tracked.data.tags["areal.flow_run_id"] == str(flow_run.id)
 
 
-def test_schedule_that_is_resumed_starts_a_run_by_itself_and_sleeps_again(up: Up) -> None:
+def test_train_uses_the_servers_that_are_up_and_leaves_them(up: Up) -> None:
+    ran = run_python(up.state, "flows.train", "--mode", "sync", "--steps", "2", *emulated(up.state))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "2 (ended by steps)" in ran.stdout
+    assert up.newest().name in ran.stdout
+    assert up.result(up.newest())["mode"] == "sync"
+    assert json.loads((up.state / "stack.json").read_text()) == up.told
+
+
+def test_run_that_a_schedule_starts_is_cancelled_and_leaves_no_process(up: Up) -> None:
     due = datetime.now(UTC) + timedelta(seconds=_DUE_S)
     hourly = {"interval": 3600, "anchor_date": due.isoformat(), "timezone": "UTC"}
-    parameters = {"mode": "sync", "steps": 1, "overrides": emulated(up.state)}
+    parameters = {"experiment": "cpu-async", "steps": 10_000, "overrides": emulated(up.state)}
     paused = {"schedule": hourly, "active": False, "parameters": parameters}
     schedules = f"/deployments/{up.deployment(DEPLOYMENT).id}/schedules"
     (schedule,) = up.call("POST", schedules, [paused])
@@ -66,39 +75,32 @@ def test_schedule_that_is_resumed_starts_a_run_by_itself_and_sleeps_again(up: Up
     assert first.auto_scheduled
     assert first.created_by is not None
     assert (first.created_by.type, first.created_by.id) == ("SCHEDULE", UUID(schedule["id"]))
-    flow_run = up.wait(first.id, "Completed")
-    result = up.result(flow_run)
-    assert (result["mode"], result["steps"]) == ("sync", "1 (ended by steps)")
+    flow_run = up.wait(first.id, "Running")
     assert flow_run.expected_start_time == due
     up.call("PATCH", path, {"active": False})
     assert [run.id for run in up.scheduled()] == [first.id]  # those to come are gone
     assert [schedule.active for schedule in up.deployment(DEPLOYMENT).schedules] == [False, False]
+    pids = up.roles_of(f"emulated-cpu-async-{str(flow_run.id)[-12:]}")
+    up.client.set_flow_run_state(flow_run.id, Cancelling())
+    up.wait(flow_run.id, "Cancelled")
+    assert pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_wrong_setting_fails_at_once_with_one_line(up: Up) -> None:
-    flow_run = up.wait(up.start(DEPLOYMENT, overrides=["training.stepz=3"]), "Failed")
+def test_run_started_on_the_page_with_a_wrong_setting_fails_at_once_with_one_line(up: Up) -> None:
+    asked = {
+        "parameters": {"experiment": "cpu-async", "overrides": ["training.stepz=3"]},
+        "state": {"type": "SCHEDULED", "message": "Run from the Prefect UI", "state_details": {}},
+        "enforce_parameter_schema": True,
+    }
+    made = up.call("POST", f"/deployments/{up.deployment(DEPLOYMENT).id}/create_flow_run", asked)
+    flow_run = up.wait(UUID(made["id"]), "Failed")
     assert flow_run.state is not None
     assert flow_run.state.message == "training.stepz: no such field; did you mean training.steps?"
-    assert flow_run.run_count == 1
+    assert (flow_run.run_count, flow_run.auto_scheduled) == (1, False)
 
 
 def test_unknown_experiment_is_refused_with_the_known_ones(up: Up) -> None:
     with pytest.raises(PrefectHTTPStatusError) as refused:
         up.start(DEPLOYMENT, experiment="nope")
     assert "cpu-async" in refused.value.response.text
-
-
-def test_run_started_on_the_page_is_cancelled_and_leaves_no_process(up: Up) -> None:
-    asked = {
-        "parameters": {"experiment": "cpu-async", "steps": 10_000, "overrides": emulated(up.state)},
-        "state": {"type": "SCHEDULED", "message": "Run from the Prefect UI", "state_details": {}},
-        "enforce_parameter_schema": True,
-    }
-    made = up.call("POST", f"/deployments/{up.deployment(DEPLOYMENT).id}/create_flow_run", asked)
-    flow_run = up.wait(UUID(made["id"]), "Running")
-    assert not flow_run.auto_scheduled
-    pids = up.roles_of(f"emulated-cpu-async-{str(flow_run.id)[-12:]}")
-    up.client.set_flow_run_state(flow_run.id, Cancelling())
-    up.wait(flow_run.id, "Cancelled")
-    assert pids
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -13,7 +13,7 @@ from areal_core.training.engines.engine import TrainingBatch
 from benchmarks import _training_offline as offline
 from benchmarks._padded_training import pad, sorted_cut
 from benchmarks._training_offline import LONGEST, SETTINGS, FixedBatch, make_batch, recut, same_update
-from benchmarks.training import apart, fastest, figures, overhead_share, sharing_figures
+from benchmarks.training import fastest, figures, overhead_share, sharing_figures
 
 torch.set_num_threads(1)
 
@@ -116,12 +116,6 @@ def test_ratios_are_within_rounds_and_baselines_are_the_best_and_the_most_alike(
     assert result["dynamic_512_over_fixed_1024"] == 1.2  # peaks of 40 and 50
     assert result["ratios"]["long_tail"]["sorted"] == [1.2, 1.5, 1.2]
     assert result["tokens_per_cpu_s"]["default"]["padded"] == 4
-
-
-@pytest.mark.slow
-def test_peak_memory_is_more_with_larger_micro_batches() -> None:
-    """In processes of their own, as the benchmark takes them."""
-    assert apart(offline.peak_mib, "dynamic", 4096) > 1.5 * apart(offline.peak_mib, "dynamic", 512) > 0
 
 
 def _owner(batch: TrainingBatch) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,22 @@ from areal_core.training.recipe import cache_key
 TINY = {"hidden_size": 8, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate_size": 8}
 
 
-def test_the_embedded_model_is_made_once(base: dict[str, Any]) -> None:
-    warmup = {"worked_steps": 1, "worked_batch": 1, "direct_steps": 0}
-    config = load(base | {"model": TINY, "warmup": warmup})
+def test_the_embedded_model_is_made_once(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a command that only makes the folder, the last of its arguments; the real one makes the models of the ring."""
+    monkeypatch.setattr(module, "python", lambda *arguments: ["mkdir", str(arguments[-1])])
+    config = load(base | {"model": TINY})
+    Path(base["state_dir"]).mkdir()
     lines: list[str] = []
-    runs = [prepare(config, log=lines.append) for _ in range(2)]
-    folder = Path(base["state_dir"]).absolute() / "cache" / cache_key(config)
-    assert [run.info().model_path for run in runs] == [str(folder)] * 2
-    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 8
-    assert (folder / "model.safetensors").exists()
+    made = [module.base_model(config, lines.append) for _ in range(2)]
+    assert made == [Path(base["state_dir"]).absolute() / "cache" / cache_key(config)] * 2
     assert [line for line in lines if "warming up" in line] == lines[:1]
-    assert any(line.startswith("warmup-0: warm-up: worked completions, step 1 of 1") for line in lines)
+
+
+def test_a_warm_up_that_leaves_no_model(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "python", lambda *arguments: ["true"])
+    Path(base["state_dir"]).mkdir()
+    with pytest.raises(ProcessError, match=r"^warmup-0 exited with code 0 and left no /"):
+        module.base_model(load(base | {"model": TINY}), lambda line: None)
 
 
 def test_a_warm_up_that_fails(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

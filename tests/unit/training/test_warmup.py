@@ -1,4 +1,3 @@
-import json
 import logging
 import subprocess
 import sys
@@ -79,14 +78,11 @@ def test_the_warm_up_lowers_the_loss(caplog):
     assert float(line.split()[-1]) < 2.5  # from log(18) = 2.9
 
 
-def test_the_command_writes_a_folder_that_transformers_loads(tmp_path):
+def test_the_model_is_a_folder_that_transformers_loads(tmp_path):
     import transformers  # takes seconds
 
     config, folder = small(), tmp_path / "cache" / "model"
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    command = ["-m", "areal_core.training.warmup", "--config", str(tmp_path / "config.json"), "--out", str(folder)]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    assert "warm-up: direct completions, step 4 of 4" in done.stderr
+    make_model(config, folder)
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     spec = read_spec(folder)
     assert spec == embedded_spec(config)
