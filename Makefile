@@ -42,7 +42,7 @@ compare: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## synchr
 test: $(SETUP) ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
 	$(PYTEST) -m 'not gpu and not s3 and not vllm and not chaos and not hosts and not recovery' $(ARGS)
 
-test-all: $(SETUP) $(VLLM_SETUP) ## the same, recovery from deaths, vLLM's own server on a CPU, machines that are network namespaces (as root)
+test-all: $(SETUP) $(VLLM_SETUP) ## the same, processes that end and join, vLLM's own server on a CPU, machines that are network namespaces (as root)
 	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not chaos' -rs $(ARGS)
 
 test-vllm: $(SETUP) $(VLLM_SETUP) ## what needs vLLM's own server, on a CPU: ARGS= goes to pytest

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from areal_core.config.schema import RunConfig, load_file
 from areal_core.launch import logs, process
@@ -93,17 +94,35 @@ def make_model(config: RunConfig, folder: Path) -> None:
 def _train(
     spec: ModelSpec, weights: dict[str, Tensor], stage: str, data: Iterator[recipe.Batch], steps: int, peak: float
 ) -> None:
-    """One stage of maximum likelihood on the completions, averaged over a batch's completion tokens."""
-    optimizer = torch.optim.Adam(weights.values(), betas=(0.9, 0.95), fused=True)
+    """One stage of maximum likelihood on the completions, averaged over a batch's completion tokens.
+
+    Adam, as a function: the class brings torch's compiler along, a second of every start."""
+    parameters = list(weights.values())
+    means, squares = ([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2))
+    counts = [torch.zeros(()) for _ in parameters]
     for step, (tokens, lengths, prompt_lengths) in enumerate(data):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate(peak, step, steps)
         logprobs, _ = completion_logprobs(spec, weights, pack(tokens, lengths, prompt_lengths, range(len(lengths))))
         loss = -logprobs.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), _GRAD_CLIP)
-        optimizer.step()
+        gradients = list(torch.autograd.grad(loss, parameters))
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.mul_((_GRAD_CLIP / (norm + 1e-6)).clamp(max=1.0))
+        adam(
+            parameters,
+            gradients,
+            means,
+            squares,
+            [],
+            counts,
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.95,
+            lr=recipe.learning_rate(peak, step, steps),
+            weight_decay=0.0,
+            eps=1e-8,
+            maximize=False,
+        )
         if (step + 1) % _REPORT_EVERY == 0 or step + 1 == steps:
             logger.info("warm-up: %s completions, step %d of %d, loss %.3f", stage, step + 1, steps, loss.item())
 
@@ -116,7 +135,7 @@ def main() -> None:
     logs.start("warmup")
     process.adopt()
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms, without torch's compiler: a second
     make_model(load_file(arguments.config), arguments.out)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID
@@ -12,7 +15,8 @@ from mlflow import MlflowClient
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
-from tests.support.control import emulated, run_python
+from flows.stack import ROOT
+from tests.support.control import emulated, environment, run_python
 from tests.support.stack import Up
 
 pytestmark = pytest.mark.slow
@@ -52,12 +56,26 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     assert tracked.data.tags["areal.flow_run_id"] == str(flow_run.id)
 
 
-def test_train_uses_the_servers_that_are_up_and_leaves_them(up: Up) -> None:
-    ran = run_python(up.state, "flows.train", "--mode", "sync", "--steps", "2", *emulated(up.state))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "2 (ended by steps)" in ran.stdout
-    assert up.newest().name in ran.stdout
-    assert up.result(up.newest())["mode"] == "sync"
+def test_interrupted_train_cancels_its_run_and_leaves_the_servers_that_were_up(up: Up) -> None:
+    train = subprocess.Popen(
+        [sys.executable, "-m", "flows.train", "--steps", "10000", *emulated(up.state)],
+        cwd=ROOT,
+        env=environment(up.state),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert train.stdout is not None
+    for line in train.stdout:
+        if line.startswith("step"):
+            break
+    flow_run = up.newest()
+    pids = up.roles_of(f"emulated-cpu-async-{str(flow_run.id)[-12:]}")
+    train.send_signal(signal.SIGINT)
+    rest, _ = train.communicate(timeout=120)
+    assert train.returncode == 130
+    assert "The flow run is Cancelled." in rest
+    assert up.client.read_flow_run(flow_run.id).state_name == "Cancelled"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert json.loads((up.state / "stack.json").read_text()) == up.told
 
 
