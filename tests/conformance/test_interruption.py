@@ -34,8 +34,8 @@ async def interrupted(client, pool, published, asked, *events, too_late=any):
         start = await client.load()
         transcripts, calls = await begun(client, pool, asked)
         for event in events:
-            before = (await client.load()).generated_tokens
             await event()
+            before = (await client.load()).generated_tokens  # of a server that was slow to hear of it, many are older
             await until(client, lambda load: any_over(calls) or load.generated_tokens > before + 20 * SLOTS)  # noqa: B023 - awaited here
         if not too_late(call.done() for call in calls):
             return start, transcripts, calls
