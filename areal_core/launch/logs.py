@@ -179,8 +179,8 @@ class LogFile:
 
     The supervisor rotates the file: its content is copied to `<file>.1`, what was there before to `.2` up to
     `.<files>`, and the file itself is truncated, so that the process, which appends, needs to know nothing. No older
-    file is larger than `limit` bytes, nor is the file after any `new_lines`. Lines written in the instant between the
-    end of a copy and the truncation are lost.
+    file is larger than `limit` bytes, nor is the file after any `new_lines`. What comes during the copy stays in the
+    file; lines written in the instant between the last look at its end and the truncation are lost.
     """
 
     def __init__(self, path: Path, limit: int, files: int) -> None:
@@ -216,7 +216,8 @@ class LogFile:
         return " | ".join([shortened(line.strip()) for line in shown if line.strip()][-count:]) or "(it is empty)"
 
     def _rotate(self, file: IO[bytes], end: int) -> tuple[bytes, int]:
-        """Move the content of the file to the older ones. Returns the end of it, and its size."""
+        """Move the content of the file, up to its `end`, to the older ones. Returns its last bytes, and the position
+        up to which it was moved."""
         tail, position = b"", file.seek(max(0, end - self._files * self._limit))
         for _ in range(self._files):
             for number in range(self._files, 1, -1):
@@ -230,7 +231,11 @@ class LogFile:
                     room, position, tail = room - len(piece), position + len(piece), (tail + piece)[-_TAIL_BYTES:]
             if room:
                 break
+        file.seek(max(position, file.seek(0, os.SEEK_END) - self._limit))
+        meanwhile = file.read(self._limit)
         file.truncate(0)
+        with self.path.open("ab") as again:
+            again.write(meanwhile)
         self._start = 0
         return tail, position
 

@@ -185,6 +185,25 @@ def test_more_than_all_files_hold_leaves_its_end(tmp_path: Path) -> None:
     assert written.path.read_bytes() == b""
 
 
+def test_what_comes_while_the_rest_is_copied_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that has told much and ends, the last line says why."""
+    written = Written(tmp_path, limit=900, files=2)
+    written.write(*numbered(0, 999))
+    came = False
+
+    def older(number: int) -> Path:
+        nonlocal came
+        if not came:
+            came = True
+            written.write(b"no luck")
+        return tmp_path / f"x.log.{number}"
+
+    monkeypatch.setattr(written.log, "_older", older)
+    lines = written.log.new_lines() + written.log.new_lines()
+    assert lines[-2:] == ["line 998", "no luck"]
+    assert written.log.last_lines("x-0").endswith("line 998 | no luck")
+
+
 def test_the_bound_holds_under_a_writer_that_never_stops(tmp_path: Path) -> None:
     limit = 64 * 1024
     written = Written(tmp_path, limit=limit, files=3)
