@@ -16,7 +16,7 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
-FORMAT = 2  # of what a run stores and of what its processes send each other: another one is refused
+FORMAT = 3  # of what a run stores and of what its processes send each other: another one is refused
 
 
 class GroupState(StrEnum):
@@ -27,6 +27,17 @@ class GroupState(StrEnum):
     READY = "ready"  # scored, in the buffer
     CONSUMED = "consumed"  # part of a fixed batch
     DROPPED = "dropped"  # given up, with a reason; its slot is free again
+
+
+class Outcome(StrEnum):
+    """What a verifier finds of a completion. The last two are no result: they say nothing about the completion."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    NO_ANSWER = "no_answer"  # it gives none
+    UNPARSABLE = "unparsable"  # the answer that it gives can't be read
+    TIMED_OUT = "timed_out"  # the verifier reached its limit of time or memory
+    FAILED = "failed"  # the verifier itself did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +99,8 @@ class Trajectory:
     """The result of one rollout: segments in their order, the first of which is the prompt, and a reward."""
 
     segments: tuple[Segment, ...]
-    reward: float
-    correct: bool  # for the accuracy curves; training sees the reward alone
+    reward: float | None  # None: its verifier found no result, and it is left out
+    outcome: Outcome  # for the curves; training sees the reward alone
     truncated: bool = False  # it ran into the length limit
 
 
@@ -100,10 +111,10 @@ class GroupPayload:
     prompt_tokens: Int32Array  # [L_prompt] the first segment, the same in all of them
     lengths: Int32Array  # [G] tokens of each trajectory after its prompt; T is their sum
     tokens: Int32Array  # [T] completions, end tokens included, and the environment's messages between them
-    loss_mask: BoolArray  # [T] tokens that the policy is trained on
+    loss_mask: BoolArray  # [T] tokens that the policy is trained on; none where there is no reward
     logprobs: Float32Array  # [T] log-probability under the behaviour policy, nats; 0 where it did not sample
     versions: Int32Array  # [T] policy version that sampled the token; -1 where none did
-    rewards: Float32Array  # [G]
+    rewards: Float32Array  # [G]; NaN: none
     truncated: BoolArray  # [G] the trajectory ran into the length limit
 
 
@@ -112,15 +123,25 @@ class GroupSummary:
     """What the ledger and the metrics need of a group without opening its payload."""
 
     lengths: tuple[int, ...]  # [G] tokens of each trajectory after its prompt
-    rewards: tuple[float, ...]  # [G]
+    rewards: tuple[float | None, ...]  # [G]; None: its verifier found no result
     tokens: int  # sampled ones of all trajectories
     min_version: int  # oldest token
     max_version: int
-    correct: int  # trajectories that were right, of G
+    outcomes: dict[Outcome, int]  # trajectories of each, of G
     truncated: int  # trajectories that were cut off, of G
     prompt_tokens: int = 0  # tokens of the prompt
-    samples: tuple[tuple[str, float, str], ...] = ()  # (text after the prompt, reward, version spans), a few for people
+    samples: tuple[tuple[str, float | None, str], ...] = ()  # (text after the prompt, reward, version spans), a few
     unused_tokens: int = 0  # sampled ones that the environment took into no trajectory
+
+    @property
+    def correct(self) -> int:
+        """Trajectories that were right, of G."""
+        return self.outcomes.get(Outcome.RIGHT, 0)
+
+    @property
+    def judged(self) -> int:
+        """Trajectories that have a reward, of G."""
+        return sum(reward is not None for reward in self.rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +150,7 @@ class BatchGroup:
 
     group_id: int
     lengths: tuple[int, ...]  # [G] tokens of each trajectory after its prompt
-    rewards: tuple[float, ...]  # [G]
+    rewards: tuple[float | None, ...]  # [G]; None: its verifier found no result
     ready_version: int  # policy version in force when the group entered the buffer
     prompt_tokens: int = 0  # tokens of the prompt
 
@@ -192,8 +213,9 @@ class Evaluation:
 
     version: int
     sha256: str  # of its weights: after a new incarnation of the run the number alone does not say which
-    accuracy: float  # share of prompts whose greedy completion is correct
+    accuracy: float  # share of the prompts with a result whose greedy completion is correct
     prompts: int
+    no_result: int  # prompts whose completion the verifier could not judge
     mean_tokens: float  # mean length of a completion
     wall_s: float
 

@@ -1,7 +1,8 @@
 """Advantages of completions, from their rewards (no critic, gamma = lambda = 1: every token has its completion's).
 
-Axes: P groups of a global batch, G completions of a group. Pure functions; arithmetic is float64. A reward that is not
-finite raises RewardError. Sources and equations: docs/algorithm.md.
+Axes: P groups of a global batch, G completions of a group. Pure functions; arithmetic is float64. A completion without
+a reward (NaN) is left out of means and deviations, and has the advantage 0; a reward that is infinite raises
+RewardError. Sources and equations: docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def group_advantages(rewards: ArrayLike) -> Float64Array:
 
 def group_mean_advantages(rewards: ArrayLike) -> Float64Array:
     """r - mean of the group, not scaled (Dr. GRPO). [P, G] -> [P, G]; zero where all rewards of a group are equal."""
-    checked = _checked(rewards)
-    return np.where(_constant(checked, 1), 0.0, checked - checked.mean(axis=1, keepdims=True))
+    return _centred(_checked(rewards), axis=1)
 
 
 def batch_advantages(rewards: ArrayLike) -> Float64Array:
@@ -48,8 +48,10 @@ def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
     size = checked.shape[1]
     if size < 2:
         raise ConfigError(f"algorithm.group_size: must be at least 2 with leave_one_out, got {size}")
-    others = (checked.sum(axis=1, keepdims=True) - checked) / (size - 1)
-    return np.where(_constant(checked, 1), 0.0, checked - others)
+    there = ~np.isnan(checked)
+    others = there.sum(axis=1, keepdims=True) - 1
+    mean = (np.where(there, checked, 0.0).sum(axis=1, keepdims=True) - checked) / np.maximum(others, 1)
+    return np.where(there & ~_constant(checked, 1), checked - mean, 0.0)
 
 
 ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmConfig.advantage
@@ -86,17 +88,29 @@ def advantages_of(
 def _checked(rewards: ArrayLike) -> Float64Array:
     checked = np.asarray(rewards, dtype=np.float64)
     assert checked.ndim == 2, "rewards are groups x completions"
-    if not np.isfinite(checked).all():
-        raise RewardError(f"rewards: must be finite, got {checked[~np.isfinite(checked)][0]}")
+    if np.isinf(checked).any():
+        raise RewardError(f"rewards: must be finite, got {checked[np.isinf(checked)][0]}")
     return checked
 
 
 def _normalised(rewards: Float64Array, axis: int | None) -> Float64Array:
-    centred = rewards - rewards.mean(axis=axis, keepdims=True)
-    scaled = centred / (rewards.std(axis=axis, keepdims=True) + _EPS)
-    return np.where(_constant(rewards, axis), 0.0, scaled)
+    centred = _centred(rewards, axis)
+    variance = (centred**2).sum(axis=axis, keepdims=True) / _count(rewards, axis)
+    return centred / (np.sqrt(variance) + _EPS)
+
+
+def _centred(rewards: Float64Array, axis: int | None) -> Float64Array:
+    """r - mean, 0 without a reward, and exactly 0 where all rewards are equal."""
+    there = ~np.isnan(rewards)
+    mean = np.where(there, rewards, 0.0).sum(axis=axis, keepdims=True) / _count(rewards, axis)
+    return np.where(there & ~_constant(rewards, axis), rewards - mean, 0.0)
+
+
+def _count(rewards: Float64Array, axis: int | None) -> NDArray[np.int64]:
+    """Rewards along `axis`, at least 1."""
+    return np.maximum((~np.isnan(rewards)).sum(axis=axis, keepdims=True), 1)
 
 
 def _constant(rewards: Float64Array, axis: int | None) -> NDArray[np.bool_]:
     """Whether all rewards along `axis` are equal; from the rewards, as a deviation of 0 may come out as 1e-17."""
-    return rewards.max(axis=axis, keepdims=True) == rewards.min(axis=axis, keepdims=True)
+    return np.fmax.reduce(rewards, axis=axis, keepdims=True) == np.fmin.reduce(rewards, axis=axis, keepdims=True)

@@ -56,7 +56,8 @@ class TaskConfig:
     path: str | None = None  # jsonl: training prompts
     held_out_path: str | None = None  # jsonl: held-out prompts
     prompt_field: str = "question"
-    answer_field: str = "answer"
+    answer_field: str = "answer"  # jsonl: the gold answer alone, or a solution that ends on it
+    bad_rows: str = choice("skip", "skip", "refuse")  # jsonl: rows that hold no prompt, no answer, or too many tokens
     held_out: int = bounded(1024, low=1)  # prompts
     max_prompt_tokens: int = bounded(40, low=1)
     max_new_tokens: int = bounded(112, low=1)  # of a trajectory after its prompt, over all of its turns
@@ -72,7 +73,8 @@ class EnvironmentConfig:
     """What happens between a prompt and its rewards. Names are registered ones or import paths, package.module:name."""
 
     name: str = "single_turn"  # single_turn, two_turn, or an import path
-    verifier: str | None = None  # exact_match, same_number, or an import path; None: the one task.name is written for
+    verifier: str | None = None  # exact_match, mathematics, or an import path; None: the one task.name is written for
+    no_result: str = choice("leave_out", "leave_out", "try_again")  # a completion that its verifier can't judge
     retry_message: str = "="  # two_turn: message to the policy after a first try that is wrong
     retry_score: float = bounded(0.5, low=0.0, high=1.0)  # two_turn: of a second try that is right
 

@@ -4,4 +4,5 @@ FIELDS = {"launch.elsewhere": "launch.remote_roles"}
 CHOICES = {
     ("algorithm.objective", "naive"): "standard",
     ("algorithm", "naive"): "standard",
+    ("environment.verifier", "same_number"): "mathematics",
 }  # by (field or group, name)

@@ -22,7 +22,7 @@ from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.rollout.notes import Ending
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import Span
-from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow, Prompt, RunStatus, RunSummary
+from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow, Outcome, Prompt, RunStatus, RunSummary
 
 logger = logging.getLogger(__name__)
 _TABLE_ROWS = 16
@@ -76,13 +76,18 @@ class Recorder:
         """Record the metrics of a step's batch, once its groups are chosen."""
         step = manifest.step
         groups = self._ledger.summaries(step)
-        completions = sum(len(group.lengths) for group in groups)
+        completions, judged = sum(len(group.lengths) for group in groups), sum(group.judged for group in groups)
         lag = [step - 1 - group.min_version for group in groups]
         self.log(
             step,
             {
-                "reward/mean": sum(sum(group.rewards) for group in groups) / completions,
-                "reward/correct": sum(group.correct for group in groups) / completions,
+                "reward/mean": sum(reward for group in groups for reward in group.rewards if reward is not None)
+                / judged,
+                "reward/correct": sum(group.correct for group in groups) / judged,
+                **{
+                    f"outcome/{outcome}": sum(group.outcomes.get(outcome, 0) for group in groups) / completions
+                    for outcome in Outcome
+                },
                 "completion/tokens_mean": sum(group.tokens for group in groups) / completions,
                 "completion/tokens_longest": sum(max(group.lengths) for group in groups) / len(groups),
                 "completion/truncated": sum(group.truncated for group in groups) / completions,
@@ -140,6 +145,7 @@ class Recorder:
             evaluation.version,
             {
                 "heldout/accuracy": evaluation.accuracy,
+                "heldout/no_result": evaluation.no_result / evaluation.prompts,
                 "heldout/completion_tokens_mean": evaluation.mean_tokens,
                 "heldout/wall_s": evaluation.wall_s,
             },

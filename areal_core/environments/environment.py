@@ -16,12 +16,37 @@ from typing import Protocol
 import numpy as np
 
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.errors import RewardError
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.types import Completion, Prompt, Segment, Trajectory
+from areal_core.types import Completion, Outcome, Prompt, Segment, Trajectory
 
-Verifier = Callable[[Prompt, str], float]
-"""The score of a completion's text, from 0, wrong, to 1, right. Raises RewardError where there is no valid result,
-which says nothing about the completion: its group is tried again."""
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verifier finds of a completion, and its score."""
+
+    outcome: Outcome
+    score: float | None  # from 0, wrong, to 1, right; None: there is no result
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Verdict:
+        """1 for what is right, none where the verifier found no result, 0 for all else."""
+        if outcome in (Outcome.TIMED_OUT, Outcome.FAILED):
+            return cls(outcome, None)
+        return cls(outcome, float(outcome is Outcome.RIGHT))
+
+
+Verifier = Callable[[Prompt, str], "float | Verdict"]
+"""The verdict on a completion's text, or its score alone, from 0, wrong, to 1, right. No result, which says nothing
+about the completion, is a verdict without a score; or a RewardError, after which the whole group is tried again."""
+
+
+def judge(verify: Verifier, task: Prompt, text: str) -> Verdict:
+    """The verdict of a verifier, which may return a score alone."""
+    found = verify(task, text)
+    if isinstance(found, Verdict):
+        return found
+    return Verdict(Outcome.RIGHT if found == 1.0 else Outcome.WRONG, found)
 
 
 class Policy(Protocol):
@@ -58,8 +83,20 @@ class Setting:
     tokenizer: Tokenizer
     verify: Verifier
 
-    def reward(self, score: float) -> float:
-        """From algorithm.reward_wrong for a score of 0 to algorithm.reward_correct for 1."""
+    def judge(self, task: Prompt, completion: Completion) -> Verdict:
+        """The verifier's verdict on a completion's text; one that was cut off is wrong, whatever it says. Raises
+        RewardError where there is no result, with environment.no_result=try_again."""
+        if completion.finish_reason == "length":
+            return Verdict.of(Outcome.WRONG)
+        verdict = judge(self.verify, task, self.tokenizer.decode(completion.token_ids.tolist()))
+        if verdict.score is None and self.environment.no_result == "try_again":
+            raise RewardError(f"the verifier found no result: {verdict.outcome}")
+        return verdict
+
+    def reward(self, score: float | None) -> float | None:
+        """From algorithm.reward_wrong for a score of 0 to algorithm.reward_correct for 1; none for none."""
+        if score is None:
+            return None
         wrong, right = self.algorithm.reward_wrong, self.algorithm.reward_correct
         return wrong + score * (right - wrong)
 

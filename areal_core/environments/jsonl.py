@@ -5,33 +5,26 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import random
-import re
-from decimal import Decimal
 from pathlib import Path
 
 from areal_core.config.schema import TaskConfig
+from areal_core.environments.mathematics import balanced, gold_answer, normalised
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
 
-_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
-_NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
+logger = logging.getLogger(__name__)
 
-
-def final_number(text: str) -> Decimal | None:
-    r"""The number that a text ends on: the last one in its last `\boxed{...}`, else after its last `####`, else in all
-    of it. Thousands separators are dropped; None where there is no number."""
-    boxed = _BOXED.findall(text)
-    conclusion = boxed[-1] if boxed else text.rpartition("####")[2]
-    numbers = _NUMBER.findall(conclusion)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+_NAMED = 3  # bad rows of a file that are named
 
 
 class JsonlSource:
     """Training prompts of one file, in an order shuffled anew every epoch; held-out prompts of another.
 
-    A training prompt that the held-out file also has is left out. Raises ConfigError naming file and line.
+    A training prompt that the held-out file also has is left out. Bad rows are skipped and named in a warning; with
+    task.bad_rows=refuse the first raises ConfigError naming file and line, as a file of nothing else always does.
     """
 
     def __init__(self, task: TaskConfig, tokenizer: Tokenizer, *, seed: int) -> None:
@@ -63,21 +56,27 @@ class JsonlSource:
 
 
 def _read(name: str, path: str, task: TaskConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """All prompts of a file. `name` is the setting that holds its path."""
+    """The prompts of a file. `name` is the setting that holds its path."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: can't read {path}: {error}") from error
     prompts: list[Prompt] = []
+    bad: list[str] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             prompts.append(_parse(line, len(prompts), task, tokenizer))
         except (ConfigError, ModelError) as error:
-            raise ConfigError(f"{name}: {path}, line {number}: {error}") from error
+            if task.bad_rows == "refuse":
+                raise ConfigError(f"{name}: {path}, line {number}: {error}") from error
+            bad.append(f"line {number}: {error}")
     if not prompts:
-        raise ConfigError(f"{name}: {path} holds no prompt")
+        raise ConfigError(f"{name}: {path} holds no prompt" + (f"; {bad[0]}" if bad else ""))
+    if bad:
+        named = "; ".join(bad[:_NAMED]) + ("; ..." if len(bad) > _NAMED else "")
+        logger.warning("%s: %s: %d of %d rows are skipped: %s", name, path, len(bad), len(bad) + len(prompts), named)
     return prompts
 
 
@@ -91,9 +90,12 @@ def _parse(line: str, index: int, task: TaskConfig, tokenizer: Tokenizer) -> Pro
     text = row.get(task.prompt_field)
     if not isinstance(text, str) or not text:
         raise ConfigError(f"task.prompt_field={task.prompt_field} must be text")
-    answer = final_number(str(row.get(task.answer_field, "")))
-    if answer is None:
-        raise ConfigError(f"task.answer_field={task.answer_field} must end on a number")
+    field = row.get(task.answer_field)
+    if not isinstance(field, str | int | float) or isinstance(field, bool):
+        raise ConfigError(f"task.answer_field={task.answer_field} must be text or a number")
+    answer = gold_answer(str(field))
+    if answer is None or not balanced(normalised(answer)):
+        raise ConfigError(f"task.answer_field={task.answer_field} must hold an answer, or end on one")
     token_ids = tokenizer.encode(text)
     if len(token_ids) > task.max_prompt_tokens:
         raise ConfigError(
@@ -104,5 +106,5 @@ def _parse(line: str, index: int, task: TaskConfig, tokenizer: Tokenizer) -> Pro
         prompt_id=hashlib.sha256(text.encode()).hexdigest(),
         text=text,
         token_ids=token_ids,
-        answer=str(answer),
+        answer=answer,
     )

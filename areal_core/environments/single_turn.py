@@ -7,8 +7,8 @@ from areal_core.types import Completion, Prompt, Trajectory
 
 
 class SingleTurn:
-    """One completion a trajectory. One that was cut off is wrong, whatever it says; the trainer decides whether it is
-    left out of the loss too (algorithm.truncated)."""
+    """One completion a trajectory. Of one that was cut off, and so is wrong, the trainer decides whether it is left out
+    of the loss too (algorithm.truncated)."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -18,12 +18,10 @@ class SingleTurn:
         return [self._judged(task, completion) for completion in completions]
 
     def _judged(self, task: Prompt, completion: Completion) -> Trajectory:
-        truncated = completion.finish_reason == "length"
-        text = self._setting.tokenizer.decode(completion.token_ids.tolist())
-        score = 0.0 if truncated else self._setting.verify(task, text)
+        verdict = self._setting.judge(task, completion)
         return Trajectory(
             segments=(given(task.token_ids), sampled(completion)),
-            reward=self._setting.reward(score),
-            correct=score == 1.0,
-            truncated=truncated,
+            reward=self._setting.reward(verdict.score),
+            outcome=verdict.outcome,
+            truncated=completion.finish_reason == "length",
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_core.environments.environment import Policy, Setting, given, sampled
-from areal_core.types import Completion, Prompt, Segment, Trajectory
+from areal_core.environments.environment import Policy, Setting, Verdict, given, sampled
+from areal_core.types import Completion, Outcome, Prompt, Segment, Trajectory
 
 
 class TwoTurn:
@@ -27,32 +27,23 @@ class TwoTurn:
 
     async def _trajectory(self, task: Prompt, policy: Policy, first: Completion) -> Trajectory:
         segments = [given(task.token_ids), sampled(first)]
-        score = self._score(task, first)
-        if score == 1.0:
-            return self._ended(segments, score, first)
+        verdict = self._setting.judge(task, first)
+        if verdict.outcome is Outcome.RIGHT or verdict.score is None:
+            return self._ended(segments, verdict, first)
         text = (*task.token_ids, *first.token_ids.tolist(), *self._message)
         if policy.room(text) < 1:
-            return self._ended(segments, score, first)
+            return self._ended(segments, verdict, first)
         [second] = await policy.sample(text)
-        again = self._score(task, second)
-        return self._ended(
-            [*segments, given(self._message), sampled(second)],
-            max(score, self._setting.environment.retry_score * again),
-            second,
-            correct=again == 1.0,
-        )
+        again = self._setting.judge(task, second)
+        if again.score is not None:
+            score = max(verdict.score, self._setting.environment.retry_score * again.score)
+            again = Verdict(again.outcome, score)
+        return self._ended([*segments, given(self._message), sampled(second)], again, second)
 
-    def _score(self, task: Prompt, completion: Completion) -> float:
-        if completion.finish_reason == "length":
-            return 0.0
-        return self._setting.verify(task, self._setting.tokenizer.decode(completion.token_ids.tolist()))
-
-    def _ended(
-        self, segments: list[Segment], score: float, last: Completion, *, correct: bool | None = None
-    ) -> Trajectory:
+    def _ended(self, segments: list[Segment], verdict: Verdict, last: Completion) -> Trajectory:
         return Trajectory(
             segments=tuple(segments),
-            reward=self._setting.reward(score),
-            correct=score == 1.0 if correct is None else correct,
+            reward=self._setting.reward(verdict.score),
+            outcome=verdict.outcome,
             truncated=last.finish_reason == "length",
         )

@@ -1,10 +1,16 @@
-"""Verifiers: the score of a completion, as pure functions of its text and of the prompt's gold answer."""
+"""Verifiers: the verdict on a completion, from its text and the prompt's gold answer."""
 
 from __future__ import annotations
 
-from areal_core.environments.environment import Verifier
-from areal_core.environments.jsonl import final_number
-from areal_core.types import Prompt
+import functools
+
+from areal_core.environments.algebra import Algebra
+from areal_core.environments.environment import Verdict, Verifier
+from areal_core.environments.mathematics import balanced, compared, conclusion, normalised
+from areal_core.errors import RewardError
+from areal_core.types import Outcome, Prompt
+
+_LONGEST = 600  # characters of an answer; no gold answer of the benchmarks has half as many
 
 
 def exact_match(task: Prompt, completion: str) -> float:
@@ -13,10 +19,30 @@ def exact_match(task: Prompt, completion: str) -> float:
     return float(bool(mark) and conclusion == task.answer)
 
 
-def same_number(task: Prompt, completion: str) -> float:
-    r"""1 if both texts end on the same number (see `final_number`), else 0; 27, 27.0 and \boxed{27} are the same."""
-    found = final_number(completion)
-    return float(found is not None and found == final_number(task.answer))
+def mathematics(task: Prompt, completion: str) -> Verdict:
+    """Whether the completion's conclusion is equal to the gold answer, as numbers, formulas, tuples, intervals or sets;
+    see `areal_core.environments.mathematics`. An answer that can't be read is a wrong one; without result is one whose
+    comparison takes too long, or breaks."""
+    answer = conclusion(completion)
+    if answer is None:
+        return Verdict.of(Outcome.NO_ANSWER)
+    if not answer or len(answer) > _LONGEST or not balanced(normalised(answer)):
+        return Verdict.of(Outcome.UNPARSABLE)
+    equal = compared(task.answer, answer)
+    if equal is None:
+        return Verdict.of(_by_algebra(normalised(task.answer), normalised(answer)))
+    return Verdict.of(Outcome.RIGHT if equal else Outcome.WRONG)
 
 
-VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "same_number": same_number}
+def _by_algebra(gold: str, answer: str) -> Outcome:
+    try:
+        return _algebra().compare(gold, answer)
+    except RewardError:
+        _algebra.cache_clear()  # the next one that needs it starts another
+        raise
+
+
+_algebra = functools.cache(Algebra)  # one a process
+
+
+VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "mathematics": mathematics}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
+from areal_core.environments.environment import judge
 from areal_core.environments.registry import open_verifier
 from areal_core.environments.source import open_source
 from areal_core.errors import ArealError, RunFinished
@@ -26,7 +27,7 @@ from areal_core.models.tokenizer import Tokenizer
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
-from areal_core.types import Evaluation, GenerationRequest, PolicyVersion
+from areal_core.types import Evaluation, GenerationRequest, Outcome, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +58,19 @@ class Evaluator:
             check_weights(self._spec, arrays)
         self._engine.swap(self._engine.prepare(arrays), version.version)
         completions = self._engine.generate(self._request(index) for index in range(len(self._prompts)))
-        correct = tokens = 0
+        correct = no_result = tokens = 0
         for prompt, (completion,) in zip(self._prompts, completions, strict=True):
             text = self._tokenizer.decode(completion.token_ids.tolist())
-            correct += completion.finish_reason == "stop" and self._verify(prompt, text) == 1.0
+            verdict = judge(self._verify, prompt, text)
+            correct += completion.finish_reason == "stop" and verdict.outcome is Outcome.RIGHT
+            no_result += completion.finish_reason == "stop" and verdict.score is None
             tokens += len(completion.token_ids)
         return Evaluation(
             version=version.version,
             sha256=version.sha256,
-            accuracy=correct / len(self._prompts),
+            accuracy=correct / max(1, len(self._prompts) - no_result),
             prompts=len(self._prompts),
+            no_result=no_result,
             mean_tokens=tokens / len(self._prompts),
             wall_s=time.monotonic() - start,
         )

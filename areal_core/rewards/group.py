@@ -8,6 +8,8 @@ Nothing here knows of processes: `rewards.worker` runs it in one, benchmarks and
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,31 +95,36 @@ class GroupRollout:
     def _scored(self, trajectories: Sequence[Trajectory]) -> ScoredGroup:
         prompt = _common_prompt(trajectories, self._n)
         rests = [_joined(trajectory.segments[1:]) for trajectory in trajectories]
-        for rest in rests:
-            _check(rest)
+        for trajectory, rest in zip(trajectories, rests, strict=True):
+            _check(trajectory, rest)
+        rewards = [trajectory.reward for trajectory in trajectories]
+        if all(reward is None for reward in rewards):
+            raise RewardError("the verifier found no result for any completion of the group")
         payload = GroupPayload(
             prompt_tokens=prompt,
             lengths=np.array([len(rest.token_ids) for rest in rests], np.int32),
             tokens=np.concatenate([rest.token_ids for rest in rests]),
-            loss_mask=np.concatenate([rest.loss_mask for rest in rests]),
+            loss_mask=np.concatenate(
+                [rest.loss_mask & (reward is not None) for rest, reward in zip(rests, rewards, strict=True)]
+            ),
             logprobs=np.concatenate([rest.logprobs for rest in rests]),
             versions=np.concatenate([rest.versions for rest in rests]),
-            rewards=np.array([trajectory.reward for trajectory in trajectories], np.float32),
+            rewards=np.array(rewards, np.float32),
             truncated=np.array([trajectory.truncated for trajectory in trajectories], np.bool_),
         )
         versions = payload.versions[payload.versions >= 0]
         summary = GroupSummary(
             prompt_tokens=len(prompt),
             lengths=tuple(payload.lengths.tolist()),
-            rewards=tuple(payload.rewards.tolist()),
+            rewards=tuple(rewards),
             tokens=len(versions),
             min_version=int(versions.min()),
             max_version=int(versions.max()),
-            correct=sum(trajectory.correct for trajectory in trajectories),
+            outcomes=dict(Counter(trajectory.outcome for trajectory in trajectories)),
             truncated=int(payload.truncated.sum()),
             samples=tuple(
                 (self._tokenizer.decode(rest.token_ids.tolist()), reward, _spans(rest.versions))
-                for rest, reward in zip(rests[:_SAMPLES], payload.rewards.tolist(), strict=False)
+                for rest, reward in zip(rests[:_SAMPLES], rewards, strict=False)
             ),
             unused_tokens=self._policy.sampled_tokens - len(versions),
         )
@@ -205,7 +212,9 @@ def _joined(segments: Sequence[Segment]) -> Segment:
     )
 
 
-def _check(rest: Segment) -> None:
+def _check(trajectory: Trajectory, rest: Segment) -> None:
+    if trajectory.reward is not None and not math.isfinite(trajectory.reward):
+        raise RewardError(f"environment: a reward must be finite, got {trajectory.reward}")
     if not (rest.versions >= 0).any():
         raise RewardError("environment: a trajectory must hold tokens that the policy sampled")
     if (rest.loss_mask & (rest.versions < 0)).any():

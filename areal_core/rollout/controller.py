@@ -287,7 +287,7 @@ class RolloutController:
             rollout.close()
         self._failed_in_a_row = 0
         summary = outcome.summary
-        if self._config.rollout.dynamic_sampling and summary.correct in (0, self._group_size):
+        if self._config.rollout.dynamic_sampling and summary.correct in (0, summary.judged):
             self._drop_uniform(group, summary)
         else:
             self._ledger.ready(group.group_id, summary, outcome.payload, version=self._engine.version)

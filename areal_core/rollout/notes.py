@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS steps (
 );
 CREATE TABLE IF NOT EXISTS evaluations (
     version INTEGER PRIMARY KEY, sha256 TEXT NOT NULL, accuracy REAL NOT NULL, prompts INTEGER NOT NULL,
-    mean_tokens REAL NOT NULL, wall_s REAL NOT NULL
+    no_result INTEGER NOT NULL, mean_tokens REAL NOT NULL, wall_s REAL NOT NULL
 );
 """
 

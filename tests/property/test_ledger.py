@@ -50,7 +50,7 @@ class LedgerMachine(RuleBasedStateMachine):
             tokens=tokens,
             min_version=version,
             max_version=version,
-            correct=0,
+            outcomes={},
             truncated=0,
         )
         self.ledger.ready(group_id, summary, b"payload", version=len(self.batches))

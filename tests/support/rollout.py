@@ -13,7 +13,7 @@ from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import SampledCompletion, join_completions
 from areal_core.errors import GenerationError, RewardError
-from areal_core.types import Completion, GenerationRequest, GroupSummary, PolicyVersion, Prompt, SampleRequest
+from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, PolicyVersion, Prompt, SampleRequest
 
 FIRST_TOKEN = 100  # above the prompts' and the stop token
 
@@ -166,7 +166,7 @@ class FakeRewards:
             unused_tokens=unused,
             min_version=min(versions),
             max_version=max(versions),
-            correct=correct,
+            outcomes={Outcome.RIGHT: correct},
             truncated=0,
         )
         return ScoredGroup(payload=b"", summary=summary)

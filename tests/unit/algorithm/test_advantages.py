@@ -52,10 +52,25 @@ def test_each_group_sums_to_nothing(kind: str):
 
 
 def test_unusable_rewards_are_refused():
-    with pytest.raises(RewardError, match="rewards: must be finite, got nan"):
-        batch_advantages([[np.nan, 0.0]])
+    with pytest.raises(RewardError, match="rewards: must be finite, got -inf"):
+        batch_advantages([[-np.inf, 0.0]])
     with pytest.raises(ConfigError, match=r"algorithm\.group_size: must be at least 2 with leave_one_out, got 1"):
         leave_one_out_advantages([[1.0], [0.0]])
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_without_a_reward_a_completion_is_left_out(kind: str):
+    """The others have the advantages that they would have without it."""
+    rewards = np.random.default_rng(0).normal(size=(3, 4))
+    with_gaps = np.insert(rewards, 2, np.nan, axis=1)
+    advantages = ADVANTAGES[kind](with_gaps)
+    np.testing.assert_allclose(np.delete(advantages, 2, axis=1), ADVANTAGES[kind](rewards), rtol=1e-12)
+    assert not advantages[:, 2].any()
+
+
+@pytest.mark.parametrize("kind", ["group", "group_mean", "leave_one_out"])
+def test_a_group_of_one_or_no_reward_has_no_advantage(kind: str):
+    assert not ADVANTAGES[kind]([[None, 1.0, None], [None, None, None]]).any()
 
 
 def test_leave_one_out_is_group_mean_times_a_constant():

@@ -13,7 +13,7 @@ from areal_core.controller.recorder import Recorder
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
 from areal_core.rollout.notes import Ending
 from areal_core.tracking.outbox import Outbox
-from areal_core.types import Evaluation, GroupSummary, PolicyVersion, Prompt
+from areal_core.types import Evaluation, GroupSummary, Outcome, PolicyVersion, Prompt
 from tests.support.servers import server_load
 
 CONFIG = load(
@@ -58,7 +58,7 @@ def train(ledger: TrajectoryLedger, step: int, *, version: int = 0) -> None:
         tokens=10,
         min_version=version,
         max_version=version,
-        correct=1,
+        outcomes={Outcome.RIGHT: 1, Outcome.WRONG: 1},
         truncated=1,
         samples=(("1=1#1", 1.0, f"{version}:0-7"),),
     )
@@ -68,7 +68,9 @@ def train(ledger: TrajectoryLedger, step: int, *, version: int = 0) -> None:
 
 
 def evaluation(version: int, accuracy: float) -> Evaluation:
-    return Evaluation(version=version, sha256=str(version), accuracy=accuracy, prompts=10, mean_tokens=5.0, wall_s=0.1)
+    return Evaluation(
+        version=version, sha256=str(version), accuracy=accuracy, prompts=10, no_result=0, mean_tokens=5.0, wall_s=0.1
+    )
 
 
 def ending(version: int) -> Ending:

@@ -1,12 +1,11 @@
 import json
-from decimal import Decimal
 from pathlib import Path
 
 import pytest
 import tokenizers
 
 from areal_core.config.schema import TaskConfig
-from areal_core.environments.jsonl import JsonlSource, final_number
+from areal_core.environments.jsonl import JsonlSource
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer
 
@@ -30,35 +29,11 @@ def write(path, *rows):
     return path
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("16 - 3 = 13\n#### 18", "18"),
-        ("#### 70,000", "70000"),
-        ("#### -7", "-7"),
-        ("#### $2.50", "2.5"),
-        ("so 12 or \\boxed{41} then 5", "41"),
-        ("\\boxed{1} and \\boxed{x = 204}", "204"),
-        ("the answer is 3.", "3"),
-        ("27.0", "27"),
-        ("first 1, then 2", "2"),
-        (".5", "0.5"),
-    ],
-)
-def test_final_number(text, number):
-    assert final_number(text) == Decimal(number)
-
-
-@pytest.mark.parametrize("text", ["", "none", "12 #### none", "12 \\boxed{none}"])
-def test_a_conclusion_without_number_is_none(text):
-    assert final_number(text) is None
-
-
 def test_the_sample_gives_every_prompt_once_an_epoch_in_a_new_order(tokenizer):
     source = JsonlSource(task(), tokenizer, seed=1)
     first, second = ([source.prompt(6 * epoch + i) for i in range(6)] for epoch in range(2))
     answers = {p.text: p.answer for p in first}
-    assert sorted(answers.values()) == sorted(["11", "50", "4500", "41", "-7", "2.5"])
+    assert sorted(answers.values()) == sorted(["11", "50", "4,500", "41", "-7", "2.5"])
     assert {p.text for p in second} == set(answers)
     assert [p.text for p in first] != [p.text for p in second]
     assert [p.index for p in first + second] == list(range(12))
@@ -95,8 +70,9 @@ def test_files_that_are_the_same_leave_nothing_to_train_on(tokenizer):
         ("{\n", "not JSON"),
         ("[1]\n", "must be a JSON object"),
         ({"answer": "1"}, "task.prompt_field=question must be text"),
-        ({"question": "1 ?", "answer": "none"}, "task.answer_field=answer must end on a number"),
-        ({"question": "1 ?"}, "task.answer_field=answer must end on a number"),
+        ({"question": "1 ?", "answer": "so\nnone"}, "task.answer_field=answer must hold an answer, or end on one"),
+        ({"question": "1 ?", "answer": "(1"}, "task.answer_field=answer must hold an answer, or end on one"),
+        ({"question": "1 ?"}, "task.answer_field=answer must be text or a number"),
         ({"question": "a b c d", "answer": 1}, "a prompt of 4 tokens, more than task.max_prompt_tokens=3"),
     ],
 )
@@ -104,10 +80,26 @@ def test_a_bad_line_is_named_with_its_file(tokenizer, tmp_path, row, message):
     file = write(tmp_path / "train.jsonl", {"question": "a b", "answer": 1}, "\n", row)
     held_out = write(tmp_path / "test.jsonl", {"question": "a", "answer": 1})
     with pytest.raises(ConfigError) as caught:
-        JsonlSource(task(file, held_out, max_prompt_tokens=3), tokenizer, seed=1)
+        JsonlSource(task(file, held_out, max_prompt_tokens=3, bad_rows="refuse"), tokenizer, seed=1)
     assert str(caught.value).startswith(f"task.path: {file}, line 3: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_bad_lines_are_skipped_counted_and_named(tokenizer, tmp_path, caplog):
+    bad = [f"[{i}]\n" for i in range(4)]
+    file = write(tmp_path / "train.jsonl", {"question": "a b", "answer": 1}, *bad, {"question": "c", "answer": "\\pi"})
+    held_out = write(tmp_path / "test.jsonl", {"question": "a", "answer": 1})
+    source = JsonlSource(task(file, held_out), tokenizer, seed=1)
+    assert sorted(source.prompt(index).answer for index in range(2)) == ["1", "\\pi"]
+    lines = "; ".join(f"line {number}: must be a JSON object" for number in (2, 3, 4))
+    assert caplog.messages == [f"task.path: {file}: 4 of 6 rows are skipped: {lines}; ..."]
+
+
+def test_a_file_of_bad_lines_alone_is_refused_with_the_first(tokenizer, tmp_path):
+    file = write(tmp_path / "train.jsonl", "[1]\n", "{\n")
+    with pytest.raises(ConfigError, match=r"^task\.path: .* holds no prompt; line 1: must be a JSON object$"):
+        JsonlSource(task(file), tokenizer, seed=1)
 
 
 def test_a_missing_and_an_empty_file_are_named(tokenizer, tmp_path):

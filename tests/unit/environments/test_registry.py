@@ -4,7 +4,7 @@ from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskCon
 from areal_core.environments.registry import open_environment, open_verifier
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.environments.two_turn import TwoTurn
-from areal_core.environments.verifiers import exact_match, same_number
+from areal_core.environments.verifiers import exact_match, mathematics
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
 
@@ -22,10 +22,10 @@ def test_environments_go_by_name_or_by_import_path():
 def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own():
     arithmetic, jsonl = TaskConfig(name="arithmetic"), TaskConfig(name="jsonl")
     assert open_verifier(EnvironmentConfig(), arithmetic) is exact_match
-    assert open_verifier(EnvironmentConfig(), jsonl) is same_number
+    assert open_verifier(EnvironmentConfig(), jsonl) is mathematics
     assert open_verifier(EnvironmentConfig(verifier="exact_match"), jsonl) is exact_match
-    path = "areal_core.environments.verifiers:same_number"
-    assert open_verifier(EnvironmentConfig(verifier=path), arithmetic) is same_number
+    path = "areal_core.environments.verifiers:mathematics"
+    assert open_verifier(EnvironmentConfig(verifier=path), arithmetic) is mathematics
 
 
 @pytest.mark.parametrize(

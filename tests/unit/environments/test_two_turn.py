@@ -32,7 +32,11 @@ def test_only_a_wrong_first_try_is_followed_by_a_second():
     assert mended.segments[1].token_ids[-1] == END
     assert mended.segments[3].logprobs.tolist() == [0, -0.125, -0.25]
     # From -1 for wrong to 1 for right, half of the way for a second try.
-    assert [(one.reward, one.correct) for one in (right, mended, wrong)] == [(1.0, True), (0.0, True), (-1.0, False)]
+    assert [(one.reward, one.outcome) for one in (right, mended, wrong)] == [
+        (1.0, "right"),
+        (0.0, "right"),
+        (-1.0, "wrong"),
+    ]
 
 
 def test_the_policy_is_told_what_the_configuration_says():
@@ -46,10 +50,10 @@ def test_where_there_is_no_room_the_first_try_stands():
     policy = ScriptedPolicy({"1+1=": [completion("#7")]}, limit=8)
     [trajectory] = roll_out(policy, 1)
     assert spelled(trajectory) == [("1+1=", False), ("#7", True)]
-    assert (trajectory.correct, trajectory.truncated) == (False, False)
+    assert (trajectory.outcome, trajectory.truncated) == ("wrong", False)
 
 
 def test_a_second_try_that_is_cut_off_is_wrong():
     cut = completion("#2", finish_reason="length")
     [trajectory] = roll_out(ScriptedPolicy({"1+1=": [completion("#7")], "1+1=#7=": [cut]}), 1)
-    assert (trajectory.reward, trajectory.correct, trajectory.truncated) == (-1.0, False, True)
+    assert (trajectory.reward, trajectory.outcome, trajectory.truncated) == (-1.0, "wrong", True)

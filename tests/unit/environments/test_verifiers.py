@@ -1,7 +1,8 @@
 import pytest
 
-from areal_core.environments.verifiers import exact_match, same_number
-from areal_core.types import Prompt
+from areal_core.environments.environment import Verdict, judge
+from areal_core.environments.verifiers import exact_match, mathematics
+from areal_core.types import Outcome, Prompt
 
 
 def task(gold: str) -> Prompt:
@@ -27,16 +28,32 @@ def test_exact_match_looks_at_what_follows_the_last_mark(completion, score):
 
 
 @pytest.mark.parametrize(
-    ("completion", "gold", "score"),
+    ("completion", "gold", "outcome"),
     [
-        ("so there are 18 eggs.\n#### 18", "18", 1.0),
-        ("\\boxed{1,500}", "1500", 1.0),
-        ("27.0", "27", 1.0),
-        ("it is 27", "27.5", 0.0),
-        ("18 at first, then 19", "18", 0.0),
-        ("-7", "7", 0.0),
-        ("no idea", "18", 0.0),
+        ("so there are 18 eggs.\n#### 18", "18", Outcome.RIGHT),
+        ("\\boxed{1,500}", "1500", Outcome.RIGHT),
+        ("27.0", "27", Outcome.RIGHT),
+        ("it is 27", "27.5", Outcome.WRONG),
+        ("18 at first, then 19", "18", Outcome.WRONG),
+        ("no idea", "18", Outcome.NO_ANSWER),
+        ("\\boxed{\\frac{1}{2}", "1/2", Outcome.UNPARSABLE),
+        ("\\boxed{(1}", "1", Outcome.UNPARSABLE),
+        ("\\boxed{" + "x" * 601 + "}", "1", Outcome.UNPARSABLE),
+        ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", Outcome.RIGHT),
+        ("\\boxed{2}", "3\\sqrt{2}", Outcome.WRONG),
     ],
 )
-def test_same_number(completion, gold, score):
-    assert same_number(task(gold), completion) == score
+def test_mathematics(completion, gold, outcome):
+    verdict = mathematics(task(gold), completion)
+    assert verdict.outcome is outcome
+    assert verdict.score == (1.0 if outcome is Outcome.RIGHT else 0.0)
+
+
+def test_what_takes_too_long_is_no_result():
+    assert mathematics(task("\\sqrt{2}"), "\\boxed{1000000!}") == Verdict(Outcome.TIMED_OUT, None)
+
+
+def test_a_score_alone_is_a_verdict():
+    scores = {"a": 1.0, "b": 0.5, "c": 0.0}
+    verdicts = [judge(lambda _, text: scores[text], task(""), text) for text in scores]
+    assert verdicts == [Verdict(Outcome.RIGHT, 1.0), Verdict(Outcome.WRONG, 0.5), Verdict(Outcome.WRONG, 0.0)]

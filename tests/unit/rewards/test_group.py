@@ -8,10 +8,12 @@ import pytest
 
 from areal_core.api.scored_groups import unpack_group
 from areal_core.api.wire import encode_generation, whole_completions
-from areal_core.environments.environment import given, sampled
+from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.environments.environment import Setting, Verdict, given, sampled
+from areal_core.environments.single_turn import SingleTurn
 from areal_core.errors import RewardError
 from areal_core.rewards.group import GroupRollout
-from areal_core.types import GenerationRequest, Prompt, SampleRequest, Trajectory
+from areal_core.types import GenerationRequest, Outcome, Prompt, SampleRequest, Trajectory
 from tests.support.policies import END, TOKENIZER, completion
 
 PROMPT = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode("1+1="), answer="2")
@@ -36,7 +38,7 @@ def advance_all(environment, *turns, n=2, max_new_tokens=20):
 
 
 def trajectory(*segments, reward=1.0):
-    return Trajectory(segments=segments, reward=reward, correct=reward == 1.0)
+    return Trajectory(segments=segments, reward=reward, outcome=Outcome.RIGHT if reward == 1.0 else Outcome.WRONG)
 
 
 class Talker:
@@ -129,3 +131,51 @@ def test_what_there_is_no_room_for_is_refused(asked):
 
     with pytest.raises(RewardError, match=r"there is room for 21 \(task\.max_new_tokens\)"):
         advance_all(Greedy(), [served(completion("1"))], n=1, max_new_tokens=21)
+
+
+def unsure(task, text):
+    """No result for an even digit."""
+    return Verdict.of(Outcome.TIMED_OUT if text in ("2", "4") else Outcome.RIGHT)
+
+
+def scored(*texts, **settings):
+    environment = SingleTurn(
+        Setting(
+            environment=EnvironmentConfig(**settings),
+            task=TaskConfig(),
+            algorithm=AlgorithmConfig(),
+            tokenizer=TOKENIZER,
+            verify=unsure,
+        )
+    )
+    [group] = advance_all(environment, [served(*(completion(text) for text in texts))], n=len(texts))
+    return group
+
+
+def test_a_completion_without_result_has_no_reward_and_is_not_trained_on():
+    group = scored("1", "22", "2", "3")
+    assert group.summary.rewards == (1.0, 1.0, None, 1.0)
+    assert (group.summary.outcomes, group.summary.judged) == ({"right": 3, "timed_out": 1}, 3)
+    payload = unpack_group(group.payload)
+    assert payload.rewards.tolist()[:2] == [1.0, 1.0]
+    assert np.isnan(payload.rewards).tolist() == [False, False, True, False]
+    trained = np.split(payload.loss_mask, np.cumsum(payload.lengths)[:-1])
+    assert [(part.all(), part.any()) for part in trained] == [(True, True), (True, True), (False, False), (True, True)]
+
+
+def test_a_group_can_be_tried_again_instead_and_one_without_any_result_always_is():
+    with pytest.raises(RewardError, match="the verifier found no result: timed_out"):
+        scored("1", "2", no_result="try_again")
+    with pytest.raises(RewardError, match="the verifier found no result for any completion of the group"):
+        scored("2", "4")
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_refused(reward):
+    class Broken:
+        async def rollout_group(self, task, policy, n):
+            completions = await policy.sample(task.token_ids, n=n)
+            return [trajectory(given(task.token_ids), sampled(one), reward=reward) for one in completions]
+
+    with pytest.raises(RewardError, match="environment: a reward must be finite, got"):
+        advance_all(Broken(), [served(completion("1"))], n=1)

@@ -23,7 +23,7 @@ from areal_core.types import Completion, GenerationRequest, GroupSummary, Prompt
 
 END = char_tokenizer().token_id(EOS)
 BUSY_S = 0.05  # CPU seconds of a job that does nothing else
-SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, correct=0, truncated=0)
+SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=0)
 
 
 def completion(text, versions, finish_reason="stop"):
@@ -104,7 +104,7 @@ def test_a_group_is_scored_and_packed(model):
         "tokens": 17,
         "min_version": 4,
         "max_version": 5,
-        "correct": 1,
+        "outcomes": {"right": 1, "wrong": 1},
         "truncated": 0,
         "samples": (("1-1=0;0-7=3#3", 5.0, "4:0-9 5:9-14"), ("#7", -5.0, "5:0-3")),
         "unused_tokens": 0,

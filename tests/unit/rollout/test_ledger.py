@@ -7,7 +7,7 @@ import pytest
 
 from areal_core.errors import LedgerError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
-from areal_core.types import GroupState, GroupSummary, PolicyVersion, Tally
+from areal_core.types import GroupState, GroupSummary, Outcome, PolicyVersion, Tally
 
 GROUP = 2
 
@@ -19,7 +19,7 @@ def summary(tokens: int = 4, version: int = 0) -> GroupSummary:
         tokens=tokens,
         min_version=version,
         max_version=version,
-        correct=1,
+        outcomes={Outcome.RIGHT: 1},
         truncated=0,
         samples=(("#3", 1.0, "0"),),
     )
@@ -280,5 +280,5 @@ def test_a_ledger_of_another_format_is_refused_in_one_line(tmp_path):
     path = tmp_path / "old.sqlite"
     with sqlite3.connect(path) as old:
         old.execute("CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-    with pytest.raises(LedgerError, match=r"^.*old\.sqlite: a ledger of format 0, needed is 2; start .* another id$"):
+    with pytest.raises(LedgerError, match=r"^.*old\.sqlite: a ledger of format 0, needed is 3; start .* another id$"):
         TrajectoryLedger(path, group_size=GROUP)

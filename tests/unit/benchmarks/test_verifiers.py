@@ -1,0 +1,51 @@
+import json
+import random
+
+import pytest
+
+from areal_core.errors import ConfigError
+from benchmarks import verifiers as benchmark
+
+GOLDS = {"one": ["1,234", "-0.75", r"\frac{3}{4}", "3/4", r"3\sqrt{2}", "(1,2)"], "two": ["9"]}
+
+
+def changed(change, *arguments):
+    return [change(gold, *arguments) for gold in GOLDS["one"]]
+
+
+def test_the_same_answers_are_written_otherwise():
+    assert changed(benchmark.decimal_or_fraction) == ["1234.0", r"-\frac{3}{4}", "0.75", "0.75", None, None]
+    assert changed(benchmark.thousands) == ["1,234", None, None, None, None, None]
+    assert changed(benchmark.dfrac) == [None, None, r"\dfrac{3}{4}", None, None, None]
+    assert changed(benchmark.unit)[4:] == [None, None]
+    assert changed(benchmark.spacing)[5] == r"(1 ,\, 2)"
+
+
+def test_wrong_answers_are_none_that_are_right_after_all():
+    rng = random.Random(1)
+    assert changed(benchmark.inverted, GOLDS, rng) == [None, None, r"\frac{4}{3}", "4/3", None, None]
+    assert changed(benchmark.sign, GOLDS, rng)[:4] == ["-1,234", "0.75", r"-\left(\frac{3}{4}\right)", "-3/4"]
+    assert all(one in GOLDS["one"] for one in changed(benchmark.another, GOLDS, rng))
+    assert benchmark._changed("7.0", "7.") is None
+    assert benchmark._changed("7.0", "8") == "8"
+
+
+def test_shares_are_of_what_was_judged(capsys):
+    judged = benchmark.Judged()
+    assert judged.gold("one", ["5", "7"]) == 1.0
+    assert judged.reformatted({"one": ["5", "7"]})["dfrac"] is None
+    assert judged.wrong({"one": ["52", "74"]}, random.Random(1))["neighbour"] == 0.0
+    assert judged.count["one"] > 10
+    assert judged.cpu_s["one"] > 0
+    assert capsys.readouterr().err == ""
+
+
+def test_data_is_read_by_benchmark(tmp_path):
+    with pytest.raises(ConfigError, match=r"^--data: .*gsm8k-test\.jsonl is not there$"):
+        benchmark.gold_answers(tmp_path)
+    rows = {"answer": "so\n#### 1,234", "solution": r"thus \boxed{x}"}
+    for file, _ in benchmark.FILES.values():
+        (tmp_path / file).write_text(json.dumps(rows) + "\n")
+    found = benchmark.gold_answers(tmp_path)
+    assert (found["gsm8k"], found["minerva"]) == (["1,234"], ["x"])
+    assert len(found["own"]) > 50
