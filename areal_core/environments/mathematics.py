@@ -37,7 +37,7 @@ def conclusion(text: str) -> str | None:
     if (marked := _marked(text)) is not None:
         return marked
     text = text[-_LAST:].strip()
-    if len(text) <= _ALONE and "\n" not in text and text and not _WORD.search(_COMMAND.sub("", text)):
+    if 0 < len(text) <= _ALONE and not re.search(r"[\n#]", text) and not _WORD.search(_COMMAND.sub("", text)):
         return text
     said = list(_ANSWER.finditer(text))
     if said and (found := _sentence(text[said[-1].end() :])):
@@ -338,7 +338,9 @@ def _compared(gold: str, answer: str) -> bool | None:
 
 
 def _unnamed(text: str) -> str:
-    """Without "x =" before a value."""
+    """Without "x =" before a value, or the sum that it is the result of."""
+    if "=" in text and not re.search(r"[a-zA-Z<>]", text):
+        return text.rpartition("=")[2].strip()
     name = _NAMED.match(text)
     return text[name.end() :] if name and "=" not in text[name.end() :] else text
 

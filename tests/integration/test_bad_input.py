@@ -231,7 +231,7 @@ GOOD = '{"question": "1+1=", "answer": "2"}\n'
         ("{\n", "not JSON: "),
         ("[1]\n", "must be a JSON object"),
         ('{"answer": "2"}\n', "task.prompt_field=question must be text"),
-        ('{"question": "1+2=", "answer": "none"}\n', "task.answer_field=answer must end on a number"),
+        ('{"question": "1+2=", "answer": "(1"}\n', "task.answer_field=answer must hold an answer, or end on one"),
         (GOOD.replace("1+1=", "1+1" * 14), "a prompt of 42 tokens, more than task.max_prompt_tokens=40"),
         (GOOD.replace("1+1=", "What?"), "the model's tokenizer can't spell 'What?': "),
     ],
@@ -241,7 +241,7 @@ def test_prompts(refused: Callable[..., str], model: Path, tmp_path: Path, line:
     prompts.write_text(GOOD + line)
     held_out.write_text(GOOD.replace("1+1", "1+2"))
     task = (f"model.path={model}", "task.name=jsonl", f"task.path={prompts}", f"task.held_out_path={held_out}")
-    assert refused(*task).startswith(f"task.path: {prompts}, line 2: {error}")
+    assert refused(*task, "task.bad_rows=refuse").startswith(f"task.path: {prompts}, line 2: {error}")
 
 
 def test_a_prompt_file_that_is_absent(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
