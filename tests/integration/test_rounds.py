@@ -109,7 +109,8 @@ def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) ->
     rendezvous.agent_lives_s = 15  # one that is thought dead comes back when its rank misses another: these never do
     stays, spent = rendezvous.agent(WORKS), rendezvous.agent(FAILS)
     assert rendezvous.agents[1].wait(PATIENCE_S) == 1
-    assert spent.read_text().rstrip().endswith("spent")
+    # Not necessarily as the last line: torch's timer of heartbeats may be caught by the interpreter's end, and says so.
+    assert "spent" in spent.read_text().splitlines()
     again = rendezvous.agent(WORKS)
     rendezvous.wait_for(lambda: works(again))
     assert works(stays)
