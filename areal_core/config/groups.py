@@ -27,9 +27,9 @@ _VLLM_TEMPERATURE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The base policy: a folder in the transformers format, or the embedded model that the warm-up makes."""
+    """The base policy: a folder in the transformers format, a GGUF file, or the embedded model of the warm-up."""
 
-    path: str | None = None  # None: make and warm up the embedded model from the shape below
+    path: str | None = None  # a folder, or a file that ends on .gguf; None: make the embedded model of the shape below
     hidden_size: int = bounded(64, low=8)
     layers: int = bounded(3, low=1)
     heads: int = bounded(4, low=1)

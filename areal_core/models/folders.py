@@ -6,7 +6,6 @@ Generation and training each run these weights in their own way; what they must 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from areal_core.errors import ModelError
 from areal_core.models.spec import (
-    MODEL_TYPES,
     ModelSpec,
     check_weights,
     open_weights,
@@ -26,7 +24,9 @@ from areal_core.models.spec import (
     read_spec,
     weight_files,
     weight_shapes,
+    write_config,
 )
+from areal_core.models.tokenizer import write_settings
 
 __all__ = [
     "ModelSpec",
@@ -70,30 +70,7 @@ def write_model(
     check_weights(spec, weights)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    ids = {"bos_token_id": None, "eos_token_id": list(spec.eos_token_ids) or None, "pad_token_id": None}
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    config = {
-        "architectures": [spec.architecture],
-        "model_type": MODEL_TYPES[spec.architecture],
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": spec.intermediate_size,
-        "hidden_act": "silu",
-        "rope_theta": spec.rope_theta,  # readers older than transformers 5
-        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
-        "rms_norm_eps": spec.rms_eps,
-        "tie_word_embeddings": spec.tie_embeddings,
-        "max_position_embeddings": spec.context,
-        "use_cache": True,
-        "dtype": dtype,
-        **ids,
-    }
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 1.0, **ids})
+    write_config(folder, spec, str(next(iter(weights.values())).dtype).removeprefix("torch."))
     save_file(
         {name: weights[name].contiguous() for name in weight_shapes(spec)},
         folder / "model.safetensors",
@@ -128,10 +105,6 @@ def rope_tables(spec: ModelSpec, length: int, device: torch.device | str = "cpu"
     return angles.cos(), angles.sin()
 
 
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n")
-
-
 def _write_tokenizer(folder: Path, spec: ModelSpec, tokenizer_file: Path) -> None:
     target = folder / "tokenizer.json"
     if tokenizer_file.absolute() != target.absolute():
@@ -145,13 +118,4 @@ def _write_tokenizer(folder: Path, spec: ModelSpec, tokenizer_file: Path) -> Non
     names = {token: text for text, token in tokenizer.get("model", {}).get("vocab", {}).items()}
     names |= {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
     eos = next((names[token] for token in spec.eos_token_ids if token in names), None)
-    _write_json(
-        folder / settings.name,
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": eos,
-            "pad_token": eos,
-            "model_max_length": spec.context,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
+    write_settings(folder / settings.name, eos=eos, context=spec.context)

@@ -104,6 +104,34 @@ def read_spec(folder: str | Path) -> ModelSpec:
     )
 
 
+def write_config(folder: Path, spec: ModelSpec, dtype: str) -> None:
+    """Write config.json and generation_config.json, as `read_spec` and transformers read them."""
+    ids = {"bos_token_id": None, "eos_token_id": list(spec.eos_token_ids) or None, "pad_token_id": None}
+    config = {
+        "architectures": [spec.architecture],
+        "model_type": MODEL_TYPES[spec.architecture],
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate_size,
+        "hidden_act": "silu",
+        "rope_theta": spec.rope_theta,  # readers older than transformers 5
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "rms_norm_eps": spec.rms_eps,
+        "tie_word_embeddings": spec.tie_embeddings,
+        "max_position_embeddings": spec.context,
+        "use_cache": True,
+        "dtype": dtype,
+        **ids,
+    }
+    sampling = {"do_sample": True, "temperature": 1.0, **ids}
+    for name, value in (("config.json", config), ("generation_config.json", sampling)):
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n")
+
+
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor, in the order of the forward pass; no lm_head.weight when embeddings are tied."""
     hidden, inner = spec.hidden_size, spec.intermediate_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,6 +58,19 @@ class Tokenizer:
     def save(self, file: Path) -> None:
         """Write tokenizer.json."""
         self._inner.save(str(file))
+
+
+def write_settings(file: Path, *, eos: str | None, context: int, chat_template: str | None = None) -> None:
+    """Write tokenizer_config.json, for transformers and vLLM."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos,
+        "pad_token": eos,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        **({} if chat_template is None else {"chat_template": chat_template}),
+    }
+    file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def char_tokenizer() -> Tokenizer:

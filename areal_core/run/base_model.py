@@ -1,12 +1,15 @@
-"""Policy version 0: a folder of the user's, or the embedded model, which a supervised warm-up makes once a recipe."""
+"""Policy version 0: a folder of the user's; one made of a GGUF file of the user's, once; or the embedded model, which a
+supervised warm-up makes once a recipe."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ProcessError
+from areal_core.errors import ModelError, ProcessError
 from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
 from areal_core.run.folders import Log
 from areal_core.run.machine import python
@@ -19,15 +22,47 @@ _WARMUP_LOCK_S = 1800.0  # for another run to make the same base model
 def base_model(config: RunConfig, log: Log) -> Path:
     """The folder of policy version 0: the user's, or the embedded model, made once for all runs of one recipe."""
     if config.model.path is not None:
-        return Path(config.model.path).absolute()
+        return model_folder(config, log)
+
+    def warm_up(folder: Path) -> None:
+        log(f"warming up the base model, once for all runs of this recipe: {folder}")
+        _warm_up(config, folder, log)
+
+    return _made_once(config, cache_key(config), warm_up)
+
+
+def model_folder(config: RunConfig, log: Log) -> Path:
+    """The folder of `model.path`: itself, or what is made of a GGUF file. Raises ModelError for a file that can't be
+    read, or holds what is not supported."""
+    assert config.model.path is not None
+    path = Path(config.model.path).absolute()
+    if path.suffix != ".gguf":
+        return path
+
+    def convert(folder: Path) -> None:
+        from areal_core.models.gguf import convert
+
+        log(f"converting {path.name}, once: {folder}")
+        convert(path, folder)
+
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from None
+    content = hashlib.blake2b(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6)
+    return _made_once(config, f"{path.stem}-{content.hexdigest()}", convert)
+
+
+def _made_once(config: RunConfig, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder of the cache, which the first of all runs that need it makes."""
     cache = Path(config.state_dir).absolute() / "cache"
-    cache.mkdir(exist_ok=True)
-    folder = cache / cache_key(config)
-    lock = cache / f"{folder.name}.lock"
-    with FileLock(lock, timeout_s=_WARMUP_LOCK_S, busy=f"state_dir: {lock} is still held by another run's warm-up"):
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / name
+    lock = cache / f"{name}.lock"
+    busy = f"state_dir: {lock} is still held by another run, which makes its base model"
+    with FileLock(lock, timeout_s=_WARMUP_LOCK_S, busy=busy):
         if not folder.exists():
-            log(f"warming up the base model, once for all runs of this recipe: {folder}")
-            _warm_up(config, folder, log)
+            make(folder)
     return folder
 
 

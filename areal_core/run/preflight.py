@@ -15,13 +15,14 @@ from areal_core.models.spec import check_folder, read_spec
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from areal_core.planning.footprint import Footprint, check_footprint
 from areal_core.planning.time_model import check_emulation
-from areal_core.run.folders import tracking_uri
+from areal_core.run.base_model import model_folder
+from areal_core.run.folders import Log, tracking_uri
 from areal_core.run.machine import HEAD, check_packages, device_memory, interpreter, visible_gpus
 from areal_core.storage.objects import Storage
 from areal_core.types import Prompt
 
 
-def preflight(config: RunConfig) -> None:
+def preflight(config: RunConfig, log: Log = print) -> None:
     """Check what a run will need: folders, model, prompts, storage, tracking. Makes what is absent and may be made.
 
     Raises ConfigError, ModelError, StorageError or TrackingError with one line that names the field.
@@ -49,9 +50,10 @@ def preflight(config: RunConfig) -> None:
     if config.model.path is None:
         _check_task(config, char_tokenizer())
     else:
-        _check_model(Path(config.model.path), config)
+        folder = _folder(config, log)
+        _check_model(folder, config)
         if config.launch.accelerator == "cuda" and not config.emulated:
-            plan(config)
+            plan(config, log)
     Storage.open(config.storage.url, config.storage.endpoint_url)
     if uri := tracking_uri(config):
         from areal_core.tracking.mlflow_client import check_reachable  # seconds of imports
@@ -67,16 +69,23 @@ def _check_address(address: str) -> None:
             raise ConfigError(f"launch.address: this machine can't listen on {address}: {error.strerror}") from error
 
 
-def plan(config: RunConfig) -> Footprint:
+def plan(config: RunConfig, log: Log = print) -> Footprint:
     """What the model of `model.path` needs of GPUs. Raises ConfigError for what can't be placed or does not fit, and
     ModelError for a folder without a sound config.json."""
     if config.model.path is None:
         raise ConfigError("model.path: must be given, a folder whose config.json says how large the model is")
     try:
-        spec = read_spec(config.model.path)
+        spec = read_spec(_folder(config, log))
     except ModelError as error:
         raise ModelError(f"model.path: {error}") from error
     return check_footprint(config, spec, device_memory(config))
+
+
+def _folder(config: RunConfig, log: Log) -> Path:
+    try:
+        return model_folder(config, log)
+    except ModelError as error:
+        raise ModelError(f"model.path: {error}") from error
 
 
 def _check_model(folder: Path, config: RunConfig) -> None:

@@ -57,7 +57,7 @@ def prepare(
         if run.summary.exists():
             log(f"run {run_id} has finished before")
             return run
-    preflight(config)
+    preflight(config, log)
     if not resumed:
         storage = Storage.open(config.storage.url, config.storage.endpoint_url).child(f"runs/{run_id}")
         if stored := checkpoint.newest(storage):

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import load
-from areal_core.errors import ProcessError
+from areal_core.errors import ModelError, ProcessError
 from areal_core.launch.supervisor import FileLock
+from areal_core.models import gguf
 from areal_core.run import base_model as module
+from areal_core.run.preflight import preflight
 from areal_core.run.prepare import prepare
 from areal_core.training.recipe import cache_key
 
@@ -41,11 +43,35 @@ def test_a_warm_up_that_fails(base: dict[str, Any], monkeypatch: pytest.MonkeyPa
         prepare(load(base | {"model": TINY}), log=lambda line: None)
 
 
+def test_a_gguf_file_is_converted_once_and_again_when_it_has_changed(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[str] = []
+
+    def convert(file: Path, folder: Path) -> None:
+        made.append(file.read_text())
+        folder.mkdir()
+
+    monkeypatch.setattr(gguf, "convert", convert)
+    file = tmp_path / "small.gguf"
+    config = load(base | {"model": {"path": str(file)}})
+    folders = []
+    for content in ("one", "another"):
+        file.write_text(content)
+        folders += [module.base_model(config, lambda line: None) for _ in range(2)]
+    assert made == ["one", "another"]
+    assert (folders[0], folders[2]) == (folders[1], folders[3])
+    assert folders[0] != folders[2]
+    file.unlink()
+    with pytest.raises(ModelError, match=r"^model\.path: .*small\.gguf: No such file or directory$"):
+        preflight(config)
+
+
 def test_two_runs_do_not_make_the_same_model_at_once(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WARMUP_LOCK_S", 0.0)
     config = load(base | {"model": TINY})
     cache = Path(base["state_dir"]) / "cache"
     cache.mkdir(parents=True)
-    busy = pytest.raises(ProcessError, match="is still held by another run's warm-up")
+    busy = pytest.raises(ProcessError, match="is still held by another run, which makes its base model")
     with FileLock(cache / f"{cache_key(config)}.lock", timeout_s=0.0, busy=""), busy:
         prepare(config, log=lambda line: None)

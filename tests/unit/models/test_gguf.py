@@ -1,0 +1,159 @@
+import dataclasses
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from areal_core.errors import ModelError
+from areal_core.models.arrays import read_arrays
+from areal_core.models.folders import init_weights
+from areal_core.models.gguf import convert
+from areal_core.models.spec import ModelSpec, check_folder
+from areal_core.models.tokenizer import Tokenizer
+from tests.support.models import SPEC
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+MERGES = [("a", "b"), ("ab", "c"), ("1", "2")]
+TOKENS = ["<|end|>", *BYTES, *("".join(merge) for merge in MERGES)]
+LLAMA = dataclasses.replace(
+    SPEC,
+    architecture="LlamaForCausalLM",
+    vocab_size=len(TOKENS),
+    hidden_size=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    layers=2,
+    qkv_bias=False,
+    eos_token_ids=(0,),
+)
+QWEN2 = dataclasses.replace(LLAMA, architecture="Qwen2ForCausalLM", qkv_bias=True, tie_embeddings=False)
+TYPES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+
+
+def weights_of(spec: ModelSpec) -> dict[str, np.ndarray]:
+    """Also biases and norms differ from each other."""
+    noise = torch.Generator().manual_seed(1)
+    weights = init_weights(spec, seed=0)
+    return {name: (value + 0.1 * torch.randn(value.shape, generator=noise)).numpy() for name, value in weights.items()}
+
+
+def write(file: Path, spec: ModelSpec, kind: str, *, pre: str = "smollm", omit: str = "", **fields: object) -> Path:
+    """As llama.cpp's converter does, from its documentation: a rotated pair of a Llama's head lies side by side."""
+    writer = GGUFWriter(file, str(fields.pop("architecture", kind)))
+    writer.add_context_length(spec.context)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_rope_freq_base(spec.rope_theta)
+    writer.add_layer_norm_rms_eps(spec.rms_eps)
+    writer.add_tokenizer_model(str(fields.pop("tokenizer", "gpt2")))
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * (len(TOKENS) - 1))
+    writer.add_token_merges([" ".join(merge) for merge in MERGES])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    for name, value in fields.items():
+        writer.add_string(f"{kind}.{name.replace('__', '.')}", str(value))
+    names = gguf.get_tensor_name_map(TYPES[kind], spec.layers)
+    for name, array in weights_of(spec).items():
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None
+        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = spec.heads if "q_proj" in name else spec.kv_heads
+            array = array.reshape(heads, 2, spec.head_dim // 2, -1).swapaxes(1, 2).reshape(array.shape)
+        if name == "model.layers.1.mlp.up_proj.weight":
+            writer.add_tensor(
+                target, gguf.quantize(array, GGMLQuantizationType.Q8_0), raw_dtype=GGMLQuantizationType.Q8_0
+            )
+        elif target != omit:
+            writer.add_tensor(target, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.parametrize(("kind", "spec"), [("llama", LLAMA), ("qwen2", QWEN2)])
+def test_a_file_becomes_the_folder_that_it_was_made_of(tmp_path, kind, spec):
+    convert(write(tmp_path / "x.gguf", spec, kind), tmp_path / "x")
+    assert check_folder(tmp_path / "x") == dataclasses.replace(spec, rms_eps=pytest.approx(spec.rms_eps))
+    found = read_arrays(tmp_path / "x", spec)
+    for name, expected in weights_of(spec).items():
+        if name == "model.layers.1.mlp.up_proj.weight":
+            step = np.abs(expected).max() / 127  # of 8 bits
+            np.testing.assert_allclose(found[name], expected, atol=0.51 * step)
+        else:
+            np.testing.assert_array_equal(found[name], expected, name)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "x"),
+        AutoTokenizer.from_pretrained(tmp_path / "x"),
+    )
+    text = tokenizer.apply_chat_template([{"content": "abc 12<|end|>"}], tokenize=False)
+    ids = Tokenizer.from_folder(tmp_path / "x").encode(text)
+    assert tokenizer(text)["input_ids"] == list(ids)
+    assert model(torch.tensor([ids])).logits.shape == (1, len(ids), spec.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("smollm", ["abc", "Ġ", "ab", "Ġ", "1", "2", "<|end|>"]),  # digits one by one
+        ("gpt-2", ["abc", "Ġ", "ab", "Ġ", "12", "<|end|>"]),
+        ("llama-bpe", ["abc", "Ġ", "ab", "Ġ", "12", "<|end|>"]),
+        ("qwen2", ["abc", "Ġ", "ab", "Ġ", "1", "2", "<|end|>"]),
+    ],
+)
+def test_a_text_is_cut_as_the_file_names_it(tmp_path, pre, pieces):
+    convert(write(tmp_path / "x.gguf", LLAMA, "llama", pre=pre), tmp_path / "x")
+    tokenizer = Tokenizer.from_folder(tmp_path / "x")
+    ids = tokenizer.encode("abc ab 12<|end|>")
+    assert [TOKENS[token] for token in ids] == pieces
+    assert tokenizer.decode(ids) == "abc ab 12"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"architecture": "gemma"}, "general.architecture must be one of llama, qwen2, got 'gemma'"),
+        ({"tokenizer": "llama"}, "tokenizer.ggml.model must be gpt2, byte-level BPE, got 'llama'"),
+        (
+            {"pre": "chatglm"},
+            "tokenizer.ggml.pre must be one of gpt-2, default, smollm, llama-bpe, qwen2, got 'chatglm'",
+        ),
+        ({"rope__scaling__type": "yarn"}, "scaled rotary embeddings are not supported"),
+        ({"omit": "blk.0.attn_q.weight"}, "model.layers.0.self_attn.q_proj.weight: tensor is missing, expected shape"),
+        ({"omit": "token_embd.weight"}, "it has no token_embd.weight"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path, fields, said):
+    file = write(tmp_path / "x.gguf", LLAMA, "llama", **fields)
+    with pytest.raises(ModelError) as caught:
+        convert(file, tmp_path / "x")
+    assert str(caught.value).startswith(f"{file}: {said}")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_file_that_is_none_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"absent\.gguf: no such file$"):
+        convert(tmp_path / "absent.gguf", tmp_path / "x")
+    whole = write(tmp_path / "x.gguf", LLAMA, "llama").read_bytes()
+    for name, content in {
+        "empty": b"",
+        "text": b"no model" * 9,
+        "head": whole[:100],
+        "half": whole[: len(whole) // 2],
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ModelError, match=rf"{name}: not a readable GGUF file"):
+            convert(tmp_path / name, tmp_path / "x")
