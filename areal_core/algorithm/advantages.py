@@ -39,6 +39,13 @@ def batch_advantages(rewards: ArrayLike) -> Float64Array:
     return _normalised(_checked(rewards), axis=None)
 
 
+def batch_token_advantages(rewards: ArrayLike, lengths: ArrayLike) -> Float64Array:
+    """As `batch_advantages`, with the mean and the deviation of the tokens of the batch, each of which has its
+    completion's reward: what the paper's authors released normalises so. A long completion counts more, and the
+    advantages of all tokens sum to 0. rewards, lengths (tokens): [P, G] -> [P, G]."""
+    return _normalised(_checked(rewards), axis=None, weights=np.asarray(lengths, dtype=np.float64))
+
+
 def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
     """r minus the mean of the group's other completions (RLOO), not scaled. [P, G] -> [P, G].
 
@@ -54,7 +61,7 @@ def leave_one_out_advantages(rewards: ArrayLike) -> Float64Array:
     return np.where(there & ~_constant(checked, 1), checked - mean, 0.0)
 
 
-ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmConfig.advantage
+ADVANTAGES: dict[str, Callable[[ArrayLike], Float64Array]] = {  # by AlgorithmConfig.advantage, but for batch_tokens
     "group": group_advantages,
     "group_mean": group_mean_advantages,
     "batch": batch_advantages,
@@ -82,6 +89,8 @@ def advantages_of(
         shaped = shaped + overlong_penalties(
             lengths, limit=max_new_tokens, cache=algorithm.overlong_cache, penalty=algorithm.overlong_penalty
         )
+    if algorithm.advantage == "batch_tokens":
+        return batch_token_advantages(shaped, lengths)
     return ADVANTAGES[algorithm.advantage](shaped)
 
 
@@ -93,22 +102,24 @@ def _checked(rewards: ArrayLike) -> Float64Array:
     return checked
 
 
-def _normalised(rewards: Float64Array, axis: int | None) -> Float64Array:
-    centred = _centred(rewards, axis)
-    variance = (centred**2).sum(axis=axis, keepdims=True) / _count(rewards, axis)
-    return centred / (np.sqrt(variance) + _EPS)
+def _normalised(rewards: Float64Array, axis: int | None, weights: Float64Array | None = None) -> Float64Array:
+    centred = _centred(rewards, axis, weights)
+    return centred / (np.sqrt(_mean(centred**2, ~np.isnan(rewards), axis, weights)) + _EPS)
 
 
-def _centred(rewards: Float64Array, axis: int | None) -> Float64Array:
+def _centred(rewards: Float64Array, axis: int | None, weights: Float64Array | None = None) -> Float64Array:
     """r - mean, 0 without a reward, and exactly 0 where all rewards are equal."""
     there = ~np.isnan(rewards)
-    mean = np.where(there, rewards, 0.0).sum(axis=axis, keepdims=True) / _count(rewards, axis)
+    mean = _mean(np.where(there, rewards, 0.0), there, axis, weights)
     return np.where(there & ~_constant(rewards, axis), rewards - mean, 0.0)
 
 
-def _count(rewards: Float64Array, axis: int | None) -> NDArray[np.int64]:
-    """Rewards along `axis`, at least 1."""
-    return np.maximum((~np.isnan(rewards)).sum(axis=axis, keepdims=True), 1)
+def _mean(
+    values: Float64Array, there: NDArray[np.bool_], axis: int | None, weights: Float64Array | None
+) -> Float64Array:
+    """Along `axis`, of the values that are there, the others being 0; by weight, all of them 1 by default."""
+    of_each = np.where(there, 1.0 if weights is None else weights, 0.0)
+    return (values * of_each).sum(axis=axis, keepdims=True) / np.maximum(of_each.sum(axis=axis, keepdims=True), 1.0)
 
 
 def _constant(rewards: Float64Array, axis: int | None) -> NDArray[np.bool_]:

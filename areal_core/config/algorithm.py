@@ -34,7 +34,7 @@ class AlgorithmConfig:
 
     objective: str = "decoupled"  # one of OBJECTIVES, or a function of one's own as "package.module:function"
     loss_mean: str = choice("token", "token", "sequence", "constant")
-    advantage: str = choice("group", "group", "group_mean", "batch", "leave_one_out")
+    advantage: str = choice("group", "group", "group_mean", "batch", "batch_tokens", "leave_one_out")
     group_size: int = bounded(16, low=1)  # G, completions of one prompt
     clip_eps: float = bounded(0.2, above=0.0)  # of the lower bound, 1 - eps; from 1 on there is none
     clip_eps_high: float | None = bounded(None, above=0.0)  # of the upper bound, 1 + eps; None: clip_eps
@@ -82,7 +82,7 @@ class AlgorithmConfig:
 def check(config: AlgorithmConfig, *, max_new_tokens: int) -> None:
     """Raises ConfigError for an unknown objective, and for fields that can't go together."""
     check_name("algorithm.objective", config.objective, OBJECTIVES)
-    if config.group_size == 1 and config.advantage != "batch":
+    if config.group_size == 1 and config.advantage not in ("batch", "batch_tokens"):
         raise ConfigError(
             f"algorithm.group_size: must be at least 2 with algorithm.advantage={config.advantage}, got 1"
         )

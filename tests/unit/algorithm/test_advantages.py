@@ -5,6 +5,7 @@ from areal_core.algorithm.advantages import (
     ADVANTAGES,
     advantages_of,
     batch_advantages,
+    batch_token_advantages,
     group_advantages,
     group_mean_advantages,
     leave_one_out_advantages,
@@ -28,6 +29,18 @@ def test_batch_normalises_over_all_groups():
     std = 15**0.5 / 8 + 1e-6
     expected = [[0.375 / std, *[-0.625 / std] * 3], [0.375 / std] * 4]
     np.testing.assert_allclose(batch_advantages(REWARDS), expected, rtol=1e-12)
+
+
+def test_batch_tokens_normalises_over_tokens():
+    """Two right of 5,000 tokens, two wrong of 15,000: mean -1/2, variance 3/4."""
+    rewards, lengths = [[1, -1], [-1, 1]], [[5000, 15000], [15000, 5000]]
+    right, wrong = 1.5 / (0.75**0.5 + 1e-6), -0.5 / (0.75**0.5 + 1e-6)
+    found = batch_token_advantages(rewards, lengths)
+    np.testing.assert_allclose(found, [[right, wrong], [wrong, right]], rtol=1e-12)
+    np.testing.assert_allclose((found * lengths).sum(), 0, atol=1e-9)
+    np.testing.assert_allclose(batch_token_advantages(rewards, np.full((2, 2), 7)), batch_advantages(rewards))
+    with_gap = batch_token_advantages([[1, -1, None], [-1, 1, None]], [[5000, 15000, 9], [15000, 5000, 9]])
+    np.testing.assert_allclose(with_gap, np.insert(found, 2, 0.0, axis=1), rtol=1e-12)
 
 
 def test_leave_one_out_subtracts_the_mean_of_the_others():
@@ -99,7 +112,9 @@ def test_rewards_are_shaped_before_advantages():
 
 
 def test_every_advantage_can_be_chosen():
-    for name in ADVANTAGES:
-        assert load({"algorithm": {"advantage": name}}).algorithm.advantage == name
-    with pytest.raises(ConfigError, match=rf"^algorithm.advantage: must be one of {', '.join(ADVANTAGES)}, got"):
+    names = [*ADVANTAGES, "batch_tokens"]
+    for name in names:
+        algorithm = load({"algorithm": {"advantage": name}}).algorithm
+        assert advantages_of([[1, 0], [0, 0]], [[5, 6], [7, 8]], algorithm, 20).any()
+    with pytest.raises(ConfigError, match=r"^algorithm.advantage: must be one of group, .*batch_tokens, .*, got"):
         load({"algorithm": {"advantage": "none"}})
