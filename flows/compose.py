@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -77,6 +78,34 @@ def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise _config_error(error) from error
     return load(cast(Mapping[str, Any], values))
+
+
+def named_fields(overrides: Sequence[str]) -> set[str]:
+    """The fields that overrides name, `training.steps`; of a choice, `algorithm=paper`, those that its file sets."""
+    named: set[str] = set()
+    for override in overrides:
+        parsed = OverridesParser.create().parse_override(override)
+        group = parsed.key_or_group
+        named |= _set_by(group, parsed.get_value_string()) if (CONF / group).is_dir() else {group}
+    return named
+
+
+def _set_by(group: str, option: str) -> set[str]:
+    file = CONF / group / f"{option}.yaml"
+    package = re.match(r"# @package (\S+)", file.read_text())
+    prefix = group if package is None else "" if package[1] == "_global_" else package[1]
+    values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
+    bases = [entry for entry in values.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
+    return set(_names(values, prefix)).union(*(_set_by(group, base) for base in bases))
+
+
+def _names(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in values.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, Mapping):
+            yield from _names(cast(Mapping[str, Any], value), name)
+        else:
+            yield name
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from flows.compose import compose
+from flows.compose import compose, named_fields
 
 DEFAULT_ARMS: dict[str, list[str]] = {
     "sync": ["mode=sync"],
@@ -60,6 +60,7 @@ def plan_trials(
     _check_seeds(seeds)
     compose(experiment, overrides)  # what is wrong with what is common is no arm's fault
     composed = {arm: _compose(arm, experiment, [*overrides, *own]) for arm, own in arms.items()}
+    _check_named(arms, composed)
     trials: list[Trial] = []
     for position, seed in enumerate(seeds):
         configs = {arm: _seeded(arm, config, seed) for arm, config in composed.items()}
@@ -93,6 +94,19 @@ def check_matched(configs: Mapping[str, RunConfig]) -> None:
             raise _differs(arm, "generation.engine", names[0], reference, names[1])
     for arm, config in configs.items():
         _check_devices(arm, config, baseline=arm == reference and config.mode == "sync" and not config.emulated)
+
+
+def _check_named(arms: Mapping[str, Sequence[str]], composed: Mapping[str, RunConfig]) -> None:
+    """Arms differ in what they name: a choice, `algorithm=standard`, also resets what the experiment's own had set."""
+    reference, *others = arms
+    for arm in others:
+        named = named_fields(arms[arm]) | named_fields(arms[reference])
+        for name, ours, theirs in differences(composed[arm], composed[reference]):
+            if name not in named:
+                raise ConfigError(
+                    f"arms.{arm}: {' '.join(arms[arm])} also changes {name} from {theirs} to {ours}: name it in the "
+                    "arm too, or set single fields, such as algorithm.objective, instead of choosing a file"
+                )
 
 
 def differences(ours: RunConfig, theirs: RunConfig) -> Iterator[tuple[str, Any, Any]]:

@@ -99,6 +99,25 @@ def test_what_is_compared_may_differ(overrides: dict[str, Any]) -> None:
     check_matched({"reference": _config(), "other": _config(**overrides)})
 
 
+PAPER = ["algorithm=paper"]
+
+
+def test_arms_differ_in_no_more_than_they_name() -> None:
+    """Another file of the group algorithm resets the rewards and the normalisation of the experiment's own."""
+    with pytest.raises(ConfigError) as caught:
+        plan_trials("study", "cpu-async", {"paper": [], "standard": ["algorithm=standard"]}, [1], PAPER)
+    assert str(caught.value).startswith(
+        "arms.standard: algorithm=standard also changes algorithm.advantage from batch to group: name it in the arm too"
+    )
+    alone = {"paper": [], "standard": ["algorithm.objective=standard"]}
+    rewards = ["algorithm.reward_correct=5", "algorithm.reward_wrong=-5"]
+    named = {"paper": [], "standard": ["algorithm=standard", "algorithm.advantage=batch", *rewards]}
+    for arms in (alone, named):
+        paper, standard = plan_trials("study", "cpu-async", arms, [1], PAPER)
+        assert (paper.config.algorithm.objective, standard.config.algorithm.objective) == ("decoupled", "standard")
+        assert standard.config.algorithm.advantage == "batch"
+
+
 def test_consumed_trajectories_must_be_equal() -> None:
     with pytest.raises(ConfigError) as error:
         check_matched({"sync": _config(), "half": _config(rollout__batch_size=256)})
