@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_core.config import renamed
+from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 
@@ -93,19 +94,10 @@ def named_fields(overrides: Sequence[str]) -> set[str]:
 def _set_by(group: str, option: str) -> set[str]:
     file = CONF / group / f"{option}.yaml"
     package = re.match(r"# @package (\S+)", file.read_text())
-    prefix = group if package is None else "" if package[1] == "_global_" else package[1]
+    prefix = f"{group}." if package is None else "" if package[1] == "_global_" else f"{package[1]}."
     values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
     bases = [entry for entry in values.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
-    return set(_names(values, prefix)).union(*(_set_by(group, base) for base in bases))
-
-
-def _names(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for key, value in values.items():
-        name = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, Mapping):
-            yield from _names(cast(Mapping[str, Any], value), name)
-        else:
-            yield name
+    return {name for name, _ in leaves(values, prefix)}.union(*(_set_by(group, base) for base in bases))
 
 
 @lru_cache(maxsize=256)

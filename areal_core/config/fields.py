@@ -10,9 +10,9 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, cast
 
 from areal_core.config import renamed
 from areal_core.errors import ConfigError
@@ -105,3 +105,12 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> Any:
     if high is not None and value > high:
         raise ConfigError(f"{name}: must be at most {high}, got {value}")
     return value
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of all fields of nested values; `prefix` is what the names begin with."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(cast(Mapping[str, Any], value), f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -7,7 +7,7 @@ children, one after the other. A child compares formulas until one costs it more
 kernel ends it, in the middle of a multiplication too, and its successor is there within milliseconds. It is CPU time
 that counts, so that a busy machine turns no honest answer into one that took too long.
 
-    python -m areal_core.environments.algebra FD SECONDS    # messages on an open socket; ends when its other side does
+    python -m areal_core.environments.algebra FD SECONDS    # an open pipe; ends when its other side does
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import os
 import re
 import resource
 import signal
-import socket
-import struct
 import subprocess
 import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from areal_core.errors import RewardError
@@ -39,67 +39,49 @@ class Algebra:
     """A process that compares formulas, one pair after the other. It ends with `close`, or with this process."""
 
     def __init__(self, cpu_limit_s: float = CPU_LIMIT_S) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._pipe, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "areal_core.environments.algebra", str(theirs.fileno()), str(cpu_limit_s)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        self._socket.settimeout(_START_TIMEOUT_S)
-        self._receive()
-        self._socket.settimeout(_REPLY_TIMEOUT_S)
+        self._reply(_START_TIMEOUT_S)
 
     def compare(self, gold: str, answer: str) -> Outcome:
         """RIGHT or WRONG; UNPARSABLE for an answer that is no formula; TIMED_OUT beyond the limit of CPU time or
         memory; FAILED where the gold answer is no formula, or the comparison breaks. Raises RewardError when the
         process is gone."""
         try:
-            _send(self._socket, {"gold": gold, "answer": answer})
+            self._pipe.send_bytes(json.dumps([gold, answer]).encode())
         except OSError as error:
             raise RewardError(f"the process that compares formulas is gone: {error}") from error
-        return Outcome(self._receive()["outcome"])
+        return Outcome(self._reply(_REPLY_TIMEOUT_S))
 
     def close(self) -> None:
-        self._socket.close()
+        self._pipe.close()
         self.process.wait()
 
-    def _receive(self) -> dict[str, Any]:
+    def _reply(self, timeout_s: float) -> str:
+        """As text: what has read hostile formulas is not trusted with pickles."""
         try:
-            return _receive(self._socket)
+            if self._pipe.poll(timeout_s):
+                return self._pipe.recv_bytes().decode()
         except (EOFError, OSError) as error:
             raise RewardError(f"the process that compares formulas is gone: {error}") from error
-
-
-def _send(end: socket.socket, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    end.sendall(struct.pack("<I", len(body)) + body)
-
-
-def _receive(end: socket.socket) -> dict[str, Any]:
-    """Raises EOFError when the other side has closed."""
-    return json.loads(_exactly(end, struct.unpack("<I", _exactly(end, 4))[0]))
-
-
-def _exactly(end: socket.socket, size: int) -> bytes:
-    parts = b""
-    while len(parts) < size:
-        if not (part := end.recv(size - len(parts))):
-            raise EOFError("it has ended")
-        parts += part
-    return parts
+        raise RewardError(f"the process that compares formulas did not reply within {timeout_s:g} s")
 
 
 # -- in the process ------------------------------------------------------------------------------------------------
 
 
-def _serve(end: socket.socket, cpu_limit_s: float) -> None:
-    """Fork one child after the other, until the other side of the socket is closed. Where one dies over a question, it
+def _serve(pipe: Connection, cpu_limit_s: float) -> None:
+    """Fork one child after the other, until the other side of the pipe is closed. Where one dies over a question, it
     is this process that replies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; it is told to end otherwise
     logging.disable(logging.CRITICAL)  # math-verify warns of every formula that it can't read
     compare(r"\frac{x}{2}", "x/2")  # what is imported and built late is there before the first fork
-    _send(end, {})
+    pipe.send_bytes(b"ready")
     busy = mmap.mmap(-1, 1)  # shared with the child: 1 while it is at a question
     while (child := os.fork()) != 0:
         _, status = os.waitpid(child, 0)
@@ -110,28 +92,28 @@ def _serve(end: socket.socket, cpu_limit_s: float) -> None:
         busy[0] = 0
         timed_out = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
         try:
-            _send(end, {"outcome": Outcome.TIMED_OUT if timed_out else Outcome.FAILED})
+            pipe.send_bytes((Outcome.TIMED_OUT if timed_out else Outcome.FAILED).encode())
         except OSError:
             return
-    _answer(end, busy, cpu_limit_s)
+    _answer(pipe, busy, cpu_limit_s)
 
 
-def _answer(end: socket.socket, busy: mmap.mmap, cpu_limit_s: float) -> None:
+def _answer(pipe: Connection, busy: mmap.mmap, cpu_limit_s: float) -> None:
     """The child. SIGPROF ends it when the timer of its own CPU time runs out."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     while True:
         try:
-            asked = _receive(end)
+            gold, answer = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
         busy[0] = 1
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
-        outcome = compare(asked["gold"], asked["answer"])
+        outcome = compare(gold, answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         busy[0] = 0
         try:
-            _send(end, {"outcome": outcome})
+            pipe.send_bytes(outcome.encode())
         except OSError:
             return
 
@@ -189,4 +171,4 @@ def _derivative(found: re.Match[str]) -> str:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))
+    _serve(Connection(int(sys.argv[1])), float(sys.argv[2]))

@@ -41,9 +41,12 @@ Verifier = Callable[[Prompt, str], "float | Verdict"]
 about the completion, is a verdict without a score; or a RewardError, after which the whole group is tried again."""
 
 
-def judge(verify: Verifier, task: Prompt, text: str) -> Verdict:
-    """The verdict of a verifier, which may return a score alone."""
-    found = verify(task, text)
+def judge(verify: Verifier, tokenizer: Tokenizer, task: Prompt, completion: Completion) -> Verdict:
+    """The verdict of a verifier, which may return a score alone. A completion that was cut off is wrong, whatever it
+    says, and is not verified."""
+    if completion.finish_reason == "length":
+        return Verdict.of(Outcome.WRONG)
+    found = verify(task, tokenizer.decode(completion.token_ids.tolist()))
     if isinstance(found, Verdict):
         return found
     return Verdict(Outcome.RIGHT if found == 1.0 else Outcome.WRONG, found)
@@ -84,11 +87,8 @@ class Setting:
     verify: Verifier
 
     def judge(self, task: Prompt, completion: Completion) -> Verdict:
-        """The verifier's verdict on a completion's text; one that was cut off is wrong, whatever it says. Raises
-        RewardError where there is no result, with environment.no_result=try_again."""
-        if completion.finish_reason == "length":
-            return Verdict.of(Outcome.WRONG)
-        verdict = judge(self.verify, task, self.tokenizer.decode(completion.token_ids.tolist()))
+        """As the function `judge`; raises RewardError where there is no result and environment.no_result=try_again."""
+        verdict = judge(self.verify, self.tokenizer, task, completion)
         if verdict.score is None and self.environment.no_result == "try_again":
             raise RewardError(f"the verifier found no result: {verdict.outcome}")
         return verdict

@@ -19,7 +19,6 @@ _LAST = 4000  # characters of a completion that are searched for its conclusion
 _LONGEST = 300  # characters of a number
 _MAX_EXPONENT = 400  # of ten, in a number
 _MIN_DIGITS = 6  # significant ones of a decimal that may stand for what rounds to it
-
 _ALONE = 200  # characters of a text that may be an answer and nothing else
 
 _COMMAND = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}|\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+")
@@ -96,7 +95,8 @@ def _sentence(text: str) -> str | None:
     counted = _IN_WORDS.match(line)
     if counted is not None and re.match(r"\s+(?!and\b|or\b|times\b|plus\b|minus\b)[a-zA-Z]{2,}", line[counted.end() :]):
         return counted.group().strip()
-    return _last_value(line) or line if len(_WORD.findall(_COMMAND.sub("", line))) > 1 else line or None
+    is_prose = len(_WORD.findall(_COMMAND.sub("", line))) > 1
+    return ((is_prose and _last_value(line)) or line) or None
 
 
 def _last_value(text: str) -> str | None:
@@ -216,7 +216,7 @@ def _read(parts: dict[str, str | None], sign: int, percent: bool) -> Number | No
             return None
         value = Fraction(top) / Fraction(bottom) * (-1 if parts.get("sign") == "-" else 1)
         return Number(value=sign * (int(parts["whole"] or 0) + value), percent=percent)
-    exponent = int((parts.get("exponent") or "0").replace(" ", "")) if len(parts.get("exponent") or "") < 9 else 10**9
+    exponent = int((parts.get("exponent") or "0").replace(" ", ""))
     if abs(exponent) > _MAX_EXPONENT:
         return None
     written = (parts.get("digits") or "1").replace(",", "")

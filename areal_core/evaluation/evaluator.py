@@ -60,10 +60,9 @@ class Evaluator:
         completions = self._engine.generate(self._request(index) for index in range(len(self._prompts)))
         correct = no_result = tokens = 0
         for prompt, (completion,) in zip(self._prompts, completions, strict=True):
-            text = self._tokenizer.decode(completion.token_ids.tolist())
-            verdict = judge(self._verify, prompt, text)
-            correct += completion.finish_reason == "stop" and verdict.outcome is Outcome.RIGHT
-            no_result += completion.finish_reason == "stop" and verdict.score is None
+            verdict = judge(self._verify, self._tokenizer, prompt, completion)
+            correct += verdict.outcome is Outcome.RIGHT
+            no_result += verdict.score is None
             tokens += len(completion.token_ids)
         return Evaluation(
             version=version.version,

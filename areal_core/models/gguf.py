@@ -1,7 +1,5 @@
 """GGUF files of Llama and Qwen2 decoders, as llama.cpp and Ollama have them, turned into model folders.
 
-    python -m areal_core.models.gguf FILE FOLDER
-
 Weights are dequantised to float32 by the `gguf` package. The tokenizer is built from the file's own tokens and merges;
 how text is cut before them, which a file names but does not hold, is known here for the families in `_CUTS`.
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +33,22 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+def _by_words(digits: str) -> list[Any]:
+    pattern = Regex(_WORDS.replace("DIGITS", digits))
+    return [
+        pre_tokenizers.Split(pattern, "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+
+
 _CUTS = {  # tokenizer.ggml.pre -> what cuts a text before merges
-    "gpt-2": lambda: [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    "default": lambda: [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    "smollm": lambda: [
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ],
-    "llama-bpe": lambda: _by_words("{1,3}"),
-    "qwen2": lambda: _by_words(""),
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "default": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "llama-bpe": _by_words("{1,3}"),
+    "qwen2": _by_words(""),
 }
 
 
@@ -154,7 +158,7 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     tokens, kinds = _field(fields, "tokenizer.ggml.tokens"), _field(fields, "tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ", 1)) for merge in _field(fields, "tokenizer.ggml.merges")]
     inner = tokenizers.Tokenizer(models.BPE({token: place for place, token in enumerate(tokens)}, merges))
-    inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[cut]())
+    inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[cut])
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(_added(tokens, kinds, _CONTROL, special=True))
     inner.add_tokens(_added(tokens, kinds, _USER_DEFINED, special=False))
@@ -167,18 +171,3 @@ def _added(tokens: list[str], kinds: list[int], wanted: int, *, special: bool) -
         for token, kind in zip(tokens, kinds, strict=True)
         if kind == wanted
     ]
-
-
-def _by_words(digits: str) -> list[Any]:
-    pattern = Regex(_WORDS.replace("DIGITS", digits))
-    return [
-        pre_tokenizers.Split(pattern, "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-
-
-if __name__ == "__main__":
-    try:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]))
-    except ModelError as failure:
-        raise SystemExit(f"areal: error: {failure}") from None

@@ -11,10 +11,11 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.launch.supervisor import FileLock
@@ -126,22 +127,14 @@ def _git_revision() -> str | None:
 
 def _check_unchanged(before: dict[str, Any], now: RunConfig, may_change: str) -> None:
     """Raises ConfigError naming the first field that differs and that a resumed run must keep."""
-    new = dict(_leaves(now.to_dict()))
-    for name, old in _leaves(before):
+    new = dict(leaves(now.to_dict()))
+    for name, old in leaves(before):
         if new.get(name) != old and not re.fullmatch(may_change, name):
             raise ConfigError(
                 f"{name}: must be {old!r} as when this run was started, got {new.get(name)!r}; "
                 "a resumed run may only change launch, stop, and of training engine, zero_stage, ranks, hosts, steps "
                 "and collective_timeout_s"
             )
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def sole_owner(run: RunDir, config: RunConfig) -> FileLock:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
+from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from flows.compose import compose, named_fields
@@ -111,8 +112,8 @@ def _check_named(arms: Mapping[str, Sequence[str]], composed: Mapping[str, RunCo
 
 def differences(ours: RunConfig, theirs: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """Dotted name and both values of every field in which two configurations differ."""
-    others = dict(_leaves(theirs.to_dict()))
-    for name, value in _leaves(ours.to_dict()):
+    others = dict(leaves(theirs.to_dict()))
+    for name, value in leaves(ours.to_dict()):
         if value != others[name]:
             yield name, value, others[name]
 
@@ -185,15 +186,6 @@ def _check_devices(arm: str, config: RunConfig, *, baseline: bool) -> None:
                 f"arms.{arm}: {name} must be {limit} in a synchronous reference, so that every device {phase}, "
                 f"got {count}"
             )
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of all fields."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(cast(Mapping[str, Any], value), f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _differs(arm: str, field: str, value: object, reference: str, other: object) -> ConfigError:

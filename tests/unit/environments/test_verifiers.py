@@ -3,6 +3,7 @@ import pytest
 from areal_core.environments.environment import Verdict, judge
 from areal_core.environments.verifiers import exact_match, mathematics
 from areal_core.types import Outcome, Prompt
+from tests.support.policies import TOKENIZER, completion
 
 
 def task(gold: str) -> Prompt:
@@ -54,6 +55,13 @@ def test_what_takes_too_long_is_no_result():
 
 
 def test_a_score_alone_is_a_verdict():
-    scores = {"a": 1.0, "b": 0.5, "c": 0.0}
-    verdicts = [judge(lambda _, text: scores[text], task(""), text) for text in scores]
+    scores = {"1": 1.0, "2": 0.5, "3": 0.0}
+    verdicts = [judge(lambda _, text: scores[text], TOKENIZER, task(""), completion(text)) for text in scores]
     assert verdicts == [Verdict(Outcome.RIGHT, 1.0), Verdict(Outcome.WRONG, 0.5), Verdict(Outcome.WRONG, 0.0)]
+
+
+def test_what_was_cut_off_is_wrong_and_not_verified():
+    def verify(task, text):
+        raise AssertionError
+
+    assert judge(verify, TOKENIZER, task("1"), completion("1", finish_reason="length")) == Verdict.of(Outcome.WRONG)
