@@ -47,6 +47,16 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """Prompts as messages of a chat, in the format of the model's own chat template."""
+
+    enabled: bool = False  # false: prompts are fed as they stand
+    system: str | None = None  # system prompt; None: the template's own, if it has one
+    generation_prompt: bool = True  # the opening of the assistant's turn ends the prompt
+    thinking: bool | None = None  # the template's switch `enable_thinking`; None: as the template has it
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """Prompts, and the limits of prompts and completions."""
 
@@ -58,6 +68,7 @@ class TaskConfig:
     prompt_field: str = "question"
     answer_field: str = "answer"  # jsonl: the gold answer alone, or a solution that ends on it
     bad_rows: str = choice("skip", "skip", "refuse")  # jsonl: rows that hold no prompt, no answer, or too many tokens
+    chat: ChatConfig = field(default_factory=ChatConfig)
     held_out: int = bounded(1024, low=1)  # prompts
     max_prompt_tokens: int = bounded(40, low=1)
     max_new_tokens: int = bounded(112, low=1)  # of a trajectory after its prompt, over all of its turns

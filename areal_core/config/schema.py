@@ -19,6 +19,7 @@ from areal_core.config import combinations
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.config.fields import bounded, build, choice
 from areal_core.config.groups import (
+    ChatConfig,
     EmulationConfig,
     EnvironmentConfig,
     EvaluationConfig,
@@ -37,6 +38,7 @@ from areal_core.config.groups import (
 
 __all__ = [
     "AlgorithmConfig",
+    "ChatConfig",
     "EmulationConfig",
     "EnvironmentConfig",
     "EvaluationConfig",

@@ -22,7 +22,7 @@ from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.rollout.notes import Ending
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import Span
-from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow, Outcome, Prompt, RunStatus, RunSummary
+from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow, Outcome, RunStatus, RunSummary
 
 logger = logging.getLogger(__name__)
 _TABLE_ROWS = 16
@@ -72,7 +72,7 @@ class Recorder:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def batch_fixed(self, manifest: BatchManifest, prompt: Callable[[int], Prompt]) -> None:
+    def batch_fixed(self, manifest: BatchManifest, prompt: Callable[[int], str]) -> None:
         """Record the metrics of a step's batch, once its groups are chosen."""
         step = manifest.step
         groups = self._ledger.summaries(step)
@@ -101,7 +101,7 @@ class Recorder:
         if step == 1 or step % self._config.tracking.table_every == 0:
             indices = self._ledger.prompt_indices(step)
             rows = [
-                {"step": step, "prompt": prompt(index).text, "completion": text, "reward": reward, "versions": versions}
+                {"step": step, "prompt": prompt(index), "completion": text, "reward": reward, "versions": versions}
                 for index, group in zip(indices, groups, strict=True)
                 for text, reward, versions in group.samples
             ]

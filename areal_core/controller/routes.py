@@ -74,7 +74,7 @@ class Routes:
         if self._run.config.sleeps:
             await self._run.servers.sleep()
         if manifest.step >= fixed_before:  # once more after a restart, which may have come before the first time
-            self._run.recorder.batch_fixed(manifest, self._run.source.prompt)
+            self._run.recorder.batch_fixed(manifest, self._run.prompt_text)
         return web.json_response(dataclasses.asdict(manifest))
 
     async def _group(self, request: web.Request) -> web.Response:

@@ -81,7 +81,8 @@ class Service:
         self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))
         if restored is not None:
             self.recorder.forget(restored + 1)
-        self.source: PromptSource = open_source(self.config, Tokenizer.from_folder(self.info.model_path))
+        self.tokenizer = Tokenizer.from_folder(self.info.model_path)
+        self.source: PromptSource = open_source(self.config, self.tokenizer)
         self.rewards = RewardPool(
             workers=self.config.rollout.reward_workers,
             timeout_s=self.config.rollout.reward_timeout_s,
@@ -112,6 +113,10 @@ class Service:
     def ending(self) -> Ending | None:
         """How the trainer has finished; None until then."""
         return self.ledger.notes.ending
+
+    def prompt_text(self, index: int) -> str:
+        """A training prompt as the policy is fed it, special tokens included."""
+        return self.tokenizer.decode(self.source.prompt(index).token_ids, special=True)
 
     def newest(self) -> PolicyVersion:
         version = self.ledger.newest_version()

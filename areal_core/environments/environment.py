@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.environments.dialogue import Dialogue
 from areal_core.errors import RewardError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Completion, Outcome, Prompt, Segment, Trajectory
@@ -84,6 +85,7 @@ class Setting:
     task: TaskConfig
     algorithm: AlgorithmConfig
     tokenizer: Tokenizer
+    dialogue: Dialogue
     verify: Verifier
 
     def judge(self, task: Prompt, completion: Completion) -> Verdict:

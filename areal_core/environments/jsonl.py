@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 
 from areal_core.config.schema import TaskConfig
+from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.mathematics import balanced, gold_answer, normalised
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
@@ -30,10 +31,11 @@ class JsonlSource:
     def __init__(self, task: TaskConfig, tokenizer: Tokenizer, *, seed: int) -> None:
         assert task.path is not None  # config.load sees to both
         assert task.held_out_path is not None
-        everything_held_out = _read("task.held_out_path", task.held_out_path, task, tokenizer)
+        dialogue = Dialogue(task.chat, tokenizer)
+        everything_held_out = _read("task.held_out_path", task.held_out_path, task, dialogue)
         reserved = {prompt.prompt_id for prompt in everything_held_out}
         self._held_out = everything_held_out[: task.held_out]
-        self._prompts = [p for p in _read("task.path", task.path, task, tokenizer) if p.prompt_id not in reserved]
+        self._prompts = [p for p in _read("task.path", task.path, task, dialogue) if p.prompt_id not in reserved]
         if not self._prompts:
             raise ConfigError(f"task.path: every prompt of {task.path} is held out by {task.held_out_path}")
         self._seed = seed
@@ -55,7 +57,7 @@ class JsonlSource:
         return order
 
 
-def _read(name: str, path: str, task: TaskConfig, tokenizer: Tokenizer) -> list[Prompt]:
+def _read(name: str, path: str, task: TaskConfig, dialogue: Dialogue) -> list[Prompt]:
     """The prompts of a file. `name` is the setting that holds its path."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -67,7 +69,7 @@ def _read(name: str, path: str, task: TaskConfig, tokenizer: Tokenizer) -> list[
         if not line.strip():
             continue
         try:
-            prompts.append(_parse(line, len(prompts), task, tokenizer))
+            prompts.append(_parse(line, len(prompts), task, dialogue))
         except (ConfigError, ModelError) as error:
             if task.bad_rows == "refuse":
                 raise ConfigError(f"{name}: {path}, line {number}: {error}") from error
@@ -80,7 +82,7 @@ def _read(name: str, path: str, task: TaskConfig, tokenizer: Tokenizer) -> list[
     return prompts
 
 
-def _parse(line: str, index: int, task: TaskConfig, tokenizer: Tokenizer) -> Prompt:
+def _parse(line: str, index: int, task: TaskConfig, dialogue: Dialogue) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -96,7 +98,7 @@ def _parse(line: str, index: int, task: TaskConfig, tokenizer: Tokenizer) -> Pro
     answer = gold_answer(str(field))
     if answer is None or not balanced(normalised(answer)):
         raise ConfigError(f"task.answer_field={task.answer_field} must hold an answer, or end on one")
-    token_ids = tokenizer.encode(text)
+    token_ids = dialogue.prompt(text)
     if len(token_ids) > task.max_prompt_tokens:
         raise ConfigError(
             f"a prompt of {len(token_ids)} tokens, more than task.max_prompt_tokens={task.max_prompt_tokens}"

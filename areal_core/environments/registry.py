@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from areal_core.config.plugins import find
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Environment, Setting, Verifier
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.environments.two_turn import TwoTurn
@@ -27,6 +28,7 @@ def open_environment(
         task=task,
         algorithm=algorithm,
         tokenizer=tokenizer,
+        dialogue=Dialogue(task.chat, tokenizer),
         verify=open_verifier(environment, task),
     )
     try:

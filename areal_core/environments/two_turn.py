@@ -19,7 +19,8 @@ class TwoTurn:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
-        self._message = setting.tokenizer.encode(setting.environment.retry_message)
+        self._message = setting.environment.retry_message
+        setting.dialogue.message(self._message, ())  # raises for what can't be spelt
 
     async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
         first = await policy.sample(task.token_ids, n=n)
@@ -30,7 +31,8 @@ class TwoTurn:
         verdict = self._setting.judge(task, first)
         if verdict.outcome is Outcome.RIGHT or verdict.score is None:
             return self._ended(segments, verdict, first)
-        text = (*task.token_ids, *first.token_ids.tolist(), *self._message)
+        message = self._setting.dialogue.message(self._message, first.token_ids.tolist())
+        text = (*task.token_ids, *first.token_ids.tolist(), *message)
         if policy.room(text) < 1:
             return self._ended(segments, verdict, first)
         [second] = await policy.sample(text)
@@ -38,7 +40,7 @@ class TwoTurn:
         if again.score is not None:
             score = max(verdict.score, self._setting.environment.retry_score * again.score)
             again = Verdict(again.outcome, score)
-        return self._ended([*segments, given(self._message), sampled(second)], again, second)
+        return self._ended([*segments, given(message), sampled(second)], again, second)
 
     def _ended(self, segments: list[Segment], verdict: Verdict, last: Completion) -> Trajectory:
         return Trajectory(

@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from areal_core.errors import ModelError
+from areal_core.models.chat import ChatTemplate
 
 PAD = "<pad>"
 EOS = "<eos>"
@@ -19,8 +20,9 @@ CHARACTERS = "0123456789+-*=;#"  # all that arithmetic prompts and completions a
 class Tokenizer:
     """A tokenizer.json. Adds no tokens of its own: `encode` gives what the text spells, nothing before or after it."""
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
         self._inner = inner
+        self.chat = chat  # the model's chat template, if it has one
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -29,9 +31,10 @@ class Tokenizer:
         if not file.is_file():
             raise ModelError(f"{file}: no such file; the model folder must hold its tokenizer in this format")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)))
+            inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"{file}: not a tokenizer: {error}") from error
+        return cls(inner, ChatTemplate.from_folder(folder))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Raises ModelError for a text that the vocabulary can't spell."""
@@ -40,9 +43,9 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"the model's tokenizer can't spell {text[:40]!r}: {error}") from error
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, special tokens left out."""
-        return self._inner.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text; its special tokens are left out, unless `special` is true."""
+        return self._inner.decode(list(token_ids), skip_special_tokens=not special)
 
     def token_id(self, token: str) -> int:
         """The id of a token that the vocabulary is known to hold."""

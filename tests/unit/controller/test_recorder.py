@@ -13,7 +13,7 @@ from areal_core.controller.recorder import Recorder
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
 from areal_core.rollout.notes import Ending
 from areal_core.tracking.outbox import Outbox
-from areal_core.types import Evaluation, GroupSummary, Outcome, PolicyVersion, Prompt
+from areal_core.types import Evaluation, GroupSummary, Outcome, PolicyVersion
 from tests.support.servers import server_load
 
 CONFIG = load(
@@ -77,8 +77,8 @@ def ending(version: int) -> Ending:
     return Ending(reason="steps", version=version, model_url="final")
 
 
-def prompt(index: int) -> Prompt:
-    return Prompt(index=index, prompt_id="x", text="1=", token_ids=(1,), answer="1")
+def prompt(index: int) -> str:
+    return "1="
 
 
 def points(path: Path) -> dict[tuple[str, int], float]:

@@ -8,7 +8,8 @@ import pytest
 
 from areal_core.api.scored_groups import unpack_group
 from areal_core.api.wire import encode_generation, whole_completions
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.schema import AlgorithmConfig, ChatConfig, EnvironmentConfig, TaskConfig
+from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Setting, Verdict, given, sampled
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.errors import RewardError
@@ -145,6 +146,7 @@ def scored(*texts, **settings):
             task=TaskConfig(),
             algorithm=AlgorithmConfig(),
             tokenizer=TOKENIZER,
+            dialogue=Dialogue(ChatConfig(), TOKENIZER),
             verify=unsure,
         )
     )

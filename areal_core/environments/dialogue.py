@@ -1,0 +1,59 @@
+"""How a task's text becomes the tokens that the policy is fed: as it stands, or as a message of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_core.config.schema import ChatConfig
+from areal_core.errors import ConfigError, ModelError
+from areal_core.models.chat import ChatTemplate, Message
+from areal_core.models.tokenizer import Tokenizer
+
+_COMPLETION = "-- what the policy answered --"  # stands for it in a template, which may trim blanks
+
+
+class Dialogue:
+    """The messages of one task, in the format that `chat` names. Raises ConfigError where the model has no template,
+    ModelError for one that fails."""
+
+    def __init__(self, chat: ChatConfig, tokenizer: Tokenizer) -> None:
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._template = _template(chat, tokenizer)
+
+    def prompt(self, text: str) -> tuple[int, ...]:
+        """The tokens of a task's text, up to where the policy speaks."""
+        if self._template is None:
+            return self._tokenizer.encode(text)
+        return self._tokenizer.encode(self._render(self._template, [*self._opening(), _user(text)]))
+
+    def message(self, text: str, after: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of a message that follows `after`, a completion: in a chat, all that the template has between an
+        answer and the next, but for the end token if the policy has sampled it."""
+        if self._template is None:
+            return self._tokenizer.encode(text)
+        answered: Message = {"role": "assistant", "content": _COMPLETION}
+        whole = self._render(self._template, [*self._opening(), _user("?"), answered, _user(text)])
+        _, found, rest = whole.rpartition(_COMPLETION)
+        if not found:
+            raise ModelError("the chat template leaves out what the policy has answered")
+        token_ids = self._tokenizer.encode(rest)
+        return token_ids[1:] if token_ids[:1] == tuple(after[-1:]) else token_ids
+
+    def _opening(self) -> list[Message]:
+        return [] if self._chat.system is None else [{"role": "system", "content": self._chat.system}]
+
+    def _render(self, template: ChatTemplate, messages: list[Message]) -> str:
+        return template.render(messages, generation_prompt=self._chat.generation_prompt, thinking=self._chat.thinking)
+
+
+def _template(chat: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if not chat.enabled:
+        return None
+    if tokenizer.chat is None:
+        raise ConfigError("task.chat.enabled: must be false, the model's folder has no chat template; got true")
+    return tokenizer.chat
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}

@@ -1,0 +1,67 @@
+"""What the policy is fed: the text alone, or the turns of its model's chat."""
+
+import pytest
+
+from areal_core.config.schema import ChatConfig
+from areal_core.environments.dialogue import Dialogue
+from areal_core.errors import ConfigError, ModelError
+from areal_core.models.tokenizer import Tokenizer
+from tests.support.chat import chat_folder
+
+END = "<|im_end|>"
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return Tokenizer.from_folder(chat_folder(tmp_path))
+
+
+def spelt(tokenizer, token_ids):
+    return tokenizer.decode(token_ids, special=True)
+
+
+def test_without_a_chat_a_text_is_fed_as_it_stands(tokenizer):
+    dialogue = Dialogue(ChatConfig(), tokenizer)
+    assert spelt(tokenizer, dialogue.prompt("2 + 2 =")) == "2 + 2 ="
+    assert spelt(tokenizer, dialogue.message(" again:", tokenizer.encode("5"))) == " again:"
+
+
+ASKED = "<|im_start|>user\nWhy?<|im_end|>\n"
+OPENED = "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fed"),
+    [
+        ({}, f"<|im_start|>system\nBe brief.<|im_end|>\n{ASKED}{OPENED}"),
+        ({"generation_prompt": False}, f"<|im_start|>system\nBe brief.<|im_end|>\n{ASKED}"),
+        ({"system": "Think."}, f"<|im_start|>system\nThink.<|im_end|>\n{ASKED}{OPENED}"),
+        ({"system": "", "thinking": True}, f"<|im_start|>system\n<|im_end|>\n{ASKED}{OPENED}"),
+        ({"system": "", "thinking": False}, f"<|im_start|>system\n<|im_end|>\n{ASKED}{OPENED}<think>\n\n</think>\n\n"),
+    ],
+)
+def test_a_prompt_is_a_message_of_the_user(tokenizer, settings, fed):
+    assert spelt(tokenizer, Dialogue(ChatConfig(enabled=True, **settings), tokenizer).prompt("Why?")) == fed
+
+
+def test_a_conversation_in_pieces_is_the_whole_one(tokenizer):
+    dialogue = Dialogue(ChatConfig(enabled=True), tokenizer)
+    for answer in (f"Two.{END}", "Tw"):  # ended by the policy, and cut off
+        completion = tokenizer.encode(answer)
+        whole = (*dialogue.prompt("How many?"), *completion, *dialogue.message("Sure?", completion))
+        messages = [
+            {"role": role, "content": text}
+            for role, text in (("user", "How many?"), ("assistant", answer.removesuffix(END)), ("user", "Sure?"))
+        ]
+        assert spelt(tokenizer, whole) == tokenizer.chat.render(messages, generation_prompt=True)
+
+
+def test_what_a_model_cannot_do_is_refused(tmp_path):
+    bare = Tokenizer.from_folder(chat_folder(tmp_path / "bare", None))
+    with pytest.raises(ConfigError, match=r"^task\.chat\.enabled: must be false, .* no chat template; got true"):
+        Dialogue(ChatConfig(enabled=True), bare)
+    forgetful = Tokenizer.from_folder(chat_folder(tmp_path / "forgetful", "{{ messages[-1].content }}"))
+    dialogue = Dialogue(ChatConfig(enabled=True), forgetful)
+    assert spelt(forgetful, dialogue.prompt("Why?")) == "Why?"
+    with pytest.raises(ModelError, match="leaves out what the policy has answered"):
+        dialogue.message("Sure?", ())
