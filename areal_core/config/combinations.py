@@ -72,8 +72,10 @@ def _check_lengths(config: RunConfig) -> None:
 
 
 def _check_task(config: RunConfig) -> None:
-    if config.task.name == "jsonl" and config.model.path is None:
-        raise ConfigError("model.path: task.name=jsonl needs a model folder; the embedded model only knows arithmetic")
+    if config.task.name != "arithmetic" and config.model.path is None:
+        raise ConfigError(
+            f"model.path: task.name={config.task.name} needs a model; the embedded one only knows arithmetic"
+        )
     if config.stop.score is not None and not config.evaluated and not config.emulated:
         raise ConfigError(f"stop.score: must be null with evaluation.enabled=false, got {config.stop.score}")
 

@@ -60,9 +60,11 @@ class ChatConfig:
 class TaskConfig:
     """Prompts, and the limits of prompts and completions."""
 
-    name: str = choice("arithmetic", "arithmetic", "jsonl")
+    name: str = choice("arithmetic", "arithmetic", "jsonl", "reasoning_gym")
     max_operations: int = bounded(16, low=1, high=64)  # arithmetic: longest chain
     length_decay: float = bounded(0.85, above=0.0, high=1.0)  # arithmetic: P(n+1 operations) / P(n)
+    dataset: str | None = None  # reasoning_gym: one of its data sets
+    dataset_options: str = ""  # reasoning_gym: name=value pairs of that data set, as a shell would read them
     path: str | None = None  # jsonl: training prompts
     held_out_path: str | None = None  # jsonl: held-out prompts
     prompt_field: str = "question"
@@ -74,6 +76,8 @@ class TaskConfig:
     max_new_tokens: int = bounded(112, low=1)  # of a trajectory after its prompt, over all of its turns
 
     def check(self) -> None:
+        if self.name == "reasoning_gym" and not self.dataset:
+            raise ConfigError("task.dataset: task.name=reasoning_gym needs the name of one of its data sets")
         if self.name == "jsonl" and not (self.path and self.held_out_path):
             missing = "task.held_out_path" if self.path else "task.path"
             raise ConfigError(f"{missing}: task.name=jsonl needs a file of prompts, one JSON object a line")

@@ -11,11 +11,11 @@ import hashlib
 import random
 from dataclasses import dataclass
 
+from areal_core.environments.held_out import is_held_out
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
 
-HELD_OUT_SHARE = 0.1  # of hash space
 _HELD_OUT_SEED = 20250530  # the held-out set is the same for every run
 _DRAWS_PER_HELD_OUT = 200  # one draw in ten is reserved; a task so small that this is not enough has too few prompts
 
@@ -52,11 +52,6 @@ class Chain:
             steps.append(f"{value}{operator}{digit}={result}")
             value = result
         return steps
-
-
-def is_held_out(text: str) -> bool:
-    """Whether this prompt is reserved for evaluation: decided by its hash alone."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < HELD_OUT_SHARE * 2**64
 
 
 def draw(rng: random.Random, max_operations: int, decay: float) -> Chain:

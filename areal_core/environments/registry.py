@@ -15,7 +15,11 @@ from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 
 ENVIRONMENTS: dict[str, Callable[[Setting], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
-_WRITTEN_FOR = {"arithmetic": "exact_match", "jsonl": "mathematics"}  # the verifier of a task's gold answers
+_WRITTEN_FOR = {
+    "arithmetic": "exact_match",
+    "jsonl": "mathematics",
+    "reasoning_gym": "reasoning_gym",
+}  # the verifier of a task's gold answers
 
 
 def open_environment(

@@ -7,6 +7,7 @@ from typing import Protocol
 from areal_core.config.schema import RunConfig
 from areal_core.environments.arithmetic import ArithmeticSource
 from areal_core.environments.jsonl import JsonlSource
+from areal_core.environments.procedural import ProceduralSource
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
 
@@ -35,4 +36,6 @@ def open_source(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
             held_out=task.held_out,
             max_prompt_tokens=task.max_prompt_tokens,
         )
+    if task.name == "reasoning_gym":
+        return ProceduralSource(task, tokenizer, seed=config.seed)
     return JsonlSource(task, tokenizer, seed=config.seed)

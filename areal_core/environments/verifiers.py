@@ -7,6 +7,7 @@ import functools
 from areal_core.environments.algebra import Algebra
 from areal_core.environments.environment import Verdict, Verifier
 from areal_core.environments.mathematics import balanced, compared, conclusion, normalised
+from areal_core.environments.procedural import procedural
 from areal_core.errors import RewardError
 from areal_core.types import Outcome, Prompt
 
@@ -45,4 +46,4 @@ def _by_algebra(gold: str, answer: str) -> Outcome:
 _algebra = functools.cache(Algebra)  # one a process
 
 
-VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "mathematics": mathematics}
+VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "mathematics": mathematics, "reasoning_gym": procedural}

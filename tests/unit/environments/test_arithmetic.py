@@ -3,7 +3,8 @@ from collections import Counter
 
 import pytest
 
-from areal_core.environments.arithmetic import Chain, draw, held_out_chains, is_held_out, training_chain
+from areal_core.environments.arithmetic import Chain, draw, held_out_chains, training_chain
+from areal_core.environments.held_out import is_held_out
 from areal_core.errors import ConfigError
 
 

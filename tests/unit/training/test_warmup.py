@@ -8,7 +8,7 @@ import torch
 
 from areal_core.config.fields import merge
 from areal_core.config.schema import load
-from areal_core.environments.arithmetic import is_held_out
+from areal_core.environments.held_out import is_held_out
 from areal_core.models.folders import read_spec, read_weights
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from areal_core.training import recipe

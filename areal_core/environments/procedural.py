@@ -1,0 +1,133 @@
+"""Tasks of reasoning-gym: prompts that it generates without end, and its own verifiers of their answers.
+
+Every prompt is a pure function of (seed, index). A fixed share of all texts, chosen by hash, is kept out of training.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import shlex
+from typing import Any
+
+import yaml
+
+from areal_core.config.schema import TaskConfig
+from areal_core.environments.dialogue import Dialogue
+from areal_core.environments.environment import Verdict
+from areal_core.environments.held_out import is_held_out
+from areal_core.errors import ConfigError
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.types import Outcome, Prompt
+
+_SIZE = 2**40  # that a data set is told to have; it makes each entry from seed and index alone
+_HELD_OUT_SEED = 20250530  # the held-out set is the same for every run
+_DRAWS = 64  # of one training prompt, of which the first that is not held out counts; one in ten is
+_DRAWS_PER_HELD_OUT = 200
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_QUOTES = "\"'`* \t"
+
+
+class ProceduralSource:
+    """Prompts of one data set of reasoning-gym, an endless stream. Raises ConfigError for one that does not exist, or
+    not so."""
+
+    def __init__(self, task: TaskConfig, tokenizer: Tokenizer, *, seed: int) -> None:
+        assert task.dataset is not None  # config.load sees to it
+        self._task, self._dialogue = task, Dialogue(task.chat, tokenizer)
+        self._training_seed = int.from_bytes(hashlib.sha256(f"training/{seed}".encode()).digest()[:4])
+        self._held_out = self._draw_held_out()
+
+    def prompt(self, index: int) -> Prompt:
+        """Raises ConfigError where task.max_prompt_tokens has room for none of its draws."""
+        for draw in range(_DRAWS * index, _DRAWS * (index + 1)):
+            prompt = self._prompt(index, self._training_seed, draw)
+            if not is_held_out(prompt.text) and len(prompt.token_ids) <= self._task.max_prompt_tokens:
+                return prompt
+        raise ConfigError(f"task.max_prompt_tokens: must be more for {self._task.dataset}, whose prompts are longer")
+
+    def held_out(self) -> list[Prompt]:
+        return list(self._held_out)
+
+    def _draw_held_out(self) -> list[Prompt]:
+        """The first distinct reserved prompts under a fixed seed."""
+        found: dict[str, Prompt] = {}
+        for draw in range(_DRAWS_PER_HELD_OUT * self._task.held_out):
+            text = entry(self._task.dataset or "", self._task.dataset_options, _HELD_OUT_SEED, draw)["question"]
+            if is_held_out(text) and text not in found:
+                prompt = self._prompt(len(found), _HELD_OUT_SEED, draw)
+                if len(prompt.token_ids) <= self._task.max_prompt_tokens:
+                    found[text] = prompt
+                    if len(found) == self._task.held_out:
+                        return list(found.values())
+        raise ConfigError(
+            f"task.held_out: {self._task.dataset} has about {len(found)} distinct prompts of at most "
+            f"task.max_prompt_tokens={self._task.max_prompt_tokens} tokens that are reserved, got {self._task.held_out}"
+        )
+
+    def _prompt(self, index: int, seed: int, draw: int) -> Prompt:
+        name, options = self._task.dataset or "", self._task.dataset_options
+        made = entry(name, options, seed, draw)
+        answer = {"answer": made["answer"], "dataset": name, "options": options, "seed": seed, "draw": draw}
+        return Prompt(
+            index=index,
+            prompt_id=hashlib.sha256(made["question"].encode()).hexdigest(),
+            text=made["question"],
+            token_ids=self._dialogue.prompt(made["question"]),
+            answer=json.dumps(answer),
+        )
+
+
+def procedural(task: Prompt, completion: str) -> Verdict:
+    """The score that the task's own data set gives to what stands in <answer> tags, or else to the last line. Right is
+    what it gives 1. Where it gives nothing to an answer that holds the gold one among other words, the score is the
+    share of the gold one in it: what reasoning-gym gives unless a data set has a rule of its own."""
+    told = json.loads(task.answer)
+    answer = reading(completion)
+    if not answer:
+        return Verdict.of(Outcome.NO_ANSWER)
+    made = entry(told["dataset"], told["options"], told["seed"], told["draw"])
+    score = float(_dataset(told["dataset"], told["options"], told["seed"]).score_answer(answer, made))
+    if score == 1.0:
+        return Verdict.of(Outcome.RIGHT)
+    gold = str(told["answer"])
+    return Verdict(Outcome.WRONG, max(score, len(gold) / len(answer) if gold in answer else 0.0))
+
+
+def reading(completion: str) -> str:
+    """The answer of a completion: what stands in its last <answer> tags, or else its last line; without quotes and a
+    full stop around it."""
+    tagged = _TAGGED.findall(completion)
+    lines = (tagged[-1] if tagged else completion).strip().splitlines() or [""]
+    text = "\n".join(lines) if tagged else lines[-1]
+    return text.strip(_QUOTES).removesuffix(".").strip(_QUOTES)
+
+
+@functools.lru_cache(maxsize=1024)
+def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
+    """Question, answer and metadata of one entry."""
+    return _dataset(dataset, options, seed)[draw]
+
+
+@functools.lru_cache(maxsize=8)
+def _dataset(name: str, options: str, seed: int) -> Any:
+    import reasoning_gym  # most of a second
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        raise ConfigError(f"task.dataset: must be a data set of reasoning-gym, got {name!r}")
+    settings = _settings(options)
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=_SIZE, **settings)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"task.dataset_options: {name} does not take {options!r}: {error}") from error
+
+
+def _settings(options: str) -> dict[str, Any]:
+    try:
+        pairs = [word.partition("=") for word in shlex.split(options)]
+        return {name: yaml.safe_load(value) for name, _, value in pairs}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"task.dataset_options: must be name=value pairs, got {options!r}: {error}") from error
