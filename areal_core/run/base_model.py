@@ -1,5 +1,5 @@
-"""Policy version 0: a folder of the user's; one made of a GGUF file of the user's, once; or the embedded model, which a
-supervised warm-up makes once a recipe."""
+"""Policy version 0: a folder of the user's, or of the Hub; one made of a GGUF file of the user's, once; or the embedded
+model, which a supervised warm-up makes once a recipe."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ModelError, ProcessError
 from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
+from areal_core.models import hub
 from areal_core.run.folders import Log
 from areal_core.run.machine import python
 from areal_core.storage.rundir import RunDir, write_json
@@ -32,9 +33,11 @@ def base_model(config: RunConfig, log: Log) -> Path:
 
 
 def model_folder(config: RunConfig, log: Log) -> Path:
-    """The folder of `model.path`: itself, or what is made of a GGUF file. Raises ModelError for a file that can't be
-    read, or holds what is not supported."""
+    """The folder of `model.path`: itself, what the Hub has under a name, or what is made of a GGUF file. Raises
+    ModelError for what can't be had or read, or is not supported."""
     assert config.model.path is not None
+    if config.model.path.startswith(hub.PREFIX):
+        return hub.fetch(config.model.path)
     path = Path(config.model.path).absolute()
     if path.suffix != ".gguf":
         return path
