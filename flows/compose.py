@@ -42,8 +42,8 @@ OmegaConf.register_new_resolver("required", _required, replace=True)
 
 
 def experiments() -> list[str]:
-    """Names of the experiments that `conf/` holds."""
-    return _options("experiment")
+    """Names of the experiments that `conf/` holds; one that begins with an underscore is for another command."""
+    return [name for name in _options("experiment") if not name.startswith("_")]
 
 
 def configure(
@@ -71,7 +71,7 @@ def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError, one line that starts with the field, for whatever is wrong with either.
     """
-    if experiment not in experiments():
+    if experiment not in _options("experiment"):
         raise _unknown("experiment", experiment, experiments())
     try:
         composed = _composed(f"experiment={experiment}", *map(_checked, overrides))
@@ -79,6 +79,12 @@ def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise _config_error(error) from error
     return load(cast(Mapping[str, Any], values))
+
+
+def quoted(value: str) -> str:
+    """A value that Hydra's grammar takes as it stands."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def named_fields(overrides: Sequence[str]) -> set[str]:

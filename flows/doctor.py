@@ -1,8 +1,12 @@
 """`make doctor`: what this machine has and lacks, a line each, and what would mend it. Exit code 1 if something that
-the default run needs is missing."""
+the default run needs is missing.
+
+With MODEL=, instead, what a model is, what ends its completions, and the prompt of a task exactly as it is fed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -12,14 +16,21 @@ import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
 
+from areal_core.environments.source import open_source
+from areal_core.models.spec import check_folder
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.run.base_model import model_folder
+from areal_core.run.command import run_command
 from flows import stack
+from flows.benchmarks import EXPERIMENT
+from flows.compose import compose, quoted
 
 _GIB = 2**30
 _MEMORY_GIB = 4  # the default run with both servers takes about 2.5
@@ -109,7 +120,39 @@ def _vllm_version(python: Path) -> str | None:
     return ", ".join(names) or None
 
 
+def describe_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What there is to know of a model before it is trained on prompts. Raises ConfigError, ModelError."""
+    config = compose(EXPERIMENT, [f"model.path={quoted(path)}", *overrides])
+    folder = model_folder(config, print)
+    spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
+    yield "folder", str(folder)
+    yield "architecture", f"{spec.architecture}, {spec.parameters / 1e6:,.1f}M parameters, context {spec.context:,}"
+    ends = (f"{token} {tokenizer.decode([token], special=True)!r}" for token in spec.eos_token_ids)
+    yield "stop tokens", ", ".join(ends) or "none: no completion would ever end"
+    yield "chat template", "yes" if tokenizer.chat else "none"
+    for enabled in (False, True) if tokenizer.chat else (False,):
+        chat = replace(config.task.chat, enabled=enabled)
+        prompt = open_source(replace(config, task=replace(config.task, chat=chat, held_out=1)), tokenizer).held_out()[0]
+        fed = tokenizer.decode(prompt.token_ids, special=True)
+        yield f"fed with task.chat.enabled={str(enabled).lower()}", f"{len(prompt.token_ids)} tokens\n{fed}"
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="make doctor", description=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("overrides", nargs="*", metavar="field=value")
+    arguments = parser.parse_args()
+    if arguments.model is None:
+        return _machine()
+    return run_command(lambda: _model(arguments.model, arguments.overrides))
+
+
+def _model(path: str, overrides: Sequence[str]) -> None:
+    for what, found in describe_model(path, overrides):
+        print(f"{what:32} {found}")
+
+
+def _machine() -> int:
     print(f"{socket.gethostname()}: {platform.platform()}")
     missing = False
     for finding in findings():

@@ -39,7 +39,7 @@ STATE = Path(os.environ.get("AREAL_STATE_DIR", ROOT / ".areal")).absolute()
 LOGS = STATE / "logs"
 WORKER_READY = STATE / "worker-ready.json"
 
-Tied = Literal["train", "compare"]  # commands that a stack ends with
+Tied = Literal["train", "compare", "evaluate"]  # commands that a stack ends with
 Owner = Literal["up", Tied]
 
 SOLE = "sole"  # told to the worker: no other worker serves this Prefect server
@@ -319,7 +319,7 @@ def _up() -> None:
         raise ConfigError(f"`make {stack.owner}` (pid {stack.pid}) runs its own stack; wait for its end")
     if stack is None:
         stack = launch("up").wait_ready()
-    print(f"{stack.pages}\n`make train` and `make compare` use them; `make down` ends them.")
+    print(f"{stack.pages}\n`make train`, `make compare` and `make evaluate` use them; `make down` ends them.")
 
 
 def _down() -> None:

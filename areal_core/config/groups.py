@@ -27,9 +27,11 @@ _VLLM_TEMPERATURE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The base policy: a folder in the transformers format, a GGUF file, or the embedded model of the warm-up."""
+    """The base policy: a folder in the transformers format, a model of the Hub, a GGUF file, or the embedded model of
+    the warm-up."""
 
-    path: str | None = None  # a folder, or a file that ends on .gguf; None: make the embedded model of the shape below
+    # A folder, hub:owner/name@revision, or a file that ends on .gguf; None: make the embedded model of the shape below.
+    path: str | None = None
     hidden_size: int = bounded(64, low=8)
     layers: int = bounded(3, low=1)
     heads: int = bounded(4, low=1)
@@ -216,6 +218,8 @@ class EvaluationConfig:
     enabled: bool = True  # false: no version is scored, and a run has no accuracies
     every: int = bounded(5, low=1)  # steps between two evaluations; the base and the last version always count
     slots: int = bounded(32, low=1)
+    samples: int | None = bounded(None, low=1)  # of a problem, beside its greedy completion; the paper has 32
+    temperature: float = bounded(1.0, low=0.01, high=100.0)  # of these samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,8 @@
-"""What a controller starts from: the ledger of its run, restored where it is missing, and facts of the base model."""
+"""What a controller starts from: the ledger of its run, restored where it is missing."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from pathlib import Path
 
 from safetensors.numpy import load_file
 
@@ -13,7 +10,6 @@ from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
-from areal_core.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
@@ -37,21 +33,3 @@ def restore(run: RunDir, storage: Storage) -> int | None:
     files[checkpoint.LEDGER].replace(run.ledger)
     logger.info("restored the ledger from the checkpoint of step %d", newest.step)
     return newest.step
-
-
-def base_version(model_path: str) -> PolicyVersion:
-    """Version 0: the base model's own folder."""
-    files = sorted(Path(model_path).glob("*.safetensors"))
-    hashes = [checkpoint.describe(file).sha256 for file in files]
-    whole = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-    return PolicyVersion(version=0, path=model_path, sha256=whole)
-
-
-def stop_token_ids(model_path: str) -> tuple[int, ...]:
-    """The end tokens of a model folder, without loading the model."""
-    for name in ("generation_config.json", "config.json"):
-        file = Path(model_path) / name
-        ids = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()

@@ -20,16 +20,18 @@ from pathlib import Path
 from aiohttp import web
 
 from areal_core.config.schema import RunConfig
+from areal_core.controller.card import model_card
 from areal_core.controller.evaluations import EvaluationSchedule
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
 from areal_core.controller.registry import Server, ServerState
-from areal_core.controller.restore import base_version, restore, stop_token_ids
+from areal_core.controller.restore import restore
 from areal_core.controller.retention import Retention
 from areal_core.controller.routes import Routes
 from areal_core.environments.source import PromptSource, open_source
 from areal_core.errors import ArealError, TokenLedgerError
 from areal_core.launch import logs, process
+from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.worker import GroupJob, GroupSession, RewardPool
 from areal_core.rollout.controller import RolloutController, Signal
@@ -37,6 +39,7 @@ from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.rollout.notes import Ending
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, write_json
+from areal_core.storage.weights import base_version
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
 from areal_core.types import PolicyVersion, Prompt, TokenLedger
@@ -181,6 +184,7 @@ class Service:
             ending=ending,
             bound=self.recorder.explained(spans),
         )
+        self.storage.child("final").put_bytes("README.md", model_card(self.config, summary).encode())
         values = dataclasses.asdict(summary)
         self.recorder.document("summary", summary.steps, values)
         write_json(self.run_dir.summary, values)

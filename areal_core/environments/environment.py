@@ -28,13 +28,14 @@ class Verdict:
 
     outcome: Outcome
     score: float | None  # from 0, wrong, to 1, right; None: there is no result
+    answer: str | None = None  # what it has read as the completion's answer
 
     @classmethod
-    def of(cls, outcome: Outcome) -> Verdict:
+    def of(cls, outcome: Outcome, answer: str | None = None) -> Verdict:
         """1 for what is right, none where the verifier found no result, 0 for all else."""
         if outcome in (Outcome.TIMED_OUT, Outcome.FAILED):
-            return cls(outcome, None)
-        return cls(outcome, float(outcome is Outcome.RIGHT))
+            return cls(outcome, None, answer)
+        return cls(outcome, float(outcome is Outcome.RIGHT), answer)
 
 
 Verifier = Callable[[Prompt, str], "float | Verdict"]

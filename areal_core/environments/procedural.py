@@ -91,9 +91,9 @@ def procedural(task: Prompt, completion: str) -> Verdict:
     made = entry(told["dataset"], told["options"], told["seed"], told["draw"])
     score = float(_dataset(told["dataset"], told["options"], told["seed"]).score_answer(answer, made))
     if score == 1.0:
-        return Verdict.of(Outcome.RIGHT)
+        return Verdict.of(Outcome.RIGHT, answer)
     gold = str(told["answer"])
-    return Verdict(Outcome.WRONG, max(score, len(gold) / len(answer) if gold in answer else 0.0))
+    return Verdict(Outcome.WRONG, max(score, len(gold) / len(answer) if gold in answer else 0.0), answer)
 
 
 def reading(completion: str) -> str:
@@ -113,8 +113,11 @@ def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _dataset(name: str, options: str, seed: int) -> Any:
-    import reasoning_gym  # most of a second
-    from reasoning_gym.factory import DATASETS
+    try:
+        import reasoning_gym  # most of a second
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise ConfigError("task.name: reasoning_gym needs its package: pip install 'areal[reasoning]'") from None
 
     if name not in DATASETS:
         raise ConfigError(f"task.dataset: must be a data set of reasoning-gym, got {name!r}")

@@ -29,10 +29,10 @@ def mathematics(task: Prompt, completion: str) -> Verdict:
         return Verdict.of(Outcome.NO_ANSWER)
     if not answer or len(answer) > _LONGEST or not balanced(normalised(answer)):
         return Verdict.of(Outcome.UNPARSABLE)
-    equal = compared(task.answer, answer)
+    equal, read = compared(task.answer, answer), normalised(answer)
     if equal is None:
-        return Verdict.of(_by_algebra(normalised(task.answer), normalised(answer)))
-    return Verdict.of(Outcome.RIGHT if equal else Outcome.WRONG)
+        return Verdict.of(_by_algebra(normalised(task.answer), read), read)
+    return Verdict.of(Outcome.RIGHT if equal else Outcome.WRONG, read)
 
 
 def _by_algebra(gold: str, answer: str) -> Outcome:

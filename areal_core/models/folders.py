@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _INIT_STD = 0.02
+_SETTINGS = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
 
 def read_weights(source: str | Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -65,8 +66,8 @@ def read_weights(source: str | Path, spec: ModelSpec, dtype: torch.dtype = torch
 def write_model(
     folder: str | Path, spec: ModelSpec, weights: Mapping[str, Tensor], tokenizer_file: Path | None
 ) -> None:
-    """Write a complete folder in the transformers format. `tokenizer_file` is a tokenizer.json; a
-    tokenizer_config.json beside it is copied too."""
+    """Write a complete folder in the transformers format. `tokenizer_file` is a tokenizer.json; what lies beside it of
+    tokenizer, chat template and generation settings is copied too."""
     check_weights(spec, weights)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,16 +107,15 @@ def rope_tables(spec: ModelSpec, length: int, device: torch.device | str = "cpu"
 
 
 def _write_tokenizer(folder: Path, spec: ModelSpec, tokenizer_file: Path) -> None:
-    target = folder / "tokenizer.json"
-    if tokenizer_file.absolute() != target.absolute():
-        shutil.copyfile(tokenizer_file, target)
-    settings = tokenizer_file.with_name("tokenizer_config.json")
+    for source, name in ((tokenizer_file, "tokenizer.json"), *((tokenizer_file.with_name(n), n) for n in _SETTINGS)):
+        target = folder / name
+        if source.exists() and source.absolute() != target.absolute():
+            shutil.copyfile(source, target)
+    settings = folder / "tokenizer_config.json"
     if settings.exists():
-        if settings.absolute() != (folder / settings.name).absolute():
-            shutil.copyfile(settings, folder / settings.name)
         return
     tokenizer = read_json(tokenizer_file)
     names = {token: text for text, token in tokenizer.get("model", {}).get("vocab", {}).items()}
     names |= {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
     eos = next((names[token] for token in spec.eos_token_ids if token in names), None)
-    write_settings(folder / settings.name, eos=eos, context=spec.context)
+    write_settings(settings, eos=eos, context=spec.context)

@@ -104,6 +104,16 @@ def read_spec(folder: str | Path) -> ModelSpec:
     )
 
 
+def stop_token_ids(model_path: str) -> tuple[int, ...]:
+    """The end tokens of a model folder, without loading the model."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        ids = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
 def write_config(folder: Path, spec: ModelSpec, dtype: str) -> None:
     """Write config.json and generation_config.json, as `read_spec` and transformers read them."""
     ids = {"bos_token_id": None, "eos_token_id": list(spec.eos_token_ids) or None, "pad_token_id": None}

@@ -42,9 +42,10 @@ class RunDir:
     root: Path
 
     @classmethod
-    def create(cls, config: RunConfig, info: RunInfo) -> RunDir:
-        """Make the folder, or adopt that of an earlier start of this run, and write what the processes will read."""
-        run = cls(Path(config.state_dir).absolute() / "runs" / info.run_id)
+    def create(cls, config: RunConfig, info: RunInfo, kind: str = "runs") -> RunDir:
+        """Make the folder, or adopt that of an earlier start of this run, and write what the processes will read.
+        `kind` is the folder that it lies in: runs, or evaluations, which have servers and no more."""
+        run = cls(Path(config.state_dir).absolute() / kind / info.run_id)
         for folder in (run.ready, run.logs, run.weights, run.timeline):
             folder.mkdir(parents=True, exist_ok=True)
         write_json(run.root / "config.json", config.to_dict())

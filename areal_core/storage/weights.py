@@ -18,11 +18,20 @@ from safetensors import SafetensorError
 
 from areal_core.errors import StorageError
 from areal_core.models.tensorfile import read_tensors, write_tensors
+from areal_core.storage import checkpoint
 from areal_core.storage.rundir import write_json
 from areal_core.types import PolicyVersion
 
 _WEIGHTS = "model.safetensors"
 _MANIFEST = "manifest.json"
+
+
+def base_version(model_path: str) -> PolicyVersion:
+    """Version 0: the base model's own folder. Raises StorageError."""
+    files = sorted(Path(model_path).glob("*.safetensors"))
+    hashes = [checkpoint.describe(file).sha256 for file in files]
+    whole = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return PolicyVersion(version=0, path=model_path, sha256=whole)
 
 
 def publish(

@@ -7,13 +7,11 @@ down stops nothing: points wait in the outbox.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
@@ -25,6 +23,7 @@ from areal_core.tracking.mlflow_client import (
     Metric,
     MlflowClient,
     param,
+    put_table,
     reason,
     shown,
     tag,
@@ -32,7 +31,6 @@ from areal_core.tracking.mlflow_client import (
 from areal_core.tracking.outbox import Document, Outbox
 from areal_core.types import MetricRow
 
-_MAX_TABLES = 50  # listed on the run's page; its tag holds no more
 _INTERVAL_S = 1.0  # between two looks into the outbox
 _MAX_BACKOFF_S = 5.0
 _REQUEST_S = 5  # for one request of the forwarder
@@ -181,7 +179,7 @@ class Forwarder:
         if document is None:
             return
         if document.kind == "trajectories":
-            self._send_table(document)
+            put_table(self._client, self._run_id, f"trajectories/step-{document.step:06d}.json", document.data["rows"])
         elif document.kind == "staleness_histogram":
             figure = staleness_figure(document.data["counts"], document.step)
             self._client.log_figure(self._run_id, figure, f"staleness/step-{document.step:06d}.png")
@@ -192,19 +190,6 @@ class Forwarder:
             if bound := document.data.get("bound"):
                 self._client.set_tag(self._run_id, "mlflow.note.content", bound)  # the page shows it on top
         self._outbox.sent_document(document)
-
-    def _send_table(self, document: Document) -> None:
-        """As `MlflowClient.log_table` writes it, which would append the rows again when it is called again."""
-        path = f"trajectories/step-{document.step:06d}.json"
-        rows: list[dict[str, Any]] = document.data["rows"]
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
-        self._client.log_text(self._run_id, json.dumps(table), path)
-        listing = "mlflow.loggedArtifacts"  # the page shows these as tables
-        listed = json.loads(self._client.get_run(self._run_id).data.tags.get(listing, "[]"))
-        entry = {"path": path, "type": "table"}
-        listed = [*(other for other in listed if other != entry), entry][-_MAX_TABLES:]
-        self._client.set_tag(self._run_id, listing, json.dumps(listed))
 
 
 def staleness_figure(counts: Mapping[str, int], step: int) -> Figure:

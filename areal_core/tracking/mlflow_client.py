@@ -5,12 +5,13 @@ Ids are always given: neither MLFLOW_RUN_ID nor a run that happens to be active 
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the forwarder itself trie
 os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = "10"
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request, verify_rest_response
@@ -34,6 +35,8 @@ from areal_core.tracking.outbox import EndStatus
 FAILURES = (MlflowException, OSError)  # OSError: what requests raises while an artifact is sent
 MAX_METRICS, MAX_LABELS = 1000, 100  # a log_batch call
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_MAX_TABLES = 50  # listed on a run's page; its tag holds no more
+_MAX_DIGEST = 36  # characters of a data set's digest
 _MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
 # The page then opens on training runs and their charts, not on traces and judges of a chat application.
 _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
@@ -111,6 +114,40 @@ def add_to_run(
             client.log_batch(run_id, metrics=chunk)
         for file in files:
             client.log_artifact(run_id, str(file), folder)
+
+
+def put_table(client: MlflowClient, run_id: str, path: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table among a run's artifacts, as `MlflowClient.log_table` writes it; that would append the rows again when it
+    is called again."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
+    client.log_text(run_id, json.dumps(table), path)
+    listing = "mlflow.loggedArtifacts"  # the page shows these as tables
+    listed = json.loads(client.get_run(run_id).data.tags.get(listing, "[]"))
+    entry = {"path": path, "type": "table"}
+    listed = [*(other for other in listed if other != entry), entry][-_MAX_TABLES:]
+    client.set_tag(run_id, listing, json.dumps(listed))
+
+
+def add_benchmark(
+    uri: str,
+    run_id: str,
+    *,
+    benchmark: str,
+    digest: str,
+    source: str,
+    metrics: Mapping[str, float],
+    rows: Sequence[Mapping[str, Any]],
+    files: Iterable[Path],
+) -> None:
+    """The scores of a benchmark, its problems as a table, its data set as an input of the run, and files among the
+    artifacts of evaluation/. Raises TrackingError."""
+    client = MlflowClient(uri)
+    with _reporting(uri):
+        data = Dataset(name=_cut(benchmark, _MAX_NAME), digest=digest[:_MAX_DIGEST], source_type="local", source=source)
+        client.log_inputs(run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "evaluation")])])
+        put_table(client, run_id, f"evaluation/{benchmark}.json", rows)
+    add_to_run(uri, run_id, metrics=metrics, step=0, files=files, folder="evaluation")
 
 
 def end_run(uri: str, run_id: str, status: EndStatus) -> None:

@@ -103,7 +103,7 @@ def test_from_nothing_to_s3_and_on_from_there_on_a_new_machine(tmp_path: Path, m
         newest = checkpoint.newest(storage)
         assert newest is not None
         assert newest.step == 5
-        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {
             Path(name).name for name in storage.sizes("final")
         }
     finally:

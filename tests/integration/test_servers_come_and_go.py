@@ -19,13 +19,13 @@ from areal_core.api.transcript import Transcript
 from areal_core.api.wire import join_completions
 from areal_core.controller import pool as module
 from areal_core.controller.pool import GenerationPool
-from areal_core.controller.restore import base_version
 from areal_core.generation import client as client_module
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.engines.embedded import Engine
 from areal_core.generation.server.routes import GenerationServer
 from areal_core.models.folders import read_weights
 from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.storage.weights import base_version
 from areal_core.training.recipe import cache_key
 from areal_core.types import PolicyVersion
 from tests.support.generation import QWEN2, request, write

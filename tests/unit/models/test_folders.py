@@ -9,6 +9,7 @@ import torch
 from areal_core.errors import ModelError
 from areal_core.models import folders
 from areal_core.models.folders import ModelSpec
+from tests.support.chat import CHAT, chat_folder
 
 SPEC = ModelSpec(
     architecture="Qwen2ForCausalLM",
@@ -158,3 +159,17 @@ def test_check_weights_names_the_tensor():
     del weights[name]
     with pytest.raises(ModelError, match=rf"{name}.*missing"):
         folders.check_weights(SPEC, weights)
+
+
+def test_a_chat_template_and_generation_settings_go_with_the_tokenizer(tmp_path):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    base = chat_folder(tmp_path / "base", None)
+    (base / "chat_template.jinja").write_text(CHAT)
+    (base / "generation_config.json").write_text('{"top_p": 0.9, "eos_token_id": [1, 2]}')
+    folders.write_model(tmp_path / "model", SPEC, folders.init_weights(SPEC, seed=0), base / "tokenizer.json")
+    messages = [{"role": "user", "content": "Why?"}]
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "model", base))
+    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
+    assert GenerationConfig.from_pretrained(tmp_path / "model").top_p == 0.9
+    assert folders.read_spec(tmp_path / "model").eos_token_ids == (1, 2)

@@ -1,0 +1,127 @@
+"""Records of an evaluation: a line for every problem, with all of its completions and their verdicts.
+
+The first line says what was evaluated, and how. A file that is opened again goes on where it ended; a line that was cut
+off by the end of its process is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orjson
+
+from areal_core.config.fields import leaves
+from areal_core.errors import ConfigError, StorageError
+from areal_core.types import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One completion and its verdict."""
+
+    text: str
+    tokens: int
+    truncated: bool  # it ran into the length limit
+    outcome: Outcome
+    score: float | None  # None: there is no result
+    answer: str | None  # what the verifier has read
+
+    @property
+    def right(self) -> bool:
+        return self.outcome is Outcome.RIGHT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One problem of a benchmark."""
+
+    problem: int  # its place in the benchmark
+    prompt_id: str  # hash of its text
+    prompt: str  # as it was fed, special tokens included
+    gold: str
+    greedy: Sample
+    samples: tuple[Sample, ...]  # sampled ones, in the order of their seeds
+
+
+class RecordFile:
+    """The records of one evaluation on one benchmark. A context that closes the file.
+
+    Raises ConfigError, naming the first field that differs, where a file holds records of another evaluation;
+    StorageError for one that can't be read or written.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self._records: dict[int, Record] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().split(b"\n") if path.exists() else []
+            whole = [line for line in lines[:-1] if line]  # what follows the last end of a line was cut off
+            if whole:
+                self._check(whole[0], about)
+            for line in whole[1:]:
+                record = _parse(line)
+                self._records[record.problem] = record
+            self._file = path.open("ab")
+            self._file.truncate(sum(len(line) + 1 for line in whole))
+            if not whole:
+                self._write(dict(about))
+        except ConfigError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StorageError(f"{path}: can't be read or written as records: {error}") from error
+
+    def __contains__(self, problem: int) -> bool:
+        return problem in self._records
+
+    @property
+    def records(self) -> list[Record]:
+        """In the order of their problems."""
+        return [self._records[problem] for problem in sorted(self._records)]
+
+    def add(self, record: Record) -> None:
+        """Write a record; it is on disk when this returns."""
+        try:
+            self._write(dataclasses.asdict(record))
+        except OSError as error:
+            raise StorageError(f"{self.path}: can't be written: {error.strerror}") from error
+        self._records[record.problem] = record
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> RecordFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _check(self, line: bytes, about: Mapping[str, Any]) -> None:
+        before, now = dict(leaves(orjson.loads(line))), dict(leaves(orjson.loads(orjson.dumps(about))))
+        for name in {**before, **now}:
+            if before.get(name) != now.get(name):
+                raise ConfigError(
+                    f"{name}: {self.path} holds records with {before.get(name)!r}, got {now.get(name)!r}; "
+                    "another --name keeps both"
+                )
+
+    def _write(self, value: dict[str, Any]) -> None:
+        self._file.write(orjson.dumps(value) + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _parse(line: bytes) -> Record:
+    value = orjson.loads(line)
+    greedy, samples = value.pop("greedy"), value.pop("samples")
+    return Record(**value, greedy=_sample(greedy), samples=tuple(map(_sample, samples)))
+
+
+def _sample(value: dict[str, Any]) -> Sample:
+    return Sample(**{**value, "outcome": Outcome(value["outcome"])})

@@ -1,0 +1,260 @@
+"""An evaluation: a model's completions of one or several benchmarks, from generation servers of its own.
+
+    configuration a benchmark --> servers, started once --> records, a file a benchmark --> scores
+
+A benchmark is the held-out set of a task. Its records lie in <state_dir>/evaluations/<name>/<benchmark>.jsonl; an
+evaluation that was stopped, or killed, goes on where it ended, and one that has ended gives the same scores again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from areal_core.config.schema import RunConfig
+from areal_core.environments.registry import open_verifier
+from areal_core.environments.source import open_source
+from areal_core.errors import ArealError, ConfigError, ProcessError
+from areal_core.evaluation.page import write_page
+from areal_core.evaluation.records import Record, RecordFile
+from areal_core.evaluation.sampling import Collector, Sampling
+from areal_core.evaluation.scores import Scores, scored
+from areal_core.generation.client import GenerationClient
+from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
+from areal_core.models.spec import stop_token_ids
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.run.base_model import base_model
+from areal_core.run.folders import Log
+from areal_core.run.preflight import preflight
+from areal_core.run.roles import role_specs
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
+from areal_core.storage.weights import base_version
+from areal_core.types import Prompt
+
+_OWNER_S = 20.0  # for the servers of an evaluation that was killed to end
+
+Progress = Callable[[str, int, int], None]  # benchmark, problems recorded, problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One benchmark of an evaluation."""
+
+    benchmark: str
+    scores: Scores
+    records: tuple[Record, ...]
+    about: Mapping[str, Any]  # what was evaluated, and how
+    records_file: Path
+    page: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Benchmark:
+    name: str
+    config: RunConfig
+    problems: list[Prompt]
+    about: dict[str, Any]
+
+
+def evaluate(
+    configs: Mapping[str, RunConfig],
+    *,
+    name: str | None = None,
+    log: Log = print,
+    on_progress: Progress = lambda benchmark, done, problems: None,
+) -> list[Result]:
+    """Evaluate the model that all of `configs`, a benchmark each, name. Under the `name` of an earlier evaluation its
+    records count.
+
+    Raises ConfigError, ModelError and others as `preflight` does, and ProcessError for servers that fail.
+    """
+    if not configs:
+        raise ConfigError("benchmarks: must name one at least")
+    for config in configs.values():
+        preflight(config, log)
+    served = max(configs.values(), key=lambda config: config.task.max_prompt_tokens + config.task.max_new_tokens)
+    folder = base_model(served, log)
+    weights = base_version(str(folder)).sha256
+    tokenizer = Tokenizer.from_folder(folder)
+    benchmarks = [_benchmark(each, config, tokenizer, weights) for each, config in configs.items()]
+    info = RunInfo(
+        run_id=_checked(name) if name else _name(folder, served, benchmarks),
+        model_path=str(folder),
+        checkpoint_url=served.storage.url,
+    )
+    run = RunDir.create(served, info, kind="evaluations")
+    busy = f"name: {info.run_id} is being evaluated already; wait for its end or choose another"
+    with FileLock(run.launcher_lock, timeout_s=_OWNER_S, busy=busy):
+        return asyncio.run(_evaluated(run, benchmarks, tokenizer, log, on_progress))
+
+
+async def _evaluated(
+    run: RunDir, benchmarks: list[_Benchmark], tokenizer: Tokenizer, log: Log, on_progress: Progress
+) -> list[Result]:
+    run.forget_ready()
+    results: list[Result] = []
+    async with _Servers(run, log) as servers:
+        for benchmark in benchmarks:
+            file = run.root / f"{benchmark.name}.jsonl"
+            with RecordFile(file, benchmark.about) as records:
+                if len(records.records) < len(benchmark.problems):
+                    await _collect(servers, benchmark, records, tokenizer, run.info().model_path, on_progress)
+                scores = scored(records.records)
+                write_json(file.with_suffix(".scores.json"), dataclasses.asdict(scores))
+                page = file.with_suffix(".html")
+                write_page(page, f"{run.root.name}: {benchmark.name}", records.records, scores)
+                results.append(
+                    Result(
+                        benchmark=benchmark.name,
+                        scores=scores,
+                        records=tuple(records.records),
+                        about=benchmark.about,
+                        records_file=file,
+                        page=page,
+                    )
+                )
+    return results
+
+
+async def _collect(
+    servers: _Servers,
+    benchmark: _Benchmark,
+    records: RecordFile,
+    tokenizer: Tokenizer,
+    model_path: str,
+    on_progress: Progress,
+) -> None:
+    config = benchmark.config
+    collector = Collector(
+        benchmark.problems,
+        records,
+        Sampling(
+            samples=config.evaluation.samples or 0,
+            temperature=config.evaluation.temperature,
+            max_tokens=config.task.max_new_tokens,
+            seed=config.seed,
+            stop_token_ids=stop_token_ids(model_path),
+        ),
+        tokenizer,
+        open_verifier(config.environment, config.task),
+        on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
+    )
+    await servers.work_on(collector, config.completions_per_server)
+
+
+def _benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: str) -> _Benchmark:
+    problems = open_source(config, tokenizer).held_out()
+    content = hashlib.sha256("\n".join(f"{p.prompt_id} {p.answer}" for p in problems).encode()).hexdigest()
+    about = {
+        "benchmark": {"name": name, "problems": len(problems), "sha256": content, "source": _source(config)},
+        "model": {"sha256": weights},
+        "task": {"max_new_tokens": config.task.max_new_tokens, "chat": dataclasses.asdict(config.task.chat)},
+        "environment": {"verifier": config.environment.verifier},
+        "generation": {"engine": config.generation.engine},
+        "evaluation": {"samples": config.evaluation.samples, "temperature": config.evaluation.temperature},
+        "seed": config.seed,
+    }
+    return _Benchmark(name=name, config=config, problems=problems, about=about)
+
+
+def _source(config: RunConfig) -> str:
+    return config.task.held_out_path or f"{config.task.name} {config.task.dataset or ''}".strip()
+
+
+def _name(folder: Path, config: RunConfig, benchmarks: list[_Benchmark]) -> str:
+    """The same for the same evaluation, so that it goes on by itself."""
+    path = Path(config.model.path or "embedded")
+    model = path.parent.name if path.name == "final" else path.stem  # of a run: its name
+    digest = hashlib.sha256(repr([benchmark.about for benchmark in benchmarks]).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', model).strip('-') or 'model'}-{digest[:8]}"
+
+
+def _checked(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise ConfigError(f"name: must be letters, digits, dots, dashes and underscores, got {name!r}")
+    return name
+
+
+class _Servers:
+    """The generation servers of one evaluation, started at the first work. A context, at whose end they end."""
+
+    def __init__(self, run: RunDir, log: Log) -> None:
+        self._run = run
+        self._log = log
+        self._stop = StopSignal()
+        self._thread = threading.Thread(target=self._supervise, name="servers")  # its children end with it
+        self._loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[None] = self._loop.create_future()
+        self._clients: dict[int, GenerationClient] = {}  # by index
+        self._serve: Callable[[GenerationClient], None] | None = None  # the work under way
+
+    async def __aenter__(self) -> _Servers:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for client in self._clients.values():
+            await client.close()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    async def work_on(self, collector: Collector, completions: int) -> None:
+        """Have all servers, now and as they come, work until the collector is finished. Raises what ends that, or the
+        servers."""
+        self._serve = lambda client: collector.serve(client, completions)
+        for client in self._clients.values():
+            self._serve(client)
+        if self._thread.ident is None:
+            self._thread.start()
+        finishing = asyncio.ensure_future(collector.finished())
+        try:
+            await asyncio.wait((finishing, self._failure), return_when=asyncio.FIRST_COMPLETED)
+            if not finishing.done():
+                await self._failure
+            await finishing
+        finally:
+            self._serve = None
+            finishing.cancel()
+            await asyncio.gather(finishing, return_exceptions=True)
+
+    def _supervise(self) -> None:
+        config = self._run.config()
+        spec = role_specs(self._run, config, sorted(os.sched_getaffinity(0)))["generation"]
+
+        def ready(index: int, info: dict[str, Any]) -> None:
+            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._ready(index, info["url"])))
+
+        try:
+            Supervisor(self._run, spec, config.launch, stop=self._stop, on_ready=ready, log=self._log).run()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the servers
+            failure = error if isinstance(error, ArealError) else ProcessError(f"the servers: {error!r}")
+            self._loop.call_soon_threadsafe(self._failed, failure)
+
+    async def _ready(self, index: int, url: str) -> None:
+        client = GenerationClient(url)
+        try:
+            await client.identify()
+        except ArealError as error:
+            await client.close()
+            self._failed(error)
+            return
+        if before := self._clients.pop(index, None):
+            await before.close()
+        self._clients[index] = client
+        if self._serve is not None:
+            self._serve(client)
+
+    def _failed(self, error: ArealError) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)

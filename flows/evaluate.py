@@ -1,0 +1,131 @@
+"""The flow `areal-evaluate`: a model on one benchmark or several, and a report.
+
+    benchmarks -> completions and verdicts -> report
+
+The same evaluation asked for again goes on where it ended: see areal_core.run.evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, cast
+from uuid import UUID
+
+import httpx
+from prefect import flow, get_run_logger
+from prefect.artifacts import (
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.client.schemas.objects import State
+from prefect.runtime import deployment, flow_run
+from prefect.states import Completed, Failed
+from pydantic import Field
+
+from areal_core.config.schema import RunConfig
+from areal_core.errors import ArealError
+from areal_core.evaluation.records import Record
+from areal_core.launch.process import die_with_parent
+from areal_core.run import evaluation
+from areal_core.run.evaluation import Result
+from areal_core.run.folders import tracking_uri
+from flows.benchmarks import benchmark_configs
+from flows.run_result import run_page
+from flows.shared import PLACES, PROGRESS, RESULT, Natural, Positive
+
+
+@flow(name="areal-evaluate")
+def areal_evaluate(
+    model: str,
+    benchmarks: Annotated[list[str], Field(min_length=1)],
+    samples: Positive | None = None,
+    seed: Natural | None = None,
+    name: str | None = None,
+    overrides: list[str] = [],  # noqa: B006 - Prefect shows the default in its form
+) -> State:
+    """A model on benchmarks: greedy and sampled completions of every problem, their verdicts, and scores.
+
+    Args:
+        model: A model folder, a GGUF file, or the name of a run, whose final model it is.
+        benchmarks: Files of conf/task, whose held-out prompts they are; name=path for prompts in a file.
+        samples: Of every problem, beside its greedy completion. Empty: none; the paper has 32.
+        seed: Of the samples.
+        name: Of the evaluation. One that exists goes on. Empty: it follows from the model and all that is asked of it.
+        overrides: Any other setting, one a line, as generation=vllm or task.chat.enabled=true.
+    """
+    if deployment.id is not None:
+        die_with_parent(signal.SIGTERM)  # the worker; without it nobody could cancel this run
+    log = get_run_logger()
+    try:
+        configs = benchmark_configs(model, benchmarks, samples=samples, seed=seed, overrides=overrides)
+        progress = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="preparing"))
+        results = evaluation.evaluate(configs, name=name, log=log.info, on_progress=_shown(progress, list(configs)))
+        _report(model, results, next(iter(configs.values())))
+    except ArealError as error:
+        log.error("%s", error)
+        return Failed(message=str(error))
+    return Completed(message=f"{sum(len(result.records) for result in results)} problems")
+
+
+def _shown(progress: UUID, benchmarks: Sequence[str]) -> Callable[[str, int, int], None]:
+    def show(benchmark: str, done: int, problems: int) -> None:
+        share = (benchmarks.index(benchmark) + done / problems) / len(benchmarks)
+        with contextlib.suppress(httpx.HTTPError):  # a Prefect server that is away for a while
+            update_progress_artifact(progress, 100.0 * share, f"{benchmark}  {done} of {problems} problems")
+
+    return show
+
+
+def _report(model: str, results: Sequence[Result], config: RunConfig) -> None:
+    rows = [{"benchmark": result.benchmark, **dict(result.scores.rows())} for result in results]
+    create_table_artifact(rows, key=RESULT, description=f"Scores of {model}")
+    places = [{"what": f"{result.benchmark}, to read", "value": str(result.page)} for result in results]
+    if uri := tracking_uri(config):
+        places.append({"what": "tracking", "value": _track(uri, model, results, config)})
+    create_table_artifact(places, key=PLACES, description="Where to look")
+
+
+def _track(uri: str, model: str, results: Sequence[Result], config: RunConfig) -> str:
+    """A run of the evaluation in MLflow; returns where it is to be seen."""
+    from areal_core.tracking import mlflow_client  # seconds of imports
+
+    name = results[0].records_file.parent.name
+    tags = {
+        "mlflow.source.name": "areal-evaluate",
+        "mlflow.note.content": f"`{model}` on {', '.join(result.benchmark for result in results)}",
+        "evaluation": name,
+        "areal.flow_run_id": flow_run.id,
+    }
+    run_id = mlflow_client.start_run(uri, config.tracking.experiment, name, tags, {"model": model, **config.to_dict()})
+    for result in results:
+        mlflow_client.add_benchmark(
+            uri,
+            run_id,
+            benchmark=result.benchmark,
+            digest=result.about["benchmark"]["sha256"],
+            source=str(result.about["benchmark"]["source"]),
+            metrics={f"eval/{result.benchmark}/{key}": value for key, value in result.scores.metrics().items()},
+            rows=[_row(record) for record in result.records],
+            files=[result.page, result.records_file],
+        )
+    mlflow_client.end_run(uri, run_id, "FINISHED")
+    return run_page(uri, run_id) or uri
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """A problem in the table of MLflow."""
+    return {
+        "problem": record.problem,
+        "prompt": record.prompt,
+        "gold": record.gold,
+        "greedy": record.greedy.text,
+        "verdict": record.greedy.outcome,
+        "answer": record.greedy.answer,
+        "tokens": record.greedy.tokens,
+        "cut off": record.greedy.truncated,
+        "samples": len(record.samples),
+        "samples right": sum(sample.right for sample in record.samples),
+    }

@@ -1,0 +1,36 @@
+"""`make evaluate`: one flow run of `areal-evaluate/evaluate`, watched to its end, and its scores; see flows.watch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from flows import watch
+from flows.benchmarks import benchmark_configs
+
+
+def main() -> int:
+    arguments = vars(_parser().parse_args())
+
+    def checked() -> dict[str, Any]:
+        benchmark_configs(**{name: value for name, value in arguments.items() if name != "name"})
+        return arguments
+
+    return watch.run_command("evaluate", "areal-evaluate/evaluate", checked)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """What isn't given is left to the flow's defaults."""
+    parser = argparse.ArgumentParser(prog="make evaluate", description=__doc__, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--model", required=True, help="a model folder, a GGUF file, or the name of a run")
+    parser.add_argument("--benchmarks", required=True, type=str.split, help="files of conf/task, or name=path")
+    parser.add_argument("--samples", type=int, help="of every problem, beside its greedy completion")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--name", help="of the evaluation; one that exists goes on")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="field=value")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

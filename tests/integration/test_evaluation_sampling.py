@@ -1,0 +1,153 @@
+"""Completions of a benchmark from real servers: the same records whatever serves them, however often it is stopped."""
+
+import asyncio
+import contextlib
+import dataclasses
+
+import pytest
+
+from areal_core.environments.environment import Verdict
+from areal_core.errors import GenerationError
+from areal_core.evaluation.records import RecordFile
+from areal_core.evaluation.sampling import Collector, Sampling
+from areal_core.generation.client import GenerationClient
+from areal_core.types import Outcome, Prompt
+from tests.support.live_servers import serving
+from tests.support.models import write_tiny
+from tests.support.policies import END, TOKENIZER
+
+PROBLEMS = [
+    Prompt(index=i, prompt_id=f"{i:064x}", text=f"{i}+1=", token_ids=TOKENIZER.encode(f"{i}+1="), answer=str(i + 1))
+    for i in range(24)
+]
+SAMPLING = Sampling(samples=3, temperature=1.0, max_tokens=12, seed=1, stop_token_ids=(END,))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def servers(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(serving("embedded", model, folder / f"{i}.json", "--slots", 8)) for i in range(2)]
+
+
+def verify(task, text):
+    return Verdict.of(Outcome.RIGHT if task.answer in text else Outcome.WRONG, text[-1:])
+
+
+def collect(file, urls, *, completions=16, check=verify, sampling=SAMPLING, problems=PROBLEMS, until=None):
+    """The records; with `until` it is stopped after so many."""
+
+    async def run(records):
+        clients = [GenerationClient(url) for url in urls]
+        enough = asyncio.Event()
+
+        def on_record(done):
+            if until is not None and done >= until:
+                enough.set()
+
+        collector = Collector(problems, records, sampling, TOKENIZER, check, on_record=on_record)
+        for client in clients:
+            collector.serve(client, completions)
+        try:
+            finishing = asyncio.ensure_future(collector.finished())
+            stopping = asyncio.ensure_future(enough.wait())
+            await asyncio.wait((finishing, stopping), return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if until is not None:
+                finishing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await finishing
+        finally:
+            for client in clients:
+                await client.close()
+
+    with RecordFile(file, {"benchmark": {"name": "b"}}) as records:
+        asyncio.run(run(records))
+        return records.records
+
+
+@pytest.fixture(scope="module")
+def alone(servers, tmp_path_factory):
+    """The records of one server that does one problem at a time."""
+    return collect(tmp_path_factory.mktemp("alone") / "b.jsonl", [servers[0].url], completions=1)
+
+
+def test_records_hold_every_problem_with_its_completions_and_verdicts(alone):
+    assert [record.problem for record in alone] == list(range(24))
+    assert [record.prompt for record in alone] == [problem.text for problem in PROBLEMS]
+    assert all(len(record.samples) == 3 for record in alone)
+    samples = [sample for record in alone for sample in (record.greedy, *record.samples)]
+    assert {sample.truncated for sample in samples} == {True, False}
+    assert all(sample.tokens == 12 for sample in samples if sample.truncated)
+    assert all(sample.outcome is Outcome.WRONG for sample in samples if sample.truncated)  # and not verified
+    assert len({sample.text for record in alone for sample in record.samples}) > 48  # each from a seed of its own
+    for record in alone:
+        for sample in (record.greedy, *record.samples):
+            if not sample.truncated:
+                assert sample.right == (record.gold in sample.text)
+
+
+@pytest.mark.parametrize("completions", [4, 100])
+def test_scores_depend_neither_on_concurrency_nor_on_servers(servers, alone, tmp_path, completions):
+    assert collect(tmp_path / "b.jsonl", [server.url for server in servers], completions=completions) == alone
+
+
+def test_what_was_stopped_goes_on_and_comes_to_the_same(servers, alone, tmp_path):
+    file = tmp_path / "b.jsonl"
+    part = collect(file, [servers[0].url], until=7)
+    assert 7 <= len(part) < 24
+    assert part == [alone[record.problem] for record in part]
+    asked = []
+
+    def counted(task, text):
+        asked.append(task.index)
+        return verify(task, text)
+
+    assert collect(file, [servers[1].url], check=counted) == alone
+    assert not {record.problem for record in part} & set(asked)  # what was recorded is not done again
+
+
+def test_a_server_that_is_lost_leaves_its_problems_to_others(servers, alone, model, tmp_path):
+    with contextlib.suppress(AssertionError), serving("embedded", model, tmp_path / "ready.json", "--slots", 8) as lost:
+        killed = False
+
+        def check(task, text):
+            nonlocal killed
+            if not killed:
+                lost.process.kill()
+                killed = True
+            return verify(task, text)
+
+        found = collect(tmp_path / "b.jsonl", [lost.url, servers[0].url], check=check)
+    assert killed
+    assert found == alone
+
+
+def test_a_verifier_that_fails_costs_its_verdict_alone(servers, alone, tmp_path):
+    def check(task, text):
+        if task.index == 3:
+            raise ZeroDivisionError
+        return verify(task, text)
+
+    found = collect(tmp_path / "b.jsonl", [servers[0].url], check=check)
+    ended = [sample for sample in (found[3].greedy, *found[3].samples) if not sample.truncated]
+    assert ended
+    assert all((sample.outcome, sample.score) == (Outcome.FAILED, None) for sample in ended)
+    assert [record for record in found if record.problem != 3] == [record for record in alone if record.problem != 3]
+
+
+def test_a_request_that_is_refused_ends_the_evaluation(servers, tmp_path):
+    long = dataclasses.replace(PROBLEMS[0], token_ids=PROBLEMS[0].token_ids * 100)
+    with pytest.raises(GenerationError, match="context"):
+        collect(tmp_path / "b.jsonl", [servers[0].url], problems=[long])
+
+
+def test_without_samples_there_is_the_greedy_completion_alone(servers, alone, tmp_path):
+    greedy = dataclasses.replace(SAMPLING, samples=0)
+    found = collect(tmp_path / "b.jsonl", [servers[0].url], sampling=greedy)
+    assert found == [dataclasses.replace(record, samples=()) for record in alone]

@@ -1,0 +1,90 @@
+"""Records of an evaluation: a line a problem, found again, however its process ended."""
+
+import pytest
+
+from areal_core.errors import ConfigError, StorageError
+from areal_core.evaluation.records import Record, RecordFile, Sample
+from areal_core.types import Outcome
+
+ABOUT = {"benchmark": {"name": "b", "problems": 2}, "seed": 1, "task": {"chat": {"system": None}}}
+
+
+def sample(outcome=Outcome.RIGHT, text="4", **more):
+    score = {Outcome.RIGHT: 1.0, Outcome.FAILED: None, Outcome.TIMED_OUT: None}.get(outcome, 0.0)
+    return Sample(
+        **{"text": text, "tokens": 2, "truncated": False, "outcome": outcome, "score": score, "answer": text, **more}
+    )
+
+
+def record(problem, greedy=Outcome.RIGHT, samples=()):
+    return Record(
+        problem=problem,
+        prompt_id=f"id-{problem}",
+        prompt=f"2 + {problem} =\u2028",
+        gold="4",
+        greedy=sample(greedy),
+        samples=tuple(sample(outcome) for outcome in samples),
+    )
+
+
+def test_what_was_written_is_read_again_in_the_order_of_problems(tmp_path):
+    file = tmp_path / "new" / "b.jsonl"
+    with RecordFile(file, ABOUT) as records:
+        records.add(record(1, Outcome.TIMED_OUT, [Outcome.WRONG, Outcome.RIGHT]))
+        records.add(record(0))
+        assert 0 in records
+    with RecordFile(file, ABOUT) as again:
+        assert again.records == [record(0), record(1, Outcome.TIMED_OUT, [Outcome.WRONG, Outcome.RIGHT])]
+        assert 2 not in again
+        again.add(record(2))
+    assert [one.problem for one in RecordFile(file, ABOUT).records] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("lost", [1, 30])
+def test_a_line_that_was_cut_off_is_dropped_and_written_again(tmp_path, lost):
+    file = tmp_path / "b.jsonl"
+    with RecordFile(file, ABOUT) as records:
+        records.add(record(0))
+        records.add(record(1))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-lost])
+    with RecordFile(file, ABOUT) as again:
+        assert [one.problem for one in again.records] == [0]
+        again.add(record(1))
+    assert file.read_bytes() == whole
+
+
+def test_a_first_line_that_was_cut_off_is_written_again(tmp_path):
+    file = tmp_path / "b.jsonl"
+    file.write_bytes(b'{"benchm')
+    with RecordFile(file, ABOUT) as records:
+        assert records.records == []
+        records.add(record(0))
+    assert [one.problem for one in RecordFile(file, ABOUT).records] == [0]
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ({**ABOUT, "seed": 2}, r"seed: .* holds records with 1, got 2"),
+        ({**ABOUT, "task": {"chat": {"system": "Hi."}}}, r"task\.chat\.system: .* with None, got 'Hi\.'"),
+        ({**ABOUT, "more": True}, r"more: .* with None, got True"),
+    ],
+)
+def test_records_of_another_evaluation_are_refused_and_kept(tmp_path, about, told):
+    file = tmp_path / "b.jsonl"
+    with RecordFile(file, ABOUT) as records:
+        records.add(record(0))
+    before = file.read_bytes()
+    with pytest.raises(ConfigError, match=f"^{told}; another --name keeps both"):
+        RecordFile(file, about)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"nonsense\n", b"[1]\n", b'{"seed":1}\n{"problem":0}\n'])
+def test_a_file_of_something_else_is_refused(tmp_path, content):
+    file = tmp_path / "b.jsonl"
+    file.write_bytes(content)
+    with pytest.raises((StorageError, ConfigError), match=r"b\.jsonl"):
+        RecordFile(file, {"seed": 1})
+    assert file.read_bytes() == content

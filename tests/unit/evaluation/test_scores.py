@@ -1,0 +1,94 @@
+"""Scores from records, by hand; what has no result counts in none of them."""
+
+import pytest
+
+from areal_core.errors import ConfigError
+from areal_core.evaluation.page import write_page
+from areal_core.evaluation.records import Record, Sample
+from areal_core.evaluation.scores import compared, scored
+from areal_core.types import Outcome
+
+RIGHT, WRONG, NONE, FAILED = Outcome.RIGHT, Outcome.WRONG, Outcome.NO_ANSWER, Outcome.FAILED
+
+
+def sample(outcome, answer=None, *, tokens=10, truncated=False, text="text"):
+    score = None if outcome in (Outcome.FAILED, Outcome.TIMED_OUT) else float(outcome is RIGHT)
+    return Sample(text=text, tokens=tokens, truncated=truncated, outcome=outcome, score=score, answer=answer)
+
+
+def record(problem, greedy, *samples):
+    sampled = [sample(*one) if isinstance(one, tuple) else sample(one) for one in samples]
+    return Record(
+        problem=problem, prompt_id=f"{problem}", prompt=f"<|user|>{problem}?", gold="4",
+        greedy=sample(greedy), samples=tuple(sampled),
+    )  # fmt: skip
+
+
+RECORDS = [
+    record(0, RIGHT, (RIGHT, "4"), (RIGHT, "4"), (WRONG, "5"), (WRONG, "6")),
+    record(1, WRONG, (WRONG, "5"), (WRONG, "5"), (WRONG, "5"), (RIGHT, "4")),
+    record(2, FAILED, (RIGHT, "4"), (RIGHT, "4"), (RIGHT, "4"), FAILED),
+    record(3, NONE, FAILED, FAILED, FAILED, FAILED),
+]
+
+
+def test_scores_are_means_over_problems():
+    scores = scored(RECORDS)
+    assert (scores.problems, scores.samples, scores.completions) == (4, 4, 20)
+    assert scores.greedy.value == pytest.approx(1 / 3)
+    assert scores.pass_at[1].value == pytest.approx((2 / 4 + 1 / 4 + 3 / 3) / 3)
+    assert scores.pass_at[2].value == pytest.approx((5 / 6 + 1 / 2 + 1) / 3)
+    assert scores.pass_at[4].value == 1.0  # of the two problems that have four results
+    assert list(scores.pass_at) == [1, 2, 4]
+    assert {k: value.value for k, value in scores.majority_at.items()} == {4: 0.5}
+    assert scores.outcomes == {RIGHT: 7, WRONG: 6, NONE: 1, FAILED: 6}
+    assert scores.pass_at[1].low < scores.pass_at[1].value < scores.pass_at[1].high
+
+
+def test_lengths_and_cut_offs_are_counted():
+    long = Record(
+        problem=0, prompt_id="0", prompt="?", gold="4",
+        greedy=sample(WRONG, tokens=30, truncated=True), samples=(sample(RIGHT, tokens=10),),
+    )  # fmt: skip
+    scores = scored([long])
+    assert (scores.truncated, scores.mean_tokens) == (1, 20.0)
+    assert scores.metrics()["truncated"] == 0.5
+    assert scores.metrics()["outcome_right"] == 0.5
+
+
+def test_without_samples_or_results_there_is_less_to_tell():
+    greedy = scored([record(0, RIGHT), record(1, WRONG)])
+    assert (greedy.greedy.value, greedy.pass_at, greedy.majority_at) == (0.5, {}, {})
+    nothing = scored([record(0, FAILED)])
+    assert nothing.greedy is None
+    assert [name for name, _ in nothing.rows()] == ["problems", "completions"]
+
+
+def test_two_models_are_compared_problem_by_problem():
+    better = [record(p, RIGHT, RIGHT, RIGHT) for p in range(20)]
+    worse = [record(p, WRONG if p < 10 else RIGHT, RIGHT, WRONG) for p in range(20)]
+    found = compared(better, worse)
+    assert (found["greedy"].value, found["pass_at_1"].value) == (0.5, 0.5)
+    assert found["greedy"].p_value == pytest.approx(2 * 0.5**10)
+    assert compared(worse, better)["greedy"].value == -0.5
+    assert list(compared([record(0, RIGHT)], [record(0, WRONG)])) == ["greedy"]
+    assert compared([record(0, FAILED)], [record(0, RIGHT)]) == {}
+
+
+def test_other_problems_are_not_compared():
+    with pytest.raises(ConfigError, match="the same problems"):
+        compared([record(0, RIGHT)], [record(1, RIGHT)])
+
+
+def test_the_page_shows_every_problem_and_escapes_what_was_written(tmp_path):
+    hostile = Record(
+        problem=7, prompt_id="7", prompt="<|im_start|>user", gold="<b>4</b>",
+        greedy=sample(WRONG, "<i>", text="<script>alert(1)</script>"), samples=(sample(RIGHT, "4"),),
+    )  # fmt: skip
+    write_page(tmp_path / "page.html", "m: b", [*RECORDS, hostile], scored([hostile]))
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<details") == 5
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<script>alert" not in page
+    assert "&lt;|im_start|&gt;user" in page
+    assert "pass@1, 1 samples" in page
