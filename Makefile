@@ -41,10 +41,10 @@ compare: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## synchr
 	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(SEEDS),--seeds '$(SEEDS)') \
 	  $(if $(NAME),--name '$(NAME)') $(ARGS)
 
-evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## a model on benchmarks: MODEL= BENCHMARKS="gsm8k=test.jsonl needle" SAMPLES= SEED= NAME= ARGS="field=value ..."
+evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## a model on benchmarks: MODEL= BENCHMARKS="gsm8k=test.jsonl needle" SAMPLES= SEED= NAME= REFERENCE= ARGS="field=value ..."
 	@$(BIN)/python -m flows.evaluate_command \
 	  $(if $(MODEL),--model '$(MODEL)') $(if $(BENCHMARKS),--benchmarks '$(BENCHMARKS)') \
-	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(ARGS)
+	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(SETUP) tasks ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
 	$(PYTEST) -m 'not gpu and not s3 and not vllm and not chaos and not hosts and not recovery' $(ARGS)

@@ -44,6 +44,7 @@ def areal_evaluate(
     samples: Positive | None = None,
     seed: Natural | None = None,
     name: str | None = None,
+    reference: str | None = None,
     overrides: list[str] = [],  # noqa: B006 - Prefect shows the default in its form
 ) -> State:
     """A model on benchmarks: greedy and sampled completions of every problem, their verdicts, and scores.
@@ -54,6 +55,7 @@ def areal_evaluate(
         samples: Of every problem, beside its greedy completion. Empty: none; the paper has 32.
         seed: Of the samples.
         name: Of the evaluation. One that exists goes on. Empty: it follows from the model and all that is asked of it.
+        reference: The name of an earlier evaluation, to compare with problem by problem.
         overrides: Any other setting, one a line, as generation=vllm or task.chat.enabled=true.
     """
     if deployment.id is not None:
@@ -62,8 +64,14 @@ def areal_evaluate(
     try:
         configs = benchmark_configs(model, benchmarks, samples=samples, seed=seed, overrides=overrides)
         progress = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="preparing"))
-        results = evaluation.evaluate(configs, name=name, log=log.info, on_progress=_shown(progress, list(configs)))
-        _report(model, results, next(iter(configs.values())))
+        results = evaluation.evaluate(
+            configs,
+            name=name,
+            reference=reference,
+            log=log.info,
+            on_progress=_shown(progress, list(configs)),
+        )
+        _report(model, results, reference, next(iter(configs.values())))
     except ArealError as error:
         log.error("%s", error)
         return Failed(message=str(error))
@@ -79,13 +87,27 @@ def _shown(progress: UUID, benchmarks: Sequence[str]) -> Callable[[str, int, int
     return show
 
 
-def _report(model: str, results: Sequence[Result], config: RunConfig) -> None:
-    rows = [{"benchmark": result.benchmark, **dict(result.scores.rows())} for result in results]
+def _report(model: str, results: Sequence[Result], reference: str | None, config: RunConfig) -> None:
+    rows = [
+        {"benchmark": result.benchmark, "figure": figure, "value": value}
+        for result in results
+        for figure, value in [*result.scores.rows(), *_compared(result, reference)]
+    ]
     create_table_artifact(rows, key=RESULT, description=f"Scores of {model}")
     places = [{"what": f"{result.benchmark}, to read", "value": str(result.page)} for result in results]
     if uri := tracking_uri(config):
         places.append({"what": "tracking", "value": _track(uri, model, results, config)})
     create_table_artifact(places, key=PLACES, description="Where to look")
+
+
+def _compared(result: Result, reference: str | None) -> list[tuple[str, str]]:
+    if result.agreement is None:
+        return []
+    differences = (
+        (f"{figure} above {reference}", f"{it.value:+.3f} [{it.low:+.3f}, {it.high:+.3f}], p = {it.p_value:.3g}")
+        for figure, it in result.above.items()
+    )
+    return [*differences, (f"greedy verdicts as of {reference}", f"{result.agreement:.3f}")]
 
 
 def _track(uri: str, model: str, results: Sequence[Result], config: RunConfig) -> str:

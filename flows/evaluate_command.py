@@ -14,7 +14,7 @@ def main() -> int:
     arguments = vars(_parser().parse_args())
 
     def checked() -> dict[str, Any]:
-        benchmark_configs(**{name: value for name, value in arguments.items() if name != "name"})
+        benchmark_configs(**{key: value for key, value in arguments.items() if key not in ("name", "reference")})
         return arguments
 
     return watch.run_command("evaluate", "areal-evaluate/evaluate", checked)
@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, help="of every problem, beside its greedy completion")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--name", help="of the evaluation; one that exists goes on")
+    parser.add_argument("--reference", help="the name of an earlier evaluation, to compare with")
     parser.add_argument("overrides", nargs="*", default=[], metavar="field=value")
     return parser
 

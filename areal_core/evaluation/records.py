@@ -117,6 +117,15 @@ class RecordFile:
         os.fsync(self._file.fileno())
 
 
+def read_records(path: Path) -> list[Record]:
+    """The whole records of a file, in the order of their problems. Raises StorageError."""
+    try:
+        records = [_parse(line) for line in path.read_bytes().split(b"\n")[1:-1] if line]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"{path}: can't be read as records: {error}") from error
+    return sorted(records, key=lambda record: record.problem)
+
+
 def _parse(line: bytes) -> Record:
     value = orjson.loads(line)
     greedy, samples = value.pop("greedy"), value.pop("samples")

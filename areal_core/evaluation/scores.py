@@ -104,6 +104,13 @@ def compared(records: Sequence[Record], reference: Sequence[Record]) -> dict[str
     return found
 
 
+def agreement(records: Sequence[Record], reference: Sequence[Record]) -> float:
+    """The share of problems whose greedy completions have the same verdict; both are of the same problems."""
+    return sum(one.greedy.outcome == other.greedy.outcome for one, other in zip(records, reference, strict=True)) / len(
+        records
+    )
+
+
 def _pass_at(results: Sequence[Sequence[Sample]], k: int) -> Estimate | None:
     enough = [samples for samples in results if len(samples) >= k]
     if not enough:

@@ -25,9 +25,10 @@ from areal_core.environments.registry import open_verifier
 from areal_core.environments.source import open_source
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.evaluation.page import write_page
-from areal_core.evaluation.records import Record, RecordFile
+from areal_core.evaluation.records import Record, RecordFile, read_records
 from areal_core.evaluation.sampling import Collector, Sampling
-from areal_core.evaluation.scores import Scores, scored
+from areal_core.evaluation.scores import Scores, agreement, compared, scored
+from areal_core.evaluation.statistics import Difference
 from areal_core.generation.client import GenerationClient
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
 from areal_core.models.spec import stop_token_ids
@@ -52,6 +53,8 @@ class Result:
     benchmark: str
     scores: Scores
     records: tuple[Record, ...]
+    above: Mapping[str, Difference]  # what it scores above an earlier evaluation; empty where it is compared with none
+    agreement: float | None  # share of greedy verdicts that are those of that evaluation
     about: Mapping[str, Any]  # what was evaluated, and how
     records_file: Path
     page: Path
@@ -69,16 +72,21 @@ def evaluate(
     configs: Mapping[str, RunConfig],
     *,
     name: str | None = None,
+    reference: str | None = None,
     log: Log = print,
     on_progress: Progress = lambda benchmark, done, problems: None,
 ) -> list[Result]:
     """Evaluate the model that all of `configs`, a benchmark each, name. Under the `name` of an earlier evaluation its
-    records count.
+    records count. `reference` is the name of one to compare with, problem by problem.
 
     Raises ConfigError, ModelError and others as `preflight` does, and ProcessError for servers that fail.
     """
     if not configs:
         raise ConfigError("benchmarks: must name one at least")
+    if reference is not None:
+        for benchmark, config in configs.items():
+            if not _records_file(config, reference, benchmark).exists():
+                raise ConfigError(f"reference: {reference} has no records of {benchmark}")
     for config in configs.values():
         preflight(config, log)
     served = max(configs.values(), key=lambda config: config.task.max_prompt_tokens + config.task.max_new_tokens)
@@ -94,35 +102,51 @@ def evaluate(
     run = RunDir.create(served, info, kind="evaluations")
     busy = f"name: {info.run_id} is being evaluated already; wait for its end or choose another"
     with FileLock(run.launcher_lock, timeout_s=_OWNER_S, busy=busy):
-        return asyncio.run(_evaluated(run, benchmarks, tokenizer, log, on_progress))
+        return asyncio.run(_evaluated(run, benchmarks, tokenizer, reference, log, on_progress))
 
 
 async def _evaluated(
-    run: RunDir, benchmarks: list[_Benchmark], tokenizer: Tokenizer, log: Log, on_progress: Progress
+    run: RunDir,
+    benchmarks: list[_Benchmark],
+    tokenizer: Tokenizer,
+    reference: str | None,
+    log: Log,
+    on_progress: Progress,
 ) -> list[Result]:
     run.forget_ready()
     results: list[Result] = []
     async with _Servers(run, log) as servers:
         for benchmark in benchmarks:
-            file = run.root / f"{benchmark.name}.jsonl"
-            with RecordFile(file, benchmark.about) as records:
+            with RecordFile(run.root / f"{benchmark.name}.jsonl", benchmark.about) as records:
                 if len(records.records) < len(benchmark.problems):
                     await _collect(servers, benchmark, records, tokenizer, run.info().model_path, on_progress)
-                scores = scored(records.records)
-                write_json(file.with_suffix(".scores.json"), dataclasses.asdict(scores))
-                page = file.with_suffix(".html")
-                write_page(page, f"{run.root.name}: {benchmark.name}", records.records, scores)
-                results.append(
-                    Result(
-                        benchmark=benchmark.name,
-                        scores=scores,
-                        records=tuple(records.records),
-                        about=benchmark.about,
-                        records_file=file,
-                        page=page,
-                    )
-                )
+                results.append(_result(run, benchmark, records, reference))
     return results
+
+
+def _result(run: RunDir, benchmark: _Benchmark, records: RecordFile, reference: str | None) -> Result:
+    scores, page = scored(records.records), records.path.with_suffix(".html")
+    write_json(records.path.with_suffix(".scores.json"), dataclasses.asdict(scores))
+    write_page(page, f"{run.root.name}: {benchmark.name}", records.records, scores)
+    above: Mapping[str, Difference] = {}
+    agrees = None
+    if reference is not None:
+        others = read_records(_records_file(benchmark.config, reference, benchmark.name))
+        above, agrees = compared(records.records, others), agreement(records.records, others)
+    return Result(
+        benchmark=benchmark.name,
+        scores=scores,
+        records=tuple(records.records),
+        above=above,
+        agreement=agrees,
+        about=benchmark.about,
+        records_file=records.path,
+        page=page,
+    )
+
+
+def _records_file(config: RunConfig, name: str, benchmark: str) -> Path:
+    return Path(config.state_dir).absolute() / "evaluations" / _checked(name) / f"{benchmark}.jsonl"
 
 
 async def _collect(

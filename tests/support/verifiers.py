@@ -1,0 +1,12 @@
+"""Verifiers by import path."""
+
+import time
+
+from areal_core.environments.environment import Verdict
+from areal_core.types import Outcome, Prompt
+
+
+def slow(task: Prompt, completion: str) -> Verdict:
+    """Right is what ends on the gold answer; a hundredth of a second each."""
+    time.sleep(0.01)
+    return Verdict.of(Outcome.RIGHT if completion.endswith(task.answer) else Outcome.WRONG, completion[-1:])
