@@ -63,8 +63,14 @@ def test_model_context_that_is_too_short(base: dict[str, Any]) -> None:
 def test_prompt_file_that_is_absent(base: dict[str, Any], tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"question": "1+1=", "answer": "2"}\n')
-    task = {"name": "jsonl", "path": "/nowhere.jsonl", "held_out_path": str(held_out)}
+    task = {"name": "rows", "path": "/nowhere.jsonl", "held_out_path": str(held_out)}
     fails(ConfigError, r"^task\.path: can't read /nowhere\.jsonl", changed(base, task=task))
+
+
+def test_nothing_to_train_on(base: dict[str, Any], tmp_path: Path) -> None:
+    task = {"name": "rows", "held_out_path": str(tmp_path / "held_out.jsonl")}
+    said = r"^task\.path: must be given, a file of prompts to train on$"
+    fails(ConfigError, said, changed(base, task=task))
 
 
 def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> None:
