@@ -9,8 +9,8 @@ r"""Unit tests as the verifier `code` wants them, JSON text of one of three form
 | HumanEval | `test`, Python that defines `check(candidate)` | `prompt`, `entry_point` |
 | APPS, TACO | `input_output`, JSON: {inputs, outputs, fn_name} | |
 | DeepCoder | `tests`, JSON: a list of {input, output, type}, or as APPS has it | `metadata`, with `func_name` |
-| LiveCodeBench | `private_test_cases`, JSON or compressed: a list of {input, output, testtype} | `public_test_cases`,
-  which come first, and `metadata`, with `func_name` |
+| LiveCodeBench | `private_test_cases`, JSON or compressed: a list of {input, output, testtype} | `metadata`, and
+`public_test_cases`, which come first |
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 from areal_core.errors import ConfigError
 
-_MAX_BYTES = 2**28  # of tests that were compressed; the largest of LiveCodeBench take half as many
+_CHECK = "def check("  # what tests of HumanEval define
+_MAX_BYTES = 2**28  # of tests that are compressed; a few bytes could inflate to any number
 _TEXTS = {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _AROUND = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}  # a pickled text has nothing else
 _STDIN = {"stdin", "stdin_stdout"}
@@ -33,21 +34,21 @@ _CALL = {"functional", "function_call"}
 
 def unit_tests(value: object, fields: Mapping[str, object]) -> str:
     """The tests in `value`, a field of the row `fields`. Raises ConfigError that says what the field must hold."""
+    form = _human_eval(value, fields) if isinstance(value, str) and _CHECK in value else _tests(value, fields)
     try:
-        return json.dumps(_human_eval(value, fields) if "entry_point" in fields else _tests(value, fields))
+        return json.dumps(form)
     except TypeError as error:  # dates and bytes, which Parquet has and JSON has not
         raise ConfigError(f"must hold tests that JSON can say: {error}") from error
 
 
-def _human_eval(value: object, fields: Mapping[str, object]) -> dict[str, str]:
-    named = {"entry_point": fields["entry_point"], "prompt": fields.get("prompt"), "test": value}
-    form = {name: text for name, text in named.items() if isinstance(text, str) and text}
-    if len(form) < len(named):
-        raise ConfigError("must hold Python that tests entry_point, beside prompt, all of them text")
+def _human_eval(test: str, fields: Mapping[str, object]) -> dict[str, object]:
+    form = {"entry_point": fields.get("entry_point"), "prompt": fields.get("prompt"), "test": test}
+    if not all(isinstance(text, str) and text for text in form.values()):
+        raise ConfigError("must hold tests of the function that the fields entry_point and prompt name and begin")
     return form
 
 
-def _tests(value: object, fields: Mapping[str, object]) -> dict[str, Any]:
+def _tests(value: object, fields: Mapping[str, object]) -> dict[str, object]:
     tests = _decoded(value)
     if isinstance(tests, dict):
         return _table(tests)
@@ -74,7 +75,7 @@ def _decoded(value: object) -> Any:
     try:
         return json.loads(_unpickled(_inflated(base64.b64decode(value, validate=True))))
     except (ValueError, RecursionError, zlib.error) as error:
-        raise ConfigError(f"must hold tests in JSON, compressed or not: {plain}") from error
+        raise ConfigError(f"must hold tests in JSON, compressed or not: {plain}; {error}") from error
 
 
 def _inflated(data: bytes) -> bytes:

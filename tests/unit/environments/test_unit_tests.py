@@ -114,8 +114,14 @@ def test_what_are_no_tests_is_said_in_one_line(value, said):
 
 @pytest.mark.parametrize("row", [{"entry_point": "f"}, {"entry_point": 1, "prompt": "def f():"}])
 def test_human_eval_takes_three_fields(row):
-    with pytest.raises(ConfigError, match="must hold Python that tests entry_point, beside prompt, all of them text"):
+    with pytest.raises(
+        ConfigError, match="must hold tests of the function that the fields entry_point and prompt name"
+    ):
         unit_tests("def check(f): ...", row)
+
+
+def test_tests_in_json_may_stand_beside_an_entry_point():
+    assert json.loads(unit_tests('{"inputs": ["1"], "outputs": ["2"]}', {"entry_point": "f"}))["inputs"] == ["1"]
 
 
 class _Payload:
@@ -132,9 +138,17 @@ def test_a_pickle_of_anything_but_text_is_refused_and_does_nothing(tmp_path):
     assert not payload.folder.exists()
 
 
+def test_tests_of_every_protocol_and_length_are_unpacked():
+    for text in ("1", "\u00e9\u4e2d", "7" * 100_000):
+        tests = json.dumps([{"input": text, "output": "1"}], ensure_ascii=False)
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            value = base64.b64encode(zlib.compress(pickle.dumps(tests, protocol))).decode()
+            assert json.loads(unit_tests(value, {}))["inputs"] == [text]
+
+
 def test_a_text_that_inflates_without_end_is_refused(monkeypatch):
     monkeypatch.setattr("areal_core.environments.unit_tests._MAX_BYTES", 1000)
     tests = json.dumps([{"input": "1" * 2000, "output": "1"}])
-    with pytest.raises(ConfigError, match="must hold tests in JSON, compressed or not"):
+    with pytest.raises(ConfigError, match=r"must hold tests in JSON, .*; more than 1000 bytes"):
         unit_tests(packed(tests), {})
     assert unit_tests(packed(tests[:20] + tests[1990:]), {})
