@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.environments.source import open_source
-from flows.compose import CONF, compose
+from flows.compose import CONF, compose, quoted
 from tests.support.words import word_tokenizer
 
 SAMPLES = Path(__file__).parents[2] / "data" / "published"
@@ -24,7 +24,10 @@ LONG = "task.max_prompt_tokens=8192"  # of any prompt
 
 
 def opened(task, path, held_out, *overrides):
-    paths = [f"task.held_out_path='{held_out}'", *([] if path is None else [f"task.path='{path}'"])]
+    paths = [
+        f"task.path={'null' if path is None else quoted(str(path))}",
+        f"task.held_out_path={quoted(str(held_out))}",
+    ]
     config = compose("cpu-async", [*MODEL, f"task={task}", *paths, *overrides])
     return open_source(config, word_tokenizer())
 
