@@ -115,7 +115,5 @@ def _check_model(folder: Path, config: RunConfig) -> None:
 
 def _check_task(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """Prompts, environment and verifier must be there and go with the tokenizer. Returns the held-out prompts."""
-    if config.task.name == "rows" and config.task.path is None:
-        raise ConfigError("task.path: must be given, a file of prompts to train on")
     open_environment(config.environment, config.task, config.algorithm, tokenizer)
     return open_source(config, tokenizer).held_out()

@@ -67,12 +67,6 @@ def test_prompt_file_that_is_absent(base: dict[str, Any], tmp_path: Path) -> Non
     fails(ConfigError, r"^task\.path: can't read /nowhere\.jsonl", changed(base, task=task))
 
 
-def test_nothing_to_train_on(base: dict[str, Any], tmp_path: Path) -> None:
-    task = {"name": "rows", "held_out_path": str(tmp_path / "held_out.jsonl")}
-    said = r"^task\.path: must be given, a file of prompts to train on$"
-    fails(ConfigError, said, changed(base, task=task))
-
-
 def test_interpreter_that_has_no_vllm(base: dict[str, Any], tmp_path: Path) -> None:
     config = changed(base, generation={"engine": "vllm", "vllm": {"python": str(tmp_path / "python")}})
     fails(ConfigError, rf"^generation\.vllm\.python: {tmp_path}/python can't be run: ", config)
