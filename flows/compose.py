@@ -67,7 +67,7 @@ def configure(
 
 
 def compose(experiment: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of `experiment`, with `overrides` in Hydra's grammar: `training.steps=5`, `task=jsonl`.
+    """The configuration of `experiment`, with `overrides` in Hydra's grammar: `training.steps=5`, `task=rows`.
 
     Raises ConfigError, one line that starts with the field, for whatever is wrong with either.
     """

@@ -96,6 +96,8 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{name}: must be finite, got {value}")
     choices = bounds.get("choices")
     if choices and value not in choices:
+        if now := renamed.CHOICES.get((name, str(value))):
+            raise ConfigError(f"{name}: {value} is called {now} now")
         raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
     low, high, above = bounds.get("low"), bounds.get("high"), bounds.get("above")
     if low is not None and value < low:

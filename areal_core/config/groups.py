@@ -62,16 +62,27 @@ class ChatConfig:
 class TaskConfig:
     """Prompts, and the limits of prompts and completions."""
 
-    name: str = choice("arithmetic", "arithmetic", "jsonl", "reasoning_gym")
+    name: str = choice("arithmetic", "arithmetic", "rows", "reasoning_gym")
     max_operations: int = bounded(16, low=1, high=64)  # arithmetic: longest chain
     length_decay: float = bounded(0.85, above=0.0, high=1.0)  # arithmetic: P(n+1 operations) / P(n)
     dataset: str | None = None  # reasoning_gym: one of its data sets
     dataset_options: str = ""  # reasoning_gym: name=value pairs of that data set, as a shell would read them
-    path: str | None = None  # jsonl: training prompts
-    held_out_path: str | None = None  # jsonl: held-out prompts
-    prompt_field: str = "question"
-    answer_field: str = "answer"  # jsonl: the gold answer alone, or a solution that ends on it
-    bad_rows: str = choice("skip", "skip", "refuse")  # jsonl: rows that hold no prompt, no answer, or too many tokens
+    # rows, see docs/data.md: a file, a folder of `datasets`, or datasets:owner/name[:config]:split
+    path: str | None = None  # training prompts; None: there is nothing to train on, only to evaluate
+    held_out_path: str | None = None
+    prompt_field: str = "question"  # with dots where it lies in others: extra.question
+    answer_field: str = "answer"  # the gold answer, as environment.verifier wants it
+    prompt_template: str | None = None  # Jinja over the row's fields; None: what prompt_field holds, as it stands
+    held_out_prompt_field: str | None = None  # None: as in the training file, like the next two
+    held_out_answer_field: str | None = None
+    held_out_prompt_template: str | None = None
+    benchmark_paths: str = ""  # files, with commas between, whose prompts are not trained on either
+    bad_rows: str = choice("skip", "skip", "refuse")  # rows that hold no prompt, no answer, or too many tokens
+    success_field: str | None = None  # of a row: how often the policy solves it, from 0 to 1
+    success_path: str | None = None  # or a file of {"prompt_id" or "prompt", "rate"}
+    min_success: float = bounded(0.0, low=0.0, high=1.0)  # of what is trained on
+    max_success: float = bounded(1.0, low=0.0, high=1.0)
+    min_prompt_tokens: int = bounded(1, low=1)  # of what is trained on
     chat: ChatConfig = field(default_factory=ChatConfig)
     held_out: int = bounded(1024, low=1)  # prompts
     max_prompt_tokens: int = bounded(40, low=1)
@@ -80,9 +91,16 @@ class TaskConfig:
     def check(self) -> None:
         if self.name == "reasoning_gym" and not self.dataset:
             raise ConfigError("task.dataset: task.name=reasoning_gym needs the name of one of its data sets")
-        if self.name == "jsonl" and not (self.path and self.held_out_path):
-            missing = "task.held_out_path" if self.path else "task.path"
-            raise ConfigError(f"{missing}: task.name=jsonl needs a file of prompts, one JSON object a line")
+        if self.name == "rows" and not self.held_out_path:
+            raise ConfigError("task.held_out_path: task.name=rows needs a file of prompts to evaluate with")
+        if self.success_field is not None and self.success_path is not None:
+            raise ConfigError(f"task.success_path: must be null with task.success_field, got {self.success_path!r}")
+        if (self.min_success, self.max_success) != (0.0, 1.0) and not (self.success_field or self.success_path):
+            raise ConfigError("task.success_field: must name rates for task.min_success and task.max_success to bound")
+        if self.min_success > self.max_success:
+            raise ConfigError(
+                f"task.min_success: must be at most task.max_success ({self.max_success:g}), got {self.min_success:g}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

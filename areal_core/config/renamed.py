@@ -5,4 +5,6 @@ CHOICES = {
     ("algorithm.objective", "naive"): "standard",
     ("algorithm", "naive"): "standard",
     ("environment.verifier", "same_number"): "mathematics",
+    ("task.name", "jsonl"): "rows",
+    ("task", "jsonl"): "rows",
 }  # by (field or group, name)

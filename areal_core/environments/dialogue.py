@@ -1,4 +1,4 @@
-"""How a task's text becomes the tokens that the policy is fed: as it stands, or as a message of a chat."""
+"""How what a task asks becomes the tokens that the policy is fed: as it stands, or as messages of a chat."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from areal_core.config.schema import ChatConfig
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.chat import ChatTemplate, Message
 from areal_core.models.tokenizer import Tokenizer
+
+Asked = str | tuple[Message, ...]
+"""What a task asks: a text, or messages of a chat that end on the user's."""
 
 _COMPLETION = "-- what the policy answered --"  # stands for it in a template, which may trim blanks
 
@@ -21,11 +24,14 @@ class Dialogue:
         self._tokenizer = tokenizer
         self._template = _template(chat, tokenizer)
 
-    def prompt(self, text: str) -> tuple[int, ...]:
-        """The tokens of a task's text, up to where the policy speaks."""
+    def prompt(self, asked: Asked) -> tuple[int, ...]:
+        """The tokens of what a task asks, up to where the policy speaks. Messages that begin with a system prompt keep
+        it, whatever task.chat.system is."""
         if self._template is None:
-            return self._tokenizer.encode(text)
-        return self._tokenizer.encode(self._render(self._template, [*self._opening(), _user(text)]))
+            return self._tokenizer.encode(as_text(asked))
+        messages = [_user(asked)] if isinstance(asked, str) else list(asked)
+        opening = [] if messages[0]["role"] == "system" else self._opening()
+        return self._tokenizer.encode(self._render(self._template, [*opening, *messages]))
 
     def message(self, text: str, after: Sequence[int]) -> tuple[int, ...]:
         """The tokens of a message that follows `after`, a completion: in a chat, all that the template has between an
@@ -45,6 +51,11 @@ class Dialogue:
 
     def _render(self, template: ChatTemplate, messages: list[Message]) -> str:
         return template.render(messages, generation_prompt=self._chat.generation_prompt, thinking=self._chat.thinking)
+
+
+def as_text(asked: Asked) -> str:
+    """The text alone, or what all messages say, with an empty line between two."""
+    return asked if isinstance(asked, str) else "\n\n".join(message["content"] for message in asked)
 
 
 def _template(chat: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -17,7 +17,7 @@ from areal_core.models.tokenizer import Tokenizer
 ENVIRONMENTS: dict[str, Callable[[Setting], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
 _WRITTEN_FOR = {
     "arithmetic": "exact_match",
-    "jsonl": "mathematics",
+    "rows": "mathematics",
     "reasoning_gym": "reasoning_gym",
 }  # the verifier of a task's gold answers
 
@@ -44,4 +44,9 @@ def open_environment(
 def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
     """The verifier that `environment.verifier` names, or the one that the task's gold answers are written for. Raises
     ConfigError as `open_environment` does."""
-    return find("environment.verifier", environment.verifier or _WRITTEN_FOR[task.name], VERIFIERS)
+    return find("environment.verifier", verifier_name(environment, task), VERIFIERS)
+
+
+def verifier_name(environment: EnvironmentConfig, task: TaskConfig) -> str:
+    """The name of the verifier that judges, and that gold answers are read for."""
+    return environment.verifier or _WRITTEN_FOR[task.name]

@@ -6,8 +6,9 @@ from typing import Protocol
 
 from areal_core.config.schema import RunConfig
 from areal_core.environments.arithmetic import ArithmeticSource
-from areal_core.environments.jsonl import JsonlSource
 from areal_core.environments.procedural import ProceduralSource
+from areal_core.environments.registry import verifier_name
+from areal_core.environments.row_source import RowSource
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
 
@@ -38,4 +39,4 @@ def open_source(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
         )
     if task.name == "reasoning_gym":
         return ProceduralSource(task, tokenizer, seed=config.seed)
-    return JsonlSource(task, tokenizer, seed=config.seed)
+    return RowSource(task, tokenizer, verifier=verifier_name(config.environment, task), seed=config.seed)

@@ -30,7 +30,7 @@ from areal_core.tracking.outbox import Outbox
 _TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|launch)\..*|state_dir"
-_MAY_MOVE = rf"{_MAY_CHANGE}|(model|task)\.(held_out_)?path|(storage|tracking)\..*"  # on another machine
+_MAY_MOVE = rf"{_MAY_CHANGE}|(model|task)\.(held_out_)?path|task\.(benchmark_paths|success_path)|(storage|tracking)\..*"  # on another machine
 _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier launcher to end
 
 
@@ -58,6 +58,8 @@ def prepare(
         if run.summary.exists():
             log(f"run {run_id} has finished before")
             return run
+    if config.task.name == "rows" and config.task.path is None:  # which is enough for an evaluation
+        raise ConfigError("task.path: must be given, a file of prompts to train on")
     preflight(config, log)
     if not resumed:
         storage = Storage.open(config.storage.url, config.storage.endpoint_url).child(f"runs/{run_id}")

@@ -90,7 +90,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
             ["task.max_prompt_tokens=9"],
             "task.max_prompt_tokens: must be at least 34 with task.max_operations=16, got 9",
         ),
-        (["task.name=jsonl"], "task.path: task.name=jsonl needs a file of prompts"),
+        (["task.name=rows"], "task.held_out_path: task.name=rows needs a file of prompts"),
         (["training.steps"], "training.steps: an override looks like training.steps=5"),
         (["training.steps=[1"], "training.steps: '[1' is not a value: "),
         (["--config", "/nowhere.yaml"], "--config: can't read /nowhere.yaml: No such file or directory"),
@@ -240,12 +240,12 @@ def test_prompts(refused: Callable[..., str], model: Path, tmp_path: Path, line:
     prompts, held_out = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
     prompts.write_text(GOOD + line)
     held_out.write_text(GOOD.replace("1+1", "1+2"))
-    task = (f"model.path={model}", "task.name=jsonl", f"task.path={prompts}", f"task.held_out_path={held_out}")
+    task = (f"model.path={model}", "task.name=rows", f"task.path={prompts}", f"task.held_out_path={held_out}")
     assert refused(*task, "task.bad_rows=refuse").startswith(f"task.path: {prompts}, line 2: {error}")
 
 
 def test_a_prompt_file_that_is_absent(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
-    task = (f"model.path={model}", "task.name=jsonl", "task.path=/nowhere", f"task.held_out_path={tmp_path}/none")
+    task = (f"model.path={model}", "task.name=rows", "task.path=/nowhere", f"task.held_out_path={tmp_path}/none")
     assert refused(*task).startswith(f"task.held_out_path: can't read {tmp_path}/none: ")
 
 

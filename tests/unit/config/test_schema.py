@@ -60,6 +60,28 @@ def test_nothing_is_interrupted_in_synchronous_mode(interruption: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ({"name": "jsonl"}, "task.name: jsonl is called rows now"),
+        ({"name": "rows", "path": "p"}, "task.held_out_path: task.name=rows needs a file of prompts to evaluate with"),
+        (
+            {"success_field": "rate", "success_path": "rates.jsonl"},
+            "task.success_path: must be null with task.success_field, got 'rates.jsonl'",
+        ),
+        ({"min_success": 0.05}, "task.success_field: must name rates for task.min_success and task.max_success to"),
+        (
+            {"success_field": "rate", "min_success": 0.9, "max_success": 0.1},
+            "task.min_success: must be at most task.max_success (0.1), got 0.9",
+        ),
+    ],
+)
+def test_a_task_that_can_not_be_read_is_refused(task: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"task": task, "model": {"path": "m"}})
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"generation": {"sleep": True}}, "generation.sleep: must be false with mode=async"),

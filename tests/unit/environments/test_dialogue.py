@@ -44,6 +44,21 @@ def test_a_prompt_is_a_message_of_the_user(tokenizer, settings, fed):
     assert spelt(tokenizer, Dialogue(ChatConfig(enabled=True, **settings), tokenizer).prompt("Why?")) == fed
 
 
+def test_messages_are_fed_as_they_are_with_their_own_system_prompt(tokenizer):
+    asked = (
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "So."},
+        {"role": "user", "content": "Really?"},
+    )
+    rest = f"{ASKED}<|im_start|>assistant\nSo.<|im_end|>\n<|im_start|>user\nReally?<|im_end|>\n{OPENED}"
+    dialogue = Dialogue(ChatConfig(enabled=True, system="Think."), tokenizer)
+    assert spelt(tokenizer, dialogue.prompt(asked)) == f"<|im_start|>system\nThink.<|im_end|>\n{rest}"
+    own = ({"role": "system", "content": "Be kind."}, *asked)
+    assert spelt(tokenizer, dialogue.prompt(own)) == f"<|im_start|>system\nBe kind.<|im_end|>\n{rest}"
+    plain = Dialogue(ChatConfig(system="Think."), tokenizer)
+    assert spelt(tokenizer, plain.prompt(own)) == "Be kind.\n\nWhy?\n\nSo.\n\nReally?"
+
+
 def test_a_conversation_in_pieces_is_the_whole_one(tokenizer):
     dialogue = Dialogue(ChatConfig(enabled=True), tokenizer)
     for answer in (f"Two.{END}", "Tw"):  # ended by the policy, and cut off

@@ -20,10 +20,10 @@ def test_environments_go_by_name_or_by_import_path():
 
 
 def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own():
-    arithmetic, jsonl = TaskConfig(name="arithmetic"), TaskConfig(name="jsonl")
+    arithmetic, rows = TaskConfig(name="arithmetic"), TaskConfig(name="rows")
     assert open_verifier(EnvironmentConfig(), arithmetic) is exact_match
-    assert open_verifier(EnvironmentConfig(), jsonl) is mathematics
-    assert open_verifier(EnvironmentConfig(verifier="exact_match"), jsonl) is exact_match
+    assert open_verifier(EnvironmentConfig(), rows) is mathematics
+    assert open_verifier(EnvironmentConfig(verifier="exact_match"), rows) is exact_match
     path = "areal_core.environments.verifiers:mathematics"
     assert open_verifier(EnvironmentConfig(verifier=path), arithmetic) is mathematics
 

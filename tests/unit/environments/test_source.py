@@ -4,7 +4,7 @@ import pytest
 
 from areal_core.config.schema import load
 from areal_core.environments.arithmetic import training_chain
-from areal_core.environments.jsonl import JsonlSource
+from areal_core.environments.row_source import RowSource
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
@@ -31,10 +31,10 @@ def test_the_longest_arithmetic_prompt_must_fit():
         open_source(load({"task": {"held_out": 8, "max_prompt_tokens": 33}}), char_tokenizer())
 
 
-def test_a_jsonl_task_opens_its_files(tmp_path):
+def test_a_task_of_rows_opens_its_files(tmp_path):
     for name in ("train", "test"):
         (tmp_path / name).write_text(f'{{"question": "{len(name)}+1=", "answer": "#### 1"}}\n')
-    task = {"name": "jsonl", "path": str(Path(tmp_path / "train")), "held_out_path": str(tmp_path / "test")}
+    task = {"name": "rows", "path": str(Path(tmp_path / "train")), "held_out_path": str(tmp_path / "test")}
     source = open_source(load({"task": task, "model": {"path": "anywhere"}}), char_tokenizer())
-    assert isinstance(source, JsonlSource)
+    assert isinstance(source, RowSource)
     assert source.prompt(0).text == "5+1="

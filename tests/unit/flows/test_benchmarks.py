@@ -7,8 +7,8 @@ from flows.benchmarks import benchmark_configs
 
 
 def test_each_benchmark_is_a_task_and_its_held_out_prompts():
-    configs = benchmark_configs("m.gguf", ["needle", "jsonl=it's.jsonl"], samples=4, seed=7, overrides=["task.path=x"])
-    assert list(configs) == ["needle", "jsonl"]
+    configs = benchmark_configs("m.gguf", ["needle", "rows=it's.jsonl"], samples=4, seed=7)
+    assert list(configs) == ["needle", "rows"]
     needle, rows = configs.values()
     assert (needle.task.dataset, needle.model.path, needle.evaluation.samples, needle.seed) == (
         "needle_haystack",
@@ -16,7 +16,7 @@ def test_each_benchmark_is_a_task_and_its_held_out_prompts():
         4,
         7,
     )
-    assert (rows.task.name, rows.task.held_out_path) == ("jsonl", "it's.jsonl")
+    assert (rows.task.name, rows.task.path, rows.task.held_out_path) == ("rows", None, "it's.jsonl")
     assert all(config.mode == "sync" and config.generation_servers == 2 for config in configs.values())
 
 

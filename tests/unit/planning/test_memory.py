@@ -60,7 +60,7 @@ LARGE = dataclasses.replace(
 
 
 def config(*, generation: dict[str, Any] | None = None, **training: Any) -> RunConfig:
-    """Of a jsonl task with completions of 24 tokens for prompts of 8; four ranks, so that each has a quarter."""
+    """Of a task of rows with completions of 24 tokens for prompts of 8; four ranks, so that each has a quarter."""
     return load(
         {
             "model": {"path": "m", "context": 32},

@@ -63,7 +63,7 @@ def test_model_context_that_is_too_short(base: dict[str, Any]) -> None:
 def test_prompt_file_that_is_absent(base: dict[str, Any], tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"question": "1+1=", "answer": "2"}\n')
-    task = {"name": "jsonl", "path": "/nowhere.jsonl", "held_out_path": str(held_out)}
+    task = {"name": "rows", "path": "/nowhere.jsonl", "held_out_path": str(held_out)}
     fails(ConfigError, r"^task\.path: can't read /nowhere\.jsonl", changed(base, task=task))
 
 

@@ -12,6 +12,7 @@ from areal_core.config.schema import load
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.launch.supervisor import FileLock
 from areal_core.run import prepare as module
+from areal_core.run.preflight import preflight
 from areal_core.run.prepare import prepare
 from areal_core.tracking.outbox import Outbox
 from tests.support.runs import changed
@@ -35,6 +36,16 @@ def test_a_new_run(base: dict[str, Any], tmp_path: Path) -> None:
 def test_run_id_that_is_no_name(base: dict[str, Any], run_id: str) -> None:
     with pytest.raises(ConfigError, match=r"^run_id: must be letters"):
         prepare(load(base), run_id=run_id)
+
+
+def test_nothing_to_train_on(base: dict[str, Any], tmp_path: Path) -> None:
+    """An evaluation is content with held-out prompts, a run is not."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"question": "1+1=", "answer": "2"}\n')
+    config = changed(base, task={"name": "rows", "held_out_path": str(held_out)})
+    preflight(config)
+    with pytest.raises(ConfigError, match=r"^task\.path: must be given, a file of prompts to train on$"):
+        prepare(config)
 
 
 def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,69 @@
+"""What became of the rows of a task's files: how many are prompts, and what the others are left out for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a row is no prompt, as it is said of many: "12 too long"."""
+
+    UNREADABLE = "unreadable"
+    NO_PROMPT = "without prompt"
+    NO_ANSWER = "without answer"
+    NO_RATE = "without success rate"
+    UNSPELLABLE = "unspellable"
+    TOO_LONG = "too long"
+    # of training files alone, and nothing that is wrong with a row:
+    TOO_SHORT = "too short"
+    DUPLICATE = "duplicate"
+    OVERLAPPING = "overlapping with held-out prompts"
+    TOO_HARD = "too hard"
+    TOO_EASY = "too easy"
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether such a row is a mistake in its file, which task.bad_rows=refuse refuses."""
+        return self not in _FILTERED
+
+
+_FILTERED = {Reason.TOO_SHORT, Reason.DUPLICATE, Reason.OVERLAPPING, Reason.TOO_HARD, Reason.TOO_EASY}
+
+
+class LeftOut(Exception):  # noqa: N818 - what becomes of a row, not of a run
+    """A row is no prompt. The message says what is wrong with it, if anything is."""
+
+    def __init__(self, reason: Reason, said: str = "") -> None:
+        super().__init__(said)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileCensus:
+    """The rows of one file."""
+
+    path: str
+    rows: int  # empty lines are none
+    prompts: int
+    left_out: Mapping[Reason, int]  # rows - prompts in all
+    bad: tuple[str, ...]  # bad rows in the order of the file, the first few: place, and what is wrong
+
+    def __str__(self) -> str:
+        """One line: "train.jsonl: 7,473 rows: 7,401 prompts; left out: 72 duplicate"."""
+        parts = [f"{self.path}: {self.rows:,} rows: {self.prompts:,} prompts"]
+        if self.left_out:
+            parts.append("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items()))
+        parts += self.bad
+        if sum(count for reason, count in self.left_out.items() if reason.is_bad) > len(self.bad):
+            parts.append("...")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """The rows of a task's files."""
+
+    training: FileCensus | None  # None: there is nothing to train on
+    held_out: FileCensus

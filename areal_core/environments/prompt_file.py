@@ -1,0 +1,137 @@
+"""The prompts of one file, and the census of its other rows."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from areal_core.config.schema import TaskConfig
+from areal_core.environments.census import FileCensus, LeftOut, Reason
+from areal_core.environments.dialogue import Dialogue, as_text
+from areal_core.environments.row_filters import SuccessRates, overlapping, same
+from areal_core.environments.row_schema import Schema
+from areal_core.environments.rows import Row, read_rows
+from areal_core.errors import ConfigError, ModelError
+from areal_core.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 3  # bad rows, in the log and the census
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A prompt, and what its row asks without the words that a template puts around it."""
+
+    prompt: Prompt
+    question: str
+
+
+class PromptFile:
+    """The file of the setting `name`, read whole. With `rates` it is one to train on, whose rows are filtered; all that
+    a held-out file has and the policy can be fed is a prompt. Raises ConfigError, naming the setting, for a file that
+    can't be read, and with task.bad_rows=refuse for the first bad row."""
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        schema: Schema,
+        task: TaskConfig,
+        dialogue: Dialogue,
+        *,
+        rates: SuccessRates | None = None,
+    ) -> None:
+        self._name, self._path = name, path
+        self._task, self._schema, self._dialogue, self._rates = task, schema, dialogue, rates
+        self._rows = 0
+        self._left_out: Counter[Reason] = Counter()
+        self._bad: list[str] = []
+        self._seen: set[str] = set()
+        self.entries: list[Entry] = []
+        for row in read_rows(name, path):
+            self._rows += 1
+            try:
+                self.entries.append(self._prompt(row))
+            except LeftOut as found:
+                self._leave_out(row, found)
+
+    def leave_out_overlapping(self, reserved: Iterable[str]) -> None:
+        """Leave out what equals one of these texts, or shares a run of words with one."""
+        overlaps = overlapping([entry.question for entry in self.entries], reserved)
+        self._left_out += Counter({Reason.OVERLAPPING: sum(overlaps)})
+        self.entries = [entry for entry, overlaps in zip(self.entries, overlaps, strict=True) if not overlaps]
+
+    def close(self) -> FileCensus:
+        """Say in one line of the log what the file has come to. Raises ConfigError where that is not one prompt."""
+        census = FileCensus(
+            path=self._path,
+            rows=self._rows,
+            prompts=len(self.entries),
+            left_out=dict(self._left_out),
+            bad=tuple(self._bad),
+        )
+        if not self.entries:
+            raise ConfigError(f"{self._name}: there is no prompt in {census}")
+        logger.log(logging.WARNING if self._bad else logging.INFO, "%s: %s", self._name, census)
+        return census
+
+    def _leave_out(self, row: Row, found: LeftOut) -> None:
+        self._left_out[found.reason] += 1
+        if not found.reason.is_bad:
+            return
+        if self._task.bad_rows == "refuse":
+            raise ConfigError(f"{self._name}: {self._path}, {row.place}: {found}") from found
+        if len(self._bad) < _NAMED:
+            self._bad.append(f"{row.place}: {found}")
+
+    def _prompt(self, row: Row) -> Entry:
+        """The prompt of a row. Raises LeftOut. What costs least is asked first: a file may repeat itself many times."""
+        if row.wrong is not None:
+            raise LeftOut(Reason.UNREADABLE, row.wrong)
+        with _otherwise(Reason.NO_PROMPT):
+            asked = self._schema.asked(row.fields)
+            worded = self._schema.worded(row.fields, asked)
+        text, question = as_text(worded), as_text(asked)
+        with _otherwise(Reason.UNSPELLABLE):
+            prompt_id = hashlib.sha256(_encoded(text)).hexdigest()
+        if self._rates is not None:
+            if same(text) in self._seen:
+                raise LeftOut(Reason.DUPLICATE)
+            self._rates.check(row.fields, (prompt_id, text, question))
+        with _otherwise(Reason.NO_ANSWER):
+            answer = self._schema.gold_answer(row.fields)
+            _encoded(answer)
+        with _otherwise(Reason.UNSPELLABLE):
+            token_ids = self._dialogue.prompt(worded)
+        self._check_length(len(token_ids))
+        self._seen.add(same(text))
+        prompt = Prompt(index=len(self.entries), prompt_id=prompt_id, text=text, token_ids=token_ids, answer=answer)
+        return Entry(prompt, question)
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self._task.max_prompt_tokens:
+            limit = f"task.max_prompt_tokens={self._task.max_prompt_tokens}"
+            raise LeftOut(Reason.TOO_LONG, f"a prompt of {tokens} tokens, more than {limit}")
+        if self._rates is not None and tokens < self._task.min_prompt_tokens:
+            raise LeftOut(Reason.TOO_SHORT)
+
+
+def _encoded(text: str) -> bytes:
+    """Raises ConfigError for halves of characters, which JSON can name and nothing can send."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"a text without spelling in UTF-8: {error}") from error
+
+
+@contextmanager
+def _otherwise(reason: Reason) -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, ModelError) as error:
+        raise LeftOut(reason, str(error)) from error

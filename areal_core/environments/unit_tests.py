@@ -1,0 +1,161 @@
+r"""Unit tests as the verifier `code` wants them, JSON text of one of three forms, from rows as they are published:
+
+    {"inputs": [stdin, ...], "outputs": [stdout, ...]}               a program that reads stdin and writes stdout
+    {"fn_name": f, "inputs": [[argument, ...], ...], "outputs": [result, ...]}      a function, called
+    {"entry_point": f, "prompt": code, "test": code}                 a function that goes on from `prompt`, HumanEval's
+
+| published by | the field that holds the tests | beside it |
+|---|---|---|
+| HumanEval | `test`, Python that defines `check(candidate)` | `prompt`, `entry_point` |
+| APPS, TACO | `input_output`, JSON: {inputs, outputs, fn_name} | |
+| DeepCoder | `tests`, JSON: a list of {input, output, type}, or as APPS has it | `metadata`, with `func_name` |
+| LiveCodeBench | `private_test_cases`, JSON or compressed: a list of {input, output, testtype} | `metadata`, and
+`public_test_cases`, which come first |
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickletools
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_core.errors import ConfigError
+
+_CHECK = "def check("  # what tests of HumanEval define
+_MAX_BYTES = 2**28  # of tests that are compressed; a few bytes could inflate to any number
+_TEXTS = {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+_AROUND = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}  # a pickled text has nothing else
+_STDIN = {"stdin", "stdin_stdout"}
+_CALL = {"functional", "function_call"}
+
+
+def unit_tests(value: object, fields: Mapping[str, object]) -> str:
+    """The tests in `value`, a field of the row `fields`. Raises ConfigError that says what the field must hold."""
+    form = _human_eval(value, fields) if isinstance(value, str) and _CHECK in value else _tests(value, fields)
+    try:
+        return json.dumps(form)
+    except TypeError as error:  # dates and bytes, which Parquet has and JSON has not
+        raise ConfigError(f"must hold tests that JSON can say: {error}") from error
+
+
+def _human_eval(test: str, fields: Mapping[str, object]) -> dict[str, object]:
+    form = {"entry_point": fields.get("entry_point"), "prompt": fields.get("prompt"), "test": test}
+    if not all(isinstance(text, str) and text for text in form.values()):
+        raise ConfigError("must hold tests of the function that the fields entry_point and prompt name and begin")
+    return form
+
+
+def _tests(value: object, fields: Mapping[str, object]) -> dict[str, object]:
+    tests = _decoded(value)
+    if isinstance(tests, dict):
+        return _table(tests)
+    public = fields.get("public_test_cases")
+    if public is None or public == value:
+        return _cases(_listed(tests), fields.get("metadata"))
+    return _cases([*_listed(_decoded(public)), *_listed(tests)], fields.get("metadata"))
+
+
+def _listed(tests: Any) -> list[Any]:
+    if not isinstance(tests, list):
+        raise ConfigError("must hold a list of tests, or an object of inputs and outputs")
+    return tests
+
+
+def _decoded(value: object) -> Any:
+    """What JSON text means, compressed or not; what is no text as it stands."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        plain = error
+    try:
+        return json.loads(_unpickled(_inflated(base64.b64decode(value, validate=True))))
+    except (ValueError, RecursionError, zlib.error) as error:
+        raise ConfigError(f"must hold tests in JSON, compressed or not: {plain}; {error}") from error
+
+
+def _inflated(data: bytes) -> bytes:
+    inflate = zlib.decompressobj()
+    inflated = inflate.decompress(data, _MAX_BYTES)
+    if inflate.unconsumed_tail:
+        raise ValueError(f"more than {_MAX_BYTES} bytes")
+    return inflated
+
+
+def _unpickled(data: bytes) -> str:
+    """The text that was pickled. Nothing is executed: the opcodes of anything but one text are refused."""
+    texts: list[str] = []
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in _TEXTS:
+            texts.append(str(argument))
+        elif opcode.name not in _AROUND:
+            raise ValueError(f"a pickle of something that is not text ({opcode.name})")
+    if len(texts) != 1:
+        raise ValueError("a pickle of several texts")
+    return texts[0]
+
+
+def _table(tests: Mapping[str, Any]) -> dict[str, Any]:
+    """Tests as APPS, TACO and others have them: inputs beside outputs."""
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+        raise ConfigError("must hold as many inputs as outputs, at least one")
+    name = tests.get("fn_name")
+    return _form(inputs, outputs, name if isinstance(name, str) and name else None)
+
+
+def _cases(tests: Sequence[Any], metadata: object) -> dict[str, Any]:
+    """Tests as DeepCoder and LiveCodeBench have them: one object each. `metadata` is the row's."""
+    if not tests:
+        raise ConfigError("must hold a test")
+    if not all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
+        raise ConfigError("must hold tests with an input and an output each")
+    kinds = {str(test.get("testtype") or test.get("type") or "stdin") for test in tests}
+    if not (kinds <= _STDIN or kinds <= _CALL):
+        said = ", ".join(sorted(kinds))
+        raise ConfigError(f"must hold tests of one type, stdin, stdin_stdout, functional or function_call, got {said}")
+    name = _function_name(tests[0], metadata) if kinds <= _CALL else None
+    return _form([test["input"] for test in tests], [test["output"] for test in tests], name)
+
+
+def _function_name(test: Mapping[str, Any], metadata: object) -> str:
+    for known, key in ((test, "fn_name"), (test.get("metadata"), "func_name"), (metadata, "func_name")):
+        named = _decoded(known) if known else None
+        if isinstance(named, dict) and isinstance(named.get(key), str) and named[key]:
+            return named[key]
+    raise ConfigError("must hold the name of the function that is tested, metadata.func_name or fn_name")
+
+
+def _form(inputs: Sequence[Any], outputs: Sequence[Any], function_name: str | None) -> dict[str, Any]:
+    if function_name is None:
+        return {"inputs": [_stream(text) for text in inputs], "outputs": [_stream(text) for text in outputs]}
+    calls = [_call(*test) for test in zip(inputs, outputs, strict=True)]
+    results = [result for _, result in calls]
+    if not isinstance(inputs[0], str) and all(isinstance(result, list) and len(result) == 1 for result in results):
+        results = [result[0] for result in results]  # APPS and TACO publish the result of a call as a list of one
+    return {"fn_name": function_name, "inputs": [arguments for arguments, _ in calls], "outputs": results}
+
+
+def _stream(text: Any) -> str:
+    """What stdin or stdout holds; some of TACO's are lists of lines."""
+    if isinstance(text, list) and all(isinstance(line, str) for line in text):
+        return "\n".join(text)
+    if not isinstance(text, str):
+        raise ConfigError("must hold inputs and outputs that are text")
+    return text
+
+
+def _call(arguments: Any, result: Any) -> tuple[list[Any], Any]:
+    """Arguments and result of a call: as they are, or, as LiveCodeBench has them, in JSON, an argument a line."""
+    if isinstance(arguments, list):
+        return arguments, result
+    if not isinstance(arguments, str) or not isinstance(result, str):
+        raise ConfigError("must hold arguments as a list, or as text with one a line")
+    try:
+        return [json.loads(line) for line in arguments.split("\n") if line.strip()], json.loads(result)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"must hold arguments and results in JSON: {error}") from error

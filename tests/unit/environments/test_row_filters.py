@@ -1,0 +1,93 @@
+"""Duplicates, overlaps and success rates."""
+
+import json
+
+import pytest
+
+from areal_core.config.schema import TaskConfig
+from areal_core.environments.census import LeftOut, Reason
+from areal_core.environments.row_filters import SuccessRates, overlapping, same
+from areal_core.errors import ConfigError
+
+THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
+
+
+def test_case_and_blanks_make_no_difference():
+    assert same("  What is\n X? ") == same("what IS x?")
+    assert same("What is x?") != same("What is x")
+
+
+@pytest.mark.parametrize(
+    ("text", "overlaps"),
+    [
+        ("What is  X?", True),
+        ("What is x!", False),  # fewer than 13 words: only what is equal
+        (f"Well, {THIRTEEN.upper()}.", True),
+        (THIRTEEN.replace(" seven", ", (seven)"), True),
+        (f"{THIRTEEN.replace('seven', '7')} fourteen", False),
+        (THIRTEEN.removesuffix(" thirteen"), False),
+        ("", False),
+    ],
+)
+def test_equal_texts_and_runs_of_thirteen_words_overlap(text, overlaps):
+    assert overlapping([text, "something else"], ["what is x?", f"so {THIRTEEN}"]) == [overlaps, False]
+
+
+def test_a_run_that_more_than_ten_texts_have_says_nothing():
+    wording = "Work through this step by step and write down what it comes to at the very end:"
+    questions = [f"{wording} {number}?" for number in range(11)]
+    assert overlapping(questions, [f"{wording} 99?"]) == [False] * 11
+    assert overlapping(questions[:10], [f"{wording} 99?"]) == [True] * 10
+    assert overlapping(questions, [questions[3]]) == [number == 3 for number in range(11)]
+
+
+# -- success rates -----------------------------------------------------------------------------------------------------
+
+
+def reason(rates, row, *names):
+    try:
+        rates.check(row, names)
+    except LeftOut as found:
+        return found.reason, str(found)
+    return None
+
+
+def test_the_rate_of_a_row_is_bounded_at_both_ends():
+    rates = SuccessRates(TaskConfig(success_field="of.rate", min_success=0.05, max_success=0.95))
+    found = {rate: reason(rates, {"of": {"rate": rate}}) for rate in (0, 0.04, 0.05, 0.5, 0.95, 0.96, 1)}
+    hard, easy = (Reason.TOO_HARD, ""), (Reason.TOO_EASY, "")
+    assert found == {0: hard, 0.04: hard, 0.05: None, 0.5: None, 0.95: None, 0.96: easy, 1: easy}
+
+
+@pytest.mark.parametrize("rate", [None, True, "0.5", -0.1, 1.1, 50, float("nan"), [0.5]])
+def test_a_rate_is_a_number_from_0_to_1(rate):
+    rates = SuccessRates(TaskConfig(success_field="rate"))
+    assert reason(rates, {"rate": rate}) == (Reason.NO_RATE, "task.success_field=rate must be a number from 0 to 1")
+
+
+def test_a_file_of_rates_names_prompts_by_id_or_by_text(tmp_path):
+    file = tmp_path / "rates.jsonl"
+    rows = [{"prompt_id": "a1", "rate": 0.5}, {"prompt": "What is\nX?", "rate": 0, "tries": 8}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rates = SuccessRates(TaskConfig(success_path=str(file), min_success=0.1))
+    assert reason(rates, {}, "a1", "anything") is None
+    assert reason(rates, {}, "a2", "what is x?") == (Reason.TOO_HARD, "")
+    said = f"task.success_path: {file} has no rate of this prompt"
+    assert reason(rates, {}, "a2", "What is y?") == (Reason.NO_RATE, said)
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("{", "not JSON: "),
+        ('{"rate": 0.5}', "must hold prompt_id or prompt, text, and rate, a number from 0 to 1"),
+        ('{"prompt_id": 7, "rate": 0.5}', "must hold prompt_id or prompt, "),
+        ('{"prompt_id": "a", "rate": 5}', "must hold prompt_id or prompt, "),
+    ],
+)
+def test_a_bad_file_of_rates_is_named(tmp_path, line, wrong):
+    file = tmp_path / "rates.jsonl"
+    file.write_text(f'{{"prompt_id": "a1", "rate": 0.5}}\n{line}\n')
+    with pytest.raises(ConfigError) as caught:
+        SuccessRates(TaskConfig(success_path=str(file)))
+    assert str(caught.value).startswith(f"task.success_path: {file}, line 2: {wrong}")

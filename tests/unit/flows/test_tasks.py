@@ -1,0 +1,121 @@
+"""Every file of conf/task that names a published data set reads rows of its schema: samples of our own, and the data
+sets themselves where the variable AREAL_BENCHMARKS names a folder that has them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from areal_core.environments.source import open_source
+from flows.compose import CONF, compose, quoted
+from tests.support.words import word_tokenizer
+
+SAMPLES = Path(__file__).parents[2] / "data" / "published"
+HELD_OUT = {  # task: gold answers of its sample
+    "aime24": ["001"],
+    "aime25": ["240"],
+    "amc23": ["28.0"],
+    "math500": ["\\frac{3}{2}"],
+    "minerva": ["6"],
+}
+MODEL = ("model=folder", "model.path=/nowhere", "model.context=65536", "training.microbatch_tokens=65536")
+LONG = "task.max_prompt_tokens=8192"  # of any prompt
+
+
+def opened(task, path, held_out, *overrides):
+    paths = [
+        f"task.path={'null' if path is None else quoted(str(path))}",
+        f"task.held_out_path={quoted(str(held_out))}",
+    ]
+    config = compose("cpu-async", [*MODEL, f"task={task}", *paths, *overrides])
+    return open_source(config, word_tokenizer())
+
+
+@pytest.mark.parametrize("task", HELD_OUT)
+def test_a_benchmark_of_mathematics_is_held_out(task):
+    source = opened(task, None, SAMPLES / f"{task}.jsonl")
+    assert [prompt.answer for prompt in source.held_out()] == HELD_OUT[task]
+    assert source.census.training is None
+
+
+def test_a_benchmark_has_other_fields_than_what_is_trained_on():
+    source = opened("minerva", SAMPLES / "gsm8k.jsonl", SAMPLES / "minerva.jsonl")
+    assert {source.prompt(index).answer for index in range(2)} == {"4", "25"}
+    assert [prompt.answer for prompt in source.held_out()] == ["6"]
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "held_out", "answers"),
+    [
+        ("gsm8k", "gsm8k.jsonl", "../questions.jsonl", {"4", "25"}),
+        ("deepscaler", "deepscaler.json", "math500.jsonl", {"25", "60"}),
+    ],
+)
+def test_mathematics_is_trained_on(task, file, held_out, answers):
+    source = opened(task, SAMPLES / file, SAMPLES / held_out)
+    assert {source.prompt(index).answer for index in range(source.census.training.prompts)} == answers
+
+
+def test_human_eval_is_held_out():
+    [prompt] = opened("humaneval", None, SAMPLES / "humaneval.jsonl").held_out()
+    assert prompt.text == json.loads(prompt.answer)["prompt"]
+    assert json.loads(prompt.answer)["entry_point"] == "twice"
+
+
+def test_live_code_bench_shows_the_code_that_an_answer_goes_on_from():
+    prompts = opened("livecodebench", None, SAMPLES / "livecodebench.jsonl").held_out()
+    assert [set(json.loads(prompt.answer)) for prompt in prompts] == [
+        {"inputs", "outputs"},
+        {"fn_name", "inputs", "outputs"},
+    ]
+    assert prompts[0].text == "Given $n$, print how many steps of 2 reach it, rounded up."
+    assert prompts[1].text.startswith("Return the smallest $k$ of the numbers, in order.\n\n```python\nclass Solution:")
+
+
+def test_deepcoder_is_trained_on_with_another_benchmark_held_out():
+    fields = ("task.held_out_prompt_field=prompt", "task.held_out_answer_field=test")
+    template = "task.held_out_prompt_template='{{ prompt }}'"
+    source = opened("deepcoder", SAMPLES / "deepcoder.jsonl", SAMPLES / "humaneval.jsonl", *fields, template)
+    prompts = [source.prompt(index) for index in range(5)]
+    assert sorted("fn_name" in json.loads(prompt.answer) for prompt in prompts) == [False, False, True, True, True]
+    assert sum("```python\nclass Solution:" in prompt.text for prompt in prompts) == 1
+
+
+def test_every_task_of_published_rows_is_one_of_these():
+    tried = {*HELD_OUT, "gsm8k", "deepscaler", "humaneval", "livecodebench", "deepcoder"}
+    of_rows = {file.stem for file in (CONF / "task").glob("*.yaml") if "rows\n" in file.read_text()}
+    assert of_rows - {"rows", "paper"} == tried
+
+
+# -- the data sets themselves ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def benchmarks():
+    folder = os.environ.get("AREAL_BENCHMARKS")
+    if folder is None:
+        pytest.skip("AREAL_BENCHMARKS names no folder with gsm8k-train.jsonl, aime24.jsonl and others")
+    return Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "prompts"),
+    [
+        ("aime24", "aime24.jsonl", 30),
+        ("amc23", "amc23.jsonl", 40),
+        ("minerva", "minerva-math.jsonl", 272),
+        ("humaneval", "humaneval.jsonl", 164),
+    ],
+)
+def test_published_benchmarks_are_held_out_whole(benchmarks, task, file, prompts):
+    census = opened(task, None, benchmarks / file, LONG).census.held_out
+    assert (census.rows, census.prompts) == (prompts, prompts)
+
+
+def test_gsm8k_is_trained_on_but_for_what_its_test_has_too(benchmarks):
+    others = ",".join(str(benchmarks / name) for name in ("aime24.jsonl", "amc23.jsonl", "minerva-math.jsonl"))
+    files = (benchmarks / "gsm8k-train.jsonl", benchmarks / "gsm8k-test.jsonl")
+    census = opened("gsm8k", *files, LONG, f"task.benchmark_paths='{others}'").census
+    assert (census.training.rows, census.training.prompts) == (7473, 7469)
+    assert (census.held_out.rows, census.held_out.prompts) == (1319, 1319)
