@@ -1,10 +1,9 @@
 """What completions of a benchmark's prompts say about a policy: pass@k, maj@k, intervals, and paired comparison.
 
-Every figure is a mean over prompts of one value a prompt, from 0 to 1: its share of correct completions (pass@1; with one
-greedy completion each this is greedy accuracy), its pass@k, its maj@k. Completions of one prompt resemble each other, so
-prompts are what is counted: an interval is for the mean over all the prompts that these could have been, and thirty
-prompts stay thirty whatever the number of their completions. docs/evaluation.md has what the intervals were measured to
-cover.
+Every figure is a mean over prompts of one value a prompt, from 0 to 1: its share of correct completions (pass@1; of one
+greedy completion each, greedy accuracy), its pass@k, its maj@k. Completions of one prompt resemble each other, so it is
+prompts that count: an interval is for the mean over all prompts of their kind, and thirty prompts stay thirty, however
+many completions they have. What the intervals were measured to cover stands in docs/evaluation.md.
 
 Axes: P prompts, n completions of a prompt that have a result; those without one are left out before.
 """
@@ -67,12 +66,12 @@ def pass_at_k(correct: IntArray, completions: IntArray, k: int) -> Float64Array:
 
 
 def majority_at_k(answers: Sequence[str | None], right: Collection[str], k: int) -> float:
-    """The expected correctness (maj@k) of the most frequent answer among k completions of one prompt.
+    """The expected correctness (maj@k) of the most frequent answer among k of one prompt's n completions.
 
-    The k are drawn from its n completions without replacement, and every draw counts: this is exact, and for k = n the
-    one vote of all. A tie counts by the share of its answers that are right; completions without an answer (None) are
-    drawn but don't vote, and a vote of nobody is wrong (Wang et al., 2022, arXiv 2203.11171). `answers` [n] vote
-    together if they are equal; `right` are those that are correct. Raises ValueError if k is less than 1 or more than n.
+    Over all draws of k without replacement, exactly, for n up to 1,000; for k = n it is the one vote of all
+    (self-consistency: Wang et al., 2022, arXiv 2203.11171). Equal `answers` [n] vote together, and `right` are those
+    that are correct. A tie counts by the share of its answers that are right. A completion without an answer (None) is
+    drawn but doesn't vote; where nobody votes, nothing is right. Raises ValueError if k is less than 1 or more than n.
     """
     _check_k(k, len(answers), "the prompt")
     votes = Counter(answer for answer in answers if answer is not None)
@@ -103,18 +102,17 @@ def _ways(others: Sequence[int], silent: int, top: int, draws: int) -> Float64Ar
 def estimate(values: Float64Array) -> Estimate:
     """The mean of one value a prompt, [P] from 0 to 1, with its interval.
 
-    Where values are 0 or 1, Wilson's (1927). Else Student's t over prompts, on the scale of logit(mean), which keeps it
-    within 0 and 1 and lets it lean as the mean of what is near a bound does (Korn and Graubard, Analysis of Health
-    Surveys, 1999, section 3.2). Values that are all the same don't show how they spread: Wilson's, as if by verdicts.
-    Raises ValueError without values, or for one that is not from 0 to 1.
+    Where values are 0 or 1, Wilson's (1927). Else Student's t over prompts, on the scale of logit(mean), as surveys
+    have it for means over clusters (`xlogit` of R's survey::svyciprop): it stays within 0 and 1, and reaches further
+    away from whichever is near. Values that don't show how they spread, because they are all the same or add up to less
+    than one prompt solved or one failed, are taken for verdicts: of one mean, none spread more. Raises ValueError
+    without values, or for one that is not from 0 to 1.
     """
     _check_values(values)
-    prompts, mean = len(values), float(np.clip(values.mean(), 0.0, 1.0))
-    if np.ptp(values) == 0 or np.isin(values, (0.0, 1.0)).all():
-        shrink = 1 / (1 + _Z**2 / prompts)
-        centre = shrink * (mean + _Z**2 / (2 * prompts))
-        half = shrink * _Z * math.sqrt(mean * (1 - mean) / prompts + _Z**2 / (4 * prompts**2))
-        return Estimate(value=mean, low=min(mean, max(0.0, centre - half)), high=max(mean, min(1.0, centre + half)))
+    prompts, mean = len(values), float(values.mean())
+    spread_unknown = np.ptp(values) == 0 or prompts * min(mean, 1 - mean) < 1
+    if spread_unknown or np.isin(values, (0.0, 1.0)).all():
+        return _wilson(mean, prompts)
     logit = math.log(mean / (1 - mean))
     half = t_quantile(prompts - 1) * _standard_error(values) / (mean * (1 - mean))
     return Estimate(value=mean, low=_logistic(logit - half), high=_logistic(logit + half))
@@ -156,7 +154,7 @@ def sign_flip_p_value(differences: Float64Array) -> float:
     `_OUTCOMES` outcomes of the coins, those of equal differences taken together; else from `_DRAWS` of them, always the
     same, themselves included (Phipson and Smyth, 2010, arXiv 1603.05766).
     """
-    sizes, counts = np.unique(np.abs(differences).round(12), return_counts=True)
+    sizes, counts = np.unique(np.abs(differences), return_counts=True)
     least = abs(float(differences.sum())) - _TIE
     sums, chances = np.zeros(1), np.ones(1)
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
@@ -165,9 +163,9 @@ def sign_flip_p_value(differences: Float64Array) -> float:
         if len(sums) * (count + 1) > _OUTCOMES:
             heads = np.random.default_rng(0).binomial(counts, 0.5, size=(_DRAWS, len(counts)))
             return (1 + int((np.abs((2 * heads - counts) @ sizes) >= least).sum())) / (1 + _DRAWS)
-        steps = size * (2 * np.arange(count + 1) - count)
-        sums, merged = np.unique(np.add.outer(sums, steps).round(9), return_inverse=True)
-        chances = np.bincount(merged.ravel(), np.outer(chances, _coins(count)).ravel())
+        longer = np.add.outer(sums, size * (2 * np.arange(count + 1) - count)).ravel()
+        _, first, same = np.unique(longer.round(9), return_index=True, return_inverse=True)
+        sums, chances = longer[first], np.bincount(same, np.outer(chances, _coins(count)).ravel())
     return min(1.0, float(chances[np.abs(sums) >= least].sum()))
 
 
@@ -177,10 +175,18 @@ def _coins(count: int) -> Float64Array:
     return np.exp(log_factorial[-1] - log_factorial - log_factorial[::-1] - count * math.log(2))
 
 
+def _wilson(mean: float, prompts: int) -> Estimate:
+    shrink = 1 / (1 + _Z**2 / prompts)
+    centre = shrink * (mean + _Z**2 / (2 * prompts))
+    half = shrink * _Z * math.sqrt(mean * (1 - mean) / prompts + _Z**2 / (4 * prompts**2))
+    # The bounds are exact where the mean is 0 or 1, but for rounding.
+    return Estimate(value=mean, low=min(mean, max(0.0, centre - half)), high=max(mean, min(1.0, centre + half)))
+
+
 def t_quantile(freedom: int) -> float:
     """What Student's t with `freedom` degrees of freedom exceeds on either side with probability 1 - `CONFIDENCE`.
 
-    The expansion of Abramowitz and Stegun, 26.7.5: right to 0.3 % from 4 degrees on, to 1e-5 from 20.
+    The expansion of Abramowitz and Stegun, 26.7.5: right to 0.03 % from 4 degrees on; 11 % short at 1.
     """
     z = _Z
     terms = (
