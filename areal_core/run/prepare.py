@@ -30,8 +30,8 @@ from areal_core.tracking.outbox import Outbox
 _TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|launch)\..*|state_dir"
-# On another machine.
-_MAY_MOVE = rf"{_MAY_CHANGE}|(model|task)\.(held_out_)?path|task\.(benchmark_paths|success_path)|(storage|tracking)\..*"
+_FILES = r"model\.path|task\.(path|held_out_path|benchmark_paths|success_path)"
+_MAY_MOVE = rf"{_MAY_CHANGE}|{_FILES}|(storage|tracking)\..*"  # on another machine
 _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier launcher to end
 
 
