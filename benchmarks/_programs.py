@@ -33,6 +33,7 @@ OWN = Path(__file__).with_name("problems.jsonl")
 FILE = "humaneval.jsonl"
 WORKERS = 2
 ATTACKED = EnvironmentConfig(verifier="code", program_cpu_s=0.5, program_memory_mib=256, program_processes=8)
+FORMS = ("check", "calls", "scripts")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: whoever loses its parent below this process becomes its child
 _PLACES = (
     "/",
@@ -199,8 +200,8 @@ class Machine:
         service.setblocking(False)
         return service
 
-    def harm(self, attack: Attack) -> list[str]:
-        """What an attack achieves as a script, and as an answer in each form of tests; nothing, if it is contained."""
+    def harm(self, attack: Attack, forms: Sequence[str] = FORMS) -> list[str]:
+        """What an attack achieves as a script, and as an answer to some forms of tests; nothing, if it is contained."""
         program = self._aimed(attack.program)
         before, host = set(_children()), os.uname().nodename
         began = time.monotonic()
@@ -221,7 +222,7 @@ class Machine:
         return harm
 
     def tasks(self) -> dict[str, Prompt]:
-        """The same question, whose answer is the secret, in each form of tests."""
+        """The same question, whose answer is the secret, by form of tests."""
         check = f"def check(candidate):\n    for n in (1, 2):\n        assert candidate(n) == {self._secret!r}\n"
         prompt = 'def answer(n):\n    """The secret."""\n'
         return {

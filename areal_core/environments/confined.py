@@ -36,10 +36,12 @@ def main() -> None:
     with open(settings["job"], "rb") as file:
         job = json.loads(file.read())
     if os.getpid() == 1:
-        divide(settings["uid"])
+        divide()
     confine(settings)
     os.write(2, STARTED)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 2)
+    os.close(null)
     builtins.exit = builtins.quit = sys.exit  # which the module `site` would define
     try:
         {"run": run, "serve": serve, "check": check}[job["kind"]](job)
@@ -47,24 +49,17 @@ def main() -> None:
         os._exit(OUT_OF_MEMORY)
 
 
-def divide(uid: int | None) -> None:
-    """Go on as a child. The first process of a namespace waits for it, takes its exit code, and all others along."""
+def divide() -> None:
+    """Go on as a child. The first process of a namespace waits for it, takes its exit code, and all others along. It
+    stays the user that it is: another one's would not be ended with bubblewrap (PR_SET_PDEATHSIG)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which nobody in the namespace can send it then
     if (child := os.fork()) == 0:
         return
-    if uid is not None:
-        become(uid - 1)  # which the child can't trace
     while True:
         ended, status = os.wait()
         if ended == child:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
-
-
-def become(user: int) -> None:
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
 
 
 def confine(settings: dict[str, Any]) -> None:
@@ -81,7 +76,10 @@ def confine(settings: dict[str, Any]) -> None:
     if settings["processes"] is not None:
         limits[resource.RLIMIT_NPROC] = settings["processes"]
     if settings["uid"] is not None:
-        become(settings["uid"])
+        user = settings["uid"]
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
     resource.setrlimit(resource.RLIMIT_CPU, (settings["cpu_s"], settings["cpu_s"] + 1))  # SIGXCPU, then SIGKILL

@@ -78,7 +78,7 @@ class Programs:
         """RIGHT for a program that passes all tests; WRONG also for one that takes too much of anything. No result is
         what the machine is to blame for, and a task whose tests can't be read."""
         try:
-            tests = tests_of(task.answer)
+            tests = read_tests(task.answer)
         except ValueError as error:
             logger.warning("prompt %s: its tests can't be read: %s", task.prompt_id, error)
             return Verdict.of(Outcome.FAILED)
@@ -102,9 +102,9 @@ class Programs:
             limits = Limits(
                 cpu_s=self._config.program_cpu_s - cpu_s,
                 wall_s=self._config.program_wall_s - (time.monotonic() - began),
-                output_bytes=2 * len(expected.encode()) + _SPARE_BYTES,
+                output_bytes=2 * len(expected.encode(errors="replace")) + _SPARE_BYTES,
             )
-            result = self._sandbox.run(source, given.encode(), limits)
+            result = self._sandbox.run(source, given.encode(errors="replace"), limits)
             if result.status is not Status.FINISHED:
                 return _of(result)
             if not same_output(expected, result.stdout.decode(errors="replace")):
@@ -167,7 +167,7 @@ def _of(result: Result) -> Outcome:
     return _FOUND.get(result.status, Outcome.WRONG)
 
 
-def tests_of(answer: str) -> Scripts | Calls | Check:
+def read_tests(answer: str) -> Scripts | Calls | Check:
     """The tests of a task. Raises ValueError for what has none of the three forms."""
     given = json.loads(answer)
     if not isinstance(given, dict):
