@@ -114,6 +114,9 @@ def mutants_pass(found: Sequence[Problem], seed: int) -> dict[str, Any]:
                 break
             redrawn += 1
             tell(f"{name}: {mutant.change} passes, as the tests ask for nothing that it changes; drawn again")
+        else:
+            unexplained += 1
+            tell(f"{name}: every mutant passes")
     return {
         "mutants_pass": equivalent + unexplained,
         "mutants_equivalent": equivalent,
@@ -175,12 +178,12 @@ class Machine:
         Path(folder, "tests.json").write_text(self._secret)
         os.environ["AREAL_TESTS"] = self._secret
         self._stack.callback(os.environ.pop, "AREAL_TESTS")
-        self._path = f"{folder}/service"
+        self._path, self._abstract = f"{folder}/service", os.path.basename(folder)
         kinds = (
             (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
             (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
             (socket.AF_UNIX, socket.SOCK_STREAM, self._path),
-            (socket.AF_UNIX, socket.SOCK_STREAM, f"\0{MARK}"),
+            (socket.AF_UNIX, socket.SOCK_STREAM, f"\0{self._abstract}"),
         )
         self._services = [self._listening(*kind) for kind in kinds]
         self._sandbox = Sandbox("bubblewrap", memory_mib=ATTACKED.program_memory_mib, processes=8)
@@ -233,9 +236,8 @@ class Machine:
 
     def _aimed(self, program: str) -> str:
         ports = [str(service.getsockname()[1]) for service in self._services[:2]]
-        for name, value in (("MARK", MARK), ("TCP", ports[0]), ("UDP", ports[1]), ("SOCKET", self._path)):
-            program = program.replace(name, value)
-        return program
+        aims = {"MARK": MARK, "TCP": ports[0], "UDP": ports[1], "SOCKET": self._path, "ABSTRACT": self._abstract}
+        return functools.reduce(lambda text, aim: text.replace(*aim), aims.items(), program)
 
 
 def _children() -> Iterator[tuple[int, float]]:

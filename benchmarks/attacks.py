@@ -3,7 +3,7 @@
 They stand in attacks.txt, each below its name and what it would gain, and are given to the verifier `code` as answers
 to a task whose answer is a secret. A program that does what it must not be able to do says BREACH. A line `@tries`
 stands before lines none of which may work; `@hunt` and `@call` for the functions below; MARK for the name of whatever
-is left behind; TCP, UDP and SOCKET for what listens on the machine.
+is left behind; TCP, UDP, SOCKET and ABSTRACT for what listens on the machine.
 """
 
 from __future__ import annotations
