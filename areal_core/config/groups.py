@@ -73,9 +73,7 @@ class EnvironmentConfig:
     """What happens between a prompt and its rewards. Names are registered ones or import paths, package.module:name."""
 
     name: str = "single_turn"  # single_turn, two_turn, or an import path
-    verifier: str | None = (
-        None  # exact_match, mathematics, code, or an import path; None: the one task.name is written for
-    )
+    verifier: str | None = None  # exact_match, mathematics, code, or an import path; None: the one of task.name
     no_result: str = choice("leave_out", "leave_out", "try_again")  # a completion that its verifier can't judge
     retry_message: str = "="  # two_turn: message to the policy after a first try that is wrong
     retry_score: float = bounded(0.5, low=0.0, high=1.0)  # two_turn: of a second try that is right

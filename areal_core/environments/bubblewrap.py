@@ -1,6 +1,6 @@
 """The command line of a sandbox: bubblewrap's, with Python in it.
 
-with command(settings, processes) as made: subprocess.Popen(made.words, pass_fds=made.passed, ...)
+command(settings, processes) -> words to start it with, and the files that it inherits
 """
 
 from __future__ import annotations
@@ -44,11 +44,8 @@ def command(settings: Mapping[str, Any], processes: int) -> Iterator[Command]:
         info, told = (stack.enter_context(open(end, mode)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
         os.set_blocking(info.fileno(), False)
         uid = _own_uid()
-        limits = {
-            "processes": processes + (uid is None),
-            "uid": uid,
-        }  # its first process is one of them in a namespace of users
-        words = _bubblewrapped({**settings, **limits}, refused.fileno(), told.fileno())
+        counted = processes + (uid is None)  # the first process inside is another user's, or is counted as well
+        words = _bubblewrapped({**settings, "processes": counted, "uid": uid}, refused.fileno(), told.fileno())
         if group is not None:
             words = ["/bin/sh", "-c", _ENTER, "sh", *map(str, group.members), "--", *words]
         yield Command(words, (refused.fileno(), told.fileno()), info, group)

@@ -86,6 +86,8 @@ def _parents(memory: str, processes: str) -> Mapping[Path, Mapping[str, str]]:
 def _remove(folder: Path) -> None:
     try:
         folder.rmdir()
+    except FileNotFoundError:  # another process has removed it
+        pass
     except OSError as error:
         logger.warning("%s can't be removed: %s", folder, error)
 

@@ -1,6 +1,6 @@
 """What runs in the sandbox: it gives up what it may still do, and then runs a program that nobody trusts.
 
-    python -I -S confined.py SETTINGS    # JSON: the limits, and the file descriptor of the job, JSON as well
+    python -P -s -S confined.py SETTINGS    # JSON: the limits, and the file descriptor of the job, JSON as well
 
 This file is all of the package that is visible there, so it imports nothing of it. A job is one of
 

@@ -256,11 +256,11 @@ class Running:
         return _BY_CODE.get(code if code >= 0 else 128 - code, Status.CRASHED)
 
     def _kill(self) -> tuple[float, float]:
-        """What `_spent` says of its processes, all of which are dead then: with the first one inside the kernel ends
-        the others."""
+        """What `_spent` says of its processes where they broke a limit. All are dead then: with the first one inside
+        the kernel ends the others."""
         said = b"" if self._info is None else self._info.read() or b""
         first = json.loads(said)["child-pid"] if said else self._process.pid
-        spent = _spent(first)
+        spent = (0.0, 0.0) if self._broken is None else _spent(first)
         with contextlib.suppress(ProcessLookupError):  # it ends by itself
             (os.killpg if self._info is None else os.kill)(first, signal.SIGKILL)
         if not select.select([self._ended], [], [], _END_TIMEOUT_S)[0]:
