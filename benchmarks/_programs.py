@@ -10,6 +10,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import socket
 import tempfile
 import time
@@ -215,7 +216,9 @@ class Machine:
         harm = [f"right as {form}" for form, outcome in outcomes.items() if outcome is Outcome.RIGHT]
         harm += [f"no result as {form}" for form, outcome in outcomes.items() if outcome is Outcome.FAILED]
         harm += [line for line in result.stdout.decode(errors="replace").splitlines() if BREACH in line]
-        harm += [f"left a process: {process}" for process in set(_children()) - before]
+        for pid, _ in set(_children()) - before:
+            harm.append(f"left a process: {pid}")
+            os.kill(pid, signal.SIGKILL)
         harm += [f"left {path}" for path in _marks()]
         harm += [f"reached {service.getsockname()!r}" for service in self._services if _was_reached(service)]
         if os.uname().nodename != host:

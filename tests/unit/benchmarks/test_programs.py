@@ -32,7 +32,7 @@ def test_mutants_are_all_changes_of_one_operator_behind_the_prompt():
 
 def test_where_there_is_no_operator_a_text_or_the_result_is_changed():
     assert [m.change for m in mutants("def f(x):\n    return x.strip('a')\n", 2, random.Random(1))] == [
-        "1:18 'a' -> 'ax'"
+        "1:19 'a' -> 'ax'"
     ]
     assert [m.change for m in mutants("def f(x):\n    return x.strip()\n", 2, random.Random(1))] == [
         "1:4 return x.strip() -> return None"
