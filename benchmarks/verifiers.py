@@ -3,7 +3,8 @@ r"""Do verifiers pay for right answers, for nothing else, and at what cost?
     python -m benchmarks.verifiers [--data FOLDER] [--seed 1]
 
 Gold answers of `benchmarks/answers.jsonl`, and of GSM8K, AIME24, AMC23 and Minerva where FOLDER holds their files
-(gsm8k-test.jsonl, aime24.jsonl, amc23.jsonl, minerva-math.jsonl), judged by the verifier `mathematics`:
+(gsm8k-test.jsonl, aime24.jsonl, amc23.jsonl, minerva-math.jsonl), judged by the verifier `mathematics`; and HumanEval
+(humaneval.jsonl), or `benchmarks/problems.jsonl` without FOLDER, by the verifier `code`:
 
 - `math_gold`: per benchmark, the share of gold answers that are right as the end of a sentence, in a box, as a formula
 - `math_reformatted`: per form, the share that is right: other spacing, \dfrac, decimal for fraction and fraction for
@@ -16,7 +17,15 @@ Gold answers of `benchmarks/answers.jsonl`, and of GSM8K, AIME24, AMC23 and Mine
 - `math_p99_ms`: 99th percentile of an honest answer's time in one of two reward workers, whose other one is given
   hostile answers all the time
 
-Every gold answer that is missed, and every wrong one that is accepted, is listed in the progress.
+- `human_eval_pass`: of `human_eval_problems` solutions, those that pass
+- `mutants_pass`: of as many mutants, one of each solution, those that pass; `mutants_equivalent` of these make no
+  difference, for a reason given in `benchmarks/_mutants.py`. `mutants_redrawn` were drawn again: they passed, but give
+  what the solution gives for everything that the problem's tests ask, so that no verifier could tell
+- `attacks_contained`: of `attacks` programs (`benchmarks/attacks.txt`), those that gain nothing
+- `code_per_s`: verdicts a second on these solutions, of two reward workers
+
+Every gold answer that is missed, every wrong one that is accepted, every mutant that passes and whatever an attack
+achieves is listed in the progress.
 """
 
 from __future__ import annotations
@@ -39,6 +48,7 @@ from areal_core.errors import ConfigError
 from areal_core.rewards.worker import RewardPool
 from areal_core.types import Outcome, Prompt
 from benchmarks._harness import parser, report, tell
+from benchmarks._programs import measure_programs
 
 OWN = Path(__file__).with_name("answers.jsonl")
 FILES = {  # benchmark -> file, fields that may hold the answer
@@ -82,7 +92,7 @@ def main() -> None:
     command.add_argument("--data", type=Path, help="folder with the benchmarks' files")
     command.add_argument("--seed", type=int, default=1)
     given = command.parse_args()
-    report(lambda: measure(given.data, given.seed))
+    report(lambda: measure(given.data, given.seed) | measure_programs(given.data, given.seed))
 
 
 def measure(data: Path | None, seed: int) -> dict[str, Any]:

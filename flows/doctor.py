@@ -23,7 +23,9 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from areal_core.environments.sandbox import Sandbox
 from areal_core.environments.source import open_source
+from areal_core.errors import ConfigError
 from areal_core.models.spec import check_folder
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.base_model import model_folder
@@ -57,6 +59,7 @@ def findings() -> Iterator[Finding]:
     disk = shutil.disk_usage(stack.ROOT).free / _GIB
     yield Finding("disk", disk >= _DISK_GIB, f"{disk:.1f} GiB free", f"about {_DISK_GIB} GiB are needed")
     yield from _servers()
+    yield _sandbox()
     vllm = _vllm_version(stack.ROOT / ".venv-vllm" / "bin" / "python")
     yield Finding(
         "vLLM environment",
@@ -110,6 +113,22 @@ def _servers() -> Iterator[Finding]:
         yield Finding(
             f"port {port}", free, "free" if free else "in use", f"{name} takes a free one instead", needed=False
         )
+
+
+def _sandbox() -> Finding:
+    """A program is run in one: bubblewrap may be there and not be allowed to do what it does."""
+    missing = None
+    try:
+        Sandbox("bubblewrap", memory_mib=256, processes=4).check()
+    except ConfigError as error:
+        missing = str(error).removeprefix("environment.sandbox: ").partition("; ")[0]
+    return Finding(
+        "sandbox",
+        missing is None,
+        missing or "bubblewrap",
+        "apt-get install bubblewrap; environment.verifier=code needs it",
+        needed=False,
+    )
 
 
 def _vllm_version(python: Path) -> str | None:

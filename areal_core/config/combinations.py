@@ -18,6 +18,7 @@ def check(config: RunConfig) -> None:
     _check_batch(config)
     _check_lengths(config)
     _check_task(config)
+    _check_programs(config)
     algorithm.check(config.algorithm, max_new_tokens=config.task.max_new_tokens)
     _check_engines(config)
     _check_mode(config)
@@ -78,6 +79,17 @@ def _check_task(config: RunConfig) -> None:
         )
     if config.stop.score is not None and not config.evaluated and not config.emulated:
         raise ConfigError(f"stop.score: must be null with evaluation.enabled=false, got {config.stop.score}")
+
+
+def _check_programs(config: RunConfig) -> None:
+    """A group's verdicts are one after the other, and a worker that takes longer for them is taken for hung."""
+    needed = config.algorithm.group_size * config.environment.program_wall_s
+    if config.environment.verifier == "code" and config.rollout.reward_timeout_s < needed:
+        raise ConfigError(
+            f"rollout.reward_timeout_s: must be at least {needed:g} with environment.verifier=code, which may take "
+            f"{config.environment.program_wall_s:g} s (4 * environment.program_cpu_s) for each of "
+            f"{config.algorithm.group_size} completions, got {config.rollout.reward_timeout_s:g}"
+        )
 
 
 def _check_engines(config: RunConfig) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from areal_core.config.plugins import find
+from areal_core.config.plugins import check_name, find
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Environment, Setting, Verifier
+from areal_core.environments.programs import Programs
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.environments.two_turn import TwoTurn
 from areal_core.environments.verifiers import VERIFIERS
@@ -15,6 +16,7 @@ from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 
 ENVIRONMENTS: dict[str, Callable[[Setting], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
+CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {"code": Programs}  # verifiers that have settings
 _WRITTEN_FOR = {
     "arithmetic": "exact_match",
     "rows": "mathematics",
@@ -43,8 +45,10 @@ def open_environment(
 
 def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
     """The verifier that `environment.verifier` names, or the one that the task's gold answers are written for. Raises
-    ConfigError as `open_environment` does."""
-    return find("environment.verifier", verifier_name(environment, task), VERIFIERS)
+    ConfigError as `open_environment` does, and for one that can't work on this machine."""
+    name = verifier_name(environment, task)
+    check_name("environment.verifier", name, VERIFIERS | CONFIGURED)
+    return CONFIGURED[name](environment) if name in CONFIGURED else find("environment.verifier", name, VERIFIERS)
 
 
 def verifier_name(environment: EnvironmentConfig, task: TaskConfig) -> str:

@@ -41,6 +41,12 @@ def test_an_address_that_is_another_machines(base: dict[str, Any]) -> None:
     fails(ConfigError, said, changed(base, launch={"address": "203.0.113.9"}))
 
 
+def test_a_sandbox_that_is_not_there(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    code = changed(base, environment={"verifier": "code"}, rollout={"reward_timeout_s": 640.0})
+    fails(ConfigError, r"^environment\.sandbox: bubblewrap is not installed; apt-get install bubblewrap, or", code)
+
+
 def test_model_folder_that_is_absent(base: dict[str, Any]) -> None:
     fails(
         ModelError,

@@ -1,0 +1,107 @@
+"""The command line of a sandbox: bubblewrap's, with Python in it.
+
+command(settings, processes) -> words to start it with, and the files that it inherits
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from areal_core.environments import confined
+from areal_core.environments.cgroup import ControlGroup, control_group
+from areal_core.environments.seccomp import syscall_filter
+
+FOLDER_BYTES = 64 * 2**20  # of the folder of its own, and of one file
+_OTHERS = 2  # processes in its control group: bubblewrap, and the first one inside
+_USERS = 1000  # that root must be over, to give one of them to each sandbox
+_ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit; shift; done; shift; exec "$@"'
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    words: list[str]
+    passed: tuple[int, ...]  # file descriptors that it inherits
+    info: BinaryIO | None  # where bubblewrap says which process is the first inside; none without bubblewrap
+    group: ControlGroup | None
+
+
+@contextmanager
+def command(settings: Mapping[str, Any], processes: int) -> Iterator[Command]:
+    """The command of one sandbox, whose files and control group last as long as this context."""
+    with ExitStack() as stack:
+        group = stack.enter_context(control_group(settings["memory_bytes"], processes + _OTHERS))
+        refused = stack.enter_context(in_memory(syscall_filter()))
+        info, told = (stack.enter_context(open(end, mode)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        os.set_blocking(info.fileno(), False)
+        uid = _own_uid()
+        counted = processes + (uid is None)  # the first process inside is another user's, or is counted as well
+        words = _bubblewrapped({**settings, "processes": counted, "uid": uid}, refused.fileno(), told.fileno())
+        if group is not None:
+            words = ["/bin/sh", "-c", _ENTER, "sh", *map(str, group.members), "--", *words]
+        yield Command(words, (refused.fileno(), told.fileno()), info, group)
+
+
+def in_memory(content: bytes) -> BinaryIO:
+    """A file that holds `content`, at its beginning."""
+    file = open(os.memfd_create("areal"), "w+b")  # noqa: SIM115 - the caller closes it
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def python(script: str, settings: Mapping[str, Any]) -> list[str]:
+    """Without site-packages, and without the folder that it runs in among those that it imports from."""
+    return [os.path.realpath(sys.executable), "-P", "-s", "-S", script, json.dumps(settings)]
+
+
+def _bubblewrapped(settings: Mapping[str, Any], refused: int, told: int) -> list[str]:
+    """`refused`: the file descriptor of the filter; `told`: that of the pipe that bubblewrap writes to."""
+    if settings["uid"] is not None:
+        user = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # which `confined` gives up
+    else:
+        user = ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    return [
+        shutil.which("bwrap") or "bwrap", *user, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
+        "--unshare-cgroup-try", "--as-pid-1", "--die-with-parent",
+        "--new-session", "--seccomp", str(refused), "--info-fd", str(told),
+        *_system(), "--ro-bind", confined.__file__, "/confined.py", "--proc", "/proc", "--dev", "/dev",
+        "--perms", "1777", "--size", str(FOLDER_BYTES), "--tmpfs", "/box", "--remount-ro", "/dev",
+        "--remount-ro", "/", "--chdir", "/box", "--", *python("/confined.py", settings),
+    ]  # fmt: skip
+
+
+@functools.cache
+def _system() -> tuple[str, ...]:
+    """What a Python program needs to see of the machine: libraries, and Python where it is installed elsewhere."""
+    shown = ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    for folder in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(folder):
+            shown += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            shown += ["--ro-bind", folder, folder]
+    prefix = Path(sys.base_prefix)
+    if not prefix.is_relative_to("/usr"):
+        for folder in reversed(prefix.parents[:-1]):
+            shown += ["--perms", "0755", "--dir", str(folder)]  # empty but for the next one
+        shown += ["--ro-bind", str(prefix), str(prefix)]
+    return tuple(shown)
+
+
+def _own_uid() -> int | None:
+    """A user that nobody else is, for root to become; none where the caller is not root, or root over itself alone: a
+    namespace of users takes its place, in which processes are counted from 0."""
+    lines = Path("/proc/self/uid_map").read_text().splitlines()
+    first, _, count = max((tuple(map(int, line.split())) for line in lines), key=lambda line: line[2])
+    if os.geteuid() != 0 or count < _USERS:
+        return None
+    return first + count - 2 - secrets.randbelow(min(count // 2, 2**30))

@@ -1,0 +1,245 @@
+"""Programs as answers: whether the one in a completion passes its task's tests.
+
+    Programs(config)(task, completion) -> Verdict
+
+`Prompt.answer` holds the tests, as JSON in one of three forms:
+
+    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                 a script that reads and prints
+    {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}     a function, or a method of a class Solution
+    {"entry_point": "add", "prompt": "def add...", "test": "def check(candidate): ..."}    HumanEval's
+
+What is expected never is where the program is. A script's output and a function's results are compared here, as text
+and as JSON; HumanEval's `check` runs in a sandbox of its own, and its calls travel to the program's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from areal_core.config.schema import EnvironmentConfig
+from areal_core.environments.confined import encode
+from areal_core.environments.environment import Verdict
+from areal_core.environments.sandbox import Limits, Result, Running, Sandbox, Status
+from areal_core.types import Outcome, Prompt
+
+logger = logging.getLogger(__name__)
+
+_SPARE_BYTES = 2**20  # that a program may print or return beyond what is expected
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_TAGS = ("python", "python3", "py")
+_NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
+_FOUND = {Status.UNPARSABLE: Outcome.UNPARSABLE, Status.STARVED: Outcome.TIMED_OUT, Status.FAILED: Outcome.FAILED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scripts:
+    """What a script reads, and what it is to print."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """Arguments of a function, and what it is to return."""
+
+    name: str
+    inputs: tuple[list[Any], ...]
+    outputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A program whose `check(candidate)` raises where the candidate is wrong."""
+
+    name: str
+    prompt: str  # the beginning of the function, and what it may call
+    test: str
+
+
+class Programs:
+    """The verifier `code`. Raises ConfigError where programs can't be run as environment.sandbox says."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config = config
+        self._sandbox = Sandbox(
+            config.sandbox, memory_mib=config.program_memory_mib, processes=config.program_processes
+        )
+        self._sandbox.check()
+
+    def __call__(self, task: Prompt, completion: str) -> Verdict:
+        """RIGHT for a program that passes all tests; WRONG also for one that takes too much of anything. No result is
+        what the machine is to blame for, and a task whose tests can't be read."""
+        try:
+            tests = read_tests(task.answer)
+        except ValueError as error:
+            logger.warning("prompt %s: its tests can't be read: %s", task.prompt_id, error)
+            return Verdict.of(Outcome.FAILED)
+        block = last_block(completion)
+        found = self._outcome(completion if block is None else block, tests)
+        return Verdict.of(Outcome.NO_ANSWER if found is Outcome.UNPARSABLE and block is None else found)
+
+    def _outcome(self, source: str, tests: Scripts | Calls | Check) -> Outcome:
+        match tests:
+            case Scripts():
+                return self._scripts(source, tests)
+            case Calls():
+                return self._calls(source, tests)
+            case Check():
+                return self._check(source, tests)
+
+    def _scripts(self, source: str, tests: Scripts) -> Outcome:
+        """One sandbox a test, one budget for all."""
+        began, cpu_s = time.monotonic(), 0.0
+        for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+            limits = Limits(
+                cpu_s=self._config.program_cpu_s - cpu_s,
+                wall_s=self._config.program_wall_s - (time.monotonic() - began),
+                output_bytes=2 * len(expected.encode(errors="replace")) + _SPARE_BYTES,
+            )
+            result = self._sandbox.run(source, given.encode(errors="replace"), limits)
+            if result.status is not Status.FINISHED:
+                return _of(result)
+            if not same_output(expected, result.stdout.decode(errors="replace")):
+                return Outcome.WRONG
+            cpu_s += result.cpu_s
+        return Outcome.RIGHT
+
+    def _calls(self, source: str, tests: Calls) -> Outcome:
+        job = {"kind": "serve", "sources": [source], "before": "", "entry": tests.name}
+        with self._sandbox.start(job, self._limits(max(len(json.dumps(value)) for value in tests.outputs))) as program:
+            if (said := program.receive()) != "ready":
+                return _ended(program, said)
+            for arguments, expected in zip(tests.inputs, tests.outputs, strict=True):
+                program.send("call " + json.dumps(encode((arguments, {}))))
+                if not (said := program.receive() or "").startswith("value "):
+                    return _ended(program, said)
+                if not same_value(expected, said.removeprefix("value ")):
+                    return Outcome.WRONG
+        return Outcome.RIGHT
+
+    def _check(self, source: str, tests: Check) -> Outcome:
+        """The checker's calls go to the program, and the program's values to the checker, which alone reads them."""
+        both = {"before": tests.prompt, "entry": tests.name}
+        asked = {**both, "kind": "serve", "sources": [source, tests.prompt + source]}
+        limits = self._limits(0)
+        with (
+            self._sandbox.start(asked, limits) as program,
+            self._sandbox.start({**both, "kind": "check", "test": tests.test}, limits) as checker,
+        ):
+            if checker.receive() != "ready":
+                checker.finish()
+                return Outcome.FAILED
+            if (said := program.receive()) != "ready":
+                return _ended(program, said)
+            while (call := checker.receive() or "").startswith("call "):
+                program.send(call)
+                if not (said := program.receive() or "").startswith("value "):
+                    return _ended(program, said)
+                checker.send(said)
+            if call == "passed":
+                return Outcome.RIGHT
+            return Outcome.WRONG if call == "failed" else _ended(checker, call)
+
+    def _limits(self, expected_bytes: int) -> Limits:
+        return Limits(
+            cpu_s=self._config.program_cpu_s,
+            wall_s=self._config.program_wall_s,
+            output_bytes=2 * expected_bytes + _SPARE_BYTES,
+        )
+
+
+def _ended(running: Running, said: str | None) -> Outcome:
+    """Of a program that says no more, or what it should not."""
+    if said == "unparsable":
+        return Outcome.UNPARSABLE
+    return Outcome.WRONG if said else _of(running.finish())
+
+
+def _of(result: Result) -> Outcome:
+    return _FOUND.get(result.status, Outcome.WRONG)
+
+
+def read_tests(answer: str) -> Scripts | Calls | Check:
+    """The tests of a task. Raises ValueError for what has none of the three forms."""
+    given = json.loads(answer)
+    if not isinstance(given, dict):
+        raise ValueError("no JSON object")
+    if "test" in given:
+        name, prompt, test = (given.get(field) for field in ("entry_point", "prompt", "test"))
+        if isinstance(name, str) and isinstance(prompt, str) and isinstance(test, str):
+            return Check(name=name, prompt=prompt, test=test)
+        raise ValueError("entry_point, prompt and test must be texts")
+    inputs, outputs, name = given.get("inputs"), given.get("outputs"), given.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
+        raise ValueError("inputs and outputs must be lists of the same length, one test at least")
+    if name is None and all(isinstance(text, str) for text in [*inputs, *outputs]):
+        return Scripts(inputs=tuple(inputs), outputs=tuple(outputs))
+    if isinstance(name, str) and all(isinstance(arguments, list) for arguments in inputs):
+        return Calls(name=name, inputs=tuple(inputs), outputs=tuple(outputs))
+    raise ValueError("inputs must be texts, or lists of arguments with fn_name")
+
+
+def last_block(completion: str) -> str | None:
+    """The last fenced block of Python; of an unnamed language where none is of Python. None: there is no such block."""
+    blocks: Sequence[tuple[str, str]] = _BLOCK.findall(completion)
+    named = [text for tag, text in blocks if tag.lower() in _TAGS]
+    return (named or [text for tag, text in blocks if not tag] or [None])[-1]
+
+
+def same_output(expected: str, found: str) -> bool:
+    """Line by line, blanks at the end of lines and of the text aside. A line that differs is the same where its tokens
+    are, numbers being compared by value if one of the two is written as a decimal: 0.50 is 0.5, and 007 is not 7."""
+    ours, theirs = (text.rstrip().split("\n") for text in (expected, found))
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+
+
+def _same_line(expected: str, found: str) -> bool:
+    if expected.rstrip() == found.rstrip():
+        return True
+    ours, theirs = expected.split(), found.split()
+    return len(ours) == len(theirs) and all(map(_same_token, ours, theirs))
+
+
+def _same_token(expected: str, found: str) -> bool:
+    if expected == found:
+        return True
+    if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(found)):
+        return False
+    return bool(re.search("[.eE]", expected + found)) and Decimal(expected) == Decimal(found)
+
+
+def same_value(expected: Any, encoded: str) -> bool:
+    """Whether a value is what came back from a program (`confined.encode`), which is neither trusted nor made into
+    Python's own collections, whose hashes it could choose. Tuples count as lists, since JSON has none."""
+    try:
+        return _same(expected, json.loads(encoded))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _same(expected: Any, found: Any) -> bool:
+    match expected, found:
+        case list(), ["list" | "tuple", [*parts]]:
+            return len(expected) == len(parts) and all(map(_same, expected, parts))
+        case dict(), ["dict", [*pairs]]:
+            parts = dict(pair for pair in pairs if _is_named(pair))
+            return (
+                len(pairs) == len(parts)
+                and expected.keys() == parts.keys()
+                and all(_same(value, parts[key]) for key, value in expected.items())
+            )
+        case (list() | dict(), _) | (_, list() | dict()):
+            return False
+    return expected == found
+
+
+def _is_named(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)

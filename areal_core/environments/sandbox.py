@@ -1,0 +1,283 @@
+"""The sandbox: untrusted Python programs in namespaces of their own (bubblewrap), with limits of all that they may use.
+
+    Sandbox("bubblewrap", memory_mib=512, processes=8).run(source, b"input", Limits(...)) -> Result
+
+A program sees /usr and Python's folder, read only, an empty folder of its own, its own processes and devices that hold
+nothing, and no network, environment variable or file beside these. It is a user of its own without capabilities, a
+filter refuses it the system calls of `areal_core.environments.seccomp`, and when its first process ends, all others are
+ended by the kernel. `areal_core.environments.confined` is what starts in there and sets the limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from areal_core.environments import bubblewrap, confined
+from areal_core.environments.bubblewrap import Command
+from areal_core.environments.cgroup import remove_abandoned
+from areal_core.errors import ConfigError, RewardError
+
+logger = logging.getLogger(__name__)
+
+_END_TIMEOUT_S = 30.0  # of processes that were killed
+_CHUNK = 2**16
+_MEND = "apt-get install bubblewrap, or environment.sandbox=none, which waives isolation"
+
+
+class Status(StrEnum):
+    """How a program ended. The last two are the machine's doing and say nothing about the program."""
+
+    FINISHED = "finished"
+    CRASHED = "crashed"  # an exit code other than 0, or a signal
+    UNPARSABLE = "unparsable"  # it does not compile
+    TIMED_OUT = "timed_out"  # out of CPU time, or it slept until it was out of wall time
+    OUT_OF_MEMORY = "out_of_memory"
+    TOO_MUCH_OUTPUT = "too_much_output"
+    STARVED = "starved"  # out of wall time, most of which it waited for a core
+    FAILED = "failed"  # it did not start, or was ended from outside
+
+
+_BY_CODE = {
+    0: Status.FINISHED,
+    confined.UNPARSABLE: Status.UNPARSABLE,
+    confined.OUT_OF_MEMORY: Status.OUT_OF_MEMORY,
+    128 + signal.SIGXCPU: Status.TIMED_OUT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    cpu_s: float
+    wall_s: float
+    output_bytes: int = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    status: Status
+    exit_code: int  # 128 and the signal where one ended it
+    stdout: bytes  # at most Limits.output_bytes
+    cpu_s: float  # of all of its processes, and of the sandbox around them
+    wall_s: float
+    error: str = ""  # why it did not start
+
+
+class Sandbox:
+    """What makes sandboxes, each for one program. `isolation` is environment.sandbox; `none` leaves the limits of
+    single processes and nothing else."""
+
+    def __init__(self, isolation: str, *, memory_mib: int, processes: int) -> None:
+        self._isolation = isolation
+        self._memory = memory_mib * 2**20
+        self._processes = processes
+
+    def check(self) -> None:
+        """Raises ConfigError where programs can't be run in it."""
+        if self._isolation == "none":
+            logger.warning("environment.sandbox=none: programs run with the rights of this user, and limits alone")
+        elif shutil.which("bwrap") is None:
+            raise ConfigError(f"environment.sandbox: bubblewrap is not installed; {_MEND}")
+        else:
+            remove_abandoned()
+        result = self.run("print(6 * 7)", b"", Limits(cpu_s=30, wall_s=60))
+        if result.stdout != b"42\n":
+            why = result.error or f"a first program {result.status}"
+            raise ConfigError(f"environment.sandbox: {self._isolation} does not work here ({why}); {_MEND}")
+
+    def run(self, source: str, stdin: bytes, limits: Limits) -> Result:
+        """Run a program as a script."""
+        with self.start({"kind": "run", "source": source}, limits, stdin) as running:
+            return running.finish()
+
+    @contextlib.contextmanager
+    def start(self, job: Mapping[str, Any], limits: Limits, stdin: bytes | None = None) -> Iterator[Running]:
+        """A sandbox at its job (`areal_core.environments.confined`), with all of its input, or lines to come. Nothing
+        of it is left at the end."""
+        with contextlib.ExitStack() as stack:
+            given = stack.enter_context(bubblewrap.in_memory(json.dumps(job).encode()))
+            source = subprocess.PIPE if stdin is None else stack.enter_context(bubblewrap.in_memory(stdin))
+            settings = {
+                "job": given.fileno(),
+                "cpu_s": math.ceil(limits.cpu_s),
+                "memory_bytes": self._memory,
+                "file_bytes": bubblewrap.FOLDER_BYTES,
+                "processes": None,
+                "uid": None,
+            }
+            if self._isolation == "none":
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-program-"))
+                command = bubblewrap.Command(bubblewrap.python(confined.__file__, settings), (), None, None)
+            else:
+                folder, command = "/", stack.enter_context(bubblewrap.command(settings, self._processes))
+            process = subprocess.Popen(
+                command.words,
+                stdin=source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[given.fileno(), *command.passed],
+                env={"PYTHONHASHSEED": "0"},  # sets print the same in every run
+                cwd=folder,
+                start_new_session=True,
+            )
+            running = Running(process, limits, command)
+            stack.callback(running.close)
+            yield running
+
+
+class Running:
+    """A sandbox at work, and the pipes to it. Nothing here waits beyond the limit of wall time."""
+
+    def __init__(self, process: subprocess.Popen[bytes], limits: Limits, command: Command) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
+        for pipe in (self._stdin, self._stderr):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+        self._limits = limits
+        self._group = command.group
+        self._info = command.info
+        self._ended = os.pidfd_open(process.pid)
+        self._began = time.monotonic()
+        self._waited_s = 0.0  # for the program; the rest of the time it had nothing to do
+        self._received = bytearray()
+        self._broken: Status | None = None  # by the limit that it broke
+        self._result: Result | None = None
+
+    def send(self, line: str) -> None:
+        """A program that has ended reads nothing, as `receive` will tell."""
+        assert self._stdin is not None
+        pipe, left = self._stdin.fileno(), memoryview(line.encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):
+            while left and self._awaited(pipe, select.POLLOUT):
+                left = left[os.write(pipe, left) :]
+
+    def receive(self) -> str | None:
+        """The next line; None where the program has ended, is out of time, or says too much."""
+        while (end := self._received.find(b"\n")) < 0:
+            if not self._more():
+                return None
+        line = self._received[:end].decode(errors="replace")
+        del self._received[: end + 1]
+        return line
+
+    def finish(self) -> Result:
+        """Wait for its end."""
+        while self._more():
+            pass
+        self._awaited(self._ended, select.POLLIN)  # it may go on without output
+        return self.close()
+
+    def close(self) -> Result:
+        """How it ended; it is killed where it has not. No process of it is left."""
+        if self._result is None:
+            self._result = self._closed()
+        return self._result
+
+    def _more(self) -> bool:
+        """Read some of its output. False where there is none to come."""
+        pipe = self._stdout.fileno()
+        if not self._awaited(pipe, select.POLLIN):
+            return False
+        chunk = os.read(pipe, _CHUNK)
+        self._received += chunk
+        if len(self._received) > self._limits.output_bytes:
+            self._broken = Status.TOO_MUCH_OUTPUT
+        return bool(chunk) and self._broken is None
+
+    def _awaited(self, pipe: int, event: int) -> bool:
+        """Wait until a pipe is ready. False where the program ends before that, or has broken a limit."""
+        if self._broken is not None:
+            return False
+        began = time.monotonic()
+        poll = select.poll()
+        poll.register(self._ended, select.POLLIN)
+        poll.register(pipe, event)
+        ready = poll.poll(max(0.0, self._began + self._limits.wall_s - began) * 1e3)
+        self._waited_s += time.monotonic() - began
+        if not ready:
+            self._broken = Status.TIMED_OUT
+        return any(number == pipe for number, _ in ready)
+
+    def _closed(self) -> Result:
+        awake_s, cpu_s = 0.0, 0.0
+        killed = not select.select([self._ended], [], [], 0)[0]
+        if killed:
+            awake_s, cpu_s = self._kill()
+        _, status, used = os.wait4(self._process.pid, 0)
+        wall_s = time.monotonic() - self._began
+        self._process.returncode = code = os.waitstatus_to_exitcode(status)
+        said = self._stderr.read() or b""
+        for pipe in (self._stdin, self._stdout, self._stderr):
+            if pipe is not None:
+                pipe.close()
+        os.close(self._ended)
+        cpu_s = max(cpu_s, used.ru_utime + used.ru_stime)
+        started = confined.STARTED in said
+        lost = code < 0 and self._info is not None and not killed  # bubblewrap itself was killed
+        slept_s = self._waited_s - awake_s
+        return Result(
+            status=self._status(None if killed else code, cpu_s, slept_s) if started and not lost else Status.FAILED,
+            exit_code=code if code >= 0 else 128 - code,
+            stdout=bytes(self._received[: self._limits.output_bytes]),
+            cpu_s=cpu_s,
+            wall_s=wall_s,
+            error="" if started else said.decode(errors="replace").strip().rpartition("\n")[2],
+        )
+
+    def _status(self, code: int | None, cpu_s: float, slept_s: float) -> Status:
+        """Of a program that was started; `code` is none where it was killed."""
+        if self._group is not None and self._group.ran_out():
+            return Status.OUT_OF_MEMORY
+        if cpu_s >= self._limits.cpu_s:
+            return Status.TIMED_OUT
+        if self._broken is Status.TIMED_OUT and slept_s < self._limits.wall_s / 2:
+            return Status.STARVED
+        if self._broken is not None or code is None:
+            return self._broken or Status.FINISHED
+        return _BY_CODE.get(code if code >= 0 else 128 - code, Status.CRASHED)
+
+    def _kill(self) -> tuple[float, float]:
+        """What `_spent` says of its processes where they broke a limit. All are dead then: with the first one inside
+        the kernel ends the others."""
+        said = b"" if self._info is None else self._info.read() or b""
+        first = json.loads(said)["child-pid"] if said else self._process.pid
+        spent = (0.0, 0.0) if self._broken is None else _spent(first)
+        with contextlib.suppress(ProcessLookupError):  # it ends by itself
+            (os.killpg if self._info is None else os.kill)(first, signal.SIGKILL)
+        if not select.select([self._ended], [], [], _END_TIMEOUT_S)[0]:
+            raise RewardError(f"a sandbox did not end within {_END_TIMEOUT_S:g} s of being killed")
+        return spent
+
+
+def _spent(pid: int) -> tuple[float, float]:
+    """Of a process and its descendants: the seconds that the most busy thread has run or waited for a core; and CPU
+    seconds of all."""
+    awake_s, cpu_s = 0.0, 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (first := psutil.Process(pid), *first.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):
+                times = process.cpu_times()
+                cpu_s += times.user + times.system + times.children_user + times.children_system
+                for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+                    ran, waited, _ = map(int, thread.read_text().split())
+                    awake_s = max(awake_s, (ran + waited) / 1e9)
+    return awake_s, cpu_s

@@ -1,0 +1,285 @@
+"""The half of `benchmarks.verifiers` that judges programs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from areal_core.config.schema import EnvironmentConfig
+from areal_core.environments.programs import Programs
+from areal_core.environments.sandbox import Limits, Sandbox, Status
+from areal_core.errors import ConfigError
+from areal_core.rewards.worker import RewardPool
+from areal_core.types import Outcome, Prompt
+from benchmarks._harness import tell
+from benchmarks._mutants import EQUIVALENT, mutants
+from benchmarks.attacks import BREACH, MARK, SECRET, Attack, attacks
+
+OWN = Path(__file__).with_name("problems.jsonl")
+FILE = "humaneval.jsonl"
+WORKERS = 2
+ATTACKED = EnvironmentConfig(verifier="code", program_cpu_s=0.5, program_memory_mib=256, program_processes=8)
+FORMS = ("check", "calls", "scripts")
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: whoever loses its parent below this process becomes its child
+_PLACES = (
+    "/",
+    "/tmp",
+    "/var/tmp",
+    "/dev",
+    "/dev/shm",
+    "/usr",
+    "/etc",
+    "/home",
+    "/run",
+    "~",
+    ".",
+    os.path.dirname(os.__file__),
+)
+
+Problem = Mapping[str, str]
+
+
+def measure_programs(data: Path | None, seed: int) -> dict[str, Any]:
+    found = problems(data)
+    verify = Programs(EnvironmentConfig(verifier="code"))
+    passed = [problem["task_id"] for problem in found if judged(verify, problem, problem["canonical_solution"])]
+    for problem in found:
+        if problem["task_id"] not in passed:
+            tell(f"{problem['task_id']}: its own solution does not pass")
+    return {
+        "human_eval_pass": len(passed),
+        "human_eval_problems": len(found),
+        **mutants_pass(found, seed),
+        **attacks_contained(),
+        "code_per_s": round(asyncio.run(_per_s(found)), 1),
+    }
+
+
+def problems(data: Path | None) -> list[Problem]:
+    """HumanEval's where its file is, else those of this package."""
+    path = OWN if data is None else data / FILE
+    if not path.is_file():
+        raise ConfigError(f"--data: {path} is not there")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def judged(verify: Programs, problem: Problem, program: str) -> bool:
+    return verify(_prompt(problem), program).outcome is Outcome.RIGHT
+
+
+def _prompt(problem: Problem) -> Prompt:
+    tests = {field: problem[field] for field in ("entry_point", "prompt", "test")}
+    return _task(tests, problem["task_id"])
+
+
+def _task(tests: Mapping[str, Any], name: str = "") -> Prompt:
+    return Prompt(index=0, prompt_id=name, text="", token_ids=(), answer=json.dumps(tests))
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def mutants_pass(found: Sequence[Problem], seed: int) -> dict[str, Any]:
+    """A mutant of each solution. One that passes is drawn again if it gives what the original gives for everything
+    that the problem's own tests ask, unless it is known to be equivalent: no verifier could tell it by these tests."""
+    verify = Programs(EnvironmentConfig(verifier="code", program_cpu_s=2))
+    equivalent, redrawn, unexplained = 0, 0, 0
+    for problem in found:
+        name = problem["task_id"]
+        before, solution = problem["prompt"], problem["canonical_solution"]
+        for mutant in mutants(before + solution, before.count("\n") + 1, random.Random(f"{seed}/{name}")):
+            if not judged(verify, problem, mutant.source):
+                break
+            if reason := EQUIVALENT.get((name, mutant.change)):
+                equivalent += 1
+                tell(f"{name}: {mutant.change} passes; it is equivalent: {reason}")
+                break
+            if differs(problem, mutant.source):
+                unexplained += 1
+                tell(f"{name}: {mutant.change} passes, and gives something else for what the tests ask")
+                break
+            redrawn += 1
+            tell(f"{name}: {mutant.change} passes, as the tests ask for nothing that it changes; drawn again")
+        else:
+            unexplained += 1
+            tell(f"{name}: every mutant passes")
+    return {
+        "mutants_pass": equivalent + unexplained,
+        "mutants_equivalent": equivalent,
+        "mutants_redrawn": redrawn,
+    }
+
+
+_BOTH = """
+import copy
+names, other, problem = {}, {}, PROBLEM
+exec(problem["prompt"] + problem["canonical_solution"], names)
+exec(MUTANT, other)
+original, mutant = names[problem["entry_point"]], other[problem["entry_point"]]
+def candidate(*args):
+    expected = original(*copy.deepcopy(args))
+    try: found = mutant(*copy.deepcopy(args))
+    except Exception: found = candidate
+    if found != expected or type(found) is not type(expected): print("differs", flush=True)
+    return expected
+exec(problem["test"], names)
+names["check"](candidate)
+"""
+
+
+def differs(problem: Problem, mutant: str) -> bool:
+    """Whether a mutant gives something else than the original for anything that the problem's tests ask. Side by side
+    in one process, without the verifier: neither is hostile."""
+    program = _BOTH.replace("PROBLEM", repr(dict(problem))).replace("MUTANT", repr(mutant))
+    sandbox = Sandbox("bubblewrap", memory_mib=1024, processes=8)
+    result = sandbox.run(program, b"", Limits(cpu_s=20, wall_s=120, output_bytes=2**24))
+    return b"differs" in result.stdout or result.status is not Status.FINISHED
+
+
+# -- attacks -----------------------------------------------------------------------------------------------------------
+
+
+def attacks_contained() -> dict[str, Any]:
+    every = attacks()
+    contained = 0
+    with Machine() as machine:
+        for attack in every:
+            harm = machine.harm(attack)
+            contained += not harm
+            for what in harm:
+                tell(f"attack {attack.name!r}: {what}")
+    return {"attacks_contained": contained, "attacks": len(every)}
+
+
+class Machine:
+    """This machine as attacks find it: a secret in its files, its environment and the tests, and services that nobody
+    should reach."""
+
+    def __init__(self) -> None:
+        self._secret = SECRET + secrets.token_hex(8)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Machine:
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-tests-"))
+        Path(folder, "tests.json").write_text(self._secret)
+        os.environ["AREAL_TESTS"] = self._secret
+        self._stack.callback(os.environ.pop, "AREAL_TESTS")
+        self._path, self._abstract = f"{folder}/service", os.path.basename(folder)
+        kinds = (
+            (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
+            (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+            (socket.AF_UNIX, socket.SOCK_STREAM, self._path),
+            (socket.AF_UNIX, socket.SOCK_STREAM, f"\0{self._abstract}"),
+        )
+        self._services = [self._listening(*kind) for kind in kinds]
+        self._sandbox = Sandbox("bubblewrap", memory_mib=ATTACKED.program_memory_mib, processes=8)
+        self._verify = Programs(ATTACKED)
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ctypes.CDLL(None).prctl(_SUBREAPER, 0)
+        self._stack.close()
+
+    def _listening(self, family: int, kind: int, address: Any) -> socket.socket:
+        service = self._stack.enter_context(socket.socket(family, kind))
+        service.bind(address)
+        if kind == socket.SOCK_STREAM:
+            service.listen()
+        service.setblocking(False)
+        return service
+
+    def harm(self, attack: Attack, forms: Sequence[str] = FORMS) -> list[str]:
+        """What an attack achieves as a script, and as an answer to some forms of tests; nothing, if it is contained."""
+        program = self._aimed(attack.program)
+        before, host = set(_children()), os.uname().nodename
+        began = time.monotonic()
+        result = self._sandbox.run(program, b"1\n", Limits(cpu_s=1, wall_s=4, output_bytes=2**20))
+        outcomes = {
+            form: self._verify(task, f"```python\n{program}\n```").outcome for form, task in self.tasks().items()
+        }
+        harm = [f"right as {form}" for form, outcome in outcomes.items() if outcome is Outcome.RIGHT]
+        harm += [f"no result as {form}" for form, outcome in outcomes.items() if outcome is Outcome.FAILED]
+        harm += [line for line in result.stdout.decode(errors="replace").splitlines() if BREACH in line]
+        for pid, _ in set(_children()) - before:
+            harm.append(f"left a process: {pid}")
+            os.kill(pid, signal.SIGKILL)
+        harm += [f"left {path}" for path in _marks()]
+        harm += [f"reached {service.getsockname()!r}" for service in self._services if _was_reached(service)]
+        if os.uname().nodename != host:
+            harm.append("renamed the machine")
+        if (took := time.monotonic() - began) > 60:
+            harm.append(f"took {took:.0f} s")
+        return harm
+
+    def tasks(self) -> dict[str, Prompt]:
+        """The same question, whose answer is the secret, by form of tests."""
+        check = f"def check(candidate):\n    for n in (1, 2):\n        assert candidate(n) == {self._secret!r}\n"
+        prompt = 'def answer(n):\n    """The secret."""\n'
+        return {
+            "check": _task({"entry_point": "answer", "prompt": prompt, "test": check}),
+            "calls": _task({"fn_name": "answer", "inputs": [[1], [2]], "outputs": [self._secret] * 2}),
+            "scripts": _task({"inputs": ["1\n", "2\n"], "outputs": [self._secret] * 2}),
+        }
+
+    def _aimed(self, program: str) -> str:
+        ports = [str(service.getsockname()[1]) for service in self._services[:2]]
+        aims = {"MARK": MARK, "TCP": ports[0], "UDP": ports[1], "SOCKET": self._path, "ABSTRACT": self._abstract}
+        return functools.reduce(lambda text, aim: text.replace(*aim), aims.items(), program)
+
+
+def _children() -> Iterator[tuple[int, float]]:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield process.pid, process.create_time()
+
+
+def _marks() -> list[str]:
+    return [str(path) for place in _PLACES for path in Path(place).expanduser().glob(f"{MARK}*")]
+
+
+def _was_reached(service: socket.socket) -> bool:
+    try:
+        service.accept() if service.type == socket.SOCK_STREAM else service.recv(1)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+async def _per_s(found: Sequence[Problem]) -> float:
+    """Verdicts a second of right solutions, in the reward workers of a run."""
+    pool = RewardPool(WORKERS, timeout_s=300, function=_verdict)
+    try:
+        await asyncio.gather(*(pool.ask(found[0]) for _ in range(2 * WORKERS)))  # they have started
+        began = time.monotonic()
+        await asyncio.gather(*(pool.ask(problem) for problem in found))
+        return len(found) / (time.monotonic() - began)
+    finally:
+        await pool.close()
+
+
+def _verdict(problem: Problem) -> bool:
+    return judged(_programs(), problem, problem["canonical_solution"])
+
+
+@functools.cache
+def _programs() -> Programs:
+    return Programs(EnvironmentConfig(verifier="code"))

@@ -1,0 +1,272 @@
+import dataclasses
+import json
+
+import pytest
+
+from areal_core.config.schema import EnvironmentConfig, load
+from areal_core.environments.confined import decode, encode
+from areal_core.environments.programs import (
+    Calls,
+    Check,
+    Programs,
+    Scripts,
+    last_block,
+    read_tests,
+    same_output,
+    same_value,
+)
+from areal_core.environments.registry import open_verifier
+from areal_core.errors import ConfigError
+from areal_core.types import Outcome, Prompt
+from benchmarks._programs import FORMS, Machine
+from benchmarks.attacks import Attack, attacks
+from tests.support.sandboxes import needs_sandbox
+
+ATTACKS = attacks()
+SETTINGS = EnvironmentConfig(verifier="code", program_cpu_s=2, program_memory_mib=256)
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+ADD = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}
+PAIR = {
+    "entry_point": "pair",
+    "prompt": 'def twice(x):\n    return (x, x)\n\ndef pair(x):\n    """As twice."""\n',
+    "test": "def check(candidate):\n    for x in (1, {2}, {'a': (b'b', 1e999)}, [None, True]):\n"
+    "        assert candidate(x) == twice(x)\n",
+}
+
+
+def task(tests: object) -> Prompt:
+    return Prompt(index=0, prompt_id="0", text="?", token_ids=(1,), answer=json.dumps(tests))
+
+
+@pytest.fixture(scope="module")
+def code():
+    return Programs(SETTINGS)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("tests", "completion", "outcome"),
+    [
+        (SUM, "So:\n```python\nprint(sum(map(int, input().split())))\n```\nThat is it.", Outcome.RIGHT),
+        (SUM, "print(sum(map(int, input().split())))", Outcome.RIGHT),
+        (SUM, "```python\nprint(3)\n```", Outcome.WRONG),
+        (SUM, "```python\nprint(sum(map(int, input().split())))\nexit(1)\n```", Outcome.WRONG),
+        (SUM, "```python\nprint(sum(map(int input().split())))\n```", Outcome.UNPARSABLE),
+        (SUM, "I don't know.", Outcome.NO_ANSWER),
+        (SUM, "```\nwhile True: pass\n```", Outcome.WRONG),
+        (ADD, "def add(a, b):\n    print('beside the point')\n    return a + b\n", Outcome.RIGHT),
+        (ADD, "class Solution:\n    def add(self, a, b):\n        return a + b\n", Outcome.RIGHT),
+        (ADD, "def add(a, b):\n    return 3\n", Outcome.WRONG),
+        (ADD, "def plus(a, b):\n    return a + b\n", Outcome.WRONG),
+        (ADD, "def add(a, b:\n    return a + b\n", Outcome.NO_ANSWER),
+        (ADD, "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(input())\n", Outcome.RIGHT),
+        (PAIR, "```python\ndef pair(x):\n    return twice(x)\n```", Outcome.RIGHT),
+        (PAIR, "    return (x, x)\n", Outcome.RIGHT),
+        (PAIR, "def pair(x):\n    return [x, x]\n", Outcome.WRONG),
+        (PAIR, "def pair(x):\n    raise KeyError\n", Outcome.WRONG),
+        (PAIR, "def pair(x):\n    return lambda: x\n", Outcome.WRONG),
+        (PAIR, "pass", Outcome.WRONG),
+        ({**PAIR, "test": "def check(candidate): assert ("}, "def pair(x):\n    return (x, x)\n", Outcome.FAILED),
+        ({**PAIR, "test": "1 / 0"}, "def pair(x):\n    return (x, x)\n", Outcome.FAILED),
+        ({"inputs": []}, "print(1)", Outcome.FAILED),
+    ],
+)
+def test_verdicts(code, tests, completion, outcome):
+    verdict = code(task(tests), completion)
+    assert verdict.outcome is outcome
+    assert verdict.score == (None if outcome is Outcome.FAILED else float(outcome is Outcome.RIGHT))
+
+
+@needs_sandbox
+def test_a_verdict_has_one_budget_and_ends_with_the_first_wrong_test():
+    half = "import time\nwhile time.process_time() < 0.6: pass\nprint(1)\n"
+    code = Programs(dataclasses.replace(SETTINGS, program_cpu_s=1))
+    assert code(task({"inputs": [""], "outputs": ["1"]}), half).outcome is Outcome.RIGHT
+    assert code(task({"inputs": [""] * 3, "outputs": ["1"] * 3}), half).outcome is Outcome.WRONG
+    began = []
+    code._sandbox.run = lambda *arguments, run=code._sandbox.run: began.append(1) or run(*arguments)  # pyright: ignore
+    assert code(task({"inputs": [""] * 3, "outputs": ["1", "2", "3"]}), "print(1)").outcome is Outcome.WRONG
+    assert len(began) == 2
+
+
+@needs_sandbox
+def test_what_the_machine_is_to_blame_for_is_no_result(monkeypatch, code):
+    monkeypatch.setattr("areal_core.environments.bubblewrap._system", lambda: ("--ro-bind", "/nowhere", "/usr"))
+    for tests in (SUM, ADD, PAIR):
+        assert code(task(tests), "pass").outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize(
+    ("answer", "tests"),
+    [
+        (SUM, Scripts(inputs=("1 2\n", "3 4\n"), outputs=("3\n", "7\n"))),
+        (ADD, Calls(name="add", inputs=([1, 2], [[1], [2]]), outputs=(3, [1, 2]))),
+        (PAIR, Check(name="pair", prompt=PAIR["prompt"], test=PAIR["test"])),
+    ],
+)
+def test_forms_of_tests(answer, tests):
+    assert read_tests(json.dumps(answer)) == tests
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{",
+        "7",
+        "{}",
+        '{"test": 1}',
+        '{"inputs": ["1"], "outputs": []}',
+        '{"inputs": [1], "outputs": ["1"]}',
+        '{"fn_name": "f", "inputs": ["1"], "outputs": [1]}',
+        '{"inputs": [[1]], "outputs": [1]}',
+    ],
+)
+def test_what_is_no_tests_is_an_error(answer):
+    with pytest.raises(ValueError, match=r"."):
+        read_tests(answer)
+
+
+@pytest.mark.parametrize(
+    ("completion", "block"),
+    [
+        ("```python\na\n```\n```py\nb\n```\n```\nc\n```", "b\n"),
+        ("```\na\n```\n```json\nb\n```", "a\n"),
+        ("```Python3 title\na\n", "a\n"),
+        ("  ```python\n  a\n  ```", "  a\n"),
+        ("```json\n{}\n```", None),
+        ("a = '```'", None),
+        ("", None),
+    ],
+)
+def test_the_program_is_the_last_block_of_python(completion, block):
+    assert last_block(completion) == block
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "same"),
+    [
+        ("3\n", "3", True),
+        ("1 2 \n3", "1 2\n3\n\n", True),
+        ("1\n2", "1 2", False),
+        ("1\n\n2", "1\n2", False),
+        ("0.5", "0.50", True),
+        ("0.00001", "1e-05", True),
+        ("x 2.0", "x 2", True),
+        ("0.3333", "0.33333", False),
+        ("7", "007", False),
+        ("7.0", "07", False),
+        ("1000", "1_000", False),
+        ("nan", "NaN", False),
+        ("YES", "Yes", False),
+        ("1e5", "100000", True),
+        ("-0.0", "0.0", True),
+        ("9" * 50 + ".0", "9" * 49 + "8.0", False),
+        ("", "\n", True),
+    ],
+)
+def test_output_is_compared_by_lines_and_decimals_by_value(expected, found, same):
+    assert same_output(expected, found) is same
+
+
+@pytest.mark.parametrize(
+    ("expected", "value", "same"),
+    [
+        ([1, [2.5, None]], (1, [2.5, None]), True),
+        (3, 3.0, True),
+        ("3", 3, False),
+        ({"a": [1]}, {"a": (1,)}, True),
+        ({"1": 2}, {1: 2}, False),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        ([1, 2], {1, 2}, False),
+        ([], {}, False),
+        ([], (), True),
+        ([1], [1, 1], False),
+        (None, [], False),
+        (["list", []], ["list", []], True),
+        ([], "list", False),
+        ("a", b"a", False),
+    ],
+)
+def test_values_are_compared_as_json_has_them(expected, value, same):
+    assert same_value(expected, json.dumps(encode(value))) is same
+
+
+def test_what_is_no_value_is_not_the_same():
+    for forged in (
+        "",
+        "[",
+        "[" * 100_000,
+        '["list"]',
+        '["dict", [1]]',
+        '["dict", [[["list", []], 1]]]',
+        "{}",
+        "9" * 5000,
+    ):
+        assert not same_value([], forged)
+        assert not same_value({}, forged)
+
+
+def test_values_cross_as_they_are():
+    values = [
+        None,
+        True,
+        2**70,
+        1.5,
+        float("inf"),
+        "a\ud800\n",
+        b"\0\xff",
+        1j,
+        (1, [2, {3}]),
+        {(1, 2): frozenset("ab")},
+    ]
+    assert decode(json.loads(json.dumps(encode(values)))) == values
+    assert [type(value) for value in decode(encode(values))] == [type(value) for value in values]
+    with pytest.raises(TypeError):
+        encode([object()])
+    for forged in (["os.system", []], {"a": 1}, ["list"], ["bytes", 1], ["set", [["list", []]]]):
+        with pytest.raises((ValueError, TypeError)):
+            decode(forged)
+
+
+@pytest.fixture(scope="module")
+def machine():
+    with Machine() as machine:
+        yield machine
+
+
+@needs_sandbox
+@pytest.mark.parametrize("place", range(len(ATTACKS)), ids=[attack.name for attack in ATTACKS])
+def test_attacks_gain_nothing(machine, place):
+    """In one form of tests each; the benchmark tries all."""
+    assert machine.harm(ATTACKS[place], [FORMS[place % len(FORMS)]]) == []
+
+
+@needs_sandbox
+def test_attacks_would_be_seen(machine, monkeypatch):
+    """Without isolation, those that are harmless enough to be let loose here; and a program that knows the secret."""
+    known = {attack.name: attack for attack in ATTACKS}
+    program = f"def answer(n): return {machine._secret!r}\nif __name__ == '__main__': print(answer(1))\n"
+    assert machine.harm(Attack("the secret", "", program)) == [
+        f"right as {form}" for form in ("check", "calls", "scripts")
+    ]
+    for sandbox in (machine._sandbox, machine._verify._sandbox):
+        monkeypatch.setattr(sandbox, "_isolation", "none")
+    for name in ("TCP", "UDP", "Unix socket", "abstract socket"):
+        assert any("reached" in harm for harm in machine.harm(known[name])), name
+    daemon = machine.harm(known["daemon that holds the pipes"])
+    assert any("left a process" in harm for harm in daemon)
+
+
+@needs_sandbox
+def test_the_verifier_is_made_with_its_settings(monkeypatch):
+    assert isinstance(open_verifier(SETTINGS, load({}).task), Programs)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^environment\.sandbox: bubblewrap is not installed"):
+        open_verifier(SETTINGS, load({}).task)
+
+
+def test_a_group_must_have_time_for_its_verdicts():
+    said = r"^rollout\.reward_timeout_s: must be at least 640 with environment\.verifier=code, which may .* got 20$"
+    with pytest.raises(ConfigError, match=said):
+        load({"environment": {"verifier": "code"}})
+    load({"environment": {"verifier": "code"}, "rollout": {"reward_timeout_s": 640.0}})

@@ -1,0 +1,203 @@
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_core.environments import bubblewrap, sandbox, seccomp
+from areal_core.environments.cgroup import control_group, remove_abandoned
+from areal_core.environments.sandbox import Limits, Sandbox, Status
+from areal_core.errors import ConfigError
+from tests.support.sandboxes import needs_sandbox
+
+BOX = Sandbox("bubblewrap", memory_mib=256, processes=8)
+BARE = Sandbox("none", memory_mib=256, processes=8)
+LIMITS = Limits(cpu_s=1, wall_s=20, output_bytes=10_000)
+
+
+@needs_sandbox
+@pytest.mark.parametrize("box", [BOX, BARE], ids=["bubblewrap", "none"])
+@pytest.mark.parametrize(
+    ("program", "status", "exit_code", "stdout"),
+    [
+        ("print(input()[::-1])", Status.FINISHED, 0, b"olleh\n"),
+        ("exit(3)", Status.CRASHED, 3, b""),
+        ("1 / 0", Status.CRASHED, 1, b""),
+        ("import os; os.kill(os.getpid(), 11)", Status.CRASHED, 139, b""),
+        ("import os; os.close(1); print(2)", Status.CRASHED, 120, b""),
+        ("def", Status.UNPARSABLE, 91, b""),
+        ("\0", Status.UNPARSABLE, 91, b""),
+        ("bytearray(2**29)", Status.OUT_OF_MEMORY, 92, b""),
+        ("while True: pass", Status.TIMED_OUT, 152, b""),
+        ("print('x' * 10_001)", Status.TOO_MUCH_OUTPUT, None, b"x" * 10_000),
+        ("import sys; print(len(sys.stdin.read()), __name__, sys.argv)", Status.FINISHED, 0, None),
+    ],
+)
+def test_how_programs_end(box, program, status, exit_code, stdout):
+    result = box.run(program, b"hello\n", LIMITS)
+    assert result.status is status
+    assert exit_code in (None, result.exit_code)
+    assert stdout in (None, result.stdout)
+    assert result.error == ""
+    assert 0 < result.cpu_s < 2
+
+
+@needs_sandbox
+def test_what_sleeps_is_to_blame_for_its_wall_time_and_what_waits_for_a_core_is_not():
+    limits = Limits(cpu_s=1000, wall_s=1)
+    assert BOX.run("import time; time.sleep(1000)", b"", limits).status is Status.TIMED_OUT
+    assert BOX.run("import os; os.close(1); os.kill(os.getpid(), 19)", b"", limits).status is Status.TIMED_OUT
+    assert BOX.run("while True: pass", b"", limits).status is Status.STARVED  # of CPU time it was promised more
+
+
+@needs_sandbox
+def test_what_does_not_start_or_is_ended_from_outside_says_nothing_about_the_program(monkeypatch):
+    assert BOX.run("print(1)", b"", Limits(cpu_s=1, wall_s=0)).status is Status.FAILED
+    with BOX.start({"kind": "run", "source": "import time; time.sleep(1000)"}, LIMITS, b"") as running:
+        while not psutil.Process(running._process.pid).children(recursive=True)[1:]:
+            time.sleep(0.01)
+        os.kill(running._process.pid, signal.SIGKILL)
+        assert running.finish().status is Status.FAILED
+    monkeypatch.setattr(bubblewrap, "_system", lambda: ("--ro-bind", "/nowhere", "/usr"))
+    result = BOX.run("print(1)", b"", LIMITS)
+    assert (result.status, result.stdout) == (Status.FAILED, b"")
+    assert "/nowhere" in result.error
+
+
+SEES = """
+import os
+print(sorted(os.listdir('/')), os.listdir('.'), sorted(os.environ), len(os.listdir('/proc/self/fd')))
+status = open('/proc/self/status').readlines()
+print(os.getuid() != 0, [line for line in status if line.startswith(('CapEff', 'NoNewPrivs', 'Seccomp:'))])
+print([int(name) for name in os.listdir('/proc') if name.isdigit()])
+open('own', 'w').write('x' * 1000)
+"""
+
+
+@needs_sandbox
+def test_a_program_sees_a_python_an_empty_folder_and_itself():
+    first, second, third = BOX.run(SEES, b"", LIMITS).stdout.decode().splitlines()
+    shown = {"usr", "bin", "lib", "lib64", "etc", "dev", "proc", "box", "confined.py"}
+    shown.add(Path(sys.base_prefix).parts[1])
+    assert set(re.findall(r"'([\w.]+)'", first.partition("]")[0])) <= shown
+    assert first.endswith("[] ['LC_CTYPE', 'PWD', 'PYTHONHASHSEED'] 4")
+    assert second == ("True ['CapEff:\\t0000000000000000\\n', 'NoNewPrivs:\\t1\\n', 'Seccomp:\\t2\\n']")
+    assert third == "[1, 2]"
+    assert b"[]" in BOX.run(SEES, b"", LIMITS).stdout  # nothing is left of the first one's folder
+
+
+@needs_sandbox
+def test_sets_print_the_same_in_every_run():
+    program = "print({'some', 'words', 'in', 'a', 'set'})"
+    assert BOX.run(program, b"", LIMITS).stdout == BOX.run(program, b"", LIMITS).stdout
+
+
+@needs_sandbox
+def test_many_at_a_time_do_not_share_their_limits():
+    """More processes than one may have, over all of them."""
+    program = "import os\nfor _ in range(6):\n    if os.fork() == 0: import time; time.sleep(0.2); os._exit(0)\n"
+    program += "for _ in range(6): print(os.wait()[1])\n"
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(lambda _: BOX.run(program, b"", LIMITS), range(8)))
+    assert [result.stdout for result in results] == [b"0\n" * 6] * 8
+
+
+FORKS = """
+import os, time
+forked = 0
+try:
+    while True:
+        if os.fork() == 0: time.sleep(9)
+        forked += 1
+except OSError: print(forked)
+"""
+HOARDS = """
+import os, time
+for _ in range(2): os.fork()
+kept = bytearray(200 * 2**20)
+time.sleep(1)
+"""
+
+
+@needs_sandbox
+def test_processes_and_memory_are_limited_together():
+    assert BOX.run(FORKS, b"", LIMITS).stdout == b"7\n"  # and the first one
+    with control_group(2**28, 9) as group:
+        if group is None:
+            pytest.skip("no control group may be made here: memory is limited for each process")
+    assert BOX.run(HOARDS, b"", LIMITS).status is Status.OUT_OF_MEMORY
+
+
+OWNER = """
+from areal_core.environments.sandbox import Limits, Sandbox
+box = Sandbox("bubblewrap", memory_mib=256, processes=8)
+job = {"kind": "run", "source": "print(1, flush=True); import time; time.sleep(1000)"}
+with box.start(job, Limits(cpu_s=9, wall_s=900), b"") as running:
+    running.receive()
+    print("up", flush=True)
+    running.finish()
+"""
+
+
+@needs_sandbox
+def test_a_sandbox_ends_with_the_process_that_made_it_and_its_control_group_is_removed_later():
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"up\n"
+    below = psutil.Process(owner.pid).children(recursive=True)
+    assert len(below) == 3  # bubblewrap, the first process inside, the program
+    owner.kill()
+    owner.communicate()
+    assert psutil.wait_procs(below, timeout=30)[1] == []
+    remove_abandoned()
+    own = Path("/sys/fs/cgroup").glob(f"**/areal-{owner.pid}-*")
+    assert list(own) == []
+
+
+def test_a_sandbox_that_is_missing_or_does_not_work_is_one_line(monkeypatch, tmp_path):
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: no namespaces here' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name: str(broken))
+    said = r"^environment\.sandbox: bubblewrap does not work here \(bwrap: no namespaces here\); apt-get install bubble"
+    with pytest.raises(ConfigError, match=said):
+        BOX.check()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"^environment\.sandbox: bubblewrap is not installed; apt-get install .*none"
+    ):
+        BOX.check()
+
+
+def test_without_isolation_there_is_a_warning(caplog):
+    with caplog.at_level(logging.WARNING, logger=sandbox.__name__):
+        BARE.check()
+    assert "environment.sandbox=none: programs run with the rights of this user" in caplog.text
+
+
+@needs_sandbox
+def test_calls_that_a_program_is_refused_fail_and_others_do_not():
+    """By number, with arguments that a call of this name would take for wrong: EPERM comes before that."""
+    program = (
+        "import ctypes, sys\nlibc = ctypes.CDLL(None, use_errno=True)\nfor n in map(int, sys.stdin.read().split()):\n"
+    )
+    program += "    libc.syscall(n, -1, -1, -1, -1, -1)\n    print(ctypes.get_errno())\n"
+    numbers = [*seccomp.REFUSED.values(), 435, 3]  # clone3 is absent, close is there
+    result = BOX.run(program, " ".join(map(str, numbers)).encode(), LIMITS)
+    assert list(map(int, result.stdout.split())) == [*[1] * len(seccomp.REFUSED), 38, 9]
+
+
+def test_numbers_of_calls_are_those_of_this_machine():
+    header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
+    if not header.exists():
+        pytest.skip("needs the kernel's headers")
+    known = dict(re.findall(r"#define __NR_(\w+) (\d+)", header.read_text()))
+    assert {name: int(known.get(name, number)) for name, number in seccomp.REFUSED.items()} == seccomp.REFUSED
