@@ -31,7 +31,7 @@ from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
 
 _KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request sent just then would have it taken out
-_CONTROL_TIMEOUT_S = 10.0  # for what a server answers between two decode steps
+_CONTROL_TIMEOUT_S = 10.0  # for what a server answers at once, or between two decode steps
 _METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -181,7 +181,7 @@ class GenerationClient:
     async def load(self) -> ServerLoad:
         completed = self._completed
         if self.in_place:
-            load = ServerLoad(**orjson.loads(await self._control("GET", "/load")))
+            load = ServerLoad(**orjson.loads(await self._control("GET", "/load", timeout_s=self._update_timeout_s)))
         else:
             load = self._vllm_load((await self._control("GET", "/metrics")).decode())
         if load.generated_tokens < self._generated_tokens:

@@ -28,7 +28,9 @@ from areal_core.models.arrays import check_finite, read_arrays
 from areal_core.models.spec import ModelSpec
 from areal_core.types import Completion, Float32Array, GenerationRequest, Int32Array
 
-_PREFILL_TOKENS = 2048  # in one pass, beside one token of every completion: bounds the memory of activations
+# In one pass, beside one token of every completion. The first bounds the memory of activations; on a core the second
+# bounds the time of a pass, 2 s on a slow one, between two of which a server does what it is asked to.
+_PREFILL_TOKENS, _PREFILL_FLOPS = 2048, 1e11
 
 
 @dataclass(slots=True)
@@ -79,7 +81,8 @@ class Engine:
         self._free = list(range(slots))[::-1]
         self._completions: list[tuple[_Group, int] | None] = [None] * slots  # in each slot: a group and an index in it
         self._table = Slots(slots, self.context)
-        self._batch = Batch(self._table, slots + _PREFILL_TOKENS)
+        affordable = int(_PREFILL_FLOPS / (2 * spec.parameters)) if device == "cpu" else _PREFILL_TOKENS
+        self._batch = Batch(self._table, slots + max(1, min(_PREFILL_TOKENS, affordable)))
         self._cache = self._decoder.cache(slots, self._batch.rows)
         self._recomputing = 0  # tokens
 
