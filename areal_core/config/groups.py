@@ -22,6 +22,11 @@ TRAINING_ENGINES = {
     "deepspeed": "ranks partition the state",
     "emulated": "emulated accelerators: time passes and nothing is computed",
 }
+TASKS = {  # and the verifier that their gold answers are written for
+    "arithmetic": "exact_match",
+    "rows": "mathematics",
+    "reasoning_gym": "reasoning_gym",
+}
 _VLLM_TEMPERATURE = 2.0
 
 
@@ -62,7 +67,7 @@ class ChatConfig:
 class TaskConfig:
     """Prompts, and the limits of prompts and completions."""
 
-    name: str = choice("arithmetic", "arithmetic", "rows", "reasoning_gym")
+    name: str = "arithmetic"  # one of TASKS, or an import path: package.module:name
     max_operations: int = bounded(16, low=1, high=64)  # arithmetic: longest chain
     length_decay: float = bounded(0.85, above=0.0, high=1.0)  # arithmetic: P(n+1 operations) / P(n)
     dataset: str | None = None  # reasoning_gym: one of its data sets
@@ -89,6 +94,7 @@ class TaskConfig:
     max_new_tokens: int = bounded(112, low=1)  # of a trajectory after its prompt, over all of its turns
 
     def check(self) -> None:
+        check_name("task.name", self.name, TASKS)
         if self.name == "reasoning_gym" and not self.dataset:
             raise ConfigError("task.dataset: task.name=reasoning_gym needs the name of one of its data sets")
         if self.name == "rows" and not self.held_out_path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from areal_core.config.groups import TASKS
 from areal_core.config.plugins import check_name, find
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
@@ -17,11 +18,6 @@ from areal_core.models.tokenizer import Tokenizer
 
 ENVIRONMENTS: dict[str, Callable[[Setting], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
 CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {"code": Programs}  # verifiers that have settings
-_WRITTEN_FOR = {
-    "arithmetic": "exact_match",
-    "rows": "mathematics",
-    "reasoning_gym": "reasoning_gym",
-}  # the verifier of a task's gold answers
 
 
 def open_environment(
@@ -52,5 +48,9 @@ def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
 
 
 def verifier_name(environment: EnvironmentConfig, task: TaskConfig) -> str:
-    """The name of the verifier that judges, and that gold answers are read for."""
-    return environment.verifier or _WRITTEN_FOR[task.name]
+    """The name of the verifier that judges, and that gold answers are read for. Raises ConfigError where a task of
+    one's own is given none."""
+    name = environment.verifier or TASKS.get(task.name)
+    if name is None:
+        raise ConfigError(f"environment.verifier: must be given, who judges {task.name}?")
+    return name

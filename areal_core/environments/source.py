@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from areal_core.config.plugins import find
 from areal_core.config.schema import RunConfig
 from areal_core.environments.arithmetic import ArithmeticSource
 from areal_core.environments.procedural import ProceduralSource
@@ -27,16 +29,32 @@ class PromptSource(Protocol):
 
 def open_source(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     """The source that `task` names. Raises ConfigError for prompts that are missing, malformed or too long."""
+    return find("task.name", config.task.name, SOURCES)(config, tokenizer)
+
+
+def _arithmetic(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     task = config.task
-    if task.name == "arithmetic":
-        return ArithmeticSource(
-            tokenizer,
-            seed=config.seed,
-            max_operations=task.max_operations,
-            decay=task.length_decay,
-            held_out=task.held_out,
-            max_prompt_tokens=task.max_prompt_tokens,
-        )
-    if task.name == "reasoning_gym":
-        return ProceduralSource(task, tokenizer, seed=config.seed)
-    return RowSource(task, tokenizer, verifier=verifier_name(config.environment, task), seed=config.seed)
+    return ArithmeticSource(
+        tokenizer,
+        seed=config.seed,
+        max_operations=task.max_operations,
+        decay=task.length_decay,
+        held_out=task.held_out,
+        max_prompt_tokens=task.max_prompt_tokens,
+    )
+
+
+def _rows(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
+    verifier = verifier_name(config.environment, config.task)
+    return RowSource(config.task, tokenizer, verifier=verifier, seed=config.seed)
+
+
+def _reasoning_gym(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
+    return ProceduralSource(config.task, tokenizer, seed=config.seed)
+
+
+SOURCES: dict[str, Callable[[RunConfig, Tokenizer], PromptSource]] = {
+    "arithmetic": _arithmetic,
+    "rows": _rows,
+    "reasoning_gym": _reasoning_gym,
+}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sqlite3
 from pathlib import Path
 
 import pytest
 
+from areal_core.models.folders import init_weights, write_model
+from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.launcher import execute, run_folder
+from tests.support.chat import chat_folder
+from tests.support.generation import LLAMA_GQA
 from tests.support.runs import tiny
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
@@ -20,7 +25,7 @@ def test_the_examples_of_the_page_train(tmp_path: Path, monkeypatch: pytest.Monk
     text = PAGE.read_text()
     examples = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", text, re.S | re.M)
     names = dict(re.findall(r"(\w+\.\w+)=(my_\w+:\w+)", text))
-    assert len(examples) == len(names) == 6
+    assert len(examples) == len(names) == 7
     for name, code in examples:
         (tmp_path / name).write_text(code)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{PAGE.parents[1]}")
@@ -29,10 +34,13 @@ def test_the_examples_of_the_page_train(tmp_path: Path, monkeypatch: pytest.Monk
     for field, path in names.items():
         group, _, field = field.partition(".")
         groups.setdefault(group, {})[field] = path
-    config = tiny(
-        tmp_path / "state",
-        **groups | {"training": groups["training"] | {"steps": STEPS}, "task": {"held_out": 8, "max_new_tokens": 24}},
-    )
+    limits = {"held_out": 8, "max_prompt_tokens": 256, "max_new_tokens": 24, "chat": {"enabled": True}}
+    changed = {
+        "model": {"path": str(_talking_model(tmp_path / "model")), "context": 512},
+        "task": groups["task"] | limits,
+        "training": groups["training"] | {"steps": STEPS},
+    }
+    config = tiny(tmp_path / "state", warm=False, **groups | changed)
     assert execute(config, run_id="mine", log=lambda line: None).steps == STEPS
     run = run_folder(config, "mine")
     requests = run.log_file("generation", 0).read_text()
@@ -40,3 +48,13 @@ def test_the_examples_of_the_page_train(tmp_path: Path, monkeypatch: pytest.Monk
     with sqlite3.connect(run.outbox) as outbox:
         points = dict(outbox.execute("SELECT step, value FROM metrics WHERE key = 'mine/share_of_long'").fetchall())
     assert set(points) == set(range(1, STEPS + 1))
+
+
+def _talking_model(folder: Path) -> Path:
+    """A small model that has learnt nothing, with a tokenizer of bytes and a chat template."""
+    tokenizer = Tokenizer.from_folder(chat_folder(folder))
+    spec = dataclasses.replace(
+        LLAMA_GQA, vocab_size=tokenizer.vocab_size, context=512, eos_token_ids=(tokenizer.token_id("<|im_end|>"),)
+    )
+    write_model(folder, spec, init_weights(spec, seed=0), folder / "tokenizer.json")
+    return folder

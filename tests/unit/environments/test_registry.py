@@ -1,7 +1,7 @@
 import pytest
 
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
-from areal_core.environments.registry import open_environment, open_verifier
+from areal_core.environments.registry import open_environment, open_verifier, verifier_name
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.environments.two_turn import TwoTurn
 from areal_core.environments.verifiers import exact_match, mathematics
@@ -46,3 +46,10 @@ def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own
 def test_what_can_not_be_found_is_refused_by_the_field(settings, said):
     with pytest.raises(ConfigError, match=said):
         opened(**settings)
+
+
+def test_a_task_of_ones_own_says_who_judges_it():
+    own = TaskConfig(name="my_task:Opposites")
+    with pytest.raises(ConfigError, match=r"^environment\.verifier: must be given, who judges my_task:Opposites\?$"):
+        verifier_name(EnvironmentConfig(), own)
+    assert verifier_name(EnvironmentConfig(verifier="exact_match"), own) == "exact_match"
