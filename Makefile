@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-gpu chaos mutants lint tasks up down doctor plan advise bench clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-gpu chaos mutants lint extras sandbox up down doctor plan advise bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
@@ -46,10 +46,10 @@ evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## a model on 
 	  $(if $(MODEL),--model '$(MODEL)') $(if $(BENCHMARKS),--benchmarks '$(BENCHMARKS)') \
 	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
-test: $(SETUP) tasks ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
+test: $(SETUP) extras ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
 	$(PYTEST) -m 'not gpu and not s3 and not vllm and not chaos and not hosts and not recovery and not pretrained' $(ARGS)
 
-test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) tasks ## the same, processes that end and join, vLLM's own server on a CPU, machines that are network namespaces (as root)
+test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## the same, processes that end and join, vLLM's own server on a CPU, machines that are network namespaces (as root)
 	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not chaos' -rs $(ARGS)
 
 test-vllm: $(SETUP) $(VLLM_SETUP) ## what needs vLLM's own server, on a CPU: ARGS= goes to pytest
@@ -88,7 +88,7 @@ plan: $(SETUP) ## what an experiment would need of GPUs, without any: EXPERIMENT
 advise: $(SETUP) ## how a run's devices would better be partitioned, by its own rates: RUN=
 	@$(BIN)/python -m flows.advise '$(RUN)'
 
-bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) $(if $(filter smollm2,$(or $(NAME),smollm2)),$(SMOLLM2) $(TASKS_SETUP)) ## every benchmark that needs no GPU, or one: NAME=
+bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) $(if $(filter smollm2,$(or $(NAME),smollm2)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(filter verifiers,$(or $(NAME),verifiers)),sandbox) ## every benchmark that needs no GPU, or one: NAME=
 	@for name in $(or $(NAME),$(filter-out gpu_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))); do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit; done
 
@@ -115,8 +115,15 @@ $(SETUP): pyproject.toml requirements/constraints.txt
 	@touch $@
 
 # For tests, which skip by name what is not there.
-tasks: | $(SETUP)
+extras: | $(SETUP)
 	-@$(MAKE) -s --no-print-directory $(TASKS_SETUP)
+	-@$(MAKE) -s --no-print-directory sandbox
+
+# Programs that are judged run in it. A package of Debian's, which root can install.
+sandbox:
+	@command -v bwrap > /dev/null \
+	  || { [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends bubblewrap > /dev/null; } \
+	  || $(call refuse,bubblewrap could not be installed (on Debian: apt install bubblewrap); environment.verifier=code needs it)
 
 # Its own step: one of the packages that it depends on comes as C source.
 $(TASKS_SETUP): requirements/constraints.txt | $(SETUP)
