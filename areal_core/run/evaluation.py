@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import json
 import os
 import re
 import threading
@@ -27,7 +28,7 @@ from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.evaluation.page import write_page
 from areal_core.evaluation.records import Record, RecordFile, read_records
 from areal_core.evaluation.sampling import Collector, Sampling
-from areal_core.evaluation.scores import Scores, agreement, compared, scored
+from areal_core.evaluation.scores import Scores, agreement, compared, rates, scored
 from areal_core.evaluation.statistics import Difference
 from areal_core.generation.client import GenerationClient
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
@@ -127,6 +128,8 @@ async def _evaluated(
 def _result(run: RunDir, benchmark: _Benchmark, records: RecordFile, reference: str | None) -> Result:
     scores, page = scored(records.records), records.path.with_suffix(".html")
     write_json(records.path.with_suffix(".scores.json"), dataclasses.asdict(scores))
+    lines = (json.dumps({"prompt_id": prompt_id, "rate": rate}) for prompt_id, rate in rates(records.records).items())
+    records.path.with_suffix(".rates.jsonl").write_text("".join(f"{line}\n" for line in lines))
     write_page(page, f"{run.root.name}: {benchmark.name}", records.records, scores)
     above: Mapping[str, Difference] = {}
     agrees = None

@@ -1,5 +1,6 @@
 """An evaluation with real servers: killed and asked for again it comes to the same; what is wrong is one line."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -10,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_core.config.schema import load
+from areal_core.config.schema import TaskConfig, load
+from areal_core.environments.census import LeftOut
+from areal_core.environments.row_filters import SuccessRates
 from areal_core.errors import ConfigError, ModelError, ProcessError
 from areal_core.run.evaluation import evaluate
 from tests.support.models import write_tiny
@@ -71,6 +74,11 @@ def test_killed_and_asked_for_again_it_comes_to_the_same(state):
     assert len(whole.records) == 48
     assert json.loads(whole.records_file.with_suffix(".scores.json").read_text())["problems"] == 48
     assert whole.page.exists()
+    path = str(whole.records_file.with_suffix(".rates.jsonl"))
+    solved = SuccessRates(TaskConfig(success_path=path, min_success=0.01))
+    for record in whole.records:  # of training prompts, those that are never solved would be left out
+        with contextlib.nullcontext() if any(one.right for one in record.samples) else pytest.raises(LeftOut):
+            solved.check({}, [record.prompt_id])
     ready = (state / "evaluations").glob("*/ready/[!.]*.json")
     assert not any(psutil.pid_exists(json.loads(each.read_text())["pid"]) for each in ready)
 

@@ -5,7 +5,7 @@ import pytest
 from areal_core.errors import ConfigError
 from areal_core.evaluation.page import write_page
 from areal_core.evaluation.records import Record, Sample
-from areal_core.evaluation.scores import compared, scored
+from areal_core.evaluation.scores import compared, rates, scored
 from areal_core.types import Outcome
 
 RIGHT, WRONG, NONE, FAILED = Outcome.RIGHT, Outcome.WRONG, Outcome.NO_ANSWER, Outcome.FAILED
@@ -73,6 +73,11 @@ def test_two_models_are_compared_problem_by_problem():
     assert compared(worse, better)["greedy"].value == -0.5
     assert list(compared([record(0, RIGHT)], [record(0, WRONG)])) == ["greedy"]
     assert compared([record(0, FAILED)], [record(0, RIGHT)]) == {}
+
+
+def test_rates_are_of_samples_where_there_are_some():
+    assert rates(RECORDS) == {"0": 0.5, "1": 0.25, "2": 1.0}  # the last problem has no result
+    assert rates([record(0, RIGHT), record(1, FAILED)]) == {"0": 1.0}
 
 
 def test_other_problems_are_not_compared():
