@@ -1,4 +1,4 @@
-"""Model folders of Qwen2 and Llama decoders in the transformers format: weights read by name, and folders written.
+"""Model folders of Qwen2, Qwen3 and Llama decoders in the transformers format: weights read by name, folders written.
 
 Generation and training each run these weights in their own way; what they must agree on is here and in
 `areal_core.models.spec`.

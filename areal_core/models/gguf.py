@@ -1,4 +1,4 @@
-"""GGUF files of Llama and Qwen2 decoders, as llama.cpp and Ollama have them, turned into model folders.
+"""GGUF files of Llama, Qwen2 and Qwen3 decoders, as llama.cpp and Ollama have them, turned into model folders.
 
 Weights are dequantised to float32 by the `gguf` package. The tokenizer is built from the file's own tokens and merges;
 how text is cut before them, which a file names but does not hold, is known here for the families in `_CUTS`.
@@ -26,6 +26,7 @@ from areal_core.types import Float32Array
 _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", gguf.MODEL_ARCH.LLAMA),
     "qwen2": ("Qwen2ForCausalLM", gguf.MODEL_ARCH.QWEN2),
+    "qwen3": ("Qwen3ForCausalLM", gguf.MODEL_ARCH.QWEN3),
 }
 _CONTROL, _USER_DEFINED = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
 
@@ -115,6 +116,7 @@ def _spec(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> ModelSp
         rope_theta=field("rope.freq_base", 10000.0),
         rms_eps=field("attention.layer_norm_rms_epsilon"),
         qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
         tie_embeddings="output.weight" not in shapes,
         context=field("context_length"),
         eos_token_ids=tuple(dict.fromkeys(int(token) for token in ends if token is not None)),

@@ -17,14 +17,14 @@ from safetensors import SafetensorError, safe_open
 
 from areal_core.errors import ModelError
 
-MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The shape of a decoder. Rotary embeddings are the plain ones, the activation is SwiGLU with silu."""
 
-    architecture: str  # Qwen2ForCausalLM or LlamaForCausalLM
+    architecture: str  # one of MODEL_TYPES
     vocab_size: int
     hidden_size: int
     layers: int
@@ -35,6 +35,7 @@ class ModelSpec:
     rope_theta: float
     rms_eps: float
     qkv_bias: bool
+    qk_norm: bool = False  # an RMS norm over each head of queries and keys, before they are rotated
     tie_embeddings: bool
     context: int  # tokens, prompt and completion together
     eos_token_ids: tuple[int, ...]
@@ -79,9 +80,14 @@ def read_spec(folder: str | Path) -> ModelSpec:
         # Qwen2 always has its q, k and v biases, whatever attention_bias says.
         if config.get(unsupported) and not (unsupported == "attention_bias" and architecture == "Qwen2ForCausalLM"):
             raise ModelError(f"{folder}: {unsupported} must be false, got {config[unsupported]!r}")
+    kinds = config.get("layer_types") or []
+    others = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
+    if others:
+        raise ModelError(f"{folder}: layer_types must be full_attention in every layer, got {others[0]!r}")
     heads, hidden_size = count("num_attention_heads"), count("hidden_size")
     kv_heads = count("num_key_value_heads", heads)
-    head_dim = count("head_dim", hidden_size // heads)
+    qwen3 = architecture == "Qwen3ForCausalLM"
+    head_dim = count("head_dim", 128 if qwen3 else hidden_size // heads)  # where none is named, as transformers has it
     if heads % kv_heads:
         raise ModelError(f"{folder}: num_key_value_heads must divide num_attention_heads ({heads}), got {kv_heads}")
     if head_dim % 2:
@@ -98,6 +104,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
         rope_theta=number("rope_theta", _rope_theta(folder, config)),
         rms_eps=number("rms_norm_eps", field("rms_norm_eps", 1e-6)),
         qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=qwen3,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         context=count("max_position_embeddings"),
         eos_token_ids=_eos_token_ids(folder, config),
@@ -153,6 +160,8 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[at + f"self_attn.{name}_proj.weight"] = (width * spec.head_dim, hidden)
             if spec.qkv_bias:
                 shapes[at + f"self_attn.{name}_proj.bias"] = (width * spec.head_dim,)
+        if spec.qk_norm:
+            shapes[at + "self_attn.q_norm.weight"] = shapes[at + "self_attn.k_norm.weight"] = (spec.head_dim,)
         shapes[at + "self_attn.o_proj.weight"] = (hidden, spec.heads * spec.head_dim)
         shapes[at + "post_attention_layernorm.weight"] = (hidden,)
         shapes[at + "mlp.gate_proj.weight"] = (inner, hidden)

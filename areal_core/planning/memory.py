@@ -74,12 +74,15 @@ def layer_activations(spec: ModelSpec, tokens: int, number: int) -> float:
     """What the backward pass of one layer needs and `training.model.forward.decoder_layer` therefore keeps: of each of
     two norms its input and the normalised input, both in float32, and its result; rotated queries and keys, values, the
     attention's result as it comes and laid end to end; the gate, its silu, the other input of the product, and the
-    product. T (2 h (8 + b) + b (3 q + 2 k + 4 i)).
+    product. T (2 h (8 + b) + b (3 q + 2 k + 4 i)). Norms of heads keep 8 (q + k) a token more; their result is rotated
+    at once.
 
     (A fused norm keeps less, and so do the kernels of a core, `training.model.kernels`.)
     """
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     norms = 2 * spec.hidden_size * (2 * _FLOAT + number)
+    if spec.qk_norm:
+        norms += (query + key) * 2 * _FLOAT
     return tokens * (norms + number * (3 * query + 2 * key + 4 * spec.intermediate_size))
 
 

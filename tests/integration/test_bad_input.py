@@ -182,7 +182,8 @@ def without_a_tensor(folder: Path) -> None:
         (lambda m: edit(m, rope_parameters=3), "{model}: rope_parameters must be an object, got 3"),
         (
             lambda m: edit(m, architectures=["GPT2LMHeadModel"]),
-            "{model}: architectures must name one of Qwen2ForCausalLM, LlamaForCausalLM, got 'GPT2LMHeadModel'",
+            "{model}: architectures must name one of Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, "
+            "got 'GPT2LMHeadModel'",
         ),
         (without_end_token, "{model} names no eos_token_id"),
         (lambda m: (m / "model.safetensors").unlink(), "{model}/model.safetensors: no such file"),

@@ -11,7 +11,7 @@ import pytest
 
 from areal_core.types import Float32Array
 from tests.support.engines import CUTS, DIVERGED, RECOMPUTED, SHARED, SMALL, STAGES, WHOLE, Outcome, run
-from tests.support.training import engine, train, weights
+from tests.support.training import QWEN3, engine, train, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 
@@ -65,6 +65,12 @@ def test_a_rank_without_work_takes_part(groups: dict[int, dict[str, Outcome]], s
     train(alone, range(1, 2), minibatches=1)
     train(alone, range(2, 4), minibatches=5)
     assert_close(alone.weights(), groups[2][f"uneven {stage}"].weights, 1e-4)
+
+
+def test_norms_of_heads_are_trained_as_other_weights(groups: dict[int, dict[str, Outcome]]) -> None:
+    alone = engine(spec=QWEN3)
+    train(alone, range(1, 2), minibatches=1)
+    assert_close(alone.weights(), groups[2]["qwen3 3"].weights, 1e-4)
 
 
 @pytest.mark.parametrize("stage", RECOMPUTED)

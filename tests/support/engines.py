@@ -15,12 +15,13 @@ import numpy as np
 
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
+from areal_core.models.spec import ModelSpec
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import StepStats
 from areal_core.training.engines.policy_engine import PolicyEngine
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import Float32Array
-from tests.support.training import SPEC, TRAINING, batch, weights
+from tests.support.training import QWEN3, SPEC, TRAINING, batch, weights
 
 STAGES = (0, 1, 2, 3)
 WHOLE = "whole"
@@ -112,19 +113,22 @@ class Cases:
             yield f"small {stage}", self.steps(self.engine(stage, dtype="bfloat16", learning_rate=1e-6), last=1)
         for stage, dtype in DIVERGED:
             yield f"diverged {dtype} {stage}", self.diverged(self.engine(stage, dtype=dtype))
+        yield "qwen3 3", self.steps(self.engine(3, spec=QWEN3), last=1)
         yield "relay 2", self.first_leg()
 
-    def engine(self, stage: int | None, *, alone: bool = False, **fields: object) -> PolicyEngine:
+    def engine(
+        self, stage: int | None, *, spec: ModelSpec = SPEC, alone: bool = False, **fields: object
+    ) -> PolicyEngine:
         """With its ZeRO stage, or None for the torch engine; `alone`: as if there were no other rank."""
         training: TrainingConfig = replace(TRAINING, **fields)  # type: ignore[arg-type]
         ranks = RankGroup() if alone else self.ranks
         if stage is None:
-            return TorchEngine(SPEC, weights(), training, AlgorithmConfig(), ranks=ranks)
+            return TorchEngine(spec, weights(spec), training, AlgorithmConfig(), ranks=ranks)
         from areal_core.training.engines.deepspeed_engine import DeepSpeedEngine
 
         gc.freeze()  # DeepSpeed collects garbage several times an engine, through all that is imported
         training = replace(training, zero_stage=stage)
-        return DeepSpeedEngine(SPEC, weights(), training, AlgorithmConfig(), ranks=ranks)
+        return DeepSpeedEngine(spec, weights(spec), training, AlgorithmConfig(), ranks=ranks)
 
     def steps(self, engine: PolicyEngine, cut: str = WHOLE, *, last: int = 5, minibatches: int = 2) -> Outcome:
         """One update by all groups, then steps of several minibatches."""

@@ -39,9 +39,11 @@ QWEN2_GQA = dataclasses.replace(QWEN2, kv_heads=2)
 LLAMA_GQA = dataclasses.replace(
     QWEN2, architecture="LlamaForCausalLM", kv_heads=2, qkv_bias=False, tie_embeddings=False, rope_theta=5e5
 )
+# Heads of two vectors, the second half full, wider together than the hidden state; an epsilon that can be seen.
+QWEN3 = dataclasses.replace(LLAMA_GQA, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=24, rms_eps=1e-2)
 ROUNDING = 10  # times the effect of rounding in transformers is allowed here, where sums have another order
 NOISE = 1e-5  # nats: allowed at least, where transformers' rounding happens to cancel out
-SPECS = {"qwen2": QWEN2, "qwen2-gqa": QWEN2_GQA, "llama-gqa": LLAMA_GQA}
+SPECS = {"qwen2": QWEN2, "qwen2-gqa": QWEN2_GQA, "llama-gqa": LLAMA_GQA, "qwen3": QWEN3}
 
 
 def weights(spec: ModelSpec, seed: int) -> dict[str, torch.Tensor]:

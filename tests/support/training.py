@@ -1,6 +1,7 @@
 """A tiny model and batches for tests of training; run as a module, one rank of a data-parallel group."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,10 @@ SPEC = ModelSpec(
     tie_embeddings=True,
     context=64,
     eos_token_ids=(1,),
+)
+# Heads that together are wider than the hidden state; an epsilon that can be seen.
+QWEN3 = replace(
+    SPEC, architecture="Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, tie_embeddings=False, head_dim=6, rms_eps=1e-2
 )
 
 

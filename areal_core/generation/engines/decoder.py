@@ -163,6 +163,9 @@ class CpuDecoder:
                     bias, at = by_head(weights[name + f"self_attn.{kind}_proj.bias"]), base + shape.qkv_bias + first
                     self._weights[at : at + len(bias)] = bias
                 first += len(projection)
+            if spec.qk_norm:
+                vector(name + "self_attn.q_norm.weight", base + shape.qk_norm)
+                vector(name + "self_attn.k_norm.weight", base + shape.qk_norm + shape.head_width)
             out = weights[name + "self_attn.o_proj.weight"]
             matrix(out if shape.head_width == shape.head_dim else by_head(out.T).T, base + shape.out)
             matrix(weights[name + "mlp.gate_proj.weight"], base + shape.gate_up)
@@ -178,15 +181,17 @@ def _shape(spec: ModelSpec) -> Shape:
     gate_up_width = round_up(2 * inner_width, COLUMNS)
 
     def places(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-        """Where each begins when they lie end to end, and where the last one ends."""
+        """Where each begins when they lie end to end, -1 for one of no size, and where the last one ends."""
         ends = np.cumsum([round_up(size, LANES) for size in sizes.values()]).tolist()
-        return dict(zip(sizes, [0, *ends[:-1]], strict=True)), ends[-1]
+        begins = zip(sizes.items(), [0, *ends[:-1]], strict=True)
+        return {name: begin if size else -1 for (name, size), begin in begins}, ends[-1]
 
     layer, layer_size = places(
         {
             "input_norm": spec.hidden_size,
             "qkv": spec.hidden_size * qkv_width,
             "qkv_bias": qkv_width if spec.qkv_bias else 0,
+            "qk_norm": 2 * head_width if spec.qk_norm else 0,
             "out": spec.heads * head_width * hidden_width,
             "mlp_norm": spec.hidden_size,
             "gate_up": spec.hidden_size * gate_up_width,
@@ -214,6 +219,6 @@ def _shape(spec: ModelSpec) -> Shape:
         blocks=0,
         first_layer=first_layer,
         layer_size=layer_size,
-        **layer | ({} if spec.qkv_bias else {"qkv_bias": -1}),
+        **layer,
         **whole | ({"head": 0} if spec.tie_embeddings else {}),
     )

@@ -1,4 +1,4 @@
-"""The forward pass of a Qwen2 or Llama decoder on one CPU core, compiled by numba once per machine.
+"""The forward pass of a Qwen2, Qwen3 or Llama decoder on one CPU core, compiled by numba once per machine.
 
 A pass runs rows: one row is one token of one sequence, standing at `position` in `slot` of the KV cache. It attends to
 all that stands in its slot up to itself, so that decoding one token, prefilling a prompt and recomputing a sequence
@@ -73,7 +73,8 @@ class Shape(NamedTuple):
     layer_size: int
     input_norm: int
     qkv: int
-    qkv_bias: int
+    qkv_bias: int  # -1: there is none
+    qk_norm: int  # that of queries, then that of keys; -1: there is none
     out: int
     mlp_norm: int
     gate_up: int
@@ -108,6 +109,22 @@ def _normalise(x, weights, at, hidden, width, eps, rows, out):
         scale = np.float32(1.0) / np.sqrt(squares / np.float32(hidden) + eps)
         for column in range(hidden):
             out[start + column] = x[start + column] * scale * weights[at + column]
+
+
+@compiled()
+def _normalise_heads(shape, qkv, weights, at, eps, rows):
+    """RMS norm of each head of queries and keys, in place. The padding of a head is zeros, and stays so."""
+    for row in range(rows):
+        for head in range(shape.heads + shape.kv_heads):
+            first = row * shape.qkv_width + head * shape.head_width
+            norm = at if head < shape.heads else at + shape.head_width
+            squares = splatted(np.float32(0.0))
+            for i in range(0, shape.head_width, LANES):
+                squares = multiply_add(loaded(qkv, first + i), loaded(qkv, first + i), squares)
+            scale = splatted(np.float32(1.0) / np.sqrt(lanes_sum(squares) / np.float32(shape.head_dim) + eps))
+            for i in range(0, shape.head_width, LANES):
+                scaled = multiply(loaded(qkv, first + i), scale)
+                stored(multiply(scaled, loaded(weights, norm + i)), qkv, first + i)
 
 
 @compiled()
@@ -221,6 +238,8 @@ def forward(
                 for i in range(0, shape.qkv_width, LANES):
                     stored(loaded(weights, base + shape.qkv_bias + i), qkv, row * shape.qkv_width + i)
         _matmul(normed, width, weights, base + shape.qkv, hidden, qkv, shape.qkv_width, rows, shape.qkv_bias >= 0)
+        if shape.qk_norm >= 0:
+            _normalise_heads(shape, qkv, weights, base + shape.qk_norm, eps, rows)
         _rotate_and_keep(shape, layer, qkv, cosines, sines, slots, positions, rows, cache)
         last = layer == shape.layers - 1
         if last:  # the outputs of the other rows are not needed

@@ -1,4 +1,4 @@
-"""The forward pass of a Qwen2 or Llama decoder in torch's operations, for devices other than the CPU.
+"""The forward pass of a Qwen2, Qwen3 or Llama decoder in torch's operations, for devices other than the CPU.
 
 Axes: M rows, A completions that sample a token, T columns of the cache, H query heads, K key-value heads, D head size.
 """
@@ -27,6 +27,7 @@ class _Layer:
     input_norm: Tensor
     qkv: Tensor  # [(H + 2K) * D, hidden]
     qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [H + K, D]
     out: Tensor  # [hidden, H * D]
     mlp_norm: Tensor
     gate_up: Tensor  # [2 * intermediate, hidden]
@@ -118,6 +119,8 @@ class TorchDecoder:
         for layer, (keys, values) in zip(self._layers, cache.kv, strict=True):
             qkv = F.linear(self._normed(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(rows, -1, spec.head_dim)
             rotating, value = qkv.split((spec.heads + spec.kv_heads, spec.kv_heads), dim=1)
+            if layer.qk_norm is not None:
+                rotating = F.rms_norm(rotating, (spec.head_dim,), eps=spec.rms_eps) * layer.qk_norm
             first, second = rotating.chunk(2, dim=-1)
             query, key = (rotating * cos + torch.cat((-second, first), dim=-1) * sin).split(
                 (spec.heads, spec.kv_heads), dim=1
@@ -165,10 +168,14 @@ def _fuse(spec: ModelSpec, weights: Mapping[str, Tensor], index: int, device: st
     def fuse(kind: str) -> Tensor:
         return torch.cat([take(f"self_attn.{name}_proj.{kind}") for name in "qkv"])
 
+    def by_head(name: str, heads: int) -> Tensor:
+        return take(f"self_attn.{name}_norm.weight").expand(heads, -1)
+
     return _Layer(
         input_norm=take("input_layernorm.weight"),
         qkv=fuse("weight"),
         qkv_bias=fuse("bias") if spec.qkv_bias else None,
+        qk_norm=torch.cat((by_head("q", spec.heads), by_head("k", spec.kv_heads))) if spec.qk_norm else None,
         out=take("self_attn.o_proj.weight"),
         mlp_norm=take("post_attention_layernorm.weight"),
         gate_up=torch.cat((take("mlp.gate_proj.weight"), take("mlp.up_proj.weight"))),

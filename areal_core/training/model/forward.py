@@ -48,7 +48,7 @@ def completion_logprobs(
 def hidden_states(
     spec: ModelSpec, weights: Mapping[str, Tensor], packed: Packed, *, recompute_layers: bool = False
 ) -> Tensor:
-    """Qwen2 or Llama up to the last norm. Returns [T, hidden_size]."""
+    """The decoder up to the last norm. Returns [T, hidden_size]."""
     x = embed(weights["model.embed_tokens.weight"], packed)
     cos, sin = rotations(spec, packed, x)
     for layer in range(spec.layers):
@@ -92,7 +92,7 @@ def decoder_layer(
     sin: Tensor,
     blocks: Blocks,
 ) -> Tensor:
-    """One layer of Qwen2 or Llama, its weights by their names within it. [T, hidden_size] -> [T, hidden_size]."""
+    """One layer of the decoder, its weights by their names within it. [T, hidden_size] -> [T, hidden_size]."""
 
     def linear(name: str, inputs: Tensor) -> Tensor:
         return F.linear(inputs, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -101,6 +101,9 @@ def decoder_layer(
     query = linear("self_attn.q_proj", normed).unflatten(-1, (spec.heads, spec.head_dim))
     key = linear("self_attn.k_proj", normed).unflatten(-1, (spec.kv_heads, spec.head_dim))
     value = linear("self_attn.v_proj", normed).unflatten(-1, (spec.kv_heads, spec.head_dim))
+    if spec.qk_norm:
+        query = rms_norm(query, weights["self_attn.q_norm.weight"], spec.rms_eps)
+        key = rms_norm(key, weights["self_attn.k_norm.weight"], spec.rms_eps)
     mixed = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, blocks)
     x = x + linear("self_attn.o_proj", mixed.flatten(-2))
     normed = rms_norm(x, weights["post_attention_layernorm.weight"], spec.rms_eps)

@@ -35,7 +35,7 @@ def flat(tensor: Tensor) -> Float32Array:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis. [T, W], [W] -> [T, W]."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis. [.., W], [W] -> [.., W]."""
     if is_compiled(x.device, x.dtype):
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -56,7 +56,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, scales = torch.empty_like(x), x.new_empty(x.shape[0])
+        out, scales = torch.empty_like(x), x.new_empty(x.shape[:-1])
         kernels().rms_norm(flat(x), flat(weight), eps, flat(out), flat(scales))
         ctx.save_for_backward(x, weight, scales)
         return out

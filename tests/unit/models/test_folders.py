@@ -30,6 +30,7 @@ SPEC = ModelSpec(
 LLAMA = dataclasses.replace(
     SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False, rope_theta=5e5, eos_token_ids=(1, 4)
 )
+QWEN3 = dataclasses.replace(LLAMA, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=12)
 
 
 @pytest.fixture
@@ -44,12 +45,13 @@ def edit_config(folder, **changes):
     file.write_text(json.dumps({key: value for key, value in config.items() if value != "remove"}))
 
 
-@pytest.mark.parametrize("spec", [SPEC, LLAMA], ids=["qwen2-tied", "llama"])
+@pytest.mark.parametrize("spec", [SPEC, LLAMA, QWEN3], ids=["qwen2-tied", "llama", "qwen3"])
 def test_written_model_is_read_back_and_loads_in_transformers(tmp_path, spec):
     from transformers import AutoModelForCausalLM
 
     weights = folders.init_weights(spec, seed=3)
-    weights |= {name: torch.randn(tensor.shape) for name, tensor in weights.items() if name.endswith("bias")}
+    drawn = ("bias", "q_norm.weight", "k_norm.weight")
+    weights |= {name: torch.randn(tensor.shape) for name, tensor in weights.items() if name.endswith(drawn)}
     folders.write_model(tmp_path, spec, weights, None)
 
     assert folders.read_spec(tmp_path) == spec
@@ -64,6 +66,14 @@ def test_written_model_is_read_back_and_loads_in_transformers(tmp_path, spec):
     assert all(torch.equal(state[name], weights[name]) for name in weights)
     assert reference.config.rope_parameters["rope_theta"] == spec.rope_theta
     assert sum(p.numel() for p in reference.parameters()) == spec.parameters
+
+
+def test_a_width_of_heads_that_is_not_named_is_that_of_transformers(tmp_path):
+    from transformers import AutoConfig
+
+    folders.write_model(tmp_path, QWEN3, folders.init_weights(QWEN3, seed=0), None)
+    edit_config(tmp_path, head_dim="remove")
+    assert folders.read_spec(tmp_path).head_dim == AutoConfig.from_pretrained(tmp_path).head_dim == 128
 
 
 def test_written_tokenizer_loads_in_transformers(tmp_path):
@@ -94,6 +104,11 @@ def test_init_weights_is_a_function_of_the_seed():
     assert not torch.equal(first, other)
 
 
+def test_fresh_norms_and_nothing_else_are_ones():
+    ones = {name for name, tensor in folders.init_weights(QWEN3, 1).items() if (tensor == 1).all()}
+    assert ones == {name for name, shape in folders.weight_shapes(QWEN3).items() if len(shape) == 1}  # without biases
+
+
 def test_sharded_weights_and_older_rope_field_are_read(folder):
     from safetensors.torch import save_file
 
@@ -119,6 +134,9 @@ def test_sharded_weights_and_older_rope_field_are_read(folder):
         ({"architectures": None}, "architectures"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type"),
         ({"vocab_size": "remove"}, "vocab_size"),

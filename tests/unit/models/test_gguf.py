@@ -34,7 +34,8 @@ LLAMA = dataclasses.replace(
     eos_token_ids=(0,),
 )
 QWEN2 = dataclasses.replace(LLAMA, architecture="Qwen2ForCausalLM", qkv_bias=True, tie_embeddings=False)
-TYPES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+QWEN3 = dataclasses.replace(LLAMA, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=12)
+TYPES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
 
 
 def weights_of(spec: ModelSpec) -> dict[str, np.ndarray]:
@@ -53,6 +54,8 @@ def write(file: Path, spec: ModelSpec, kind: str, *, pre: str = "smollm", omit: 
     writer.add_feed_forward_length(spec.intermediate_size)
     writer.add_head_count(spec.heads)
     writer.add_head_count_kv(spec.kv_heads)
+    if spec.head_dim != spec.hidden_size // spec.heads:
+        writer.add_key_length(spec.head_dim)
     writer.add_rope_freq_base(spec.rope_theta)
     writer.add_layer_norm_rms_eps(spec.rms_eps)
     writer.add_tokenizer_model(str(fields.pop("tokenizer", "gpt2")))
@@ -84,15 +87,15 @@ def write(file: Path, spec: ModelSpec, kind: str, *, pre: str = "smollm", omit: 
     return file
 
 
-@pytest.mark.parametrize(("kind", "spec"), [("llama", LLAMA), ("qwen2", QWEN2)])
+@pytest.mark.parametrize(("kind", "spec"), [("llama", LLAMA), ("qwen2", QWEN2), ("qwen3", QWEN3)])
 def test_a_file_becomes_the_folder_that_it_was_made_of(tmp_path, kind, spec):
     convert(write(tmp_path / "x.gguf", spec, kind), tmp_path / "x")
     assert check_folder(tmp_path / "x") == dataclasses.replace(spec, rms_eps=pytest.approx(spec.rms_eps))
     found = read_arrays(tmp_path / "x", spec)
     for name, expected in weights_of(spec).items():
         if name == "model.layers.1.mlp.up_proj.weight":
-            step = np.abs(expected).max() / 127  # of 8 bits
-            np.testing.assert_allclose(found[name], expected, atol=0.51 * step)
+            step = np.abs(expected).max() / 127  # of 8 bits; the step itself has 11
+            np.testing.assert_allclose(found[name], expected, atol=(0.5 + 128 * 2**-11) * step, rtol=0)
         else:
             np.testing.assert_array_equal(found[name], expected, name)
     model, tokenizer = (
@@ -125,7 +128,7 @@ def test_a_text_is_cut_as_the_file_names_it(tmp_path, pre, pieces):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"architecture": "gemma"}, "general.architecture must be one of llama, qwen2, got 'gemma'"),
+        ({"architecture": "gemma"}, "general.architecture must be one of llama, qwen2, qwen3, got 'gemma'"),
         ({"tokenizer": "llama"}, "tokenizer.ggml.model must be gpt2, byte-level BPE, got 'llama'"),
         (
             {"pre": "chatglm"},

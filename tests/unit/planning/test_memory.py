@@ -131,6 +131,7 @@ def test_a_server_of_vllm(degree: int, heads: int) -> None:
 # -- in fact -----------------------------------------------------------------------------------------------------------
 
 REAL = dataclasses.replace(SPEC, layers=4, vocab_size=2000, intermediate_size=352)
+NORMED = dataclasses.replace(REAL, qkv_bias=False, qk_norm=True, head_dim=32)
 TOKENS = 1024
 
 
@@ -171,18 +172,19 @@ def test_a_pass_and_an_update_of_the_torch_engine() -> None:
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_pass_with_layers_kept_or_computed_again(dtype: str, checkpointed: bool) -> None:
-    assert 0.93 < _of_predicted(dtype, checkpointed) < 1.07
+@pytest.mark.parametrize("spec", [REAL, NORMED], ids=["qwen2", "qwen3"])
+def test_a_pass_with_layers_kept_or_computed_again(spec: ModelSpec, dtype: str, checkpointed: bool) -> None:
+    assert 0.93 < _of_predicted(spec, dtype, checkpointed) < 1.07
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_cpu_kernels_keep_less(checkpointed: bool) -> None:
-    assert 0.7 < _of_predicted("float32", checkpointed) < 0.9
+    assert 0.7 < _of_predicted(REAL, "float32", checkpointed) < 0.9
 
 
-def _of_predicted(dtype: str, checkpointed: bool) -> float:
+def _of_predicted(spec: ModelSpec, dtype: str, checkpointed: bool) -> float:
     """The memory of a forward and backward pass, as a part of what is predicted."""
-    spec = dataclasses.replace(REAL, vocab_size=100)  # so that layers are what counts
+    spec = dataclasses.replace(spec, vocab_size=100)  # so that layers are what counts
     chosen = config(engine="deepspeed", dtype=dtype, checkpoint_activations=checkpointed)
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in init_weights(spec, 0).items()}
     for tensor in weights.values():

@@ -11,7 +11,7 @@ from areal_core.errors import DivergenceError, GenerationError
 from areal_core.generation.engines import embedded as engine_module
 from areal_core.generation.engines.embedded import Engine
 from areal_core.generation.engines.torch_decoder import TorchDecoder
-from tests.support.generation import LLAMA_GQA, QWEN2, QWEN2_GQA, SPECS, Reference, request, weights
+from tests.support.generation import LLAMA_GQA, QWEN2, QWEN2_GQA, QWEN3, SPECS, Reference, request, weights
 
 
 @pytest.fixture(autouse=True)
@@ -136,11 +136,12 @@ def test_prompts_that_wait_for_slots_are_prefilled_again_after_an_update(tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_completions_are_the_most_probable_tokens(tmp_path, kind):
-    reference = Reference(tmp_path, QWEN2_GQA, {0: 1})
+@pytest.mark.parametrize("spec", [QWEN2_GQA, QWEN3], ids=["qwen2-gqa", "qwen3"])
+def test_greedy_completions_are_the_most_probable_tokens(tmp_path, spec, kind):
+    reference = Reference(tmp_path, spec, {0: 1})
     greedy = request(greedy=True, max_tokens=20, n=2)
     others = [request(f"other-{i}", (5, 6), n=2, seed=i) for i in range(2)]
-    completions = engine(QWEN2_GQA, kind=kind).generate([greedy, *others])[0]
+    completions = engine(spec, kind=kind).generate([greedy, *others])[0]
     sequence = list(greedy.token_ids)
     for token in completions[0].token_ids.tolist():
         assert reference.logits(0, sequence)[-1].argmax() == token

@@ -11,7 +11,7 @@ from areal_core.generation.engines import kernels
 from areal_core.generation.engines.decoder import CpuDecoder, Pass
 from areal_core.generation.engines.torch_decoder import TorchDecoder
 from areal_core.models import vectors
-from tests.support.generation import LLAMA_GQA, QWEN2, QWEN2_GQA, weights
+from tests.support.generation import LLAMA_GQA, QWEN2, QWEN2_GQA, QWEN3, weights
 
 SHAPES = {
     "qwen2": QWEN2,
@@ -20,6 +20,7 @@ SHAPES = {
     "nothing-divides": dataclasses.replace(
         LLAMA_GQA, hidden_size=70, heads=5, kv_heads=1, head_dim=18, intermediate_size=37, vocab_size=131
     ),
+    "qwen3": QWEN3,
     "wide": dataclasses.replace(QWEN2, hidden_size=192, heads=6, kv_heads=2, head_dim=64, intermediate_size=320),
 }
 

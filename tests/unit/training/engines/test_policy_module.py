@@ -9,7 +9,7 @@ from areal_core.models.folders import ModelSpec, weight_shapes
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.policy_module import PolicyModule
 from areal_core.training.model.forward import completion_logprobs
-from tests.support.training import SPEC, batch, weights
+from tests.support.training import QWEN3, SPEC, batch, weights
 
 UNTIED = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False)
 
@@ -20,7 +20,7 @@ def packed() -> Packed:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("spec", [SPEC, UNTIED, QWEN3], ids=["tied", "untied", "qwen3"])
 def test_the_module_is_the_forward_pass(spec: ModelSpec, recompute: bool):
     tensors = {name: tensor.requires_grad_() for name, tensor in weights(spec).items()}
     expected = completion_logprobs(spec, tensors, packed(), temperature=0.7)
@@ -34,7 +34,7 @@ def test_the_module_is_the_forward_pass(spec: ModelSpec, recompute: bool):
         assert (parameter.grad - tensors[name].grad).norm() <= 1e-5 * tensors[name].grad.norm()
 
 
-@pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("spec", [SPEC, UNTIED, QWEN3], ids=["tied", "untied", "qwen3"])
 def test_every_parameter_has_one_name_and_one_home(spec: ModelSpec):
     """A tied table belongs to both ends of the model, and counts once."""
     module = PolicyModule(spec, weights(spec))

@@ -8,17 +8,17 @@ from areal_core.models.folders import ModelSpec, weight_shapes
 from areal_core.training.batching.packing import Block, Packed, pack, pack_shared
 from areal_core.training.model import attention, forward
 from areal_core.training.model.forward import completion_logprobs
-from tests.support.training import SPEC, weights
+from tests.support.training import QWEN3, SPEC, weights
 
 LLAMA = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False, kv_heads=4, head_dim=8)
+SPECS = [SPEC, LLAMA, QWEN3]
 # Three sequences of 4, 7 and 4 tokens with prompts of 1, 3 and 2.
 LENGTHS, PROMPTS = np.array([4, 7, 4]), np.array([1, 3, 2])
 TOKENS = np.random.default_rng(0).integers(0, SPEC.vocab_size, 15).astype(np.int32)
 
 
-def reference(spec: ModelSpec, tokens: np.ndarray, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each token after the first and entropy of its distribution, from transformers in float64, of
-    which norms and angles are float32 all the same."""
+def by_transformers(spec: ModelSpec) -> torch.nn.Module:
+    """In float64, but for norms and angles, which are float32 all the same."""
     import transformers
 
     shape = {
@@ -38,27 +38,49 @@ def reference(spec: ModelSpec, tokens: np.ndarray, temperature: float = 1.0) -> 
     model = getattr(transformers, spec.architecture)(getattr(transformers, f"{family}Config")(**shape)).eval()
     model.load_state_dict(weights(spec), strict=not spec.tie_embeddings)
     model.tie_weights()
-    model.double()
-    with torch.no_grad():
-        ids = torch.from_numpy(tokens.astype(np.int64))[None]
-        scores = model(ids).logits[0, :-1].div(temperature).log_softmax(-1)
+    return model.double()
+
+
+def reference(model: torch.nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """Log-probability of each token after the first and entropy of its distribution."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    scores = model(ids).logits[0, :-1].div(temperature).log_softmax(-1)
     return scores.gather(-1, ids[0, 1:, None])[:, 0], -(scores.exp() * scores).sum(-1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("spec", [SPEC, LLAMA], ids=lambda spec: spec.architecture)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.architecture)
 def test_forward_agrees_with_transformers(spec: ModelSpec, temperature: float):
     packed = pack(TOKENS, LENGTHS, PROMPTS, [2, 0, 1])
     logprobs, entropy = np.full(15, np.nan), np.full(15, np.nan)
     exact = {name: tensor.double() for name, tensor in weights(spec).items()}
     results = completion_logprobs(spec, exact, packed, temperature=temperature)
+    model = by_transformers(spec).requires_grad_(False)
     logprobs[packed.source], entropy[packed.source] = (tensor.numpy() for tensor in results)
     for start, length, prompt in zip([0, 4, 11], LENGTHS, PROMPTS, strict=True):
-        expected = reference(spec, TOKENS[start : start + length], temperature)
+        expected = reference(model, TOKENS[start : start + length], temperature)
         completion = slice(start + prompt, start + length)
         np.testing.assert_allclose(logprobs[completion], expected[0][prompt - 1 :], atol=1e-6)
         np.testing.assert_allclose(entropy[completion], expected[1][prompt - 1 :], atol=1e-6)
         assert np.isnan(logprobs[start : start + prompt]).all()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.architecture)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_agree_with_transformers(spec: ModelSpec, dtype: torch.dtype):
+    """Of each weight, relative to its norm, in torch's operations and by the compiled kernels."""
+    model = by_transformers(spec)
+    starts = np.cumsum(LENGTHS) - LENGTHS
+    for start, length, prompt in zip(starts, LENGTHS, PROMPTS, strict=True):
+        logprobs, entropy = reference(model, TOKENS[start : start + length])
+        (logprobs + 0.3 * entropy)[prompt - 1 :].sum().backward()
+    leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in weights(spec).items()}
+    logprobs, entropy = completion_logprobs(spec, leaves, pack(TOKENS, LENGTHS, PROMPTS, [0, 1, 2]))
+    (logprobs + 0.3 * entropy).sum().backward()
+    expected = dict(model.named_parameters())
+    assert expected.keys() == leaves.keys()
+    for name, leaf in leaves.items():
+        assert (leaf.grad.double() - expected[name].grad).norm() <= 1e-5 * expected[name].grad.norm(), name
 
 
 def test_pack_layout():
@@ -118,7 +140,7 @@ def test_shared_layout():
     assert sorted(packed.source) == sorted(plain.source)
 
 
-@pytest.mark.parametrize("spec", [SPEC, LLAMA], ids=lambda spec: spec.architecture)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.architecture)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 def test_prompts_that_are_computed_once_change_nothing(spec: ModelSpec, dtype: torch.dtype, tolerance: float):
     """Log-probabilities, entropies, and the gradient of each weight relative to its norm."""
