@@ -261,11 +261,24 @@ class Running:
         said = b"" if self._info is None else self._info.read() or b""
         first = json.loads(said)["child-pid"] if said else self._process.pid
         spent = (0.0, 0.0) if self._broken is None else _spent(first)
-        with contextlib.suppress(ProcessLookupError):  # it ends by itself
-            (os.killpg if self._info is None else os.kill)(first, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ends by itself
+            if self._info is None:
+                os.killpg(first, signal.SIGKILL)
+            else:
+                _kill_child(first, of=self._process.pid)
         if not select.select([self._ended], [], [], _END_TIMEOUT_S)[0]:
             raise RewardError(f"a sandbox did not end within {_END_TIMEOUT_S:g} s of being killed")
         return spent
+
+
+def _kill_child(pid: int, *, of: int) -> None:
+    """Kill a process if it is still that child, not another one that has its number by now."""
+    file = os.pidfd_open(pid)
+    try:
+        if psutil.Process(pid).ppid() == of:
+            signal.pidfd_send_signal(file, signal.SIGKILL)
+    finally:
+        os.close(file)
 
 
 def _spent(pid: int) -> tuple[float, float]:
