@@ -11,7 +11,7 @@ from flows.benchmarks import benchmark_configs
 
 
 def main() -> int:
-    arguments = vars(_parser().parse_args())
+    arguments = vars(_parser().parse_intermixed_args())
 
     def checked() -> dict[str, Any]:
         benchmark_configs(**{key: value for key, value in arguments.items() if key not in ("name", "reference")})
