@@ -26,12 +26,13 @@ from areal_core.storage.rundir import RunDir
 
 ATTEMPT = "AREAL_ATTEMPT"  # the same for all processes of a role that were started together, never used twice
 
-# Set before torch is imported: one thread a process, idle threads that don't spin, large activations kept mapped.
+# Set before torch is imported: one thread a process, idle threads that don't spin, large activations kept mapped. What
+# is larger, a copy of all weights of a large model, goes back when it is freed: kept, each would leave a hole.
 CHILD_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_MMAP_THRESHOLD_": "268435456",
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
