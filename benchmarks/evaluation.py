@@ -2,9 +2,9 @@
 
     make bench NAME=evaluation ARGS="--seeds 1,2,3"
 
-`on_over_off`: effective tokens/s of runs that generate and train on one core, with the evaluator on the other one,
-against those of runs without evaluation; the median over seeds of the ratio within a seed. A version is scored every
-`evaluation.every` steps, on all held-out prompts.
+`on_over_off`: effective tokens/s of runs that generate and train on one core while the evaluator, on the other one,
+scores every fifth version on all held-out prompts, against those of runs without evaluation; the median over seeds of
+the ratio within a seed.
 """
 
 from __future__ import annotations
@@ -12,25 +12,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import sync_vs_async
+from areal_core.run.launcher import execute
+from benchmarks import _harness
+from benchmarks.sync_vs_async import command, shown
 from flows.comparison.intervals import paired_ratio
+from flows.compose import compose
 
-OFF = ["evaluation.enabled=false"]
-ON = ["evaluation.enabled=true", "evaluation.every=5"]
+ARMS = {"off": ["evaluation.enabled=false"], "on": ["evaluation.every=5"]}
 
 
 def main() -> None:
-    sync_vs_async.command(__doc__ or "", measure, seeds=[1, 2, 3])
+    command(__doc__ or "", measure, seeds=[1, 2, 3])
 
 
 def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
-    common = ["launch.devices=1", *overrides]
-    arms = sync_vs_async.run_arms("cpu-async", {"off": OFF, "on": ON}, seeds, common)
-    speeds = {arm: sync_vs_async.speeds(summaries) for arm, summaries in arms.items()}
+    speeds: dict[str, dict[int, float]] = {arm: {} for arm in ARMS}
+    with _harness.scratch_runs() as scratch:
+        for turn, seed in enumerate([seeds[0], *seeds]):  # the first pair warms up the base model, and does not count
+            for arm in _harness.in_turns(list(ARMS), turn):
+                settings = [*scratch, "launch.devices=1", f"seed={seed}", *ARMS[arm], *overrides]
+                summary = execute(compose("cpu-async", settings), run_id=f"{turn}-{arm}", log=_harness.tell)
+                speeds[arm][seed] = summary.effective_tokens_per_s
     ratio = paired_ratio(speeds["on"], speeds["off"])
     return {
         "on_over_off": round(ratio.median, 3),
-        "interval": sync_vs_async.shown(ratio),
+        "interval": shown(ratio),
         "effective_tokens_per_s": {
             arm: {seed: round(speed) for seed, speed in values.items()} for arm, values in speeds.items()
         },
