@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import re
 import shlex
@@ -114,12 +115,12 @@ def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8)
 def _dataset(name: str, options: str, seed: int) -> Any:
     try:
-        import reasoning_gym  # most of a second
-        from reasoning_gym.factory import DATASETS
+        reasoning_gym = importlib.import_module("reasoning_gym")  # most of a second
+        known = importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError:
         raise ConfigError("task.name: reasoning_gym needs its package: pip install 'areal[reasoning]'") from None
 
-    if name not in DATASETS:
+    if name not in known:
         raise ConfigError(f"task.dataset: must be a data set of reasoning-gym, got {name!r}")
     settings = _settings(options)
     try:
