@@ -16,7 +16,7 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
-FORMAT = 3  # of what a run stores and of what its processes send each other: another one is refused
+FORMAT = 4  # of what a run stores and of what its processes send each other: another one is refused
 
 
 class GroupState(StrEnum):
@@ -215,9 +215,10 @@ class Evaluation:
     sha256: str  # of its weights: after a new incarnation of the run the number alone does not say which
     accuracy: float  # share of the prompts with a result whose greedy completion is correct
     prompts: int
-    no_result: int  # prompts whose completion the verifier could not judge
+    no_result: int  # prompts whose greedy completion the verifier could not judge
     mean_tokens: float  # mean length of a completion
     wall_s: float
+    scores: dict[str, float] = field(default_factory=dict[str, float])  # others, by name, intervals among them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 from uuid import UUID
 
 import httpx
@@ -27,7 +27,7 @@ from pydantic import Field
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
-from areal_core.evaluation.records import Record
+from areal_core.evaluation.scores import problem_row
 from areal_core.launch.process import die_with_parent
 from areal_core.run import evaluation
 from areal_core.run.evaluation import Result
@@ -130,24 +130,8 @@ def _track(uri: str, model: str, results: Sequence[Result], config: RunConfig) -
             digest=result.about["benchmark"]["sha256"],
             source=str(result.about["benchmark"]["source"]),
             metrics={f"eval/{result.benchmark}/{key}": value for key, value in result.scores.metrics().items()},
-            rows=[_row(record) for record in result.records],
+            rows=[problem_row(record) for record in result.records],
             files=[result.page, result.records_file],
         )
     mlflow_client.end_run(uri, run_id, "FINISHED")
     return run_page(uri, run_id) or uri
-
-
-def _row(record: Record) -> dict[str, Any]:
-    """A problem in the table of MLflow."""
-    return {
-        "problem": record.problem,
-        "prompt": record.prompt,
-        "gold": record.gold,
-        "greedy": record.greedy.text,
-        "verdict": record.greedy.outcome,
-        "answer": record.greedy.answer,
-        "tokens": record.greedy.tokens,
-        "cut off": record.greedy.truncated,
-        "samples": len(record.samples),
-        "samples right": sum(sample.right for sample in record.samples),
-    }

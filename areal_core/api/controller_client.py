@@ -118,6 +118,10 @@ class ControllerClient:
         """Register a generation server; whether it takes work within `timeout_s`. If not, it is safe to call again."""
         return self._call("POST", "/servers", {"name": name, "url": url, "timeout_s": timeout_s}) is not None
 
+    def servers(self) -> list[dict[str, Any]]:
+        """The generation servers that the controller knows: name, url, state and completions in flight of each."""
+        return self._json("GET", "/servers")
+
     def leave(self, name: str) -> None:
         """Have a generation server leave: it gets no more work. Returns once it has handed over what it had."""
         self._json("DELETE", f"/servers/{urllib.parse.quote(name, safe='')}")

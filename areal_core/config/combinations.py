@@ -22,6 +22,7 @@ def check(config: RunConfig) -> None:
     algorithm.check(config.algorithm, max_new_tokens=config.task.max_new_tokens)
     _check_engines(config)
     _check_mode(config)
+    _check_evaluation(config)
     if config.emulated:
         _check_emulated(config)
     if config.launch.accelerator == "cuda":
@@ -113,6 +114,25 @@ def _check_mode(config: RunConfig) -> None:
         raise ConfigError(f"rollout.max_staleness: must be 0 or null with mode=sync, got {config.max_staleness}")
 
 
+def _check_evaluation(config: RunConfig) -> None:
+    if not config.evaluated:
+        return
+    evaluation, lent = config.evaluation, not config.evaluation.servers
+    if lent and (config.generation_servers < 2 or config.sleeps):
+        why = "generation.sleep=true" if config.sleeps else "one generation server, which the run can't spare"
+        raise ConfigError(f"evaluation.servers: must be at least 1 with {why}, got 0")
+    if evaluation.accelerator != "cpu" and (lent or config.launch.accelerator == "cpu"):
+        why = "evaluation.servers=0, whose servers are the run's" if lent else "launch.accelerator=cpu"
+        raise ConfigError(f"evaluation.accelerator: must be cpu with {why}, got {evaluation.accelerator!r}")
+    group, field = evaluation.samples or 1, "generation" if lent else "evaluation"
+    slots = config.generation.slots if lent else evaluation.slots
+    if config.evaluation_engine == "vllm" and group > slots:
+        raise ConfigError(
+            f"{field}.slots: must be at least evaluation.samples ({group}) with vLLM, which decodes all completions of "
+            f"a request at once, got {slots}"
+        )
+
+
 def _check_emulated(config: RunConfig) -> None:
     for name, value in (
         ("algorithm.kl_coef", config.algorithm.kl_coef),
@@ -144,10 +164,13 @@ def _check_devices(config: RunConfig, generating: int, who: str) -> None:
     """Unlike cores, accelerators are not shared at the same time: every server and rank has its own in asynchronous
     mode, and servers and ranks take turns on them in synchronous mode."""
     ranks = config.training_ranks
+    scoring = config.evaluation_devices
     needed, link = (generating + ranks, "and") if config.mode == "async" else (max(generating, ranks), "then")
-    if needed > config.launch.devices:
+    if needed + scoring > config.launch.devices:
+        beside = f", {scoring} score versions" if scoring else ""
         raise ConfigError(
-            f"launch.devices: must be at least {needed} {who} {link} {ranks} train), got {config.launch.devices}"
+            f"launch.devices: must be at least {needed + scoring} {who} {link} {ranks} train{beside}), "
+            f"got {config.launch.devices}"
         )
 
 

@@ -248,11 +248,23 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
+    """The scores of versions beside the training, and how an evaluation samples."""
+
     enabled: bool = True  # false: no version is scored, and a run has no accuracies
     every: int = bounded(5, low=1)  # steps between two evaluations; the base and the last version always count
-    slots: int = bounded(32, low=1)
+    servers: int = bounded(1, low=0)  # generation servers of its own; 0: one of the run's is borrowed for each version
+    engine: str = "embedded"  # of its own servers: embedded, vllm, or an import path
+    accelerator: str = choice("cpu", "cpu", "cuda")  # of its own servers: a core beside all else, or GPUs of their own
+    slots: int = bounded(32, low=1)  # of each of its own servers
     samples: int | None = bounded(None, low=1)  # of a problem, beside its greedy completion; the paper has 32
     temperature: float = bounded(1.0, low=0.01, high=100.0)  # of these samples
+
+    def check(self) -> None:
+        check_name(
+            "evaluation.engine",
+            self.engine,
+            {name: why for name, why in GENERATION_ENGINES.items() if name != "emulated"},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,6 +108,11 @@ class RunConfig:
         return self.evaluation.enabled and not self.emulated
 
     @property
+    def evaluation_engine(self) -> str:
+        """The engine behind the servers that score versions."""
+        return self.evaluation.engine if self.evaluation.servers else self.generation.engine
+
+    @property
     def emulated_cluster(self) -> str | None:
         """The emulated cluster, for people; None where nothing is emulated."""
         if not self.emulated:
@@ -179,8 +184,9 @@ class RunConfig:
     def generation_servers(self) -> int:
         if self.generation.servers is not None:
             return self.generation.servers
-        all_devices = self.mode == "sync" or self.shares_cores
-        devices = self.launch.devices if all_devices else self.launch.devices - self.training_ranks
+        devices = self.launch.devices - self.evaluation_devices
+        if self.mode == "async" and not self.shares_cores:
+            devices -= self.training_ranks
         return max(1, devices // self.devices_per_server)
 
     @property
@@ -192,8 +198,17 @@ class RunConfig:
     @property
     def devices_per_server(self) -> int:
         """GPUs of one generation server; 1 on cores."""
+        return self._devices_of(self.generation.engine)
+
+    @property
+    def evaluation_devices(self) -> int:
+        """GPUs of the evaluator's own servers."""
+        gpus = self.evaluated and self.evaluation.accelerator == "cuda"
+        return self.evaluation.servers * self._devices_of(self.evaluation.engine) if gpus else 0
+
+    def _devices_of(self, engine: str) -> int:
         vllm = self.generation.vllm
-        return vllm.tensor_parallel * vllm.data_parallel if self.generation.engine == "vllm" else 1
+        return vllm.tensor_parallel * vllm.data_parallel if engine == "vllm" else 1
 
     @property
     def interruption(self) -> str:

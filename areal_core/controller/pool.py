@@ -360,7 +360,8 @@ def _cancelling() -> bool:
 
 
 def server_routes(servers: GenerationPool, newest: Newest) -> list[web.RouteDef]:
-    """Routes by which launchers, and people, have servers join and leave; `newest` is the version for a new server."""
+    """Routes by which launchers, the evaluator and people list servers and have them join and leave; `newest` is the
+    version for a new server."""
 
     async def join(request: web.Request) -> web.Response:
         body = await request.json()
@@ -375,4 +376,12 @@ def server_routes(servers: GenerationPool, newest: Newest) -> list[web.RouteDef]
         await servers.leave(request.match_info["name"])
         return web.json_response({})
 
-    return [web.post("/servers", join), web.delete("/servers/{name}", leave)]
+    async def listed(_: web.Request) -> web.Response:
+        return web.json_response(
+            [
+                {"name": one.name, "url": one.url, "state": one.state.value, "completions": one.completions}
+                for one in servers.registry.servers
+            ]
+        )
+
+    return [web.get("/servers", listed), web.post("/servers", join), web.delete("/servers/{name}", leave)]

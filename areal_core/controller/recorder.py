@@ -148,10 +148,11 @@ class Recorder:
                 "heldout/no_result": evaluation.no_result / evaluation.prompts,
                 "heldout/completion_tokens_mean": evaluation.mean_tokens,
                 "heldout/wall_s": evaluation.wall_s,
+                **{f"heldout/{name}": value for name, value in evaluation.scores.items()},
             },
         )
-        self.evaluations.append(evaluation)
         self._notes.add_evaluation(evaluation)
+        self.evaluations.append(evaluation)
 
     def forget(self, version: int) -> None:
         """Drop what was recorded of `version` and later ones: recovery has replaced their weights."""

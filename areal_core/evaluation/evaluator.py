@@ -1,109 +1,105 @@
 """The evaluator: scores published versions on the held-out prompts, beside the training.
 
-    controller --GET /evaluation--> version -> published weights -> greedy completions -> verifier -> POST /evaluations
+    controller --GET /evaluation--> version -> generation servers -> completions -> verifier -> POST /evaluations
 
-It runs an engine of its own, so that the generation servers never stop for it; its tokens are outside the ledger. Each
-prompt gets one greedy completion; the score is the share that is correct.
+It is a client of generation servers like any other, and computes nothing itself; their tokens for it are outside the
+ledger. Every version has its records, which an evaluator that was killed goes on with, and a page to read them, in the
+run's evaluations/.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import time
 from pathlib import Path
 
 from areal_core.api.controller_client import ControllerClient
-from areal_core.config.schema import RunConfig
-from areal_core.environments.environment import judge
 from areal_core.environments.registry import open_verifier
-from areal_core.environments.source import open_source
 from areal_core.errors import ArealError, RunFinished
-from areal_core.generation.engines.embedded import Engine
+from areal_core.evaluation.benchmark import open_benchmark
+from areal_core.evaluation.page import write_page
+from areal_core.evaluation.records import RecordFile
+from areal_core.evaluation.sampling import Collector
+from areal_core.evaluation.scores import problem_row, scored
+from areal_core.evaluation.servers import BorrowedServer, OwnServers, Servers
 from areal_core.launch import logs, process
-from areal_core.models.arrays import read_arrays
-from areal_core.models.spec import check_weights, read_spec
+from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
-from areal_core.types import Evaluation, GenerationRequest, Outcome, PolicyVersion
+from areal_core.types import Evaluation, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Scores versions of one model on one held-out set. Raises ModelError or StorageError for weights it can't load."""
+    """Scores versions of one run on its held-out set. Raises ModelError or StorageError for what it can't read."""
 
-    def __init__(self, config: RunConfig, model_path: str) -> None:
-        self._config = config
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._config = config = run.config()
+        model_path = run.info().model_path
         self._tokenizer = Tokenizer.from_folder(model_path)
-        self._prompts = open_source(config, self._tokenizer).held_out()
+        self._benchmark = open_benchmark("heldout", config, self._tokenizer, "", engine=config.evaluation_engine)
+        self._sampling = self._benchmark.sampling(stop_token_ids(model_path))
         self._verify = open_verifier(config.environment, config.task)
-        self._spec = read_spec(model_path)
-        self._engine = Engine(
-            self._spec,
-            read_arrays(model_path, self._spec),
-            slots=config.evaluation.slots,
-            context=min(self._spec.context, config.task.max_prompt_tokens + config.task.max_new_tokens),
-        )
+        self.servers: Servers = (OwnServers if config.evaluation.servers else BorrowedServer)(run, config)
 
-    def score(self, version: PolicyVersion) -> Evaluation:
-        """Greedy accuracy of `version`; version 0 is the model folder, the others are published weights."""
+    async def score(self, version: PolicyVersion) -> tuple[Evaluation, list[dict[str, object]]]:
+        """The scores of `version`, and a row for every problem."""
         start = time.monotonic()
-        if version.version == 0:
-            arrays = read_arrays(version.path, self._spec)
-        else:
-            arrays = weights.load(version)
-            check_weights(self._spec, arrays)
-        self._engine.swap(self._engine.prepare(arrays), version.version)
-        completions = self._engine.generate(self._request(index) for index in range(len(self._prompts)))
-        correct = no_result = tokens = 0
-        for prompt, (completion,) in zip(self._prompts, completions, strict=True):
-            verdict = judge(self._verify, self._tokenizer, prompt, completion)
-            correct += verdict.outcome is Outcome.RIGHT
-            no_result += verdict.score is None
-            tokens += len(completion.token_ids)
-        return Evaluation(
+        file = self._run.evaluations / f"v{version.version:06d}-{version.sha256[:8]}.jsonl"
+        with RecordFile(file, self._benchmark.of(version.sha256).about) as records:
+            collector = Collector(
+                self._benchmark.problems,
+                records,
+                self._sampling,
+                self._tokenizer,
+                self._verify,
+                version=version.version,
+            )
+            if not collector.over:
+                await self.servers.work_on(collector, version)
+            await collector.finished()
+            found = records.records
+        scores = scored(found)
+        write_page(file.with_suffix(".html"), f"{self._run.root.name}: version {version.version}", found, scores)
+        metrics = scores.metrics()
+        evaluation = Evaluation(
             version=version.version,
             sha256=version.sha256,
-            accuracy=correct / max(1, len(self._prompts) - no_result),
-            prompts=len(self._prompts),
-            no_result=no_result,
-            mean_tokens=tokens / len(self._prompts),
+            accuracy=metrics.pop("greedy", 0.0),
+            prompts=len(found),
+            no_result=sum(record.greedy.score is None for record in found),
+            mean_tokens=metrics.pop("mean_tokens"),
             wall_s=time.monotonic() - start,
+            scores={name.replace("greedy", "accuracy"): value for name, value in metrics.items()},
         )
-
-    def _request(self, index: int) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=f"held-out-{index}",
-            token_ids=self._prompts[index].token_ids,
-            n=1,
-            max_tokens=self._config.task.max_new_tokens,
-            seed=0,
-            stop_token_ids=self._spec.eos_token_ids,
-            greedy=True,
-        )
+        return evaluation, [problem_row(record) for record in found]
 
 
-def evaluate(run: RunDir) -> None:
+async def evaluate(run: RunDir) -> None:
     """Score the versions that the controller hands out, until it has no more."""
     controller = ControllerClient(run)
-    evaluator = Evaluator(run.config(), run.info().model_path)
+    evaluator = Evaluator(run)
     timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)
     process.announce_ready(run.ready_file("evaluator"))
+    await evaluator.servers.open()
     more = True
     while more:
         try:
-            version = controller.next_evaluation()
+            version = await asyncio.to_thread(controller.next_evaluation)
         except RunFinished:
             return
         logs.at_step(version.version)
         start = time.monotonic()
-        evaluation = evaluator.score(version)
+        evaluation, rows = await evaluator.score(version)
         timeline.span("evaluate", start, time.monotonic(), version.version)
         logger.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
-        more = controller.evaluated(evaluation)
+        await asyncio.to_thread(controller.document, "evaluation", version.version, {"rows": rows})
+        more = await asyncio.to_thread(controller.evaluated, evaluation)
 
 
 def main() -> None:
@@ -114,7 +110,7 @@ def main() -> None:
     logs.start("evaluator")
     process.adopt(run.ready_file("evaluator"))
     try:
-        evaluate(run)
+        asyncio.run(evaluate(run))
     except ArealError as error:
         logger.error("%s", error)
         raise SystemExit(1) from None

@@ -1,6 +1,6 @@
 """Completions of a benchmark's problems from generation servers, judged and recorded.
 
-    problems --> workers of every server --POST /inference/v1/generate--> completions --> verifier --> records
+    problems --> workers at every server --POST /inference/v1/generate--> completions --> verifier --> records
 
 Servers may come, go and come again; a problem whose server is lost goes to another one. What a problem's completions
 are sampled with follows from its text alone, not from when, where or beside what they are.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,55 +47,71 @@ class Collector:
         tokenizer: Tokenizer,
         verify: Verifier,
         *,
+        version: int = 0,
         on_record: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """`on_record` is told how many problems are recorded."""
+        """`version` is that of the policy, of which all tokens must be; `on_record` is told how many problems are
+        recorded."""
         self._records = records
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._verify = verify
+        self._version = version
         self._on_record = on_record
-        self._waiting = deque(problem for problem in problems if problem.index not in records)
-        self._left = len(self._waiting)
-        self._workers: set[asyncio.Task[None]] = set()
+        self._waiting: asyncio.Queue[Prompt] = asyncio.Queue()
+        for problem in problems:
+            if problem.index not in records:
+                self._waiting.put_nowait(problem)
+        self._left = self._waiting.qsize()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_record(len(records.records))
+        self._count()
 
-    def serve(self, client: GenerationClient, completions: int) -> None:
-        """Have a server work on problems until none is left, or it is lost; about `completions` at once."""
-        for _ in range(max(1, completions // (1 + self._sampling.samples))):
-            worker = asyncio.create_task(self._work(client))
-            self._workers.add(worker)
-            worker.add_done_callback(self._worker_ended)
+    @property
+    def over(self) -> bool:
+        """Whether every problem is recorded, or one has failed."""
+        return self._ended.done()
+
+    async def work(self, client: GenerationClient, completions: int) -> None:
+        """Have a server work on problems, about `completions` at once, until none is left or one has failed. Raises
+        ServerLostError when the server is lost; what it had is left to others."""
+        workers = [
+            asyncio.create_task(self._work(client)) for _ in range(max(1, completions // (1 + self._sampling.samples)))
+        ]
+        try:
+            await asyncio.wait((self._ended, *workers), return_when=asyncio.FIRST_COMPLETED)
+            for worker in workers:
+                if worker.done():
+                    worker.result()
+        except ServerLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits for the records
+            if not self._ended.done():
+                self._ended.set_exception(error)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
 
     async def finished(self) -> None:
         """Wait until every problem is recorded. Raises the first failure that is not the loss of a server."""
-        try:
-            if self._left:
-                await self._ended
-        finally:
-            for worker in self._workers:
-                worker.cancel()
-            await asyncio.gather(*self._workers, return_exceptions=True)
+        await asyncio.shield(self._ended)
 
     async def _work(self, client: GenerationClient) -> None:
-        while self._waiting:
-            problem = self._waiting.popleft()
+        while True:
+            problem = await self._waiting.get()
             try:
                 record = await self._record(client, problem)
-            except ServerLostError:
-                self._waiting.appendleft(problem)
-                return
+            except BaseException:
+                self._waiting.put_nowait(problem)
+                raise
             self._records.add(record)
             self._left -= 1
-            self._on_record(len(self._records.records))
+            self._count()
+
+    def _count(self) -> None:
+        self._on_record(len(self._records.records))
         if not self._left and not self._ended.done():
             self._ended.set_result(None)
-
-    def _worker_ended(self, worker: asyncio.Task[None]) -> None:
-        self._workers.discard(worker)
-        if not worker.cancelled() and (error := worker.exception()) is not None and not self._ended.done():
-            self._ended.set_exception(error)
 
     async def _record(self, client: GenerationClient, problem: Prompt) -> Record:
         greedy, sampled = await asyncio.gather(
@@ -131,6 +146,8 @@ class Collector:
         completions = parse_generation(await client.generate(request))
         if len(completions) != n or any(completion.finish_reason == "abort" for completion in completions):
             raise GenerationError(f"{client.url}: {request.request_id} came back without its {n} whole completions")
+        if any((completion.versions != self._version).any() for completion in completions):
+            raise ServerLostError(f"{client.url}: it has loaded other weights than version {self._version}")
         return completions
 
     def _sample(self, problem: Prompt, completion: Completion) -> Sample:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -115,6 +116,22 @@ def agreement(records: Sequence[Record], reference: Sequence[Record]) -> float:
     return sum(one.greedy.outcome == other.greedy.outcome for one, other in zip(records, reference, strict=True)) / len(
         records
     )
+
+
+def problem_row(record: Record) -> dict[str, Any]:
+    """A problem as a row of a table for people."""
+    return {
+        "problem": record.problem,
+        "prompt": record.prompt,
+        "gold": record.gold,
+        "greedy": record.greedy.text,
+        "verdict": record.greedy.outcome,
+        "answer": record.greedy.answer,
+        "tokens": record.greedy.tokens,
+        "cut off": record.greedy.truncated,
+        "samples": len(record.samples),
+        "samples right": sum(sample.right for sample in record.samples),
+    }
 
 
 def _pass_at(results: Sequence[Sequence[Sample]], k: int) -> Estimate | None:

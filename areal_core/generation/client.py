@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection
@@ -27,6 +26,7 @@ import orjson
 
 from areal_core.api.wire import EMBEDDED, ROLLOUT, ROUTES_VERSION, ServerLoad, completion_tokens, encode_request
 from areal_core.errors import GenerationError, ServerLostError
+from areal_core.models.spec import weights_sha256
 from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
 
@@ -318,8 +318,6 @@ class GenerationClient:
 
 def _check_weights(version: PolicyVersion) -> None:
     """Raises GenerationError for a file that is not what the version says, OSError for one that can't be read."""
-    path = Path(version.path)
-    with (path / "model.safetensors" if path.is_dir() else path).open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    found = weights_sha256(Path(version.path))
     if found != version.sha256:
-        raise GenerationError(f"sha256: {path} has {found}, the update names {version.sha256}")
+        raise GenerationError(f"sha256: {version.path} has {found}, the update names {version.sha256}")

@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 
 from areal_core.types import Evaluation
 
@@ -26,7 +26,8 @@ CREATE TABLE IF NOT EXISTS steps (
 );
 CREATE TABLE IF NOT EXISTS evaluations (
     version INTEGER PRIMARY KEY, sha256 TEXT NOT NULL, accuracy REAL NOT NULL, prompts INTEGER NOT NULL,
-    no_result INTEGER NOT NULL, mean_tokens REAL NOT NULL, wall_s REAL NOT NULL
+    no_result INTEGER NOT NULL, mean_tokens REAL NOT NULL, wall_s REAL NOT NULL,
+    scores TEXT NOT NULL -- by name
 );
 """
 
@@ -104,11 +105,13 @@ class RunNotes:
 
     def evaluations(self) -> list[Evaluation]:
         """All evaluations, by version."""
-        return [Evaluation(**dict(row)) for row in self._db.execute("SELECT * FROM evaluations ORDER BY version")]
+        rows = map(dict, self._db.execute("SELECT * FROM evaluations ORDER BY version"))
+        return [Evaluation(**{**row, "scores": json.loads(row["scores"])}) for row in rows]
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        marks = ", ".join("?" * len(fields(Evaluation)))
-        self._db.execute(f"INSERT INTO evaluations VALUES ({marks})", astuple(evaluation))
+        row = {**asdict(evaluation), "scores": json.dumps(evaluation.scores)}
+        marks = ", ".join(f":{name}" for name in row)
+        self._db.execute(f"INSERT INTO evaluations VALUES ({marks})", row)
 
     def forget(self, version: int) -> None:
         """Delete the steps and evaluations of `version` and later ones: recovery has replaced their weights."""

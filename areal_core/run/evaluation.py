@@ -16,6 +16,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +24,11 @@ from typing import Any
 
 from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_verifier
-from areal_core.environments.source import open_source
-from areal_core.errors import ArealError, ConfigError, ProcessError
+from areal_core.errors import ArealError, ConfigError, ProcessError, ServerLostError
+from areal_core.evaluation.benchmark import Benchmark, open_benchmark
 from areal_core.evaluation.page import write_page
 from areal_core.evaluation.records import Record, RecordFile, read_records
-from areal_core.evaluation.sampling import Collector, Sampling
+from areal_core.evaluation.sampling import Collector
 from areal_core.evaluation.scores import Scores, agreement, compared, rates, scored
 from areal_core.evaluation.statistics import Difference
 from areal_core.generation.client import GenerationClient
@@ -40,7 +41,6 @@ from areal_core.run.preflight import preflight
 from areal_core.run.roles import role_specs
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.storage.weights import base_version
-from areal_core.types import Prompt
 
 _OWNER_S = 20.0  # for the servers of an evaluation that was killed to end
 
@@ -59,14 +59,6 @@ class Result:
     about: Mapping[str, Any]  # what was evaluated, and how
     records_file: Path
     page: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Benchmark:
-    name: str
-    config: RunConfig
-    problems: list[Prompt]
-    about: dict[str, Any]
 
 
 def evaluate(
@@ -94,7 +86,10 @@ def evaluate(
     folder = base_model(served, log)
     weights = base_version(str(folder)).sha256
     tokenizer = Tokenizer.from_folder(folder)
-    benchmarks = [_benchmark(each, config, tokenizer, weights) for each, config in configs.items()]
+    benchmarks = [
+        open_benchmark(each, config, tokenizer, weights, engine=config.generation.engine)
+        for each, config in configs.items()
+    ]
     info = RunInfo(
         run_id=_checked(name) if name else _name(folder, served, benchmarks),
         model_path=str(folder),
@@ -108,7 +103,7 @@ def evaluate(
 
 async def _evaluated(
     run: RunDir,
-    benchmarks: list[_Benchmark],
+    benchmarks: list[Benchmark],
     tokenizer: Tokenizer,
     reference: str | None,
     log: Log,
@@ -125,7 +120,7 @@ async def _evaluated(
     return results
 
 
-def _result(run: RunDir, benchmark: _Benchmark, records: RecordFile, reference: str | None) -> Result:
+def _result(run: RunDir, benchmark: Benchmark, records: RecordFile, reference: str | None) -> Result:
     scores, page = scored(records.records), records.path.with_suffix(".html")
     write_json(records.path.with_suffix(".scores.json"), dataclasses.asdict(scores))
     lines = (json.dumps({"prompt_id": prompt_id, "rate": rate}) for prompt_id, rate in rates(records.records).items())
@@ -154,7 +149,7 @@ def _records_file(config: RunConfig, name: str, benchmark: str) -> Path:
 
 async def _collect(
     servers: _Servers,
-    benchmark: _Benchmark,
+    benchmark: Benchmark,
     records: RecordFile,
     tokenizer: Tokenizer,
     model_path: str,
@@ -164,13 +159,7 @@ async def _collect(
     collector = Collector(
         benchmark.problems,
         records,
-        Sampling(
-            samples=config.evaluation.samples or 0,
-            temperature=config.evaluation.temperature,
-            max_tokens=config.task.max_new_tokens,
-            seed=config.seed,
-            stop_token_ids=stop_token_ids(model_path),
-        ),
+        benchmark.sampling(stop_token_ids(model_path)),
         tokenizer,
         open_verifier(config.environment, config.task),
         on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
@@ -178,26 +167,7 @@ async def _collect(
     await servers.work_on(collector, config.completions_per_server)
 
 
-def _benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: str) -> _Benchmark:
-    problems = open_source(config, tokenizer).held_out()
-    content = hashlib.sha256("\n".join(f"{p.prompt_id} {p.answer}" for p in problems).encode()).hexdigest()
-    about = {
-        "benchmark": {"name": name, "problems": len(problems), "sha256": content, "source": _source(config)},
-        "model": {"sha256": weights},
-        "task": {"max_new_tokens": config.task.max_new_tokens, "chat": dataclasses.asdict(config.task.chat)},
-        "environment": {"verifier": config.environment.verifier},
-        "generation": {"engine": config.generation.engine},
-        "evaluation": {"samples": config.evaluation.samples, "temperature": config.evaluation.temperature},
-        "seed": config.seed,
-    }
-    return _Benchmark(name=name, config=config, problems=problems, about=about)
-
-
-def _source(config: RunConfig) -> str:
-    return config.task.held_out_path or f"{config.task.name} {config.task.dataset or ''}".strip()
-
-
-def _name(folder: Path, config: RunConfig, benchmarks: list[_Benchmark]) -> str:
+def _name(folder: Path, config: RunConfig, benchmarks: list[Benchmark]) -> str:
     """The same for the same evaluation, so that it goes on by itself."""
     path = Path(config.model.path or "embedded")
     model = path.parent.name if path.name == "final" else path.stem  # of a run: its name
@@ -239,7 +209,13 @@ class _Servers:
     async def work_on(self, collector: Collector, completions: int) -> None:
         """Have all servers, now and as they come, work until the collector is finished. Raises what ends that, or the
         servers."""
-        self._serve = lambda client: collector.serve(client, completions)
+        working: set[asyncio.Task[None]] = set()
+
+        async def work(client: GenerationClient) -> None:
+            with suppress(ServerLostError):  # it is started again
+                await collector.work(client, completions)
+
+        self._serve = lambda client: working.add(asyncio.create_task(work(client)))
         for client in self._clients.values():
             self._serve(client)
         if self._thread.ident is None:
@@ -252,8 +228,9 @@ class _Servers:
             await finishing
         finally:
             self._serve = None
-            finishing.cancel()
-            await asyncio.gather(finishing, return_exceptions=True)
+            for task in (finishing, *working):
+                task.cancel()
+            await asyncio.gather(finishing, *working, return_exceptions=True)
 
     def _supervise(self) -> None:
         config = self._run.config()

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, TrackingError
+from areal_core.evaluation.servers import ROLE as EVALUATION
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
 from areal_core.run.folders import Log, run_folder
@@ -107,10 +108,21 @@ class Run:
                 self._supervise("trainer", self._abort, self._wake)
 
     def evaluate(self) -> None:
-        """Keep the evaluator running until no version is left to score; none where versions are not scored."""
+        """Keep the evaluator, and servers of its own, running until no version is left to score; none where versions
+        are not scored."""
         with self._role("evaluator"):
-            if self.config.evaluated:
+            if not self.config.evaluated:
+                return
+            done = StopSignal()
+            servers = threading.Thread(target=self._guarded, args=(lambda: self._supervise(EVALUATION, done),))
+            if self.config.evaluation.servers:
+                servers.start()
+            try:
                 self._supervise("evaluator", self._abort)
+            finally:
+                done.set()
+                if servers.ident is not None:
+                    servers.join()
 
     def track(self) -> None:
         """Keep the tracker running until all other roles have ended and it has sent what there is, within

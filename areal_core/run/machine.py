@@ -35,6 +35,8 @@ def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "torch", "generation", "generation.engine=embedded"
         if config.launch.accelerator == "cpu":
             yield "numba", "generation", "generation.engine=embedded"
+    if config.evaluated and config.evaluation.servers and config.evaluation.engine == "embedded":
+        yield "numba", HEAD, "evaluation.engine=embedded"
     if training in ("torch", "deepspeed"):
         yield "torch", "trainer", f"training.engine={training}"
     if training == "deepspeed":

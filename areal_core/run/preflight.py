@@ -42,7 +42,7 @@ def preflight(config: RunConfig, log: Log = print) -> None:
         found = len(visible_gpus())
         if found < config.launch.devices:
             raise ConfigError(f"launch.devices: must be at most {found}, the visible GPUs, got {config.launch.devices}")
-    if config.generation.engine == "vllm":
+    if "vllm" in (config.generation.engine, config.evaluated and config.evaluation_engine):
         try:
             check_installed(interpreter(config.generation.vllm.python))
         except ProcessError as error:

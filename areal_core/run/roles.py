@@ -1,6 +1,7 @@
 """How the processes of a run are started: on the head node, and by remote workers.
 
-role_specs          every role, on the head node; the rendezvous in the place of ranks that remote workers run
+role_specs          every role, on the head node; the rendezvous in the place of ranks that remote workers run;
+                    `evaluation` are the generation servers of the evaluator's own
 remote_generation   generation servers of a remote worker
 remote_trainer      a remote worker's share of the ranks, under torchrun
 """
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 
 from areal_core.config.groups import GENERATION_ENGINES
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
+from areal_core.evaluation.servers import ROLE as EVALUATION
 from areal_core.launch.process import SPENT
 from areal_core.launch.supervisor import RoleSpec
 from areal_core.run.machine import interpreter, python, visible_gpus
@@ -22,6 +25,7 @@ from areal_core.storage.rundir import RunDir
 
 LOOPBACK = "127.0.0.1"
 _GENERATION_NICE = 10  # of servers where ranks want the same cores: a tenth of a core beside a rank that trains
+_FILES = "areal_safetensors"  # vLLM's transfer of weights by files
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else a warning for every address that has no name
 
 
@@ -36,8 +40,11 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
         return python(module, "--run-dir", run.root)
 
     generating = servers * per_server if config.mode == "async" and "generation" not in config.remote_roles else 0
+    training = 0 if "trainer" in config.remote_roles else config.training_ranks
+    taken = generating + training if config.mode == "async" else max(servers * per_server, training)
     specs = (
         _generation(run, config, address=LOOPBACK, first=0, count=servers, cpus=allowed),
+        _evaluation(run, config, after=taken),
         RoleSpec(name="controller", argv=lambda _: role("areal_core.controller.service"), final=SPENT),
         RoleSpec(
             name="trainer",
@@ -108,34 +115,17 @@ def _generation(
     run: RunDir, config: RunConfig, *, address: str, first: int, count: int, cpus: frozenset[int] | None
 ) -> RoleSpec:
     generation, per_server = config.generation, config.devices_per_server
+    emulated = ["--emulate", run.root / "config.json"] if config.emulated else []
 
     def argv(index: int) -> list[str]:
-        common = (
-            *("--model", run.info().model_path, "--host", address, "--port", 0),
-            *("--ready-file", run.ready_file("generation", index), "--weight-version", 0),
-            *("--slots", generation.slots),
-            *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
-        )
+        where = ("--host", address, "--slots", generation.slots)
         if generation.engine == "vllm":
-            vllm = generation.vllm
-            return python(
-                "areal_core.generation.vllm.server",
-                *common,
-                *("--log-file", run.log_file("vllm", index)),
-                *("--log-bytes", config.launch.log_bytes, "--log-files", config.launch.log_files),
-                *("--python", interpreter(vllm.python), "--dtype", vllm.dtype, f"--arguments={vllm.arguments}"),
-                *("--tensor-parallel", vllm.tensor_parallel, "--data-parallel", vllm.data_parallel),
-                *("--memory-share", vllm.memory_share, "--kv-cache-gib", vllm.kv_cache_gib),
-                *("--transfer", "areal_safetensors" if generation.transfer == "files" else generation.transfer),
-                *(["--sleep"] if config.sleeps else []),
-            )
-        return python(
-            "areal_core.generation.server.routes",
-            *common,
-            *("--timeline", run.timeline_file("generation", index), "--device", config.launch.accelerator),
-            *(["--deterministic"] if generation.deterministic else []),
-            *([] if generation.engine in GENERATION_ENGINES else ["--engine", generation.engine]),
-            *(["--emulate", run.root / "config.json"] if config.emulated else []),
+            sleeps = ["--sleep"] if config.sleeps else []
+            return _vllm(run, config, "generation", index, *where, "--transfer", _transfer(config), *sleeps)
+        deterministic = ["--deterministic"] if generation.deterministic else []
+        device = ("--device", config.launch.accelerator)
+        return _embedded(
+            run, config, "generation", index, generation.engine, *where, *device, *deterministic, *emulated
         )
 
     return RoleSpec(
@@ -148,6 +138,66 @@ def _generation(
         env=lambda index: _gpus(config, (index - first) * per_server, per_server),
         exits=False,
     )
+
+
+def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
+    """The evaluator's own servers; on GPUs, on those `after` the ones of servers and ranks. Whatever they have in a
+    batch, a version's scores are the same."""
+    evaluation = config.evaluation
+    per_server = config.evaluation_devices // max(1, evaluation.servers)
+
+    def argv(index: int) -> list[str]:
+        where = ("--host", LOOPBACK, "--slots", evaluation.slots)
+        if evaluation.engine == "vllm":
+            return _vllm(run, config, EVALUATION, index, *where, "--transfer", _FILES)
+        device = ("--device", evaluation.accelerator, "--deterministic")
+        return _embedded(run, config, EVALUATION, index, evaluation.engine, *where, *device)
+
+    return RoleSpec(
+        name=EVALUATION,
+        argv=argv,
+        count=evaluation.servers,
+        nice=config.launch.evaluator_nice,
+        env=lambda index: _gpus(config, after + index * per_server, per_server),
+        exits=False,
+    )
+
+
+def _vllm(run: RunDir, config: RunConfig, role: str, index: int, *options: Any) -> list[str]:
+    vllm = config.generation.vllm
+    return python(
+        "areal_core.generation.vllm.server",
+        *_served(run, config, role, index),
+        *("--log-file", run.log_file("vllm" if role == "generation" else f"vllm-{role}", index)),
+        *("--log-bytes", config.launch.log_bytes, "--log-files", config.launch.log_files),
+        *("--python", interpreter(vllm.python), "--dtype", vllm.dtype, f"--arguments={vllm.arguments}"),
+        *("--tensor-parallel", vllm.tensor_parallel, "--data-parallel", vllm.data_parallel),
+        *("--memory-share", vllm.memory_share, "--kv-cache-gib", vllm.kv_cache_gib),
+        *options,
+    )
+
+
+def _embedded(run: RunDir, config: RunConfig, role: str, index: int, engine: str, *options: Any) -> list[str]:
+    return python(
+        "areal_core.generation.server.routes",
+        *_served(run, config, role, index),
+        *("--timeline", run.timeline_file(role, index)),
+        *([] if engine in GENERATION_ENGINES else ["--engine", engine]),
+        *options,
+    )
+
+
+def _served(run: RunDir, config: RunConfig, role: str, index: int) -> tuple[Any, ...]:
+    """What every generation server serves: the base model, in the lengths of the task."""
+    return (
+        *("--model", run.info().model_path, "--port", 0),
+        *("--ready-file", run.ready_file(role, index), "--weight-version", 0),
+        *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
+    )
+
+
+def _transfer(config: RunConfig) -> str:
+    return _FILES if config.generation.transfer == "files" else config.generation.transfer
 
 
 def _rank(config: RunConfig, index: int) -> dict[str, str]:
@@ -165,6 +215,6 @@ def _rank(config: RunConfig, index: int) -> dict[str, str]:
 
 def _gpus(config: RunConfig, first: int, count: int) -> dict[str, str]:
     """The environment of a process that uses these GPUs of this machine, and no others."""
-    if config.launch.accelerator == "cpu":
+    if config.launch.accelerator == "cpu" or not count:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[first : first + count])}

@@ -8,6 +8,7 @@
     ledger.sqlite  outbox.sqlite
     timeline/<role>-<index>.jsonl  what a process did when; see areal_core.tracking.timeline
     weights/v000007/         published versions
+    evaluations/             records of versions that were scored, and a page for each
     summary.json             written once, by the controller, when the run has ended in order
 """
 
@@ -78,6 +79,10 @@ class RunDir:
     @property
     def timeline(self) -> Path:
         return self.root / "timeline"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations"
 
     @property
     def ledger(self) -> Path:

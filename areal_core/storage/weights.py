@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from areal_core.errors import StorageError
+from areal_core.models.spec import weights_sha256
 from areal_core.models.tensorfile import read_tensors, write_tensors
-from areal_core.storage import checkpoint
 from areal_core.storage.rundir import write_json
 from areal_core.types import PolicyVersion
 
@@ -28,10 +28,10 @@ _MANIFEST = "manifest.json"
 
 def base_version(model_path: str) -> PolicyVersion:
     """Version 0: the base model's own folder. Raises StorageError."""
-    files = sorted(Path(model_path).glob("*.safetensors"))
-    hashes = [checkpoint.describe(file).sha256 for file in files]
-    whole = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-    return PolicyVersion(version=0, path=model_path, sha256=whole)
+    try:
+        return PolicyVersion(version=0, path=model_path, sha256=weights_sha256(Path(model_path)))
+    except OSError as error:
+        raise StorageError(f"can't read {error.filename}: {error.strerror}") from error
 
 
 def publish(

@@ -180,6 +180,8 @@ class Forwarder:
             return
         if document.kind == "trajectories":
             put_table(self._client, self._run_id, f"trajectories/step-{document.step:06d}.json", document.data["rows"])
+        elif document.kind == "evaluation":
+            put_table(self._client, self._run_id, f"heldout/version-{document.step:06d}.json", document.data["rows"])
         elif document.kind == "staleness_histogram":
             figure = staleness_figure(document.data["counts"], document.step)
             self._client.log_figure(self._run_id, figure, f"staleness/step-{document.step:06d}.png")

@@ -22,11 +22,17 @@ from typing import Any, Literal
 from areal_core.errors import TrackingError
 from areal_core.types import MetricRow
 
-DocumentKind = Literal["config", "staleness_histogram", "summary", "trajectories"]
+DocumentKind = Literal["config", "evaluation", "staleness_histogram", "summary", "trajectories"]
 LabelKind = Literal["param", "tag"]
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
-_DOCUMENT_FIELD = {"config": None, "staleness_histogram": "counts", "summary": None, "trajectories": "rows"}
+_DOCUMENT_FIELD = {
+    "config": None,
+    "evaluation": "rows",
+    "staleness_histogram": "counts",
+    "summary": None,
+    "trajectories": "rows",
+}
 _END_STATUSES = ("FINISHED", "FAILED", "KILLED")
 _KEY = re.compile(r"[\w\- ][\w\-. /]{0,249}")  # what MLflow takes as a metric's name
 _ATTEMPTED, _SENT = 1, 2  # states of a row; 0: not attempted yet
@@ -95,6 +101,7 @@ class Outbox:
         """Queue a document; the same (kind, step) again replaces it, sent or not.
 
         "trajectories": {"rows": [{column: value, ...}, ...]}, a table with one row a trajectory;
+        "evaluation": {"rows": [...]}, likewise, with one row a problem; the step is the version;
         "staleness_histogram": {"counts": {"0": tokens, "1": tokens, ...}}, a plot;
         "summary": the fields of RunSummary, a file and a few final metrics; "config": a file.
         """

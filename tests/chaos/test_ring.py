@@ -52,7 +52,7 @@ def test_a_run_survives_the_death_of_every_process(state: Path) -> None:
 
     config = tiny(state, training={"steps": 200, "checkpoint_every": 5}, tracking={"enabled": True})
     with Launched(config, "each") as run:
-        for role in ("generation", "controller", "evaluator", "trainer", "tracker"):
+        for role in ("generation", "controller", "evaluator", "evaluation", "trainer", "tracker"):
             pid = run.pid(role)
             if role != "tracker":  # which starts slowly; all steps may be done by then
                 run.until_step(run.step() + 1)
@@ -66,7 +66,7 @@ def test_a_run_survives_the_death_of_every_process(state: Path) -> None:
             )  # beyond what was there: the trainer has made it again by then
             assert in_ledger(run, versions)[: len(before)] == before
         summary = run.finished()
-        assert len(re.findall(r"\w-0 was killed by SIGKILL: restart 1 of 2", run.output())) == 5
+        assert len(re.findall(r"\w-0 was killed by SIGKILL: restart 1 of 2", run.output())) == 6
         assert "trainer-0: resumed from the checkpoint of step " in run.output()
         info = run.run.info()
         assert info.tracking_uri

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from areal_core.environments.environment import Verdict
-from areal_core.errors import GenerationError
+from areal_core.errors import GenerationError, ServerLostError
 from areal_core.evaluation.records import RecordFile
 from areal_core.evaluation.sampling import Collector, Sampling
 from areal_core.generation.client import GenerationClient
@@ -51,8 +51,12 @@ def collect(file, urls, *, completions=16, check=verify, sampling=SAMPLING, prob
                 enough.set()
 
         collector = Collector(problems, records, sampling, TOKENIZER, check, on_record=on_record)
-        for client in clients:
-            collector.serve(client, completions)
+
+        async def work(client):
+            with contextlib.suppress(ServerLostError):
+                await collector.work(client, completions)
+
+        working = [asyncio.create_task(work(client)) for client in clients]
         try:
             finishing = asyncio.ensure_future(collector.finished())
             stopping = asyncio.ensure_future(enough.wait())
@@ -63,6 +67,9 @@ def collect(file, urls, *, completions=16, check=verify, sampling=SAMPLING, prob
             with contextlib.suppress(asyncio.CancelledError):
                 await finishing
         finally:
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
             for client in clients:
                 await client.close()
 

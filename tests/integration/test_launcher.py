@@ -115,7 +115,7 @@ if role == "trainer" and plan.get("trainer") == "starts late":
     time.sleep(1.0)
     write_json(run.root / "seen.json", joined.exists())
 process.announce_ready(run.ready_file(role, index), f"http://{os.getpid()}.test" if role == "generation" else None)
-if role == "generation":
+if role in ("generation", "evaluation"):
     time.sleep(600)
 elif role == "trainer":
     wait_for(lambda: len(arrivals()) >= plan["servers"])

@@ -68,7 +68,8 @@ class ServedEngine(Protocol):
         ...
 
     def read(self, file: Path) -> Any:
-        """The weights of a file. Raises ModelError when the engine can't run them."""
+        """The weights of a safetensors file, or of a model folder that has several. Raises ModelError when the engine
+        can't run them."""
         ...
 
     def prepare(self, weights: Any) -> Any:

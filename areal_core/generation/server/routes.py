@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import hashlib
 import logging
 import signal
 import sys
@@ -35,7 +34,7 @@ from areal_core.generation.engines.registry import Options, make_engine
 from areal_core.generation.server.engine_thread import EngineThread
 from areal_core.generation.server.protocol import RequestError, parse_json, parse_request, parse_version, take
 from areal_core.launch import logs, process
-from areal_core.models.spec import read_spec
+from areal_core.models.spec import read_spec, weights_sha256
 from areal_core.tracking.timeline import TimelineWriter
 
 logger = logging.getLogger(__name__)
@@ -193,12 +192,11 @@ class GenerationServer:
 
     def _read_update(self, path: Path, sha256: str) -> Any:
         """Weights that are what the caller says and that the engine can run; touches nothing that runs."""
-        file = path / "model.safetensors" if path.is_dir() else path
-        weights = self._engine.read(file)
-        with file.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        one = path / "model.safetensors"
+        weights = self._engine.read(one if one.exists() else path)
+        found = weights_sha256(path)
         if found != sha256:
-            raise ModelError(f"sha256: {file} has {found}, the update names {sha256}")
+            raise ModelError(f"sha256: {path} has {found}, the update names {sha256}")
         return self._engine.prepare(weights)
 
     async def _finish_update(self, http: web.Request) -> web.Response:

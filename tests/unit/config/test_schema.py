@@ -260,6 +260,60 @@ def test_what_is_wrong_with_several_machines_is_one_line_that_names_it(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (
+            {"evaluation": {"servers": 0}, "generation": {"servers": 1}},
+            "evaluation.servers: must be at least 1 with one generation server, which the run can't spare, got 0",
+        ),
+        (
+            {"mode": "sync", "evaluation": {"servers": 0}, "generation": {"engine": "vllm", "sleep": True}},
+            "evaluation.servers: must be at least 1 with generation.sleep=true, got 0",
+        ),
+        (
+            {"evaluation": {"accelerator": "cuda"}},
+            "evaluation.accelerator: must be cpu with launch.accelerator=cpu, got 'cuda'",
+        ),
+        (
+            {
+                "evaluation": {"accelerator": "cuda", "servers": 0},
+                "generation": {"servers": 2},
+                "launch": {"accelerator": "cuda", "devices": 3},
+            },
+            "evaluation.accelerator: must be cpu with evaluation.servers=0, whose servers are the run's, got 'cuda'",
+        ),
+        (
+            {"evaluation": {"engine": "vllm", "samples": 33}},
+            "evaluation.slots: must be at least evaluation.samples (33) with vLLM, which decodes all completions of a "
+            "request at once, got 32",
+        ),
+        (
+            {"evaluation": {"engine": "emulated"}},
+            "evaluation.engine: must be one of embedded, vllm, or an import path, package.module:name, got 'emulated'",
+        ),
+        (
+            {
+                "evaluation": {"accelerator": "cuda", "servers": 2},
+                "generation": {"servers": 1},
+                "launch": {"accelerator": "cuda", "devices": 3},
+            },
+            "launch.devices: must be at least 4 (1 GPUs generate and 1 train, 2 score versions), got 3",
+        ),
+    ],
+)
+def test_what_can_not_score_versions_is_one_line_that_names_it(groups: dict[str, dict[str, Any]], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(groups)
+    assert str(caught.value) == said
+
+
+def test_the_evaluators_gpus_are_not_the_runs() -> None:
+    launch = {"accelerator": "cuda", "devices": 8}
+    assert load({"launch": launch, "evaluation": {"accelerator": "cuda", "servers": 2}}).generation_servers == 5
+    assert load({"launch": launch}).generation_servers == 7  # the evaluator's are on cores
+
+
 def test_what_follows_from_remote_roles() -> None:
     assert load({}).remote_roles == frozenset()
     assert load({"launch": {"remote_roles": "generation"}}).remote_roles == {"generation"}

@@ -280,5 +280,5 @@ def test_a_ledger_of_another_format_is_refused_in_one_line(tmp_path):
     path = tmp_path / "old.sqlite"
     with sqlite3.connect(path) as old:
         old.execute("CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-    with pytest.raises(LedgerError, match=r"^.*old\.sqlite: a ledger of format 0, needed is 3; start .* another id$"):
+    with pytest.raises(LedgerError, match=r"^.*old\.sqlite: a ledger of format 0, needed is 4; start .* another id$"):
         TrajectoryLedger(path, group_size=GROUP)

@@ -46,6 +46,7 @@ def test_command_lines(tmp_path: Path) -> None:
         "trainer": 2,
         "rendezvous": 1,
         "evaluator": 1,
+        "evaluation": 1,
         "tracker": 1,
     }
     server = specs["generation"].argv(1)
@@ -130,7 +131,52 @@ def test_the_cores_and_priorities_of_roles(
     assert specs["generation"].cpus == specs["trainer"].cpus == cores
     assert specs["controller"].cpus is specs["evaluator"].cpus is None
     assert (specs["trainer"].nice, specs["controller"].nice, specs["generation"].nice) == (0, 0, nice)
-    assert specs["evaluator"].nice == settings.launch.evaluator_nice > nice
+    assert specs["evaluator"].nice == specs["evaluation"].nice == settings.launch.evaluator_nice > nice
+
+
+def test_the_evaluators_own_servers_are_like_the_runs_and_beside_them(tmp_path: Path) -> None:
+    settings = config(tmp_path, generation={"slots": 7}, evaluation={"servers": 2, "slots": 9})
+    run = folder(settings)
+    spec = role_specs(run, settings, [0, 1])["evaluation"]
+    server = spec.argv(1)
+    assert spec.count == 2
+    assert not spec.exits
+    assert server[2] == "areal_core.generation.server.routes"
+    wanted = {"--slots": "9", "--device": "cpu", "--ready-file": str(run.ready_file("evaluation", 1))}
+    assert {name: option(server, name) for name in wanted} == wanted
+    assert "--deterministic" in server  # no score depends on what else is in a batch
+    ours = config(tmp_path, evaluation={"engine": "my.package:engine"})
+    assert option(role_specs(run, ours, [0, 1])["evaluation"].argv(0), "--engine") == "my.package:engine"
+
+
+def test_the_evaluators_own_servers_may_be_vllms(tmp_path: Path) -> None:
+    settings = config(tmp_path, evaluation={"engine": "vllm", "slots": 9})
+    run = folder(settings)
+    server = role_specs(run, settings, [0, 1])["evaluation"].argv(0)
+    assert server[2] == "areal_core.generation.vllm.server"
+    wanted = {"--slots": "9", "--transfer": "areal_safetensors", "--log-file": str(run.log_file("vllm-evaluation", 0))}
+    assert {name: option(server, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpu"),
+    [
+        pytest.param({"generation": {"servers": 2}}, "3", id="after servers and ranks"),
+        pytest.param({"mode": "sync", "training": {"ranks": 2}, "generation": {"servers": 1}}, "2", id="in turns"),
+    ],
+)
+def test_the_evaluators_own_servers_may_have_gpus_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], gpu: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    launch = {"accelerator": "cuda", "devices": 4}
+    settings = config(tmp_path, launch=launch, evaluation={"accelerator": "cuda"}, **fields)
+    run = folder(settings)
+    spec = role_specs(run, settings, [0, 1])["evaluation"]
+    assert spec.env(0)["CUDA_VISIBLE_DEVICES"] == gpu
+    assert option(spec.argv(0), "--device") == "cuda"
+    beside = config(tmp_path, launch=launch, **fields)
+    assert "CUDA_VISIBLE_DEVICES" not in role_specs(run, beside, [0, 1])["evaluation"].env(0)
 
 
 def test_processes_see_the_gpus_that_the_launcher_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_format_is_refused_not_skipped(store: Storage, t
     manifest = json.loads(store.get_bytes(name))
     del manifest["format"]
     store.put_bytes(name, json.dumps(manifest).encode())
-    with pytest.raises(StorageError, match=r"step-000001: a checkpoint of format 1, needed is 3; start .* another id$"):
+    with pytest.raises(StorageError, match=r"step-000001: a checkpoint of format 1, needed is 4; start .* another id$"):
         checkpoint.newest(store)
 
 

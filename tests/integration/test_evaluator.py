@@ -1,0 +1,99 @@
+"""Versions are scored beside the training: by servers of the evaluator's own, or by those that the run lends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from areal_core.config.schema import RunConfig
+from areal_core.evaluation.records import read_records
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.run.launcher import execute, run_folder
+from areal_core.storage.rundir import RunDir
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import Evaluation
+from tests.support.runs import Launched, tiny
+
+pytestmark = pytest.mark.slow
+
+
+def evaluations(run: RunDir, config: RunConfig) -> list[Evaluation]:
+    ledger = TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)
+    with contextlib.closing(ledger):
+        return ledger.notes.evaluations()
+
+
+def records(run: RunDir) -> dict[str, list[bytes]]:
+    return {file.name: sorted(file.read_bytes().splitlines()) for file in run.evaluations.glob("*.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunDir, RunConfig]]:
+    """The same synchronous run twice, which is reproducible to the bit."""
+    found: dict[str, tuple[RunDir, RunConfig]] = {}
+    for name, servers in {"own": 2, "lent": 0}.items():
+        evaluation: dict[str, Any] = {"servers": servers, "samples": 3, "every": 1}
+        config = tiny(
+            tmp_path_factory.mktemp(name),
+            mode="sync",
+            task={"held_out": 12},
+            environment={"verifier": "tests.support.verifiers:ends"},
+            training={"steps": 2},
+            evaluation=evaluation,
+        )
+        execute(config, run_id="r", log=print)
+        found[name] = run_folder(config, "r"), config
+    return found
+
+
+def test_scores_do_not_depend_on_whose_servers_they_are_from(runs: dict[str, tuple[RunDir, RunConfig]]) -> None:
+    own, lent = (records(run) for run, _ in runs.values())
+    both = own.keys() & lent.keys()  # the base and the last version, and the one between if there was time
+    assert {name.split("-")[0] for name in both} >= {"v000000", "v000002"}
+    assert [own[name] for name in both] == [lent[name] for name in both]
+    assert all(len(lines) == 13 for lines in own.values())  # what was evaluated, and a line a problem
+
+
+def test_every_version_has_its_scores_a_table_and_a_page(runs: dict[str, tuple[RunDir, RunConfig]]) -> None:
+    run, config = runs["own"]
+    scored = evaluations(run, config)
+    assert {evaluation.version for evaluation in scored} >= {0, 2}
+    with contextlib.closing(Outbox(run.outbox, "r")) as outbox:
+        curves = outbox.history()
+    for evaluation in scored:
+        (file,) = run.evaluations.glob(f"v{evaluation.version:06d}-{evaluation.sha256[:8]}.jsonl")
+        found = read_records(file)
+        assert evaluation.accuracy == sum(record.greedy.right for record in found) / 12
+        right = sum(sample.right for record in found for sample in record.samples)
+        assert evaluation.scores["pass_at_1"] == pytest.approx(right / 36)
+        assert 0 < evaluation.scores["pass_at_1"] < 1
+        assert evaluation.scores["accuracy_low"] <= evaluation.accuracy <= evaluation.scores["accuracy_high"]
+        assert (evaluation.version, evaluation.accuracy) in curves["heldout/accuracy"]
+        assert (evaluation.version, evaluation.scores["pass_at_2"]) in curves["heldout/pass_at_2"]
+        assert found[0].prompt in file.with_suffix(".html").read_text()
+
+
+def test_an_evaluator_that_dies_leaves_the_run_its_server(tmp_path: Path) -> None:
+    config = tiny(
+        tmp_path,
+        training={"steps": 10},
+        generation={"servers": 2},
+        evaluation={"servers": 0, "every": 2, "samples": 8},
+    )
+    with Launched(config, "lent") as launched:
+        evaluator = launched.pid("evaluator")
+        borrowed = launched.run.ready_file("borrowed")
+        launched.wait_for("a server is borrowed", borrowed.exists)
+        name = orjson.loads(borrowed.read_bytes())["name"]
+        os.kill(evaluator, signal.SIGKILL)
+        launched.finished()  # with the tokens of both servers in balance
+        assert "evaluator-0 was killed by SIGKILL: restart 1 of 2" in launched.output()
+        assert not borrowed.exists()
+        assert name in ("generation-0", "generation-1")
+    assert {evaluation.version for evaluation in evaluations(launched.run, config)} >= {0, 10}
