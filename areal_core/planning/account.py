@@ -29,6 +29,7 @@ _NAMES = {
     "evaluator": "evaluation",
     "controller": "the controller",
 }
+_SERVES = {"evaluation": "evaluator"}  # roles whose work is another one's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ def account(
         inside_s = min(span.end_s, end_s) - max(span.start_s, start_s)
         if inside_s <= 0:
             continue
-        role = span.role
+        role = _SERVES.get(span.role, span.role)
         processes.setdefault(role, set()).add(span.process)
         kinds = seconds.setdefault(role, {})
         kinds[span.kind] = kinds.get(span.kind, 0.0) + inside_s

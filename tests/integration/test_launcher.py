@@ -201,7 +201,7 @@ def test_an_orderly_run_ends_with_its_summary(stage: Callable[..., Stage]) -> No
     assert played.run.report() == SUMMARY
     assert {name for _, name, _ in played.joined()} == {"generation-0", "generation-1"}
     assert (played.dir.root / "tracked").read_text() == "FINISHED"
-    assert len(played.pids()) == 6
+    assert len(played.pids()) == 7
     assert nothing_left(played)
 
 
