@@ -40,7 +40,6 @@ from areal_core.api.wire import encode_generation, whole_completions
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
-from areal_core.evaluation.evaluator import Evaluator
 from areal_core.generation.engines.embedded import Engine
 from areal_core.models.folders import read_spec, read_weights
 from areal_core.models.tokenizer import Tokenizer
@@ -54,6 +53,7 @@ from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import GenerationRequest, PolicyVersion
 from benchmarks import _harness
+from benchmarks._scoring import Scorer
 
 OBJECTIVES = ("decoupled", "standard")
 _SETTING = ("training.steps=32", "training.learning_rate=5e-6", "evaluation.every=8", "tracking.enabled=false")
@@ -156,15 +156,15 @@ def behaviour_version(step: int, lag: int) -> int:
 def run_job(job: Job) -> Outcome:
     """Train to the last step; score the base, every `evaluation.every` steps and the last version."""
     start, every, last = time.monotonic(), job.config.evaluation.every, job.config.training.steps
-    evaluator = Evaluator(job.config, job.model_path)
+    scorer = Scorer(job.config, job.model_path)
     steps: list[StepRecord] = []
     with tempfile.TemporaryDirectory(prefix="areal-staleness-") as folder:
         training = LaggedTraining(job, Path(folder))
-        accuracy = [(0, evaluator.score(training.versions[0]).accuracy)]
+        accuracy = [(0, scorer.accuracy(training.versions[0]))]
         for step in range(1, last + 1):
             steps.append(training.step())
             if step % every == 0 or step == last:
-                accuracy.append((step, evaluator.score(training.versions[-1]).accuracy))
+                accuracy.append((step, scorer.accuracy(training.versions[-1])))
                 _harness.tell(
                     f"{job.name}: step {step}/{last}, reward {steps[-1].reward:.3f}, accuracy {accuracy[-1][1]:.3f}"
                 )

@@ -10,7 +10,7 @@ A step is 512 completions generated and trained on. What is compared are two sys
 trains at once on data up to two versions old, packs, and spends nothing on completions without an advantage (a third to
 a half of the tokens, as the policy gets good), where TRL takes turns, pads and computes all. Time runs from the first
 generation to the last step; loading, model making and evaluation are outside, on both sides: every version is kept and
-scored afterwards by the same evaluator on the same held-out prompts. Time to score is the training time of the first
+scored afterwards in the same way on the same held-out prompts. Time to score is the training time of the first
 version whose score is at least --score. A speed-up is TRL's time over ours for one seed; the figure printed is the
 median over seeds.
 """
@@ -38,7 +38,6 @@ from areal_core.__main__ import configuration
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError, ProcessError, StorageError
-from areal_core.evaluation.evaluator import Evaluator
 from areal_core.launch import process
 from areal_core.launch.supervisor import CHILD_ENV
 from areal_core.models.tokenizer import Tokenizer
@@ -47,6 +46,7 @@ from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.types import PolicyVersion
 from benchmarks import _harness
+from benchmarks._scoring import Scorer
 from flows.comparison.intervals import paired_ratio
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -255,14 +255,14 @@ def kept_versions(store: Path) -> Iterator[list[Arrays]]:
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-def score(training: Training, evaluator: Evaluator, folder: Path, target: float) -> Measurement:
+def score(training: Training, scorer: Scorer, folder: Path, target: float) -> Measurement:
     """Score versions in their order up to the first one that reaches `target`, and the last one."""
     accuracy: dict[int, float] = {}
     last = len(training.versions)
     for step in range(1, last + 1):
         if step == last or max(accuracy.values(), default=0.0) < target:
             version = weights.publish(folder, step, training.versions[step - 1])
-            accuracy[step] = evaluator.score(version).accuracy
+            accuracy[step] = scorer.accuracy(version)
     return Measurement(elapsed_s=training.elapsed_s, accuracy=accuracy)
 
 
@@ -279,8 +279,8 @@ def measure(seeds: Sequence[int], steps: int, target: float) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))[: some.launch.devices]
     os.sched_setaffinity(0, cores)  # and everything that is started from here
     torch.set_num_threads(1)
-    evaluator = Evaluator(some, str(model))
-    base = evaluator.score(PolicyVersion(version=0, path=str(model), sha256="")).accuracy
+    scorer = Scorer(some, str(model))
+    base = scorer.accuracy(PolicyVersion(version=0, path=str(model), sha256=""))
     measured: dict[int, dict[str, Measurement]] = {}
     packages: dict[str, str] = {}
     for position, seed in enumerate(seeds):
@@ -290,7 +290,7 @@ def measure(seeds: Sequence[int], steps: int, target: float) -> dict[str, Any]:
                 training, packages = train_trl(configs[seed], model, folder / f"trl-s{seed}", cores)
             else:
                 training = train_areal(_timed(configs[seed]), runs[seed])
-            one = score(training, evaluator, folder / f"{system}-s{seed}" / "versions", target)
+            one = score(training, scorer, folder / f"{system}-s{seed}" / "versions", target)
             measured[seed][system] = one
             _harness.tell(
                 f"seed {seed}: {system}: {one.step_s:.2f} s a step, {target:g} after {one.time_to_score(target)} s "
@@ -315,12 +315,8 @@ def _config(seed: int, steps: int) -> RunConfig:
 
 
 def _timed(config: RunConfig) -> RunConfig:
-    """`config` without evaluation beside the training, which TRL doesn't do either: one prompt, first and last."""
-    return dataclasses.replace(
-        config,
-        task=dataclasses.replace(config.task, held_out=1),
-        evaluation=dataclasses.replace(config.evaluation, every=config.training.steps),
-    )
+    """`config` without evaluation beside the training, which TRL doesn't do either."""
+    return dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, enabled=False))
 
 
 def _figures(one: Measurement, target: float) -> dict[str, Any]:
