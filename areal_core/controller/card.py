@@ -6,13 +6,13 @@ import json
 
 from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig
-from areal_core.types import RunSummary
+from areal_core.types import Evaluation, RunSummary
 
 _SHOWN = ("task.", "environment.", "algorithm.", "rollout.", "training.", "generation.temperature", "warmup.")
 
 
-def model_card(config: RunConfig, summary: RunSummary) -> str:
-    """Markdown, with the head that the Hub reads."""
+def model_card(config: RunConfig, summary: RunSummary, best: Evaluation | None = None) -> str:
+    """Markdown, with the head that the Hub reads; of the final version, or of the `best` one."""
     base = config.model.path or "the embedded model, made by a supervised warm-up"
     its, defaults = summary, dict(leaves(RunConfig().to_dict()))
     differing = [
@@ -24,6 +24,8 @@ def model_card(config: RunConfig, summary: RunSummary) -> str:
         if its.accuracy_before is not None and its.accuracy_after is not None
         else "Its versions were not scored.\n"
     )
+    if best is not None:
+        scores += f"\nThis is version {best.version}, its best one: {best.accuracy:.3f}.\n"
     lines = [
         "---",
         "library_name: transformers",

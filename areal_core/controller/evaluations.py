@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_core.config.schema import RunConfig
+from areal_core.controller.best import best_of
 from areal_core.controller.recorder import Recorder
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.types import PolicyVersion
@@ -34,9 +35,10 @@ class EvaluationSchedule:
         return None
 
     def awaited(self, newest: int) -> set[int]:
-        """Versions up to `newest` that are due and not scored: their weights are still needed."""
+        """Versions up to `newest` whose weights are still needed: those that are due and not scored, and the best."""
         due = range(0, newest + 1, self._config.evaluation.every) if self._config.evaluated else ()
-        return set(due) - self._scored()
+        best = best_of(self._recorder.evaluations)
+        return set(due) - self._scored() | ({best.version} if best else set())
 
     def _scored(self) -> set[int]:
         return {evaluation.version for evaluation in self._recorder.evaluations}

@@ -20,6 +20,7 @@ from pathlib import Path
 from aiohttp import web
 
 from areal_core.config.schema import RunConfig
+from areal_core.controller.best import best_of, export
 from areal_core.controller.card import model_card
 from areal_core.controller.evaluations import EvaluationSchedule
 from areal_core.controller.pool import GenerationPool
@@ -28,8 +29,9 @@ from areal_core.controller.registry import Server, ServerState
 from areal_core.controller.restore import restore
 from areal_core.controller.retention import Retention
 from areal_core.controller.routes import Routes
+from areal_core.environments.datasets import held_out_set
 from areal_core.environments.source import PromptSource, open_source
-from areal_core.errors import ArealError, TokenLedgerError
+from areal_core.errors import ArealError, StorageError, TokenLedgerError
 from areal_core.launch import logs, process
 from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
@@ -42,7 +44,7 @@ from areal_core.storage.rundir import RunDir, write_json
 from areal_core.storage.weights import base_version
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
-from areal_core.types import PolicyVersion, Prompt, TokenLedger
+from areal_core.types import PolicyVersion, Prompt, RunSummary, TokenLedger
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 5.0  # between two looks at the generation servers' health
@@ -86,6 +88,8 @@ class Service:
             self.recorder.forget(restored + 1)
         self.tokenizer = Tokenizer.from_folder(self.info.model_path)
         self.source: PromptSource = open_source(self.config, self.tokenizer)
+        if (census := getattr(self.source, "census", None)) is not None:  # of tasks that are read from files
+            self.recorder.document("census", 0, dataclasses.asdict(census))
         self.rewards = RewardPool(
             workers=self.config.rollout.reward_workers,
             timeout_s=self.config.rollout.reward_timeout_s,
@@ -185,9 +189,29 @@ class Service:
             bound=self.recorder.explained(spans),
         )
         self.storage.child("final").put_bytes("README.md", model_card(self.config, summary).encode())
+        await self._register_best(summary)
         values = dataclasses.asdict(summary)
         self.recorder.document("summary", summary.steps, values)
         write_json(self.run_dir.summary, values)
+
+    async def _register_best(self, summary: RunSummary) -> None:
+        """Have the best version registered, which is put into the store unless it is the final one. The base model is
+        nobody's result."""
+        best = best_of(self.recorder.evaluations)
+        version = None if best is None else self.ledger.version(best.version)
+        if best is None or version is None or version.version == 0:
+            return
+        url = summary.model_url
+        if version.version != summary.steps:
+            card = model_card(self.config, summary, best)
+            try:
+                url = await asyncio.to_thread(export, self.run_dir, self.storage, version, card)
+            except StorageError as error:
+                logger.warning("the best version is not kept: %s", error)
+                return
+        held_out = held_out_set(self.config)
+        data = {"name": f"areal-{self.config.name}", "url": url, "run": self.info.run_id, "held_out": held_out.digest}
+        self.recorder.document("model", best.version, {**data, "version": best.version, "accuracy": best.accuracy})
 
     async def _counted(self) -> TokenLedger:
         """The token ledger once all servers have counted what they sampled: vLLM does so just after its response."""

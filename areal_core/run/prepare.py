@@ -17,6 +17,7 @@ from typing import Any
 
 from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig
+from areal_core.environments.datasets import held_out_set, training_set
 from areal_core.errors import ConfigError
 from areal_core.launch.supervisor import FileLock
 from areal_core.run.base_model import base_model
@@ -96,11 +97,14 @@ def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> 
         return None
     from areal_core.tracking.mlflow_client import start_run  # seconds of imports
 
-    return start_run(uri, config.tracking.experiment, run_id, tags, config.to_dict())
+    data_sets = (training_set(config), *([held_out_set(config)] if config.evaluated else []))
+    inputs = [dataclasses.asdict(data_set) for data_set in data_sets]
+    return start_run(uri, config.tracking.experiment, run_id, tags, config.to_dict(), inputs)
 
 
 def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, str]:
     """Tags that tell runs apart, and the versions that this one was made with."""
+    revision = _git_revision()
     tags = {
         "areal.emulated": config.emulated_cluster,
         "mode": config.mode,
@@ -109,7 +113,10 @@ def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, 
         "objective": config.algorithm.objective,
         "areal.run_id": run_id,
         "areal.flow_run_id": flow_run_id,
-        "areal.git_revision": _git_revision(),
+        "areal.git_revision": revision,
+        "mlflow.source.name": "python -m areal_core" if flow_run_id is None else "areal",
+        "mlflow.source.git.commit": revision and revision.removesuffix("-dirty"),
+        "mlflow.note.content": _description(config),
     }
     for package in _TAGGED_PACKAGES:
         try:
@@ -117,6 +124,16 @@ def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, 
         except importlib.metadata.PackageNotFoundError:
             continue  # a package that this installation does without
     return {name: value for name, value in tags.items() if value}
+
+
+def _description(config: RunConfig) -> str:
+    """What the run does, for its page."""
+    task, model = config.task, f"`{config.model.path}`" if config.model.path else "The embedded model"
+    return (
+        f"{model} learns {task.path or task.dataset or task.name}: {config.training.steps} steps of "
+        f"{config.rollout.batch_size} completions, {config.mode}, max_staleness {config.max_staleness}, "
+        f"seed {config.seed}."
+    )
 
 
 def _git_revision() -> str | None:

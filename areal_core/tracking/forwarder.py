@@ -22,9 +22,11 @@ from areal_core.tracking.mlflow_client import (
     MAX_METRICS,
     Metric,
     MlflowClient,
+    MlflowException,
     param,
     put_table,
     reason,
+    register,
     shown,
     tag,
 )
@@ -46,6 +48,7 @@ _FINAL_METRICS = (
     "staleness_mean",
     "staleness_max",
 )
+_NOTE = "mlflow.note.content"
 _log = logging.getLogger(__name__)
 
 
@@ -180,6 +183,8 @@ class Forwarder:
             return
         if document.kind == "trajectories":
             put_table(self._client, self._run_id, f"trajectories/step-{document.step:06d}.json", document.data["rows"])
+        elif document.kind == "model":
+            self._register(document)
         elif document.kind == "evaluation":
             put_table(self._client, self._run_id, f"heldout/version-{document.step:06d}.json", document.data["rows"])
         elif document.kind == "staleness_histogram":
@@ -190,8 +195,23 @@ class Forwarder:
         if document.kind == "summary":
             self._outbox.log(_final_rows(document))
             if bound := document.data.get("bound"):
-                self._client.set_tag(self._run_id, "mlflow.note.content", bound)  # the page shows it on top
+                self._describe(bound)
         self._outbox.sent_document(document)
+
+    def _describe(self, bound: str) -> None:
+        """Add what bounded the run to its description, which the page shows on top."""
+        before = self._client.get_run(self._run_id).data.tags.get(_NOTE, "")
+        if bound not in before:
+            self._client.set_tag(self._run_id, _NOTE, f"{before}\n\n{bound}".strip())
+
+    def _register(self, document: Document) -> None:
+        """A registry that is absent or refuses costs the registered model, nothing else."""
+        try:
+            register(self._client, self._run_id, document.data)
+        except MlflowException as error:
+            if error.get_http_status_code() >= 500:  # which connections that fail have, too
+                raise
+            _log.warning("tracking: %s registers no model: %s", shown(self._uri), reason(error))
 
 
 def staleness_figure(counts: Mapping[str, int], step: int) -> Figure:

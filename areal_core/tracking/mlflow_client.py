@@ -12,7 +12,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from areal_core.tracking.outbox import EndStatus
 FAILURES = (MlflowException, OSError)  # OSError: what requests raises while an artifact is sent
 MAX_METRICS, MAX_LABELS = 1000, 100  # a log_batch call
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_BEST = "best"  # alias of a registered model's best version
 _MAX_TABLES = 50  # listed on a run's page; its tag holds no more
 _MAX_DIGEST = 36  # characters of a data set's digest
 _MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
@@ -57,8 +58,16 @@ def check_reachable(uri: str) -> None:
         verify_rest_response(response, endpoint)
 
 
-def start_run(uri: str, experiment: str, name: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> str:
-    """Open a run and return its id. `params` is the resolved configuration: parameters with dotted names, config.json.
+def start_run(
+    uri: str,
+    experiment: str,
+    name: str,
+    tags: Mapping[str, str],
+    params: Mapping[str, Any],
+    inputs: Iterable[Mapping[str, str]] = (),
+) -> str:
+    """Open a run and return its id. `params` is the resolved configuration: parameters with dotted names, config.json;
+    `inputs` are data sets as `add_input` takes them.
 
     What is longer than MLflow takes is cut, with a mark. Raises TrackingError.
     """
@@ -75,6 +84,8 @@ def start_run(uri: str, experiment: str, name: str, tags: Mapping[str, str], par
         while chunk := list(islice(flat, MAX_LABELS)):
             client.log_batch(run_id, params=[param(key, value) for key, value in chunk])
         client.log_dict(run_id, dict(params), "config.json")
+    for data_set in inputs:
+        add_input(uri, run_id, **data_set)
     return run_id
 
 
@@ -143,11 +154,44 @@ def add_benchmark(
     """The scores of a benchmark, its problems as a table, its data set as an input of the run, and files among the
     artifacts of evaluation/. Raises TrackingError."""
     client = MlflowClient(uri)
+    add_input(uri, run_id, name=benchmark, digest=digest, source=source, context="evaluation")
     with _reporting(uri):
-        data = Dataset(name=_cut(benchmark, _MAX_NAME), digest=digest[:_MAX_DIGEST], source_type="local", source=source)
-        client.log_inputs(run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "evaluation")])])
         put_table(client, run_id, f"evaluation/{benchmark}.json", rows)
     add_to_run(uri, run_id, metrics=metrics, step=0, files=files, folder="evaluation")
+
+
+def add_input(uri: str, run_id: str, *, name: str, digest: str, source: str, context: str) -> None:
+    """A data set as an input of a run; `context` is training or evaluation. Raises TrackingError."""
+    data = Dataset(name=_cut(name, _MAX_NAME), digest=digest[:_MAX_DIGEST], source_type="local", source=source)
+    with _reporting(uri):
+        MlflowClient(uri).log_inputs(run_id, [DatasetInput(data, [InputTag("mlflow.data.context", context)])])
+
+
+def register(client: MlflowClient, run_id: str, model: Mapping[str, Any]) -> None:
+    """A version of the registered model `name`, once a run; safe to repeat. It gets the alias `best` unless the one
+    that has it scores higher on the same held-out prompts.
+
+    Its source is the model's URL on S3. MLflow's server takes no folders: there the source is the run, and the tag
+    areal.url says where the model lies. Raises MlflowException.
+    """
+    name, url = str(model["name"]), str(model["url"])
+    with suppress(MlflowException):  # it is there; if it can't be made, no version of it can either
+        client.create_registered_model(name)
+    known = client.search_model_versions(f"name='{name}' and run_id='{run_id}'")
+    tags = {f"areal.{key}": str(model[key]) for key in ("url", "run", "version", "accuracy", "held_out")}
+    source = url if "://" in url and not url.startswith("file:") else f"runs:/{run_id}/summary.json"
+    text = f"Version {model['version']} of {model['run']}, held-out accuracy {model['accuracy']:.3f}: `{url}`"
+    version = (
+        known[0]
+        if known
+        else client.create_model_version(name, source, run_id, tags=tags, description=text, await_creation_for=0)
+    )
+    holder = client.get_registered_model(name).aliases.get(_BEST)
+    if holder is not None:
+        its = client.get_model_version(name, holder).tags
+        if its.get("areal.held_out") == model["held_out"] and float(its["areal.accuracy"]) > model["accuracy"]:
+            return
+    client.set_registered_model_alias(name, _BEST, version.version)
 
 
 def end_run(uri: str, run_id: str, status: EndStatus) -> None:

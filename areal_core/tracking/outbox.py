@@ -22,13 +22,15 @@ from typing import Any, Literal
 from areal_core.errors import TrackingError
 from areal_core.types import MetricRow
 
-DocumentKind = Literal["config", "evaluation", "staleness_histogram", "summary", "trajectories"]
+DocumentKind = Literal["census", "config", "evaluation", "model", "staleness_histogram", "summary", "trajectories"]
 LabelKind = Literal["param", "tag"]
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 _DOCUMENT_FIELD = {
+    "census": None,
     "config": None,
     "evaluation": "rows",
+    "model": "url",
     "staleness_histogram": "counts",
     "summary": None,
     "trajectories": "rows",
@@ -103,7 +105,8 @@ class Outbox:
         "trajectories": {"rows": [{column: value, ...}, ...]}, a table with one row a trajectory;
         "evaluation": {"rows": [...]}, likewise, with one row a problem; the step is the version;
         "staleness_histogram": {"counts": {"0": tokens, "1": tokens, ...}}, a plot;
-        "summary": the fields of RunSummary, a file and a few final metrics; "config": a file.
+        "summary": the fields of RunSummary, a file and a few final metrics; "config", "census": a file;
+        "model": {"name", "url", "run", "version", "accuracy", "held_out"}, a version of a registered model.
         """
         if kind not in _DOCUMENT_FIELD:
             raise TrackingError(f"document kind {kind!r}: must be one of {', '.join(_DOCUMENT_FIELD)}")

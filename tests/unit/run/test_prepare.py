@@ -53,8 +53,11 @@ def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch:
 
     calls: list[dict[str, Any]] = []
 
-    def start_run(uri: str, experiment: str, name: str, tags: dict[str, str], params: dict[str, Any]) -> str:
-        calls.append({"uri": uri, "experiment": experiment, "name": name, "tags": tags, "params": params})
+    def start_run(
+        uri: str, experiment: str, name: str, tags: dict[str, str], params: dict[str, Any], inputs: list[dict[str, str]]
+    ) -> str:
+        call = {"uri": uri, "experiment": experiment, "name": name, "tags": tags, "params": params, "inputs": inputs}
+        calls.append(call)
         return f"tracked-{len(calls)}"
 
     monkeypatch.setattr(mlflow_client, "start_run", start_run)
@@ -68,6 +71,10 @@ def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch:
     assert call["params"]["rollout"]["batch_size"] == 512
     assert call["tags"]["areal.run_id"] == "r"
     assert call["tags"]["areal.flow_run_id"] == "f1"
+    assert call["tags"]["mlflow.note.content"].startswith("The embedded model learns arithmetic: ")
+    assert [(one["name"], one["context"]) for one in call["inputs"]] == [
+        ("arithmetic", "training"), ("arithmetic", "evaluation"),
+    ]  # fmt: skip
     assert {name: call["tags"][name] for name in ("mode", "eta", "seed", "objective", "arm")} == {
         "mode": "async", "eta": "2", "seed": "1", "objective": "decoupled", "arm": "a",
     }  # fmt: skip

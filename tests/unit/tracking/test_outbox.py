@@ -126,7 +126,7 @@ def test_documents_are_replaced_until_equal(outbox: Outbox) -> None:
 
 
 def test_wrong_documents_and_ends_are_refused(outbox: Outbox) -> None:
-    with pytest.raises(TrackingError, match="document kind 'picture': must be one of config, "):
+    with pytest.raises(TrackingError, match="document kind 'picture': must be one of census, config, "):
         outbox.document("picture", 1, {})
     with pytest.raises(TrackingError, match="document trajectories: needs the field 'rows'"):
         outbox.document("trajectories", 1, {"row": []})

@@ -1,0 +1,35 @@
+"""The best version of a run: the one with the highest held-out accuracy, of several the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_core.errors import StorageError
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir
+from areal_core.types import Evaluation, PolicyVersion
+
+_WEIGHTS = "model.safetensors"
+
+
+def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    return max(evaluations, key=lambda known: (known.accuracy, -known.version), default=None)
+
+
+def export(run: RunDir, storage: Storage, version: PolicyVersion, card: str) -> str:
+    """Put a version into the store as a model folder beside the final model, whose tokenizer and settings it shares;
+    returns its URL. Raises StorageError."""
+    final, best = storage.child("final"), storage.child("best")
+    weights = Path(version.path) / _WEIGHTS
+    if not weights.exists():
+        raise StorageError(f"{weights}: version {version.version} is not here")
+    scratch = run.root / "best"
+    scratch.mkdir(exist_ok=True)
+    for name in final.list():
+        if not name.endswith(".safetensors") and name != "README.md":
+            final.get_file(name, scratch / name)
+            best.put_file(scratch / name, name)
+    best.put_file(weights, _WEIGHTS)
+    best.put_bytes("README.md", card.encode())
+    return best.url

@@ -1,0 +1,44 @@
+"""What a run trains on and is scored on, named for its record; its prompts are those of `environments.source`."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from areal_core.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSet:
+    """A set of prompts, by its content or by what makes it."""
+
+    name: str
+    digest: str  # hexadecimal; of a file its content's, else that of the settings that the prompts follow from
+    source: str
+    context: str  # training or evaluation
+
+
+def training_set(config: RunConfig) -> DataSet:
+    return _data_set(config, config.task.path, "training")
+
+
+def held_out_set(config: RunConfig) -> DataSet:
+    """The prompts that versions are scored on."""
+    return _data_set(config, config.task.held_out_path, "evaluation")
+
+
+def _data_set(config: RunConfig, path: str | None, context: str) -> DataSet:
+    task = config.task
+    made = f"{task.name} {task.dataset or ''} {task.dataset_options}".strip()
+    name = (task.dataset or task.name) if path is None else Path(path).name
+    content = hashlib.sha256()
+    if path is not None and Path(path).is_file():
+        with Path(path).open("rb") as file:
+            content = hashlib.file_digest(file, "sha256")
+    else:
+        made_of = [task.name, task.dataset, task.dataset_options, task.max_operations, task.length_decay, path]
+        content.update(orjson.dumps([*made_of, config.seed if context == "training" else task.held_out]))
+    return DataSet(name=name, digest=content.hexdigest(), source=path or made, context=context)

@@ -1,0 +1,52 @@
+"""The best version of a run: which it is, and the model folder that it becomes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_core.config.schema import load
+from areal_core.controller.best import best_of, export
+from areal_core.errors import StorageError
+from areal_core.models.arrays import read_arrays
+from areal_core.models.spec import read_spec
+from areal_core.storage import weights
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir, RunInfo
+from areal_core.types import Evaluation, PolicyVersion
+from tests.support.models import write_tiny
+
+
+def scored(version: int, accuracy: float) -> Evaluation:
+    return Evaluation(
+        version=version, sha256="", accuracy=accuracy, prompts=4, no_result=0, mean_tokens=1.0, wall_s=1.0
+    )
+
+
+def test_of_several_with_the_highest_accuracy_the_first_is_the_best() -> None:
+    assert best_of([]) is None
+    best = best_of([scored(0, 0.25), scored(5, 0.75), scored(10, 0.75), scored(15, 0.5)])
+    assert best is not None
+    assert best.version == 5
+
+
+def test_it_becomes_a_model_folder_beside_the_final_one(tmp_path: Path) -> None:
+    final = write_tiny(tmp_path / "store" / "final")
+    spec = read_spec(final)
+    (final / "README.md").write_text("the final one")
+    changed = {name: array + 1 for name, array in read_arrays(final, spec).items()}
+    version = weights.publish(tmp_path / "weights", 5, changed)
+    run = RunDir.create(load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="", checkpoint_url=""))
+    url = export(run, Storage.open(str(tmp_path / "store")), version, "the best one")
+    best = Path(url)
+    assert best == tmp_path / "store" / "best"
+    assert {file.name for file in best.iterdir()} == {file.name for file in final.iterdir()}
+    assert json.loads((best / "config.json").read_text()) == json.loads((final / "config.json").read_text())
+    assert (best / "README.md").read_text() == "the best one"
+    found = read_arrays(best, spec)
+    assert all((found[name] == array).all() for name, array in changed.items())
+    gone = PolicyVersion(version=6, path=str(tmp_path / "weights" / "v000006"), sha256="")
+    with pytest.raises(StorageError, match=r"v000006/model\.safetensors: version 6 is not here"):
+        export(run, Storage.open(str(tmp_path / "store")), gone, "")
