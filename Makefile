@@ -47,9 +47,9 @@ evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## a model on 
 	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(SETUP) extras ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
-	$(PYTEST) -m 'not gpu and not s3 and not vllm and not chaos and not hosts and not recovery and not pretrained' $(ARGS)
+	$(PYTEST) -m 'not gpu and not s3 and not vllm and not chaos and not hosts and not recovery and not attacks and not pretrained' $(ARGS)
 
-test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## the same, processes that end and join, vLLM's own server on a CPU, machines that are network namespaces (as root)
+test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## the same, processes that end and join, hostile programs, vLLM's own server on a CPU, machines that are network namespaces (as root)
 	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not chaos' -rs $(ARGS)
 
 test-vllm: $(SETUP) $(VLLM_SETUP) ## what needs vLLM's own server, on a CPU: ARGS= goes to pytest

@@ -235,6 +235,7 @@ def machine():
 
 
 @needs_sandbox
+@pytest.mark.attacks
 @pytest.mark.parametrize("place", range(len(ATTACKS)), ids=[attack.name for attack in ATTACKS])
 def test_attacks_gain_nothing(machine, place):
     """In one form of tests each; the benchmark tries all."""
