@@ -51,7 +51,7 @@ class Evaluator:
         """The scores of `version`, and a row for every problem."""
         start = time.monotonic()
         file = self._run.evaluations / f"v{version.version:06d}-{version.sha256[:8]}.jsonl"
-        with RecordFile(file, self._benchmark.of(version.sha256).about) as records:
+        with RecordFile(file, self._benchmark.of(version.sha256).about, synced=False) as records:
             collector = Collector(
                 self._benchmark.problems,
                 records,

@@ -56,8 +56,10 @@ class RecordFile:
     StorageError for one that can't be read or written.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, about: Mapping[str, Any], *, synced: bool = True) -> None:
+        """`synced`: a record outlives the machine as soon as it is added; else the process."""
         self.path = path
+        self._synced = synced
         self._records: dict[int, Record] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +88,7 @@ class RecordFile:
         return [self._records[problem] for problem in sorted(self._records)]
 
     def add(self, record: Record) -> None:
-        """Write a record; it is on disk when this returns."""
+        """Write a record."""
         try:
             self._write(dataclasses.asdict(record))
         except OSError as error:
@@ -114,7 +116,8 @@ class RecordFile:
     def _write(self, value: dict[str, Any]) -> None:
         self._file.write(orjson.dumps(value) + b"\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._synced:
+            os.fsync(self._file.fileno())
 
 
 def read_records(path: Path) -> list[Record]:
