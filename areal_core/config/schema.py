@@ -109,8 +109,16 @@ class RunConfig:
 
     @property
     def evaluation_engine(self) -> str:
-        """The engine behind the servers that score versions."""
+        """The engine that scores versions."""
         return self.evaluation.engine if self.evaluation.servers else self.generation.engine
+
+    @property
+    def evaluation_servers(self) -> int:
+        """Processes that serve the evaluator alone. It steps one embedded engine on a core itself: requests between two
+        processes would cost as much again as their tokens."""
+        its = self.evaluation
+        itself = its.servers == 1 and its.engine == "embedded" and its.accelerator == "cpu"
+        return 0 if itself else its.servers
 
     @property
     def emulated_cluster(self) -> str | None:

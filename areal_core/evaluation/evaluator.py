@@ -23,7 +23,7 @@ from areal_core.evaluation.page import write_page
 from areal_core.evaluation.records import RecordFile
 from areal_core.evaluation.sampling import Collector
 from areal_core.evaluation.scores import problem_row, scored
-from areal_core.evaluation.servers import BorrowedServer, OwnServers, Servers
+from areal_core.evaluation.servers import open_servers
 from areal_core.launch import logs, process
 from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class Evaluator:
         self._benchmark = open_benchmark("heldout", config, self._tokenizer, "", engine=config.evaluation_engine)
         self._sampling = self._benchmark.sampling(stop_token_ids(model_path))
         self._verify = open_verifier(config.environment, config.task)
-        self.servers: Servers = (OwnServers if config.evaluation.servers else BorrowedServer)(run, config)
+        self.servers = open_servers(run, config)
 
     async def score(self, version: PolicyVersion) -> tuple[Evaluation, list[dict[str, object]]]:
         """The scores of `version`, and a row for every problem."""

@@ -1,6 +1,6 @@
 """Completions of a benchmark's problems from generation servers, judged and recorded.
 
-    problems --> workers at every server --POST /inference/v1/generate--> completions --> verifier --> records
+    problems --> workers at every server --requests--> completions --> verifier --> records
 
 Servers may come, go and come again; a problem whose server is lost goes to another one. What a problem's completions
 are sampled with follows from its text alone, not from when, where or beside what they are.
@@ -13,12 +13,11 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from areal_core.api.wire import parse_generation
 from areal_core.environments.environment import Verdict, Verifier, judge
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.evaluation.records import Record, RecordFile, Sample
-from areal_core.generation.client import GenerationClient
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Completion, GenerationRequest, Outcome, Prompt
 
@@ -34,6 +33,16 @@ class Sampling:
     max_tokens: int  # of a completion
     seed: int
     stop_token_ids: tuple[int, ...]
+
+
+class Server(Protocol):
+    """What completes prompts: the client of a generation server, or an engine."""
+
+    url: str  # how messages name it
+
+    async def complete(self, request: GenerationRequest) -> list[Completion]:
+        """The completions of a request. Raises ServerLostError, and GenerationError for one that is refused."""
+        ...
 
 
 class Collector:
@@ -71,11 +80,11 @@ class Collector:
         """Whether every problem is recorded, or one has failed."""
         return self._ended.done()
 
-    async def work(self, client: GenerationClient, completions: int) -> None:
+    async def work(self, server: Server, completions: int) -> None:
         """Have a server work on problems, about `completions` at once, until none is left or one has failed. Raises
         ServerLostError when the server is lost; what it had is left to others."""
         workers = [
-            asyncio.create_task(self._work(client)) for _ in range(max(1, completions // (1 + self._sampling.samples)))
+            asyncio.create_task(self._work(server)) for _ in range(max(1, completions // (1 + self._sampling.samples)))
         ]
         try:
             await asyncio.wait((self._ended, *workers), return_when=asyncio.FIRST_COMPLETED)
@@ -96,11 +105,11 @@ class Collector:
         """Wait until every problem is recorded. Raises the first failure that is not the loss of a server."""
         await asyncio.shield(self._ended)
 
-    async def _work(self, client: GenerationClient) -> None:
+    async def _work(self, server: Server) -> None:
         while True:
             problem = await self._waiting.get()
             try:
-                record = await self._record(client, problem)
+                record = await self._record(server, problem)
             except BaseException:
                 self._waiting.put_nowait(problem)
                 raise
@@ -113,9 +122,9 @@ class Collector:
         if not self._left and not self._ended.done():
             self._ended.set_result(None)
 
-    async def _record(self, client: GenerationClient, problem: Prompt) -> Record:
+    async def _record(self, server: Server, problem: Prompt) -> Record:
         greedy, sampled = await asyncio.gather(
-            self._generate(client, problem, greedy=True), self._sampled(client, problem)
+            self._generate(server, problem, greedy=True), self._sampled(server, problem)
         )
         judged = await asyncio.to_thread(lambda: [self._sample(problem, completion) for completion in greedy + sampled])
         return Record(
@@ -127,10 +136,10 @@ class Collector:
             samples=tuple(judged[1:]),
         )
 
-    async def _sampled(self, client: GenerationClient, problem: Prompt) -> list[Completion]:
-        return await self._generate(client, problem, greedy=False) if self._sampling.samples else []
+    async def _sampled(self, server: Server, problem: Prompt) -> list[Completion]:
+        return await self._generate(server, problem, greedy=False) if self._sampling.samples else []
 
-    async def _generate(self, client: GenerationClient, problem: Prompt, *, greedy: bool) -> list[Completion]:
+    async def _generate(self, server: Server, problem: Prompt, *, greedy: bool) -> list[Completion]:
         digest = hashlib.sha256(f"{self._sampling.seed}/{problem.prompt_id}".encode()).digest()
         n = 1 if greedy else self._sampling.samples
         request = GenerationRequest(
@@ -143,11 +152,11 @@ class Collector:
             greedy=greedy,
             temperature=self._sampling.temperature,
         )
-        completions = parse_generation(await client.generate(request))
+        completions = await server.complete(request)
         if len(completions) != n or any(completion.finish_reason == "abort" for completion in completions):
-            raise GenerationError(f"{client.url}: {request.request_id} came back without its {n} whole completions")
+            raise GenerationError(f"{server.url}: {request.request_id} came back without its {n} whole completions")
         if any((completion.versions != self._version).any() for completion in completions):
-            raise ServerLostError(f"{client.url}: it has loaded other weights than version {self._version}")
+            raise ServerLostError(f"{server.url}: it has loaded other weights than version {self._version}")
         return completions
 
     def _sample(self, problem: Prompt, completion: Completion) -> Sample:

@@ -1,7 +1,8 @@
-"""The generation servers that score a run's versions: the evaluator's own, or one at a time that the run lends.
+"""What completes the prompts that score a run's versions (`evaluation.servers`).
 
-own        launched beside the run's (`evaluation.servers`); they load a version when it is scored
-borrowed   one of the run's: it leaves the run, loads the version, and joins again once that is scored
+own engine   one embedded engine on a core, which the evaluator steps itself
+own servers  launched beside the run's; they load a version when it is scored
+borrowed     one of the run's: it leaves the run, loads the version, and joins again once that is scored
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from pathlib import Path
 from typing import Protocol
 
 from areal_core.api.controller_client import ControllerClient
@@ -16,8 +18,11 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import GenerationError, ProcessError, ServerLostError
 from areal_core.evaluation.sampling import Collector
 from areal_core.generation.client import GenerationClient
+from areal_core.generation.engines.engine import ServedEngine, read_version
+from areal_core.generation.engines.registry import make_engine
+from areal_core.models.spec import read_spec
 from areal_core.storage.rundir import RunDir, write_json
-from areal_core.types import PolicyVersion
+from areal_core.types import Completion, GenerationRequest, PolicyVersion
 
 logger = logging.getLogger(__name__)
 ROLE = "evaluation"  # of its own servers, in the names of their files
@@ -35,6 +40,56 @@ class Servers(Protocol):
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         """Have servers that hold `version` work until all is recorded, or a problem has failed."""
         ...
+
+
+def open_servers(run: RunDir, config: RunConfig) -> Servers:
+    """As `evaluation.servers` has it. Raises ModelError for a model that the engine can't run."""
+    if not config.evaluation.servers:
+        return BorrowedServer(run, config)
+    return OwnServers(run, config) if config.evaluation_servers else OwnEngine(run, config)
+
+
+class OwnEngine:
+    """The embedded engine on a core, in this process: a step of it is a turn of the event loop."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self.url = "the evaluator's own engine"
+        self._slots = config.evaluation.slots
+        self._engine = _engine(run, config)
+        self._finished: dict[str, asyncio.Future[list[Completion]]] = {}  # by request id
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Nothing is left."""
+
+    async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
+        if version.version or self._engine.version:  # else it holds the base model
+            self._engine.swap(read_version(self._engine, Path(version.path), version.sha256), version.version)
+        await collector.work(self, 2 * self._slots)
+
+    async def complete(self, request: GenerationRequest) -> list[Completion]:
+        self._engine.add(request)
+        finished = self._finished[request.request_id] = asyncio.get_running_loop().create_future()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        try:
+            return await finished
+        finally:
+            del self._finished[request.request_id]
+            self._engine.abort([request.request_id])  # unless it has ended
+
+    async def _step(self) -> None:
+        """Step the engine until nobody waits for it."""
+        try:
+            while self._finished:
+                for generation in self._engine.step():
+                    if not (future := self._finished[generation.request.request_id]).done():  # cancelled
+                        future.set_result(list(generation.completions))
+                await asyncio.sleep(0)
+        except Exception as error:  # noqa: BLE001 - handed to all who wait
+            for future in self._finished.values():
+                if not future.done():
+                    future.set_exception(error)
 
 
 class OwnServers:
@@ -112,6 +167,18 @@ class BorrowedServer:
         except ProcessError as error:
             logger.warning("%s, which was borrowed, has not joined again: %s", name, error)
         self._file.unlink(missing_ok=True)
+
+
+def _engine(run: RunDir, config: RunConfig) -> ServedEngine:
+    folder, task = run.info().model_path, config.task
+    spec = read_spec(folder)
+    context = min(spec.context, task.max_prompt_tokens + task.max_new_tokens)
+    return make_engine(
+        "embedded",
+        Path(folder),
+        spec,
+        {"slots": config.evaluation.slots, "context": context, "version": 0, "deterministic": True, "device": "cpu"},
+    )
 
 
 async def _score(url: str, config: RunConfig, collector: Collector, version: PolicyVersion, *, slots: int) -> None:

@@ -24,11 +24,19 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal_core.api.wire import EMBEDDED, ROLLOUT, ROUTES_VERSION, ServerLoad, completion_tokens, encode_request
+from areal_core.api.wire import (
+    EMBEDDED,
+    ROLLOUT,
+    ROUTES_VERSION,
+    ServerLoad,
+    completion_tokens,
+    encode_request,
+    parse_generation,
+)
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.models.spec import weights_sha256
 from areal_core.tracking.timeline import Activity, TimelineWriter
-from areal_core.types import GenerationRequest, PolicyVersion
+from areal_core.types import Completion, GenerationRequest, PolicyVersion
 
 _KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request sent just then would have it taken out
 _CONTROL_TIMEOUT_S = 10.0  # for what a server answers at once, or between two decode steps
@@ -98,6 +106,10 @@ class GenerationClient:
             self._requested -= most
             self._completed += most
             self._note()
+
+    async def complete(self, request: GenerationRequest) -> list[Completion]:
+        """The completions of a request, as `generate` gets them."""
+        return parse_generation(await self.generate(request))
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End requests with the tokens that they have; unknown ids are passed over."""

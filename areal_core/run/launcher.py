@@ -115,7 +115,7 @@ class Run:
                 return
             done = StopSignal()
             servers = threading.Thread(target=self._guarded, args=(lambda: self._supervise(EVALUATION, done),))
-            if self.config.evaluation.servers:
+            if self.config.evaluation_servers:
                 servers.start()
             try:
                 self._supervise("evaluator", self._abort)

@@ -144,7 +144,7 @@ def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
     """The evaluator's own servers; on GPUs, on those `after` the ones of servers and ranks. Whatever they have in a
     batch, a version's scores are the same."""
     evaluation = config.evaluation
-    per_server = config.evaluation_devices // max(1, evaluation.servers)
+    per_server = config.evaluation_devices // max(1, config.evaluation_servers)
 
     def argv(index: int) -> list[str]:
         where = ("--host", LOOPBACK, "--slots", evaluation.slots)
@@ -156,7 +156,7 @@ def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
     return RoleSpec(
         name=EVALUATION,
         argv=argv,
-        count=evaluation.servers,
+        count=config.evaluation_servers,
         nice=config.launch.evaluator_nice,
         env=lambda index: _gpus(config, after + index * per_server, per_server),
         exits=False,

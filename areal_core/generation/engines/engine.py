@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_core.errors import GenerationError
-from areal_core.models.spec import ModelSpec
+from areal_core.errors import GenerationError, ModelError
+from areal_core.models.spec import ModelSpec, weights_sha256
 from areal_core.types import Completion, GenerationRequest
 
 
@@ -83,6 +83,17 @@ class ServedEngine(Protocol):
     def clear_cache(self) -> None:
         """Clear the KV cache: before the next step, that of running completions is recomputed."""
         ...
+
+
+def read_version(engine: ServedEngine, path: Path, sha256: str) -> Any:
+    """The weights of a file or folder that has this hash, made ready for `swap`; touches nothing that runs. Raises
+    ModelError for others, and for what the engine can't run."""
+    one = path / "model.safetensors"
+    weights = engine.read(one if one.exists() else path)
+    found = weights_sha256(path)
+    if found != sha256:
+        raise ModelError(f"sha256: {path} has {found}, the update names {sha256}")
+    return engine.prepare(weights)
 
 
 def check_request(request: GenerationRequest, spec: ModelSpec, context: int) -> None:

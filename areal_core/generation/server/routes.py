@@ -29,12 +29,12 @@ from areal_core.config.schema import load_file
 from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
 from areal_core.generation.command_line import server_parser
 from areal_core.generation.engines.emulated import EmulatedEngine
-from areal_core.generation.engines.engine import Generation, ServedEngine
+from areal_core.generation.engines.engine import Generation, ServedEngine, read_version
 from areal_core.generation.engines.registry import Options, make_engine
 from areal_core.generation.server.engine_thread import EngineThread
 from areal_core.generation.server.protocol import RequestError, parse_json, parse_request, parse_version, take
 from areal_core.launch import logs, process
-from areal_core.models.spec import read_spec, weights_sha256
+from areal_core.models.spec import read_spec
 from areal_core.tracking.timeline import TimelineWriter
 
 logger = logging.getLogger(__name__)
@@ -187,17 +187,8 @@ class GenerationServer:
         if not self._updating:
             raise RequestError("no weight update was started", param="update_info")
         self._staged = None
-        self._staged = (await asyncio.to_thread(self._read_update, Path(path), sha256),)
+        self._staged = (await asyncio.to_thread(read_version, self._engine, Path(path), sha256),)
         return web.json_response({"message": "weights staged"})
-
-    def _read_update(self, path: Path, sha256: str) -> Any:
-        """Weights that are what the caller says and that the engine can run; touches nothing that runs."""
-        one = path / "model.safetensors"
-        weights = self._engine.read(one if one.exists() else path)
-        found = weights_sha256(path)
-        if found != sha256:
-            raise ModelError(f"sha256: {path} has {found}, the update names {sha256}")
-        return self._engine.prepare(weights)
 
     async def _finish_update(self, http: web.Request) -> web.Response:
         version = parse_version(parse_json(await http.read()), "weight_version")
