@@ -6,7 +6,6 @@ off by the end of its process is dropped.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ class RecordFile:
             self._file = path.open("ab")
             self._file.truncate(sum(len(line) + 1 for line in whole))
             if not whole:
-                self._write(dict(about))
+                self._write(about)
         except ConfigError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -81,6 +80,9 @@ class RecordFile:
 
     def __contains__(self, problem: int) -> bool:
         return problem in self._records
+
+    def __len__(self) -> int:
+        return len(self._records)
 
     @property
     def records(self) -> list[Record]:
@@ -90,7 +92,7 @@ class RecordFile:
     def add(self, record: Record) -> None:
         """Write a record."""
         try:
-            self._write(dataclasses.asdict(record))
+            self._write(record)
         except OSError as error:
             raise StorageError(f"{self.path}: can't be written: {error.strerror}") from error
         self._records[record.problem] = record
@@ -113,7 +115,7 @@ class RecordFile:
                     "another --name keeps both"
                 )
 
-    def _write(self, value: dict[str, Any]) -> None:
+    def _write(self, value: Record | Mapping[str, Any]) -> None:
         self._file.write(orjson.dumps(value) + b"\n")
         self._file.flush()
         if self._synced:

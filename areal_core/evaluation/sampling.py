@@ -118,7 +118,7 @@ class Collector:
             self._count()
 
     def _count(self) -> None:
-        self._on_record(len(self._records.records))
+        self._on_record(len(self._records))
         if not self._left and not self._ended.done():
             self._ended.set_result(None)
 

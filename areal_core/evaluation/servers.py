@@ -46,16 +46,19 @@ def open_servers(run: RunDir, config: RunConfig) -> Servers:
     """As `evaluation.servers` has it. Raises ModelError for a model that the engine can't run."""
     if not config.evaluation.servers:
         return BorrowedServer(run, config)
-    return OwnServers(run, config) if config.evaluation_servers else OwnEngine(run, config)
+    if config.evaluation_servers:
+        return OwnServers(run, config)
+    return OwnEngine(_engine(run, config), slots=config.evaluation.slots)
 
 
 class OwnEngine:
     """The embedded engine on a core, in this process: a step of it is a turn of the event loop."""
 
-    def __init__(self, run: RunDir, config: RunConfig) -> None:
+    def __init__(self, engine: ServedEngine, *, slots: int) -> None:
+        """`engine` holds the base model, and decodes `slots` completions at once."""
         self.url = "the evaluator's own engine"
-        self._slots = config.evaluation.slots
-        self._engine = _engine(run, config)
+        self._engine = engine
+        self._slots = slots
         self._finished: dict[str, asyncio.Future[list[Completion]]] = {}  # by request id
         self._stepping: asyncio.Task[None] | None = None
 
@@ -74,9 +77,11 @@ class OwnEngine:
             self._stepping = asyncio.create_task(self._step())
         try:
             return await finished
+        except asyncio.CancelledError:
+            self._engine.abort([request.request_id])
+            raise
         finally:
             del self._finished[request.request_id]
-            self._engine.abort([request.request_id])  # unless it has ended
 
     async def _step(self) -> None:
         """Step the engine until nobody waits for it."""

@@ -4,14 +4,20 @@ import asyncio
 import contextlib
 import dataclasses
 
+import numpy as np
 import pytest
 
 from areal_core.environments.environment import Verdict
-from areal_core.errors import GenerationError, ServerLostError
+from areal_core.errors import DivergenceError, GenerationError, ModelError, ServerLostError
 from areal_core.evaluation.records import RecordFile
 from areal_core.evaluation.sampling import Collector, Sampling
+from areal_core.evaluation.servers import OwnEngine
 from areal_core.generation.client import GenerationClient
-from areal_core.types import Outcome, Prompt
+from areal_core.generation.engines.embedded import Engine
+from areal_core.models.arrays import read_arrays
+from areal_core.models.spec import read_spec
+from areal_core.storage.weights import base_version
+from areal_core.types import Outcome, PolicyVersion, Prompt
 from tests.support.live_servers import serving
 from tests.support.models import write_tiny
 from tests.support.policies import END, TOKENIZER
@@ -21,6 +27,9 @@ PROBLEMS = [
     for i in range(24)
 ]
 SAMPLING = Sampling(samples=3, temperature=1.0, max_tokens=12, seed=1, stop_token_ids=(END,))
+
+
+BASE = PolicyVersion(version=0, path="", sha256="")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +111,46 @@ def test_records_hold_every_problem_with_its_completions_and_verdicts(alone):
 @pytest.mark.parametrize("completions", [4, 100])
 def test_scores_depend_neither_on_concurrency_nor_on_servers(servers, alone, tmp_path, completions):
     assert collect(tmp_path / "b.jsonl", [server.url for server in servers], completions=completions) == alone
+
+
+def collect_here(file, engine, version=BASE):
+    """The records of an engine that this process steps itself."""
+
+    async def run(records):
+        collector = Collector(PROBLEMS, records, SAMPLING, TOKENIZER, verify, version=version.version)
+        async with asyncio.timeout(60):
+            await OwnEngine(engine, slots=8).work_on(collector, version)
+            await collector.finished()
+
+    with RecordFile(file, {"benchmark": {"name": "b"}}) as records:
+        asyncio.run(run(records))
+        return records.records
+
+
+@pytest.fixture
+def engine(model):
+    spec = read_spec(model)
+    return Engine(spec, read_arrays(model, spec), slots=8)
+
+
+def test_an_engine_in_the_same_process_scores_as_servers_do(engine, alone, model, tmp_path):
+    assert collect_here(tmp_path / "b.jsonl", engine) == alone
+    version = dataclasses.replace(base_version(str(model)), version=7)
+    assert collect_here(tmp_path / "c.jsonl", engine, version) == alone
+
+
+def test_an_engine_loads_what_the_version_says_and_nothing_else(engine, model, tmp_path):
+    version = dataclasses.replace(base_version(str(model)), version=7, sha256="0" * 64)
+    with pytest.raises(ModelError, match="sha256: .* the update names 0000"):
+        collect_here(tmp_path / "b.jsonl", engine, version)
+
+
+def test_an_engine_that_fails_ends_the_evaluation(model, tmp_path):
+    spec = read_spec(model)
+    arrays = read_arrays(model, spec)
+    arrays["model.norm.weight"] = np.full_like(arrays["model.norm.weight"], np.nan)
+    with pytest.raises(DivergenceError, match="logits of version 0 are not finite"):
+        collect_here(tmp_path / "b.jsonl", Engine(spec, arrays, slots=8))
 
 
 def test_what_was_stopped_goes_on_and_comes_to_the_same(servers, alone, tmp_path):

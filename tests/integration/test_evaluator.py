@@ -1,4 +1,4 @@
-"""Versions are scored beside the training: by servers of the evaluator's own, or by those that the run lends."""
+"""Versions are scored beside the training: by the evaluator's own engine or servers, or by those that the run lends."""
 
 from __future__ import annotations
 
@@ -33,35 +33,42 @@ def records(run: RunDir) -> dict[str, list[bytes]]:
     return {file.name: sorted(file.read_bytes().splitlines()) for file in run.evaluations.glob("*.jsonl")}
 
 
+def scored_run(folder: Path, servers: int) -> tuple[RunDir, RunConfig]:
+    """A synchronous run, which is reproducible to the bit."""
+    evaluation: dict[str, Any] = {"servers": servers, "samples": 3, "every": 1}
+    config = tiny(
+        folder,
+        mode="sync",
+        task={"held_out": 12},
+        environment={"verifier": "tests.support.verifiers:ends"},
+        training={"steps": 2},
+        evaluation=evaluation,
+    )
+    execute(config, run_id="r", log=print)
+    return run_folder(config, "r"), config
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunDir, RunConfig]]:
-    """The same synchronous run twice, which is reproducible to the bit."""
-    found: dict[str, tuple[RunDir, RunConfig]] = {}
-    for name, servers in {"own": 1, "lent": 0}.items():
-        evaluation: dict[str, Any] = {"servers": servers, "samples": 3, "every": 1}
-        config = tiny(
-            tmp_path_factory.mktemp(name),
-            mode="sync",
-            task={"held_out": 12},
-            environment={"verifier": "tests.support.verifiers:ends"},
-            training={"steps": 2},
-            evaluation=evaluation,
-        )
-        execute(config, run_id="r", log=print)
-        found[name] = run_folder(config, "r"), config
-    return found
+def own_engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, RunConfig]:
+    return scored_run(tmp_path_factory.mktemp("own"), servers=1)
 
 
-def test_scores_do_not_depend_on_whose_servers_they_are_from(runs: dict[str, tuple[RunDir, RunConfig]]) -> None:
-    own, lent = (records(run) for run, _ in runs.values())
-    both = own.keys() & lent.keys()  # the base and the last version, and the one between if there was time
+@pytest.mark.parametrize("servers", [pytest.param(2, id="servers of its own"), pytest.param(0, id="a lent one")])
+def test_scores_do_not_depend_on_what_they_are_from(
+    own_engine: tuple[RunDir, RunConfig], tmp_path: Path, servers: int
+) -> None:
+    run, _ = scored_run(tmp_path, servers)
+    own, other = records(own_engine[0]), records(run)
+    both = own.keys() & other.keys()  # the base and the last version, and the one between if there was time
     assert {name.split("-")[0] for name in both} >= {"v000000", "v000002"}
-    assert [own[name] for name in both] == [lent[name] for name in both]
+    assert [own[name] for name in both] == [other[name] for name in both]
     assert all(len(lines) == 13 for lines in own.values())  # what was evaluated, and a line a problem
+    assert own_engine[0].ready_info("evaluation", 0) is None  # one engine on a core needs no process
+    assert (run.ready_info("evaluation", 1) is not None) == (servers == 2)
 
 
-def test_every_version_has_its_scores_a_table_and_a_page(runs: dict[str, tuple[RunDir, RunConfig]]) -> None:
-    run, config = runs["own"]
+def test_every_version_has_its_scores_a_table_and_a_page(own_engine: tuple[RunDir, RunConfig]) -> None:
+    run, config = own_engine
     scored = evaluations(run, config)
     assert {evaluation.version for evaluation in scored} >= {0, 2}
     with contextlib.closing(Outbox(run.outbox, "r")) as outbox:

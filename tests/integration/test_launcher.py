@@ -196,12 +196,12 @@ def nothing_left(stage: Stage) -> bool:
 
 
 def test_an_orderly_run_ends_with_its_summary(stage: Callable[..., Stage]) -> None:
-    played = stage(generation={"servers": 2})
+    played = stage(generation={"servers": 2}, evaluation={"servers": 2})
     assert set(played.play().values()) == {None}
     assert played.run.report() == SUMMARY
     assert {name for _, name, _ in played.joined()} == {"generation-0", "generation-1"}
     assert (played.dir.root / "tracked").read_text() == "FINISHED"
-    assert len(played.pids()) == 7
+    assert len(played.pids()) == 8
     assert nothing_left(played)
 
 

@@ -46,7 +46,7 @@ def test_command_lines(tmp_path: Path) -> None:
         "trainer": 2,
         "rendezvous": 1,
         "evaluator": 1,
-        "evaluation": 1,
+        "evaluation": 0,  # the evaluator steps one embedded engine itself
         "tracker": 1,
     }
     server = specs["generation"].argv(1)
