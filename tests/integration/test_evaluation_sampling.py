@@ -141,7 +141,7 @@ def test_an_engine_in_the_same_process_scores_as_servers_do(engine, alone, model
 
 def test_an_engine_loads_what_the_version_says_and_nothing_else(engine, model, tmp_path):
     version = dataclasses.replace(base_version(str(model)), version=7, sha256="0" * 64)
-    with pytest.raises(ModelError, match="sha256: .* the update names 0000"):
+    with pytest.raises(ModelError, match=r"sha256: .* the update names 0000"):
         collect_here(tmp_path / "b.jsonl", engine, version)
 
 
