@@ -1,6 +1,7 @@
 """The spec of a model folder in the transformers format, and checks of its weights against it, without torch.
 
-Names and shapes of tensors are those of transformers ("model.layers.0.self_attn.q_proj.weight").
+Names and shapes of tensors are those of transformers ("model.layers.0.self_attn.q_proj.weight"): of Qwen2, Qwen3 and
+Llama decoders they follow from the spec; of all others, which only transformers' modules and vLLM run, from the files.
 `areal_core.models.folders` reads the weights themselves.
 """
 
@@ -19,13 +20,34 @@ from safetensors import SafetensorError, safe_open
 from areal_core.errors import ModelError
 
 MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+_HEAD = "lm_head.weight"
+_OTHER_NAMES = {  # of fields, in the configurations of older models
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+
+class _UnsupportedError(ModelError):
+    """A model that is sound, as far as can be seen, and has what this package's own passes lack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """What is known of a model that transformers' own modules train and vLLM serves."""
+
+    why: str  # this package's own passes don't run it: the field of config.json, what they take, what it has
+    config: str  # config.json
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]  # name and shape of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder. Rotary embeddings are the plain ones, the activation is SwiGLU with silu."""
+    """The shape of a decoder. Unless it is foreign, rotary embeddings are the plain ones, and the activation is SwiGLU
+    with silu."""
 
-    architecture: str  # one of MODEL_TYPES
+    architecture: str  # one of MODEL_TYPES, or foreign
     vocab_size: int
     hidden_size: int
     layers: int
@@ -33,13 +55,14 @@ class ModelSpec:
     kv_heads: int
     head_dim: int
     intermediate_size: int
-    rope_theta: float
-    rms_eps: float
-    qkv_bias: bool
+    rope_theta: float = 10000.0
+    rms_eps: float = 1e-6
+    qkv_bias: bool = False
     qk_norm: bool = False  # an RMS norm over each head of queries and keys, before they are rotated
     tie_embeddings: bool
     context: int  # tokens, prompt and completion together
     eos_token_ids: tuple[int, ...]
+    foreign: Foreign | None = None  # then of the fields above only those of its size count
 
     @property
     def parameters(self) -> int:
@@ -47,68 +70,111 @@ class ModelSpec:
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
-    """The spec of a folder in the transformers format, from config.json and generation_config.json.
+    """The spec of a folder in the transformers format, from config.json and generation_config.json; it is foreign
+    where this package's own passes lack something: another architecture, rope scaling, sliding windows, another
+    activation, other biases. Of these the files of weights are looked into, too.
 
-    Raises ModelError naming the folder and the field when the folder is missing or broken, or when the model needs
-    what is not supported: another architecture, rope scaling, sliding windows, another activation, other biases.
+    Raises ModelError naming the folder and the field when the folder is missing or broken.
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json")
+    config = _Config(folder, read_json(folder / "config.json"))
+    try:
+        return _own(config)
+    except _UnsupportedError as lack:
+        return _foreign(config, str(lack))
 
-    def field(name: str, default: Any = None) -> Any:
-        value = config.get(name)
-        if value is None and default is None:
-            raise ModelError(f"{folder}: config.json has no {name}")
-        return default if value is None else value
 
-    def count(name: str, default: int | None = None) -> int:
-        value = field(name, default)
+class _Config:
+    """The fields of config.json, read as what they must be."""
+
+    def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.values = values
+
+    @property
+    def architecture(self) -> str:
+        named = self.values.get("architectures")
+        if not isinstance(named, list) or not named or not isinstance(named[0], str):
+            raise ModelError(f"{self.folder}: architectures must name one, got {named!r}")
+        return named[0]
+
+    def get(self, name: str) -> Any:
+        value = self.values.get(name)
+        return self.values.get(_OTHER_NAMES.get(name, name)) if value is None else value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.folder}: config.json has no {name}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{folder}: {name} must be a whole number of at least 1, got {value!r}")
+            raise ModelError(f"{self.folder}: {name} must be a whole number of at least 1, got {value!r}")
         return value
 
-    def number(name: str, value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ModelError(f"{folder}: {name} must be a number greater than 0, got {value!r}")
-        return float(value)
+    def size(self, *, head_dim: int | None = None) -> dict[str, Any]:
+        """The fields of a spec that say how large the model is; `head_dim` where config.json names none."""
+        heads, hidden_size = self.count("num_attention_heads"), self.count("hidden_size")
+        return {
+            "vocab_size": self.count("vocab_size"),
+            "hidden_size": hidden_size,
+            "layers": self.count("num_hidden_layers"),
+            "heads": heads,
+            "kv_heads": self.count("num_key_value_heads", heads),
+            "head_dim": self.count("head_dim", head_dim or hidden_size // heads),
+            "context": self.count("max_position_embeddings"),
+            "eos_token_ids": _eos_token_ids(self.folder, self.values),
+        }
 
-    architecture = next(iter(config.get("architectures") or ["none"]))
+
+def _own(config: _Config) -> ModelSpec:
+    """The spec of a model that this package's own passes run. Raises _UnsupportedError for others."""
+    folder, architecture = config.folder, config.architecture
     if architecture not in MODEL_TYPES:
-        raise ModelError(f"{folder}: architectures must name one of {', '.join(MODEL_TYPES)}, got {architecture!r}")
-    if field("hidden_act", "silu") != "silu":
-        raise ModelError(f"{folder}: hidden_act must be silu, got {config['hidden_act']!r}")
+        raise _UnsupportedError(f"architectures must name one of {', '.join(MODEL_TYPES)}, got {architecture!r}")
+    if (activation := config.get("hidden_act") or "silu") != "silu":
+        raise _UnsupportedError(f"hidden_act must be silu, got {activation!r}")
     for unsupported in ("use_sliding_window", "mlp_bias", "attention_bias"):
         # Qwen2 always has its q, k and v biases, whatever attention_bias says.
         if config.get(unsupported) and not (unsupported == "attention_bias" and architecture == "Qwen2ForCausalLM"):
-            raise ModelError(f"{folder}: {unsupported} must be false, got {config[unsupported]!r}")
+            raise _UnsupportedError(f"{unsupported} must be false, got {config.get(unsupported)!r}")
     kinds = config.get("layer_types") or []
     others = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
     if others:
-        raise ModelError(f"{folder}: layer_types must be full_attention in every layer, got {others[0]!r}")
-    heads, hidden_size = count("num_attention_heads"), count("hidden_size")
-    kv_heads = count("num_key_value_heads", heads)
+        raise _UnsupportedError(f"layer_types must be full_attention in every layer, got {others[0]!r}")
     qwen3 = architecture == "Qwen3ForCausalLM"
-    head_dim = count("head_dim", 128 if qwen3 else hidden_size // heads)  # where none is named, as transformers has it
+    size = config.size(head_dim=128 if qwen3 else None)  # where none is named, as transformers has it
+    heads, kv_heads, head_dim = size["heads"], size["kv_heads"], size["head_dim"]
     if heads % kv_heads:
         raise ModelError(f"{folder}: num_key_value_heads must divide num_attention_heads ({heads}), got {kv_heads}")
     if head_dim % 2:
         raise ModelError(f"{folder}: head_dim must be even, got {head_dim}")
     return ModelSpec(
         architecture=architecture,
-        vocab_size=count("vocab_size"),
-        hidden_size=hidden_size,
-        layers=count("num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=count("intermediate_size"),
-        rope_theta=number("rope_theta", _rope_theta(folder, config)),
-        rms_eps=number("rms_norm_eps", field("rms_norm_eps", 1e-6)),
+        intermediate_size=config.count("intermediate_size"),
+        rope_theta=_number(folder, "rope_theta", _rope_theta(folder, config.values)),
+        rms_eps=_number(folder, "rms_norm_eps", config.get("rms_norm_eps") or 1e-6),
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=qwen3,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        context=count("max_position_embeddings"),
-        eos_token_ids=_eos_token_ids(folder, config),
+        tie_embeddings=bool(config.get("tie_word_embeddings")),
+        **size,
+    )
+
+
+def _foreign(config: _Config, why: str) -> ModelSpec:
+    if config.get("quantization_config"):
+        raise ModelError(f"{config.folder}: quantization_config must be absent: quantised weights can't be trained")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(config.folder):
+        shapes |= header_shapes(file)
+    if config.get("tie_word_embeddings"):
+        shapes.pop(_HEAD, None)  # stored all the same
+    size = config.size()
+    return ModelSpec(
+        architecture=config.architecture,
+        intermediate_size=config.count("intermediate_size", 4 * size["hidden_size"]),
+        tie_embeddings=_HEAD not in shapes,
+        foreign=Foreign(why=why, config=json.dumps(config.values), tensors=tuple(shapes.items())),
+        **size,
     )
 
 
@@ -125,7 +191,19 @@ def stop_token_ids(model_path: str) -> tuple[int, ...]:
 def write_config(folder: Path, spec: ModelSpec, dtype: str) -> None:
     """Write config.json and generation_config.json, as `read_spec` and transformers read them."""
     ids = {"bos_token_id": None, "eos_token_id": list(spec.eos_token_ids) or None, "pad_token_id": None}
-    config = {
+    config = _config(spec) | {"dtype": dtype}
+    if spec.foreign is None:
+        config |= ids
+    config.pop("torch_dtype", None)  # of older folders
+    sampling = {"do_sample": True, "temperature": 1.0, **ids}
+    for name, value in (("config.json", config), ("generation_config.json", sampling)):
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _config(spec: ModelSpec) -> dict[str, Any]:
+    if spec.foreign is not None:
+        return dict(json.loads(spec.foreign.config))
+    return {
         "architectures": [spec.architecture],
         "model_type": MODEL_TYPES[spec.architecture],
         "vocab_size": spec.vocab_size,
@@ -142,16 +220,14 @@ def write_config(folder: Path, spec: ModelSpec, dtype: str) -> None:
         "tie_word_embeddings": spec.tie_embeddings,
         "max_position_embeddings": spec.context,
         "use_cache": True,
-        "dtype": dtype,
-        **ids,
     }
-    sampling = {"do_sample": True, "temperature": 1.0, **ids}
-    for name, value in (("config.json", config), ("generation_config.json", sampling)):
-        (folder / name).write_text(json.dumps(value, indent=2) + "\n")
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, in the order of the forward pass; no lm_head.weight when embeddings are tied."""
+    """Name and shape of every tensor, in the order of the forward pass, or of a foreign model's files; no
+    lm_head.weight when embeddings are tied."""
+    if spec.foreign is not None:
+        return dict(spec.foreign.tensors)
     hidden, inner = spec.hidden_size, spec.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
     for layer in range(spec.layers):
@@ -170,7 +246,7 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes[at + "mlp.down_proj.weight"] = (hidden, inner)
     shapes["model.norm.weight"] = (hidden,)
     if not spec.tie_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+        shapes[_HEAD] = (spec.vocab_size, hidden)
     return shapes
 
 
@@ -257,6 +333,12 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def _number(folder: Path, name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise ModelError(f"{folder}: {name} must be a number greater than 0, got {value!r}")
+    return float(value)
+
+
 def _rope_theta(folder: Path, config: Mapping[str, Any]) -> Any:
     """transformers 5 keeps it under rope_parameters, older folders at the top beside rope_scaling."""
     for group in ("rope_parameters", "rope_scaling"):
@@ -265,11 +347,9 @@ def _rope_theta(folder: Path, config: Mapping[str, Any]) -> Any:
             raise ModelError(f"{folder}: {group} must be an object, got {rope!r}")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
-            raise ModelError(f"{folder}: {group}.rope_type must be default, got {kind!r}")
+            raise _UnsupportedError(f"{group}.rope_type must be default, got {kind!r}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ModelError(
-                f"{folder}: {group}.partial_rotary_factor must be 1, got {rope['partial_rotary_factor']!r}"
-            )
+            raise _UnsupportedError(f"{group}.partial_rotary_factor must be 1, got {rope['partial_rotary_factor']!r}")
     return (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0
 
 

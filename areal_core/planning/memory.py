@@ -94,7 +94,10 @@ def backward_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
 
 def head_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
     """The completion tokens' hidden states (at most all of them) and their gradient, the gradient of the output's
-    matrix in float32 and in b, and three slices of the logits in float32 (`training.model.forward`)."""
+    matrix in float32 and in b, and three slices of the logits in float32 (`training.model.forward`). A foreign model
+    makes the logits of all tokens, and their gradient."""
+    if spec.foreign is not None:
+        return 2.0 * tokens * spec.vocab_size * number + _FLOAT * spec.vocab_size * spec.hidden_size
     hidden = 2 * tokens * spec.hidden_size * number
     matrix = spec.vocab_size * spec.hidden_size * (_FLOAT + (number if number < _FLOAT else 0))
     return hidden + matrix + 3 * _FLOAT * min(tokens * spec.vocab_size, LOGITS_AT_ONCE)

@@ -8,10 +8,11 @@ save memory, does not count. Unlike there, attention is causal and logits are co
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
-from areal_core.models.spec import ModelSpec
+from areal_core.models.spec import ModelSpec, weight_shapes
 from areal_core.planning.time_model import ACCELERATORS, ModelShape
 from areal_core.training.engines.engine import TrainingBatch
 
@@ -46,11 +47,12 @@ def forward_flops(spec: ModelSpec, prompt: int, completions: Sequence[int], *, s
     """
     shape = _shape(spec)
     head = 2.0 * spec.vocab_size * spec.hidden_size
+    linear = shape.flops_per_token - head if spec.foreign is None else _matrices(spec)
     own = [length - 1 for length in completions]
     prompts = 1 if shared else len(completions)
     inputs = prompts * prompt + sum(own)
     attended = prompts * prompt * (prompt + 1) / 2 + sum(count * prompt + count * (count + 1) / 2 for count in own)
-    layers = inputs * (shape.flops_per_token - head) + attended * shape.attention_flops
+    layers = inputs * linear + attended * shape.attention_flops
     return round(layers + sum(completions) * head)
 
 
@@ -69,6 +71,13 @@ def peak_flops_per_s(name: str, dtype: str) -> float | None:
     if not found or {"pcie", "nvl", "mig"} & set(words):
         return None
     return {"bfloat16": found[0].flops_per_s, "float32": found[0].float32_flops_per_s}[dtype]
+
+
+def _matrices(spec: ModelSpec) -> float:
+    """FLOPs of an input in the matrices of a foreign model, of which those as long as its vocabulary are embeddings and
+    the output's."""
+    shapes = [shape for shape in weight_shapes(spec).values() if len(shape) == 2 and spec.vocab_size not in shape]
+    return 2.0 * sum(map(math.prod, shapes))
 
 
 def _shape(spec: ModelSpec) -> ModelShape:

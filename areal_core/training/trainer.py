@@ -204,13 +204,18 @@ class Trainer:
             loss_mean=config.algorithm.loss_mean,
             max_new_tokens=config.task.max_new_tokens,
             regularised=config.algorithm.regularised,
-            share_prompts=config.shares_prompts,
+            share_prompts=self._shares_prompts,
         )
         check_batch(batch, self.spec)
         return batch
 
+    @property
+    def _shares_prompts(self) -> bool:
+        """Never where transformers' modules run the model: they know no prompt that several completions attend to."""
+        return self.config.shares_prompts and self.spec.foreign is None
+
     def _cost(self, group: BatchGroup) -> int:
-        return training_cost(self.spec, group.prompt_tokens, group.lengths, shared=self.config.shares_prompts)
+        return training_cost(self.spec, group.prompt_tokens, group.lengths, shared=self._shares_prompts)
 
     # -- what is kept ------------------------------------------------------------------------------------------
 

@@ -181,9 +181,8 @@ def without_a_tensor(folder: Path) -> None:
         (lambda m: edit(m, rms_norm_eps="tiny"), "{model}: rms_norm_eps must be a number greater than 0, got 'tiny'"),
         (lambda m: edit(m, rope_parameters=3), "{model}: rope_parameters must be an object, got 3"),
         (
-            lambda m: edit(m, architectures=["GPT2LMHeadModel"]),
-            "{model}: architectures must name one of Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, "
-            "got 'GPT2LMHeadModel'",
+            lambda m: edit(m, architectures=["MambaForCausalLM"], num_attention_heads=None),
+            "{model}: config.json has no num_attention_heads",
         ),
         (without_end_token, "{model} names no eos_token_id"),
         (lambda m: (m / "model.safetensors").unlink(), "{model}/model.safetensors: no such file"),
@@ -213,6 +212,20 @@ def test_a_model_of_too_short_a_context(refused: Callable[..., str], model: Path
     assert refused(f"model.path={model}") == (
         "task.max_new_tokens: prompt and completion need 152 tokens (max_prompt_tokens + max_new_tokens), "
         f"more than the context of {model}, 100"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engines", "field"),
+    [([], "generation"), (["generation.engine=my.package:engine"], "evaluation")],
+)
+def test_a_model_that_the_embedded_engine_lacks(
+    refused: Callable[..., str], model: Path, engines: list[str], field: str
+) -> None:
+    edit(model, architectures=["Olmo2ForCausalLM"])
+    assert refused(f"model.path={model}", *engines) == (
+        f"{field}.engine: must be vllm for {model}, got 'embedded', for which architectures must name one of "
+        "Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, got 'Olmo2ForCausalLM'"
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_core.types import Float32Array
-from tests.support.engines import CUTS, DIVERGED, RECOMPUTED, SHARED, SMALL, STAGES, WHOLE, Outcome, run
+from tests.support.engines import CUTS, DIVERGED, FOREIGN, RECOMPUTED, SHARED, SMALL, STAGES, WHOLE, Outcome, run
 from tests.support.training import QWEN3, engine, train, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
@@ -45,6 +45,14 @@ def assert_close(one: Mapping[str, Float32Array], other: Mapping[str, Float32Arr
         assert np.linalg.norm(other[name] - values) <= tolerance * np.linalg.norm(values), name
 
 
+def assert_within_rounding(expected: Outcome, outcome: Outcome) -> None:
+    """The gradient deviates by some roundings of bfloat16."""
+    names = expected.gradient.keys()
+    one, other = (np.concatenate([each.gradient[name].ravel() for name in names]) for each in (expected, outcome))
+    assert 0 < np.linalg.norm(one - other) < 16 * BFLOAT16 * np.linalg.norm(one)
+    assert outcome.stats[0].grad_norm == pytest.approx(expected.stats[0].grad_norm, rel=4 * BFLOAT16)
+
+
 @pytest.mark.parametrize(("size", "case"), CASES)
 def test_every_engine_takes_the_same_steps(
     groups: dict[int, dict[str, Outcome]], expected: Outcome, size: int, case: str
@@ -73,6 +81,19 @@ def test_norms_of_heads_are_trained_as_other_weights(groups: dict[int, dict[str,
     assert_close(alone.weights(), groups[2]["qwen3 3"].weights, 1e-4)
 
 
+@pytest.mark.parametrize("case", FOREIGN)
+def test_transformers_own_module_takes_the_same_steps(
+    groups: dict[int, dict[str, Outcome]], expected: Outcome, case: str
+) -> None:
+    foreign = groups[2][f"foreign {case}"]
+    if "bfloat16" in case:
+        assert_within_rounding(expected, foreign)
+        return
+    assert_close(expected.gradient, foreign.gradient, 1e-5)
+    for one, other in zip(expected.stats, foreign.stats, strict=False):
+        assert astuple(one) == pytest.approx(astuple(other), rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize("stage", RECOMPUTED)
 def test_computing_activations_again_changes_nothing(
     groups: dict[int, dict[str, Outcome]], expected: Outcome, stage: int
@@ -87,11 +108,9 @@ def test_computing_activations_again_changes_nothing(
 def test_bfloat16_takes_nearly_the_same_steps(
     groups: dict[int, dict[str, Outcome]], expected: Outcome, stage: int
 ) -> None:
-    """The gradient deviates by some roundings of bfloat16; a weight by less than the updates may have moved it."""
+    """A weight deviates by less than the updates may have moved it."""
     outcome = groups[2][f"bfloat16 {stage}"]
-    one, other = (np.concatenate([part.ravel() for part in each.gradient.values()]) for each in (expected, outcome))
-    assert 0 < np.linalg.norm(one - other) < 16 * BFLOAT16 * np.linalg.norm(one)
-    assert outcome.stats[0].grad_norm == pytest.approx(expected.stats[0].grad_norm, rel=4 * BFLOAT16)
+    assert_within_rounding(expected, outcome)
     alone = engine()
     train(alone, range(1, 2), minibatches=1)
     train(alone, range(2, 4))

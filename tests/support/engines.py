@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from areal_core.training.engines.engine import StepStats
 from areal_core.training.engines.policy_engine import PolicyEngine
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import Float32Array
+from tests.support.foreign import as_foreign
 from tests.support.training import QWEN3, SPEC, TRAINING, batch, weights
 
 STAGES = (0, 1, 2, 3)
@@ -38,6 +40,13 @@ SHARED = {
 RECOMPUTED = (1, 3)
 SMALL = (0, 2, 3)
 DIVERGED = ((0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"))
+FOREIGN: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "torch recomputed": {"checkpoint_activations": True},
+    "0": {"stage": 0},
+    "2 bfloat16": {"stage": 2, "dtype": "bfloat16"},
+    "3 recomputed": {"stage": 3, "checkpoint_activations": True},
+}
 TIMEOUT_S = 240.0
 OTHER = replace(SPEC, vocab_size=40)
 
@@ -114,10 +123,13 @@ class Cases:
         for stage, dtype in DIVERGED:
             yield f"diverged {dtype} {stage}", self.diverged(self.engine(stage, dtype=dtype))
         yield "qwen3 3", self.steps(self.engine(3, spec=QWEN3), last=1)
+        foreign = as_foreign(SPEC)
+        for case, fields in FOREIGN.items():
+            yield f"foreign {case}", self.steps(self.engine(spec=foreign, **fields), last=2)
         yield "relay 2", self.first_leg()
 
     def engine(
-        self, stage: int | None, *, spec: ModelSpec = SPEC, alone: bool = False, **fields: object
+        self, stage: int | None = None, *, spec: ModelSpec = SPEC, alone: bool = False, **fields: object
     ) -> PolicyEngine:
         """With its ZeRO stage, or None for the torch engine; `alone`: as if there were no other rank."""
         training: TrainingConfig = replace(TRAINING, **fields)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from areal_core.config.plugins import find
+from areal_core.errors import ModelError
 from areal_core.generation.engines.engine import ServedEngine
 from areal_core.models.arrays import read_arrays
 from areal_core.models.spec import ModelSpec
@@ -32,6 +33,8 @@ def make_engine(name: str, folder: Path, spec: ModelSpec, options: Options) -> S
 
 
 def _embedded(folder: Path, spec: ModelSpec, options: Options) -> ServedEngine:
+    if spec.foreign is not None:
+        raise ModelError(f"{folder}: {spec.foreign.why}; vLLM may run it")
     from areal_core.generation.engines.embedded import Engine  # kernels, which an emulation can do without
 
     return Engine(spec, read_arrays(folder, spec), **options)

@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from areal_core.errors import ConfigError
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.engine import EngineState
 from areal_core.training.engines.policy_engine import PolicyEngine, check_state
@@ -39,6 +40,9 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 
+if TYPE_CHECKING:
+    from areal_core.training.model.foreign import ForeignPolicy
+
 _WEIGHT, _MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 _BUCKET = 500_000_000  # most elements that are reduced or gathered at once
 
@@ -58,13 +62,7 @@ class DeepSpeedEngine(PolicyEngine):
         training = self.training
         self._stage = training.zero_stage
         self._mixed = self.dtype != torch.float32 and self._stage > 0  # DeepSpeed keeps weights in two precisions
-        module = PolicyModule(
-            self.spec,
-            weights,
-            dtype=self.dtype,
-            temperature=self.temperature,
-            checkpoint_activations=training.checkpoint_activations,
-        )
+        module = self._module(weights)
         self._parameters = module.named_weights
         self._optimiser = torch.optim.AdamW(
             module.parameters(),
@@ -211,7 +209,34 @@ class DeepSpeedEngine(PolicyEngine):
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
-    def _wrapped(self, module: PolicyModule) -> Any:
+    def _module(self, weights: Mapping[str, Tensor]) -> PolicyModule | ForeignPolicy:
+        checkpoints = self.training.checkpoint_activations
+        if self.spec.foreign is None:
+            return PolicyModule(
+                self.spec,
+                weights,
+                dtype=self.dtype,
+                temperature=self.temperature,
+                checkpoint_activations=checkpoints,
+            )
+        if self.dtype != torch.float32 and not self._mixed:
+            raise ConfigError(
+                f"training.zero_stage: must be at least 1 with training.dtype={self.training.dtype} for a model that "
+                "transformers' modules run, whose layers don't round weights as they run, got 0"
+            )
+        from areal_core.training.model.foreign import ForeignPolicy  # transformers: seconds, where they are needed
+
+        module = ForeignPolicy(
+            self.spec,
+            temperature=self.temperature,
+            checkpoint_activations=checkpoints,
+            whole=self._stage == 3,
+        )
+        module.dtype = self.dtype
+        module.install({name: nn.Parameter(tensor.detach().clone()) for name, tensor in weights.items()})
+        return module
+
+    def _wrapped(self, module: PolicyModule | ForeignPolicy) -> Any:
         """DeepSpeed's engine around the module."""
         settings = self._settings()
         _start(self.device)

@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from areal_core.training.engines.engine import EngineState, StepStats, TrainingB
 from areal_core.training.model.forward import completion_logprobs
 from areal_core.training.model.pointwise import is_compiled, kernels
 from areal_core.types import Float32Array
+
+if TYPE_CHECKING:
+    from areal_core.training.model.foreign import ForeignPolicy
 
 _MISMATCH_SEQUENCES = 16  # a sample is enough to see that two engines disagree
 
@@ -199,7 +203,28 @@ class PolicyEngine(ABC):
 
     def _evaluated(self, weights: Mapping[str, Tensor], packed: Packed) -> Tensor:
         """Log-probability of the completion tokens, [A], under other weights than the engine's own."""
-        return completion_logprobs(self.spec, weights, packed, temperature=self.temperature)[0]
+        return self._pass(weights, packed)[0]
+
+    def _pass(
+        self, weights: Mapping[str, Tensor], packed: Packed, *, recompute_layers: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the completion tokens, each [A], by the forward pass of the model's kind."""
+        if self.spec.foreign is None:
+            return completion_logprobs(
+                self.spec, weights, packed, temperature=self.temperature, recompute_layers=recompute_layers
+            )
+        self._foreign.install(weights)
+        return self._foreign(packed)
+
+    @cached_property
+    def _foreign(self) -> ForeignPolicy:
+        from areal_core.training.model.foreign import ForeignPolicy  # transformers: seconds, where they are needed
+
+        return ForeignPolicy(
+            self.spec,
+            temperature=self.temperature,
+            checkpoint_activations=self.training.checkpoint_activations,
+        )
 
     def _passes(self, microbatches: Sequence[Packed]) -> Iterator[tuple[bool, Packed | None]]:
         """(whether it is the last, micro-batch), with None for an idle pass; at least as many on every rank where a

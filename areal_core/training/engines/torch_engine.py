@@ -21,7 +21,6 @@ from areal_core.models.folders import weight_shapes
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.engine import EngineState
 from areal_core.training.engines.policy_engine import PolicyEngine, check_state
-from areal_core.training.model.forward import completion_logprobs
 from areal_core.types import Float32Array
 
 
@@ -42,15 +41,12 @@ class TorchEngine(PolicyEngine):
             self._parameters[name].requires_grad_().grad = gradient
         self._moments = {moment: torch.zeros_like(self.flat) for moment in ("exp_avg", "exp_avg_sq")}
         self._steps = torch.zeros((), device=self.device)
+        if self.spec.foreign is not None:
+            self._foreign.install(self._parameters)  # what can't be run is refused now
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        return completion_logprobs(
-            self.spec,
-            self._parameters,
-            packed,
-            temperature=self.temperature,
-            recompute_layers=self.training.checkpoint_activations and torch.is_grad_enabled(),
-        )
+        recompute_layers = self.training.checkpoint_activations and torch.is_grad_enabled()
+        return self._pass(self._parameters, packed, recompute_layers=recompute_layers)
 
     def start_gradient(self) -> None:
         self.gradient.zero_()

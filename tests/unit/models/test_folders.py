@@ -131,7 +131,6 @@ def test_sharded_weights_and_older_rope_field_are_read(folder):
     ("changes", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
-        ({"architectures": None}, "architectures"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -139,13 +138,30 @@ def test_sharded_weights_and_older_rope_field_are_read(folder):
         ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type"),
+    ],
+)
+def test_what_is_foreign_says_why(folder, changes, named):
+    edit_config(folder, **changes)
+    spec = folders.read_spec(folder)
+    assert spec.foreign is not None
+    assert named in spec.foreign.why
+    assert folders.weight_shapes(spec) == folders.weight_shapes(SPEC)  # as the file has them
+    assert (spec.parameters, spec.context, spec.layers) == (SPEC.parameters, SPEC.context, SPEC.layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": None}, "architectures"),
+        ({"hidden_act": "gelu", "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_act": "gelu", "hidden_size": 0}, "hidden_size"),
         ({"vocab_size": "remove"}, "vocab_size"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 7}, "head_dim"),
     ],
 )
-def test_unsupported_config_is_refused_in_one_line(folder, changes, named):
+def test_broken_config_is_refused_in_one_line(folder, changes, named):
     edit_config(folder, **changes)
     with pytest.raises(ModelError, match=named) as raised:
         folders.read_spec(folder)

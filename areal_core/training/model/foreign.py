@@ -1,0 +1,190 @@
+"""The forward pass of models that this package has none of its own for: transformers' modules, on padded sequences.
+
+Sequences of a micro-batch are cut into batches in which none is twice as long as another, unless a pass is collective,
+and padded on the right. What a model does to its logits (a cap, a scale, a bias) is its own. Axes: N sequences, L
+tokens of the longest, V vocabulary, A completion tokens (the targets).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from areal_core.errors import ModelError
+from areal_core.models.spec import ModelSpec, weight_shapes
+from areal_core.training.batching.packing import Packed
+from areal_core.training.model.forward import recomputed
+
+_ROWS = 1024  # of logits in float32 at once
+
+
+class ForeignPolicy(nn.Module):
+    """transformers' module of a model, without weights until some are installed. Dropout is off; buffers stay float32
+    whatever the weights are.
+
+    Raises ModelError for an architecture that transformers does not have as a causal language model, and where its
+    parameters are not the tensors of the model's files: it then names or lays out some of them in another way, as it
+    does with mixtures of experts.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        temperature: float = 1.0,
+        checkpoint_activations: bool = False,
+        whole: bool = False,
+    ) -> None:
+        """`whole`: a micro-batch is one batch, so that all ranks call every layer equally often."""
+        super().__init__()
+        self.temperature = temperature
+        self.whole = whole
+        self.dtype = torch.float32  # of weights that an engine brings into its own precision
+        self.module = _module(spec)
+        self._places = _places(self.module)  # of each parameter; several of one that is tied
+        _check_names(spec, {name: parameter.shape for name, parameter in self.module.named_parameters()})
+        options = inspect.signature(self.module.forward).parameters
+        self._keeps_logits = "logits_to_keep" in options
+        self.module.train(checkpoint_activations)
+        if checkpoint_activations:
+            if not self.module.supports_gradient_checkpointing:
+                raise ModelError(f"training.checkpoint_activations: must be false for {spec.architecture}, got true")
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @property
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """By their names in transformers, each once."""
+        return dict(self.module.named_parameters())
+
+    def install(self, weights: Mapping[str, Tensor]) -> None:
+        """Run with these weights from now on: the tensors themselves, not copies. A gradient reaches them as long as no
+        others are installed before the backward pass."""
+        for name, places in self._places.items():
+            for module, attribute in places:
+                module._parameters[attribute] = weights[name]  # type: ignore[assignment]  # functional_call does so too
+        device = next(iter(weights.values())).device
+        for module in self.module.modules():
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[attribute] = buffer.to(device)
+
+    def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the completion tokens, each [A], nats; as `forward.completion_logprobs`."""
+        parts = [self._batch(*batch) for batch in _padded(packed, whole=self.whole)]
+        logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+        return logprobs, entropies
+
+    def _batch(
+        self, tokens: NDArray[np.int64], mask: NDArray[np.int64], at: NDArray[np.int64], targets: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        """tokens, mask [N, L]; at [A, 2]: sequence and token that predicts each target."""
+        device = self.module.device
+        first = int(at[:, 1].min())
+        kept = {"logits_to_keep": tokens.shape[1] - first} if self._keeps_logits else {}
+        ids, padding = (torch.from_numpy(values).to(device) for values in (tokens, mask))
+        logits = self.module(input_ids=ids, attention_mask=padding, use_cache=False, **kept).logits
+        rows, columns = torch.from_numpy(at).to(device).T
+        logits = logits[rows, columns - first if kept else columns]
+        parts = [
+            recomputed(_logprobs, *part, self.temperature)
+            for part in zip(logits.split(_ROWS), torch.from_numpy(targets).to(device).split(_ROWS), strict=True)
+        ]
+        stacked = torch.cat(parts, dim=1)
+        return stacked[0], stacked[1]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ForeignPolicy:
+        """As in torch, but buffers keep their precision: rotary angles in half precision are wrong by degrees."""
+        before = {id(module): dict(module._buffers) for module in self.modules()}
+        super()._apply(fn, recurse)
+        for module in self.modules():
+            for name, buffer in before[id(module)].items():
+                moved = module._buffers[name]
+                if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                    module._buffers[name] = buffer.to(moved.device)
+        return self
+
+
+def _module(spec: ModelSpec) -> PreTrainedModel:
+    assert spec.foreign is not None
+    fields = json.loads(spec.foreign.config)
+    kind = fields.get("model_type")
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(fields)
+        for name, value in fields.items():
+            if ("dropout" in name or "pdrop" in name) and isinstance(value, float):
+                setattr(config, name, 0.0)
+        with no_init_weights():
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        raise ModelError(
+            f"architectures: {spec.architecture} (model_type {kind!r}) is no causal language model of transformers: "
+            f"{str(error).splitlines()[0]:.200}"
+        ) from error
+    module.tie_weights()
+    return module
+
+
+def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    for part in module.modules():
+        for attribute, parameter in part._parameters.items():
+            if parameter is not None:
+                places[names[id(parameter)]].append((part, attribute))
+    return places
+
+
+def _check_names(spec: ModelSpec, parameters: Mapping[str, tuple[int, ...]]) -> None:
+    wanted = weight_shapes(spec)
+    for name in sorted(wanted.keys() | parameters.keys()):
+        stored, needed = wanted.get(name), tuple(parameters[name]) if name in parameters else None
+        if stored != needed:
+            raise ModelError(
+                f"{name}: the model's files have {_shape(stored)}, transformers' {spec.architecture} {_shape(needed)}; "
+                "it can be trained only where both are the same"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "no such tensor" if shape is None else f"shape {list(shape)}"
+
+
+def _padded(
+    packed: Packed, *, whole: bool
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """The batches of a micro-batch: tokens and mask [N, L], at [A, 2] and targets [A]."""
+    assert all(block.prompt is None for block in packed.blocks), "transformers' modules know no shared prompts"
+    row = 0
+    for _, members in groupby(packed.blocks, key=lambda block: whole or block.tokens.bit_length()):
+        blocks = list(members)
+        lengths = np.repeat([block.tokens for block in blocks], [block.sequences for block in blocks])
+        starts = row + np.cumsum(lengths) - lengths
+        end = int(starts[-1] + lengths[-1])
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        tokens = np.zeros(mask.shape, np.int64)
+        tokens[mask] = packed.inputs[row:end]
+        chosen = slice(*np.searchsorted(packed.rows, (row, end)))
+        rows = packed.rows[chosen]
+        of = np.searchsorted(starts, rows, side="right") - 1
+        if len(rows):
+            yield tokens, mask.astype(np.int64), np.stack((of, rows - starts[of]), axis=1), packed.targets[chosen]
+        row = end
+
+
+def _logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """[A, V] -> [2, A]: the log-probability of each target, and the entropy, of softmax(logits / temperature)."""
+    logits = logits.float() / temperature
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+    entropy = normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(-1)
+    return torch.stack((logprobs, entropy))

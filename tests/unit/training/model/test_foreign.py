@@ -1,0 +1,139 @@
+"""Models that transformers' modules run: as transformers says of one sequence at a time, and written as they came."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.errors import ModelError
+from areal_core.models.folders import read_spec, read_weights, write_model
+from areal_core.models.spec import Foreign, ModelSpec
+from areal_core.training.batching.packing import pack
+from areal_core.training.model.foreign import ForeignPolicy
+from tests.support.foreign import KINDS, TOKENIZER, as_foreign, write_foreign
+from tests.support.training import SPEC
+
+# Lengths far apart: a micro-batch of several batches.
+LENGTHS, PROMPTS = np.array([4, 7, 40, 4, 21]), np.array([1, 3, 5, 2, 20])
+TOKENS = np.random.default_rng(0).integers(0, TOKENIZER.vocab_size, LENGTHS.sum()).astype(np.int32)
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_foreign(tmp_path / "model", request.param)
+
+
+def one_at_a_time(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probability and entropy of every token, by transformers; nan for the first ones."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = []
+    for tokens in np.split(TOKENS.astype(np.int64), np.cumsum(LENGTHS)[:-1]):
+        ids = torch.from_numpy(tokens)
+        with torch.no_grad():
+            scores = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        of_targets = scores.gather(1, ids[1:, None])[:, 0], -(scores.exp() * scores).sum(-1)
+        rows.append(np.pad(torch.stack(of_targets).numpy(), ((0, 0), (1, 0)), constant_values=np.nan))
+    logprobs, entropies = np.concatenate(rows, axis=1)
+    return logprobs, entropies
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_micro_batch_is_what_transformers_says_of_each_sequence(folder: Path, whole: bool) -> None:
+    spec = read_spec(folder)
+    policy = ForeignPolicy(spec, temperature=TEMPERATURE, whole=whole)
+    policy.install(read_weights(folder, spec))
+    packed = pack(TOKENS, LENGTHS, PROMPTS, range(len(LENGTHS)))
+    with torch.no_grad():
+        found = policy(packed)
+    for values, expected in zip(found, one_at_a_time(folder), strict=True):
+        np.testing.assert_allclose(values.numpy(), expected[packed.source], atol=1e-4)
+
+
+def test_computing_activations_again_draws_no_dropout(tmp_path: Path) -> None:
+    """GPT-2 has dropout where it is trained, as it is to be for that."""
+    folder = write_foreign(tmp_path / "model", "gpt2")
+    spec = read_spec(folder)
+    packed = pack(TOKENS, LENGTHS, PROMPTS, range(len(LENGTHS)))
+    found: list[torch.Tensor] = []
+    for again in (False, True, True):
+        policy = ForeignPolicy(spec, checkpoint_activations=again)
+        weights = {name: tensor.requires_grad_() for name, tensor in read_weights(folder, spec).items()}
+        policy.install(weights)
+        policy(packed)[0].sum().backward()
+        found.append(torch.cat([tensor.grad.flatten() for tensor in weights.values() if tensor.grad is not None]))
+    for gradient in found[1:]:
+        torch.testing.assert_close(gradient, found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_final_model_is_what_transformers_would_have_saved(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = read_spec(folder)
+    weights = {name: tensor + 0.01 for name, tensor in read_weights(folder, spec).items()}
+    write_model(tmp_path / "final", spec, weights, folder / "tokenizer.json")
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+    assert replace(read_spec(tmp_path / "final"), foreign=None) == replace(spec, foreign=None)
+    before, after = (json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "final"))
+    assert after == before | {"dtype": "float32"}
+
+
+def test_the_gradient_reaches_the_tensors_that_were_installed() -> None:
+    policy = ForeignPolicy(as_foreign(SPEC))
+    tensors = {name: torch.zeros(shape).requires_grad_() for name, shape in policy_shapes(policy).items()}
+    policy.install(tensors)
+    policy(pack(TOKENS, LENGTHS, PROMPTS, [0, 2]))[0].sum().backward()
+    assert tensors["model.embed_tokens.weight"].grad is not None  # which is the output's matrix, too
+
+
+def policy_shapes(policy: ForeignPolicy) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in policy.named_weights.items()}
+
+
+def test_rotary_angles_keep_their_precision() -> None:
+    policy = ForeignPolicy(as_foreign(SPEC))
+    kept = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    policy.to(torch.bfloat16)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
+    assert kept
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in policy.named_buffers())
+
+
+def changed(spec: ModelSpec, **config: object) -> Foreign:
+    assert spec.foreign is not None
+    return replace(spec.foreign, config=json.dumps(json.loads(spec.foreign.config) | config))
+
+
+def test_what_transformers_does_not_have_is_refused_in_one_line() -> None:
+    spec = as_foreign(SPEC)
+    unknown = replace(spec, architecture="OursForCausalLM", foreign=changed(spec, model_type="ours"))
+    with pytest.raises(ModelError, match=r"^architectures: OursForCausalLM \(model_type 'ours'\) is no causal .*$"):
+        ForeignPolicy(unknown)
+    encoder = replace(spec, architecture="T5Model", foreign=changed(spec, model_type="t5"))
+    with pytest.raises(ModelError, match=r"^architectures: T5Model \(model_type 't5'\) is no causal .*$"):
+        ForeignPolicy(encoder)
+
+
+def test_tensors_that_transformers_lays_out_in_another_way_are_refused_by_name() -> None:
+    """As those of a mixture of experts, which it fuses."""
+    spec = as_foreign(SPEC)
+    assert spec.foreign is not None
+    tensors = dict(spec.foreign.tensors)
+    expert = "model.layers.0.mlp.experts.0.up_proj.weight"
+    tensors[expert] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(ModelError) as refused:
+        ForeignPolicy(replace(spec, foreign=replace(spec.foreign, tensors=tuple(tensors.items()))))
+    assert str(refused.value) == (
+        f"{expert}: the model's files have shape [24, 16], transformers' Qwen2ForCausalLM no such tensor; "
+        "it can be trained only where both are the same"
+    )
