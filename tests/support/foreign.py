@@ -15,16 +15,16 @@ from areal_core.models.tokenizer import EOS, char_tokenizer
 TOKENIZER = char_tokenizer()
 _SIZE = {
     "vocab_size": TOKENIZER.vocab_size,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,  # of 32, as vLLM needs them on a CPU
+    "num_key_value_heads": 1,
     "intermediate_size": 48,
     "max_position_embeddings": 160,
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # what each has that this package's own passes lack
     "olmo2": ("olmo2", _SIZE),  # norms after the layers
-    "gemma2": ("gemma2", _SIZE | {"head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 2.0}),
+    "gemma2": ("gemma2", _SIZE | {"head_dim": 32, "sliding_window": 8, "final_logit_softcapping": 2.0}),
     "phi3": ("phi3", _SIZE | {"pad_token_id": 0}),  # fused projections
     "gpt2": ("gpt2", {"vocab_size": TOKENIZER.vocab_size, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 160}),
     "llama-3": (  # rope scaling

@@ -78,7 +78,7 @@ def publish(root: Path, spec: ModelSpec, seeds: dict[int, int]) -> Published:
 def start(kind: str, model: Path, ready: Path, *options: object) -> subprocess.Popen[str]:
     """A server's process, in a group of its own."""
     if kind == "vllm":
-        _need_vllm()
+        require_vllm()
         log = ("--log-file", ready.with_suffix(".log"))
         options = ("--python", VLLM_PYTHON, "--context", CONTEXT, "--slots", SLOTS, *log, *options)
     command = [sys.executable, "-m", _MODULES[kind], "--model", model, "--ready-file", ready, *options]
@@ -124,7 +124,7 @@ def members(group: int) -> list[int]:
     return found
 
 
-def _need_vllm() -> None:
+def require_vllm() -> None:
     if VLLM_PYTHON.exists():
         return
     if os.environ.get(REQUIRE_VLLM):
