@@ -85,7 +85,7 @@ class PolicyEngine(ABC):
         kept = weight_shapes(spec) if algorithm.kl_coef else ()
         self._reference = {name: weights[name].detach().to(self.device, self.dtype, copy=True) for name in kept}
         self._hold(weights)
-        if is_compiled(self.device, self.dtype):
+        if spec.foreign is None and is_compiled(self.device, self.dtype):
             kernels()  # compiled or loaded here, not in the first step
 
     # -- what differs ------------------------------------------------------------------------------------------
