@@ -15,6 +15,8 @@ import logging
 import time
 from pathlib import Path
 
+import orjson
+
 from areal_core.api.controller_client import ControllerClient
 from areal_core.environments.registry import open_verifier
 from areal_core.errors import ArealError, RunFinished
@@ -47,8 +49,8 @@ class Evaluator:
         self._verify = open_verifier(config.environment, config.task)
         self.servers = open_servers(run, config)
 
-    async def score(self, version: PolicyVersion) -> tuple[Evaluation, list[dict[str, object]]]:
-        """The scores of `version`, and a row for every problem."""
+    async def score(self, version: PolicyVersion) -> tuple[Evaluation, Path]:
+        """The scores of `version`, and the file of a table with a row for every problem."""
         start = time.monotonic()
         file = self._run.evaluations / f"v{version.version:06d}-{version.sha256[:8]}.jsonl"
         with RecordFile(file, self._benchmark.of(version.sha256).about, synced=False) as records:
@@ -77,7 +79,9 @@ class Evaluator:
             wall_s=time.monotonic() - start,
             scores={name.replace("greedy", "accuracy"): value for name, value in metrics.items()},
         )
-        return evaluation, [problem_row(record) for record in found]
+        table = file.with_suffix(".table.json")
+        table.write_bytes(orjson.dumps([problem_row(record) for record in found]))
+        return evaluation, table
 
 
 async def evaluate(run: RunDir) -> None:
@@ -95,10 +99,10 @@ async def evaluate(run: RunDir) -> None:
             return
         logs.at_step(version.version)
         start = time.monotonic()
-        evaluation, rows = await evaluator.score(version)
+        evaluation, table = await evaluator.score(version)
         timeline.span("evaluate", start, time.monotonic(), version.version)
         logger.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
-        await asyncio.to_thread(controller.document, "evaluation", version.version, {"rows": rows})
+        await asyncio.to_thread(controller.document, "evaluation", version.version, {"file": str(table)})
         more = await asyncio.to_thread(controller.evaluated, evaluation)
 
 

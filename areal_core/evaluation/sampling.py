@@ -123,9 +123,7 @@ class Collector:
             self._ended.set_result(None)
 
     async def _record(self, server: Server, problem: Prompt) -> Record:
-        greedy, sampled = await asyncio.gather(
-            self._generate(server, problem, greedy=True), self._sampled(server, problem)
-        )
+        greedy, sampled = await self._completed(server, problem)
         judged = await asyncio.to_thread(lambda: [self._sample(problem, completion) for completion in greedy + sampled])
         return Record(
             problem=problem.index,
@@ -136,8 +134,12 @@ class Collector:
             samples=tuple(judged[1:]),
         )
 
-    async def _sampled(self, server: Server, problem: Prompt) -> list[Completion]:
-        return await self._generate(server, problem, greedy=False) if self._sampling.samples else []
+    async def _completed(self, server: Server, problem: Prompt) -> tuple[list[Completion], list[Completion]]:
+        """The greedy completion, and the samples."""
+        greedy = self._generate(server, problem, greedy=True)
+        if not self._sampling.samples:
+            return await greedy, []
+        return await asyncio.gather(greedy, self._generate(server, problem, greedy=False))
 
     async def _generate(self, server: Server, problem: Prompt, *, greedy: bool) -> list[Completion]:
         digest = hashlib.sha256(f"{self._sampling.seed}/{problem.prompt_id}".encode()).digest()

@@ -7,11 +7,13 @@ down stops nothing: points wait in the outbox.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
@@ -186,7 +188,7 @@ class Forwarder:
         elif document.kind == "model":
             self._register(document)
         elif document.kind == "evaluation":
-            put_table(self._client, self._run_id, f"heldout/version-{document.step:06d}.json", document.data["rows"])
+            self._put_scored(document)
         elif document.kind == "staleness_histogram":
             figure = staleness_figure(document.data["counts"], document.step)
             self._client.log_figure(self._run_id, figure, f"staleness/step-{document.step:06d}.png")
@@ -197,6 +199,15 @@ class Forwarder:
             if bound := document.data.get("bound"):
                 self._describe(bound)
         self._outbox.sent_document(document)
+
+    def _put_scored(self, document: Document) -> None:
+        """A file that is gone or damaged costs its table, nothing else."""
+        try:
+            rows = json.loads(Path(document.data["file"]).read_text())
+        except (OSError, ValueError) as error:
+            _log.warning("tracking: no table of version %d: %s", document.step, error)
+            return
+        put_table(self._client, self._run_id, f"heldout/version-{document.step:06d}.json", rows)
 
     def _describe(self, bound: str) -> None:
         """Add what bounded the run to its description, which the page shows on top."""

@@ -29,7 +29,7 @@ EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 _DOCUMENT_FIELD = {
     "census": None,
     "config": None,
-    "evaluation": "rows",
+    "evaluation": "file",
     "model": "url",
     "staleness_histogram": "counts",
     "summary": None,
@@ -103,7 +103,7 @@ class Outbox:
         """Queue a document; the same (kind, step) again replaces it, sent or not.
 
         "trajectories": {"rows": [{column: value, ...}, ...]}, a table with one row a trajectory;
-        "evaluation": {"rows": [...]}, likewise, with one row a problem; the step is the version;
+        "evaluation": {"file": path}, likewise, with one row a problem, in a JSON file; the step is the version;
         "staleness_histogram": {"counts": {"0": tokens, "1": tokens, ...}}, a plot;
         "summary": the fields of RunSummary, a file and a few final metrics; "config", "census": a file;
         "model": {"name", "url", "run", "version", "accuracy", "held_out"}, a version of a registered model.

@@ -238,6 +238,22 @@ def test_documents_become_artifacts(server: Server, outbox: Outbox) -> None:
     assert [point[:3] for point in server.points] == [("final/accuracy_after", 35, 0.8)]
 
 
+def test_the_scores_of_a_version_are_a_table_if_their_file_is_there(
+    server: Server, outbox: Outbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "v5.json").write_text('[{"problem": 0, "gold": "7"}]')
+    outbox.document("evaluation", 5, {"file": str(tmp_path / "v5.json")})
+    outbox.document("evaluation", 10, {"file": str(tmp_path / "gone.json")})
+    outbox.end("FINISHED")
+
+    assert forward(outbox)
+
+    table = json.loads(server.artifacts["heldout/version-000005.json"])
+    assert table == {"columns": ["problem", "gold"], "data": [[0, "7"]]}
+    assert "heldout/version-000010.json" not in server.artifacts
+    assert "no table of version 10" in caplog.text
+
+
 def test_list_of_tables_stays_within_a_tag(server: Server, outbox: Outbox) -> None:
     for step in range(80):
         outbox.document("trajectories", step, {"rows": [{"reward": 1.0}]})
