@@ -216,7 +216,7 @@ def test_a_server_that_was_started_by_hand_joins_a_run_and_leaves_it(tmp_path: P
         by_hand.terminate()
         by_hand.wait()
     assert not re.search(r"failed|taken out|without", run.run.log_file("controller").read_text())
-    check_trajectories(run, published)
+    check_trajectories(run, published, interrupted=False)  # at this size one may be, on a machine that is busy
 
 
 def _newest(run: Launched) -> int:
