@@ -20,6 +20,7 @@ from areal_core.launch import process
 from areal_core.launch.logs import LogFile
 
 _KILL_S = 10.0  # for killed processes to be gone
+_EXECUTE_S = 1.0  # for a process to have an environment
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,20 @@ def _marked(mark: bytes, groups_left_alone: Collection[int]) -> list[int]:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             pidfd = os.pidfd_open(pid)
             try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if mark in environment and os.getpgid(pid) not in groups_left_alone:
+                if mark in environment_of(Path(f"/proc/{pid}")) and os.getpgid(pid) not in groups_left_alone:
                     found.append(os.dup(pidfd))
             finally:
                 os.close(pidfd)
     return found
+
+
+def environment_of(proc: Path) -> list[bytes]:
+    """The environment of the process of this folder of /proc. One that is just becoming another program has none for a
+    moment, like those that were given none, but no command line either. Raises OSError."""
+    deadline = time.monotonic() + _EXECUTE_S
+    while not (found := (proc / "environ").read_bytes()) and time.monotonic() < deadline:
+        if (proc / "cmdline").read_bytes():
+            return (proc / "environ").read_bytes().split(b"\0")
+        (proc / "exe").readlink()  # kernel threads, and processes that have ended, have none
+        time.sleep(0.001)
+    return found.split(b"\0")

@@ -88,6 +88,26 @@ def test_what_carries_the_mark_is_ended_but_for_the_groups_left_alone(marked: li
     assert kept.poll() is None
 
 
+def test_one_that_is_just_being_executed_is_not_overlooked() -> None:
+    """Every tenth of them has no environment yet when it is first looked at."""
+    for _ in range(60):
+        made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={"MARK": "x", **os.environ})
+        made.send_signal(signal.SIGSTOP)
+        found = children.environment_of(Path(f"/proc/{made.pid}"))
+        made.kill()
+        made.wait()
+        assert b"MARK=x" in found
+
+
+def test_one_that_was_given_no_environment_has_none() -> None:
+    made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={})
+    try:
+        assert children.environment_of(Path(f"/proc/{made.pid}")) == [b""]
+    finally:
+        made.kill()
+        made.wait()
+
+
 def test_a_mark_is_a_whole_variable(marked: list[subprocess.Popen[bytes]]) -> None:
     children.end_marked("MARK=test", 0.0)
     assert [each.poll() for each in marked] == [None, None]
