@@ -194,8 +194,7 @@ class Recorder:
 
     def status(self, *, version: int, finished: str | None, lost_servers: tuple[str, ...]) -> RunStatus:
         steps = self._config.training.steps
-        newest = self._ledger.newest_version()
-        step = 0 if newest is None else newest.version
+        step = self._ledger.last_version()
         step_s = self._live.get("time/step_s")
         return RunStatus(
             step=step,

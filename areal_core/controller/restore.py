@@ -1,13 +1,25 @@
-"""What a controller starts from: the ledger of its run, restored where it is missing."""
+"""What a controller starts from: a ledger that belongs to the newest checkpoint, and versions that servers can load.
+
+The ledger in the run's folder belongs to the run as long as it has published what the newest checkpoint in the store
+holds. It does not where the folder is older than the store: its disk has lost power, or was put back, or the run has
+gone on elsewhere meanwhile. Then the ledger that was saved beside that checkpoint is taken, and the other one kept
+beside it.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 
 from safetensors.numpy import load_file
 
+from areal_core.errors import StorageError
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage import checkpoint, weights
+from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 
@@ -15,21 +27,61 @@ logger = logging.getLogger(__name__)
 
 
 def restore(run: RunDir, storage: Storage) -> int | None:
-    """On a machine where this run has no ledger yet, take it and its policy version from the newest checkpoint. Returns
-    that version; None where there was nothing to do."""
-    if run.ledger.exists():
-        return None
+    """Where this run has no ledger in its folder, or one that does not belong to the newest checkpoint, take that one's
+    and its policy version. Returns that version; None where there was nothing to do.
+
+    Raises StorageError when no checkpoint is whole and the ledger belongs to none."""
     newest = checkpoint.newest(storage)
-    if newest is None:
+    if newest is None or _belongs(run, newest):
         return None
-    files = checkpoint.fetch(storage, newest, run.root / "restored")
+    found = checkpoint.fetch_newest(storage, run.root / "restored")
+    if found is None:
+        if run.ledger.exists():
+            raise StorageError(
+                f"{storage.url}: no checkpoint is whole, and {run.ledger} does not belong to any: start the run under "
+                "another id"
+            )
+        return None
+    info, files = found
     state = load_file(files[checkpoint.STATE])
     tensors = {name.removeprefix("weight/"): array for name, array in state.items() if name.startswith("weight/")}
-    version = weights.publish(run.weights, newest.step, tensors, dtype=run.config().training.dtype)
-    ledger = TrajectoryLedger(files[checkpoint.LEDGER], group_size=run.config().algorithm.group_size)
-    ledger.rewind(version.version)  # it was copied after the trainer's state, and may know more
-    ledger.publish(version)
-    ledger.close()
+    version = weights.publish(run.weights, info.step, tensors, dtype=run.config().training.dtype)
+    with closing(TrajectoryLedger(files[checkpoint.LEDGER], group_size=run.config().algorithm.group_size)) as ledger:
+        ledger.rewind(version.version)  # it was copied after the trainer's state, and may know more
+        ledger.publish(version)
+    if run.ledger.exists():
+        kept = _set_aside(run)
+        logger.warning("the ledger is not that of the checkpoint of step %d; it is kept as %s", newest.step, kept.name)
     files[checkpoint.LEDGER].replace(run.ledger)
-    logger.info("restored the ledger from the checkpoint of step %d", newest.step)
-    return newest.step
+    logger.info("restored the ledger from the checkpoint of step %d", info.step)
+    return info.step
+
+
+def forget_damaged(ledger: TrajectoryLedger) -> None:
+    """Mark the newest versions whose weights are not what was published, which no server could load: the trainer makes
+    them again, from its checkpoint."""
+    while (newest := ledger.newest_version()) is not None and newest.version and not weights.is_whole(newest):
+        logger.warning("version %d is damaged, and will be published again", newest.version)
+        ledger.damaged(newest.version)
+
+
+def _belongs(run: RunDir, newest: CheckpointInfo) -> bool:
+    """Whether the ledger in the run's folder is there, and of this checkpoint's past."""
+    if not run.ledger.exists():
+        return False
+    try:
+        with closing(TrajectoryLedger(run.ledger, group_size=run.config().algorithm.group_size)) as ledger:
+            return ledger.has_published(newest.step, newest.extra[checkpoint.VERSION])
+    except sqlite3.DatabaseError as error:
+        logger.warning("%s can't be read: %s", run.ledger, error)
+        return False
+
+
+def _set_aside(run: RunDir) -> Path:
+    """Rename the ledger, with the files that SQLite keeps beside it."""
+    number = next(number for number in itertools.count(1) if not (run.root / f"ledger-{number}.sqlite").exists())
+    for suffix in ("", "-wal", "-shm"):
+        file = run.ledger.with_name(run.ledger.name + suffix)
+        if file.exists():
+            file.rename(run.root / f"ledger-{number}.sqlite{suffix}")
+    return run.root / f"ledger-{number}.sqlite"

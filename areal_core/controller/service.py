@@ -26,7 +26,7 @@ from areal_core.controller.evaluations import EvaluationSchedule
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
 from areal_core.controller.registry import Server, ServerState
-from areal_core.controller.restore import restore
+from areal_core.controller.restore import forget_damaged, restore
 from areal_core.controller.retention import Retention
 from areal_core.controller.routes import Routes
 from areal_core.environments.datasets import held_out_set
@@ -81,6 +81,7 @@ class Service:
         self.storage = Storage.open(self.info.checkpoint_url, self.config.storage.endpoint_url)
         restored = restore(run, self.storage)
         self.ledger = TrajectoryLedger(run.ledger, group_size=self.config.algorithm.group_size)
+        forget_damaged(self.ledger)
         self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
         self.ledger.resume(self.config.algorithm.group_size * self.config.task.max_new_tokens)
         self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))
@@ -192,7 +193,7 @@ class Service:
         await self._register_best(summary)
         values = dataclasses.asdict(summary)
         self.recorder.document("summary", summary.steps, values)
-        write_json(self.run_dir.summary, values)
+        write_json(self.run_dir.summary, values, synced=True)
 
     async def _register_best(self, summary: RunSummary) -> None:
         """Have the best version registered, which is put into the store unless it is the final one. The base model is

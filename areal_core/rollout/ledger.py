@@ -5,7 +5,8 @@ transaction. State rows are small; payloads lie apart in their own table and are
 longer needs them. The token ledger compares the tokens of the rows with the servers' own count (counters.py).
 
 Batches are fixed by step: the first call for a step picks its groups; every later call, also after a restart, gives the
-same ones.
+same ones. What a batch was fixed with outlives the machine before anybody trains on it; all else that a loss of power
+takes happened after that, and happens again.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step, admission);
 CREATE INDEX IF NOT EXISTS groups_tokens ON groups (state, tokens, lost_tokens, unread_tokens);
 CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (prompt_index);
 CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY, path TEXT NOT NULL, sha256 TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY, path TEXT NOT NULL, sha256 TEXT NOT NULL,
+    damaged INTEGER NOT NULL DEFAULT 0);  -- until it is published again
 """
 _NOTHING = Tally()
 _ADMITTED = "state IN ('inflight', 'ready', 'consumed')"
@@ -224,7 +226,7 @@ class TrajectoryLedger:
 
     def fix_batch(self, step: int, selection: Selection) -> BatchManifest | None:
         """Fix the batch of `step` if enough groups are ready; None if they are not. Steps are fixed in order."""
-        with self._transaction():
+        with self._transaction(synced=True):
             last = self._value("SELECT COALESCE(MAX(step), 0) FROM groups")
             if step != last + 1:
                 raise LedgerError(f"step: batch {step} can't be fixed, the next one is {last + 1}")
@@ -276,15 +278,16 @@ class TrajectoryLedger:
         was published under its number: then everything that depends on the old content starts again.
         """
         with self._transaction():
-            highest = self.newest_version()
-            if highest is not None and version.version > highest.version + 1:
-                raise LedgerError(f"version: {version.version} can't follow {highest.version}")
-            known = self.version(version.version)
-            outcome = "new" if known is None else "same" if known.sha256 == version.sha256 else "replaced"
+            last = self.last_version()
+            if version.version > last + 1:
+                raise LedgerError(f"version: {version.version} can't follow {last}")
+            known = self._sha256(version.version)
+            outcome = "new" if known is None else "same" if known == version.sha256 else "replaced"
             if outcome == "replaced":
                 self._new_incarnation(version.version)
             self._db.execute(
-                "INSERT OR REPLACE INTO versions VALUES (?, ?, ?)", (version.version, version.path, version.sha256)
+                "INSERT OR REPLACE INTO versions (version, path, sha256) VALUES (?, ?, ?)",
+                (version.version, version.path, version.sha256),
             )
             return outcome
 
@@ -292,20 +295,35 @@ class TrajectoryLedger:
         """Forget the versions after this one, whose weights are lost with their machine: a new incarnation of the run,
         unless there are none. What later versions sampled, and batches that they were to be trained on, start again."""
         with self._transaction():
-            newest = self.newest_version()
-            if newest is not None and newest.version > version:
+            if self.last_version() > version:
                 self._new_incarnation(version + 1)
                 self._db.execute("DELETE FROM versions WHERE version > ?", (version,))
 
+    def damaged(self, version: int) -> None:
+        """The weights of a version turned out not to be what was published. Until they are again it is none that
+        anybody could load."""
+        with self._transaction():
+            self._db.execute("UPDATE versions SET damaged = 1 WHERE version = ?", (version,))
+
+    def last_version(self) -> int:
+        """The highest number ever published in this incarnation, damaged since or not; 0 if none is."""
+        return self._value("SELECT COALESCE(MAX(version), 0) FROM versions")
+
     def newest_version(self) -> PolicyVersion | None:
-        """The highest version ever published in this incarnation."""
-        highest = self._db.execute("SELECT MAX(version) FROM versions").fetchone()[0]
+        """The highest version that can be loaded."""
+        highest = self._db.execute("SELECT MAX(version) FROM versions WHERE NOT damaged").fetchone()[0]
         return None if highest is None else self.version(highest)
 
     def version(self, version: int) -> PolicyVersion | None:
-        """What was published under a number in this incarnation."""
-        row = self._db.execute("SELECT * FROM versions WHERE version = ?", (version,)).fetchone()
+        """What was published under a number in this incarnation, if it can be loaded."""
+        row = self._db.execute(
+            "SELECT version, path, sha256 FROM versions WHERE version = ? AND NOT damaged", (version,)
+        ).fetchone()
         return None if row is None else PolicyVersion(**dict(row))
+
+    def has_published(self, version: int, sha256: str) -> bool:
+        """Whether these weights were published under this number in this incarnation, damaged since or not."""
+        return self._sha256(version) == sha256
 
     @property
     def incarnation(self) -> int:
@@ -402,12 +420,18 @@ class TrajectoryLedger:
         if state not in states:
             raise LedgerError(f"group_id: group {group_id} is {state}, not {' or '.join(states)}")
 
+    def _sha256(self, version: int) -> str | None:
+        row = self._db.execute("SELECT sha256 FROM versions WHERE version = ?", (version,)).fetchone()
+        return None if row is None else str(row["sha256"])
+
     def _value(self, query: str, *parameters: Any) -> int:
         return int(self._db.execute(query, parameters).fetchone()[0])
 
     @contextmanager
-    def _transaction(self) -> Generator[None]:
+    def _transaction(self, *, synced: bool = False) -> Generator[None]:
+        """`synced`: it outlives the machine, with all before it; else the process."""
         admitted = self._admitted_groups
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield

@@ -1,7 +1,8 @@
 """Consistent snapshots of a run in its store: `checkpoints/step-000010/...` with `manifest.json` put last.
 
 A checkpoint exists once its manifest does. The manifest holds size and hash of every file, so a snapshot that was cut
-short at any point is never taken for one. Files only: no torch, and nothing about what the files mean.
+short at any point is never taken for one; one whose files turn out to be others is set aside, and an older one taken.
+Files only: no torch, and nothing about what the files mean.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +23,16 @@ from areal_core.types import FORMAT
 
 STATE = "state.safetensors"  # the training engine's arrays
 LEDGER = "ledger.sqlite"  # the controller's snapshot
+VERSION = "version_sha256"  # in a manifest's `extra`: the hash of the version that its state makes
 _ROOT = "checkpoints"
 _MANIFEST = "manifest.json"
+_SET_ASIDE = "manifest.damaged.json"
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")  # of a file, below the checkpoint's folder and nowhere else
 _log = logging.getLogger(__name__)
+
+
+class DamagedError(StorageError):
+    """A file of a checkpoint is not what its manifest says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +104,7 @@ def newest(storage: Storage) -> CheckpointInfo | None:
 
 
 def fetch(storage: Storage, info: CheckpointInfo, folder: Path) -> dict[str, Path]:
-    """Download a checkpoint's files to `folder`. Raises StorageError when one is not what the manifest says."""
+    """Download a checkpoint's files to `folder`. Raises DamagedError when one is not what the manifest says."""
     source = storage.child(info.folder)
     files: dict[str, Path] = {}
     for name, entry in info.files.items():
@@ -103,11 +112,37 @@ def fetch(storage: Storage, info: CheckpointInfo, folder: Path) -> dict[str, Pat
         source.get_file(name, files[name])
         found = describe(files[name])
         if found != entry:
-            raise StorageError(
+            raise DamagedError(
                 f"checkpoint {source.url}/{name} is damaged: {found.bytes} bytes with sha256 {found.sha256}, "
                 f"its manifest says {entry.bytes} bytes with {entry.sha256}"
             )
     return files
+
+
+def fetch_newest(
+    storage: Storage, folder: Path, *, last: int | None = None
+) -> tuple[CheckpointInfo, dict[str, Path]] | None:
+    """Download the newest checkpoint whose files are what its manifest says, of step `last` at most; None where there
+    is none. Those that are found to be damaged are set aside, with a line in the log: nobody takes them again."""
+    for info in list(_complete(storage)):
+        if last is not None and info.step > last:
+            continue
+        try:
+            return info, fetch(storage, info, folder)
+        except DamagedError as error:
+            _log.warning("%s; it is set aside, and an older one is taken", error)
+            at = storage.child(info.folder)
+            at.put_bytes(_SET_ASIDE, at.get_bytes(_MANIFEST))
+            at.delete(_MANIFEST)
+    return None
+
+
+def at_step(storage: Storage, step: int) -> CheckpointInfo:
+    """The complete checkpoint of a step. Raises StorageError when there is none."""
+    for info in _complete(storage):
+        if info.step == step:
+            return info
+    raise StorageError(f"{storage.url}/{folder_name(step)}: there is no complete checkpoint")
 
 
 def prune(storage: Storage, keep: int) -> int:
@@ -158,6 +193,8 @@ def _steps(sizes: Mapping[str, int]) -> list[int]:
 def _read_manifest(storage: Storage, folder: str) -> CheckpointInfo:
     manifest = json.loads(storage.get_bytes(f"{folder}/{_MANIFEST}"))
     files = {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
+    if unsafe := [name for name in files if not _NAME.fullmatch(name) or ".." in name.split("/")]:
+        raise ValueError(f"{unsafe[0]!r} is no name of a file of a checkpoint")
     info = CheckpointInfo(step=int(manifest["step"]), folder=folder, files=files, extra=manifest["extra"])
     if (found := manifest.get("format", 1)) != FORMAT:
         raise StorageError(

@@ -1,7 +1,8 @@
 """The object store: a local folder or an S3 bucket. The only user of fsspec and s3fs.
 
-An object appears whole or not at all: a file is finished locally first and then put, since an error inside
-`fs.open(..., "wb")` would publish what had been written by then. Nothing is cached: what other processes did is seen.
+An object appears whole or not at all, and in a folder outlives the machine. A file is finished locally first and then
+put, since an error inside `fs.open(..., "wb")` would publish what had been written by then. Nothing is cached: what
+other processes did is seen.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import fsspec
 
 from areal_core.errors import StorageError
+from areal_core.storage import durable
 
 _PROBE_TIMEOUT_S = 8  # a wrong endpoint is found before a run starts; a live one responds sooner
 _SCRATCH = ".part"  # a local object that is still being written
@@ -106,7 +108,7 @@ class Storage:
             scratch = f"{path}.{uuid.uuid4().hex}{_SCRATCH}"
             try:
                 self._fs.put_file(str(local), scratch)
-                os.replace(scratch, path)
+                durable.replace(Path(scratch), Path(path))
             except BaseException:
                 Path(scratch).unlink(missing_ok=True)
                 raise

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.config.schema import RunConfig, load_file
+from areal_core.storage import durable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,8 @@ class RunDir:
         run = cls(Path(config.state_dir).absolute() / kind / info.run_id)
         for folder in (run.ready, run.logs, run.weights, run.timeline):
             folder.mkdir(parents=True, exist_ok=True)
-        write_json(run.root / "config.json", config.to_dict())
-        write_json(run.root / "run.json", dataclasses.asdict(info))
+        write_json(run.root / "config.json", config.to_dict(), synced=True)
+        write_json(run.root / "run.json", dataclasses.asdict(info), synced=True)
         return run
 
     def config(self) -> RunConfig:
@@ -125,8 +126,9 @@ class RunDir:
         return None if info is None else str(info["url"])
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` so that a reader sees the old file or the new one, never half of one."""
+def write_json(path: Path, value: Any, *, synced: bool = False) -> None:
+    """Write `value` so that a reader sees the old file or the new one, never half of one; with `synced` also after a
+    loss of power."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
-    os.replace(scratch, path)
+    (durable.replace if synced else os.replace)(scratch, path)

@@ -49,7 +49,7 @@ def publish(
         written = write_tensors(scratch, tensors, dtype=dtype)
         made = PolicyVersion(version=version, path=str(path), sha256=written.sha256)
         if _complete(path) == made:
-            scratch.unlink()
+            os.replace(scratch, path / _WEIGHTS)  # the same, unless the one there is damaged
             return made
         (path / _MANIFEST).unlink(missing_ok=True)  # while the weights change, the version does not exist
         os.replace(scratch, path / _WEIGHTS)
@@ -72,6 +72,15 @@ def read_manifest(path: Path) -> PolicyVersion:
     if size != wanted:
         raise StorageError(f"{path / _WEIGHTS} is damaged: {size} bytes, its manifest says {wanted}")
     return version
+
+
+def is_whole(version: PolicyVersion) -> bool:
+    """Whether a published version is there, and what it was published as: reads all of it."""
+    path = Path(version.path)
+    try:
+        return _complete(path) == version and weights_sha256(path) == version.sha256
+    except OSError:
+        return False
 
 
 def newest(folder: Path) -> PolicyVersion | None:

@@ -24,7 +24,7 @@ from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.background import BackgroundThread
 from areal_core.training.engines.engine import EngineState, Sender
-from areal_core.types import Float32Array, MetricRow
+from areal_core.types import Float32Array, MetricRow, PolicyVersion
 
 _LOOK_S = 0.2  # between two checks whether publishing, which a checkpoint waits for, has failed
 
@@ -40,6 +40,7 @@ class Publisher:
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
         self._publishing = BackgroundThread("publish", waiting=2)  # a version and the report of its step
         self._saving = BackgroundThread("checkpoint", waiting=1)
+        self._published: dict[int, str] = {}  # the hash of each version since the last checkpoint
         self._reported_step, self._reported = 0, threading.Condition()  # the last step whose report has been sent
         self._publishing_controller, self._saving_controller = ControllerClient(run), ControllerClient(run)
 
@@ -50,6 +51,11 @@ class Publisher:
         self._publishing.submit(lambda: self._publish(step, tensors))
         if self._sender is not None:
             self._publishing.drain()
+
+    def again(self, step: int, tensors: Mapping[str, Float32Array]) -> None:
+        """Publish the version that a checkpoint has made once more: it may be damaged, or have been another machine's.
+        Servers load it from its file, whatever way later ones come."""
+        self._announce(step, tensors)
 
     def check(self) -> None:
         """Raise the failure of a version or a checkpoint, if one has failed."""
@@ -87,8 +93,7 @@ class Publisher:
 
     def _publish(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         start = time.monotonic()
-        version = weights.publish(self._run.weights, step, tensors, dtype=self._config.training.dtype)
-        released = self._publishing_controller.announce(version)
+        version, released = self._announce(step, tensors)
         if self._sender is not None:
             self._sender.send(version, tensors)
         weights.release(self._run.weights, released)
@@ -96,6 +101,12 @@ class Publisher:
         self._timeline.span("publish", start, end, step)
         row = MetricRow(key="time/publish_s", step=step, value=end - start, time_s=time.time())
         self._publishing_controller.metrics([row])
+
+    def _announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> tuple[PolicyVersion, list[int]]:
+        """The version, and those that are no longer needed."""
+        version = weights.publish(self._run.weights, step, tensors, dtype=self._config.training.dtype)
+        self._published[step] = version.sha256
+        return version, self._publishing_controller.announce(version)
 
     def _checkpoint(self, step: int, state: EngineState) -> None:
         start = time.monotonic()
@@ -113,9 +124,14 @@ class Publisher:
             self._storage,
             step,
             {checkpoint.STATE: file},
-            {"engine": state.scalars, "config": self._config.to_dict()},
+            {
+                "engine": state.scalars,
+                "config": self._config.to_dict(),
+                checkpoint.VERSION: self._published[step],
+            },
             uploaded={checkpoint.LEDGER: ledger},
         )
         self._timeline.span("checkpoint", start, time.monotonic(), step)
+        self._published = {later: sha256 for later, sha256 in self._published.items() if later >= step}
         # Any checkpoint that is left can be resumed from: what a resume from the oldest one replays is kept.
         self._saving_controller.committed(checkpoint.prune(self._storage, self._config.training.keep_checkpoints))

@@ -25,7 +25,7 @@ from areal_core.algorithm.advantages import advantages_of
 from areal_core.api.controller_client import ControllerClient
 from areal_core.api.scored_groups import unpack_group
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ArealError, DivergenceError, ProcessError, RunFinished
+from areal_core.errors import ArealError, DivergenceError, RunFinished
 from areal_core.launch import logs, process
 from areal_core.models.folders import read_spec, read_weights, write_model
 from areal_core.models.tensorfile import write_tensors
@@ -76,8 +76,6 @@ class Trainer:
         self.engine = make_engine(self.config, self.spec, weights, self.ranks)
         self.publisher = Publisher(run, self.config, self.storage, self._sender()) if rank == 0 else None
         self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
-        if (newest := int(self.ranks.all_reduce_max(np.array([self.step]))[0])) != self.step:
-            raise ProcessError(f"rank {rank} resumed from step {self.step}, another one from step {newest}")
         self._device = torch.device(self.config.launch.accelerator)
         self.meter = StepMeter(self.config, self.spec, self.engine, rank, run.weights)
         self._fruitless = 0  # steps in a row without a finite update
@@ -220,16 +218,26 @@ class Trainer:
     # -- what is kept ------------------------------------------------------------------------------------------
 
     def _resume(self) -> int:
-        """Load the newest complete checkpoint; returns its step, 0 without one."""
-        newest = checkpoint.newest(self.storage)
-        if newest is None:
-            return 0
+        """Load the newest checkpoint that is whole and that the controller knows; returns its step, 0 without one. Its
+        version is published once more."""
         folder = self.run_dir.root / f"resume-{self.rank}"
-        files = checkpoint.fetch(self.storage, newest, folder)
-        state = EngineState(arrays=load_file(files[checkpoint.STATE]), scalars=newest.extra["engine"])
-        self.engine.load_state(state)
-        logger.info("resumed from the checkpoint of step %d", newest.step)
-        return newest.step
+        found = None
+        if self.rank == 0:
+            known = self.controller.status().step
+            found = checkpoint.fetch_newest(self.storage, folder, last=known)
+        step = int(self.ranks.all_reduce_max(np.array([0 if found is None else found[0].step]))[0])
+        if not step:
+            return 0
+        if found is None:
+            info = checkpoint.at_step(self.storage, step)
+            found = info, checkpoint.fetch(self.storage, info, folder)
+        info, files = found
+        self.engine.load_state(EngineState(arrays=load_file(files[checkpoint.STATE]), scalars=info.extra["engine"]))
+        logger.info("resumed from the checkpoint of step %d", step)
+        tensors = self.engine.weights()
+        if self.publisher is not None:
+            self.publisher.again(step, tensors)
+        return step
 
     def _checkpoint(self) -> None:
         if self.publisher is not None:

@@ -176,6 +176,20 @@ def test_publishing_the_same_weights_again_changes_nothing(ledger):
         ledger.publish(version(4))
 
 
+def test_a_damaged_version_is_none_until_it_is_published_again(ledger):
+    for number in (0, 1, 2):
+        ledger.publish(version(number))
+    ledger.damaged(2)
+    assert (ledger.newest_version(), ledger.version(2), ledger.last_version()) == (version(1), None, 2)
+    assert ledger.has_published(2, version(2).sha256)
+    assert not ledger.has_published(2, version(2, "other").sha256)
+    assert not ledger.has_published(3, version(3).sha256)
+    assert ledger.publish(version(2)) == "same"
+    assert (ledger.newest_version(), ledger.incarnation) == (version(2), 0)
+    ledger.damaged(2)
+    assert ledger.publish(version(2, "other")) == "replaced"
+
+
 def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledger):
     for number in (0, 1, 2, 3):
         ledger.publish(version(number))
@@ -280,5 +294,5 @@ def test_a_ledger_of_another_format_is_refused_in_one_line(tmp_path):
     path = tmp_path / "old.sqlite"
     with sqlite3.connect(path) as old:
         old.execute("CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-    with pytest.raises(LedgerError, match=r"^.*old\.sqlite: a ledger of format 0, needed is 4; start .* another id$"):
+    with pytest.raises(LedgerError, match=r"^.*old\.sqlite: a ledger of format 0, needed is 5; start .* another id$"):
         TrajectoryLedger(path, group_size=GROUP)

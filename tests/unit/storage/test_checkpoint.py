@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_format_is_refused_not_skipped(store: Storage, t
     manifest = json.loads(store.get_bytes(name))
     del manifest["format"]
     store.put_bytes(name, json.dumps(manifest).encode())
-    with pytest.raises(StorageError, match=r"step-000001: a checkpoint of format 1, needed is 4; start .* another id$"):
+    with pytest.raises(StorageError, match=r"step-000001: a checkpoint of format 1, needed is 5; start .* another id$"):
         checkpoint.newest(store)
 
 
@@ -112,6 +112,51 @@ def test_changed_content_is_noticed_by_fetch(store: Storage, tmp_path: Path) -> 
     assert info is not None
     with pytest.raises(StorageError, match=r"model/model\.safetensors is damaged"):
         checkpoint.fetch(store, info, tmp_path / "back")
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(
+    store: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        save(store, tmp_path, step)
+    (tmp_path / "store" / "checkpoints" / "step-000003" / "model" / "model.safetensors").write_text("weighty 3")
+    found = checkpoint.fetch_newest(store, tmp_path / "back")
+    assert found is not None
+    info, files = found
+    assert info.step == 2
+    assert files["model/model.safetensors"].read_text() == "weights 2"
+    assert "step-000003/model/model.safetensors is damaged" in caplog.text
+    assert newest_step(store) == 2  # for everybody else, too
+    assert store.exists("checkpoints/step-000003/manifest.damaged.json")
+    save(store, tmp_path, 3)
+    assert newest_step(store) == 3
+
+
+def test_a_checkpoint_that_is_newer_than_asked_for_is_left_alone(store: Storage, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(store, tmp_path, step)
+    found = checkpoint.fetch_newest(store, tmp_path / "back", last=1)
+    assert found is not None
+    assert found[0].step == 1
+    assert newest_step(store) == 2
+    assert checkpoint.fetch_newest(store, tmp_path / "back", last=0) is None
+    assert checkpoint.at_step(store, 1) == found[0]
+    with pytest.raises(StorageError, match=r"step-000007: there is no complete checkpoint"):
+        checkpoint.at_step(store, 7)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/outside", "a/../../outside", "a//b", ".hidden", ""])
+def test_a_manifest_names_files_of_its_own_alone(
+    store: Storage, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, tmp_path, 1)
+    save(store, tmp_path, 2)
+    file = "checkpoints/step-000002/manifest.json"
+    manifest = json.loads(store.get_bytes(file))
+    manifest["files"][name] = manifest["files"].pop("model/model.safetensors")
+    store.put_bytes(file, json.dumps(manifest).encode())
+    assert newest_step(store) == 1
+    assert f"{name!r} is no name of a file" in caplog.text
 
 
 def test_failed_upload_leaves_no_manifest(store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,14 +28,26 @@ def test_what_is_published_is_loaded(tmp_path: Path) -> None:
         np.testing.assert_array_equal(loaded[name], array)
 
 
-def test_same_weights_again_are_not_written_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [b"", b"other bytes"], ids=["torn", "changed"])
+def test_same_weights_again_mend_a_damaged_file(tmp_path: Path, damage: bytes) -> None:
     first = weights.publish(tmp_path, 1, tensors())
-    written = (tmp_path / "v000001" / "model.safetensors").stat()
+    assert weights.is_whole(first)
+    file = tmp_path / "v000001" / "model.safetensors"
+    sound = file.read_bytes()
+    file.write_bytes(damage + sound[len(damage) :] if damage else sound[:-1])
+    assert not weights.is_whole(first)
 
     again = weights.publish(tmp_path, 1, dict(reversed(tensors().items())))
 
     assert again == first
-    assert (tmp_path / "v000001" / "model.safetensors").stat().st_ino == written.st_ino
+    assert weights.is_whole(first)
+    assert [path.name for path in sorted(file.parent.iterdir())] == ["manifest.json", "model.safetensors"]
+
+
+def test_a_version_that_is_gone_is_not_whole(tmp_path: Path) -> None:
+    version = weights.publish(tmp_path, 1, tensors())
+    weights.release(tmp_path, [1])
+    assert not weights.is_whole(version)
 
 
 def test_other_weights_replace_a_version(tmp_path: Path) -> None:

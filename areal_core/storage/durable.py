@@ -1,0 +1,23 @@
+"""Files that outlive the machine, not only the process that wrote them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace(scratch: Path, path: Path) -> None:
+    """Put a finished file in the place of another, or of none: after a loss of power there is the old one or the new
+    one, whole. Raises OSError."""
+    sync(scratch)
+    os.replace(scratch, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have what a file holds, or what a folder names, reach the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
