@@ -222,7 +222,7 @@ class Trainer:
         version is published once more."""
         folder = self.run_dir.root / f"resume-{self.rank}"
         found = None
-        if self.rank == 0:
+        if self.rank == 0 and checkpoint.newest(self.storage) is not None:
             known = self.controller.status().step
             found = checkpoint.fetch_newest(self.storage, folder, last=known)
         step = int(self.ranks.all_reduce_max(np.array([0 if found is None else found[0].step]))[0])
