@@ -40,7 +40,7 @@ class Publisher:
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
         self._publishing = BackgroundThread("publish", waiting=2)  # a version and the report of its step
         self._saving = BackgroundThread("checkpoint", waiting=1)
-        self._published: dict[int, str] = {}  # the hash of each version since the last checkpoint
+        self._published: dict[int, str] = {}  # version -> hash
         self._reported_step, self._reported = 0, threading.Condition()  # the last step whose report has been sent
         self._publishing_controller, self._saving_controller = ControllerClient(run), ControllerClient(run)
 
@@ -132,6 +132,5 @@ class Publisher:
             uploaded={checkpoint.LEDGER: ledger},
         )
         self._timeline.span("checkpoint", start, time.monotonic(), step)
-        self._published = {later: sha256 for later, sha256 in self._published.items() if later >= step}
         # Any checkpoint that is left can be resumed from: what a resume from the oldest one replays is kept.
         self._saving_controller.committed(checkpoint.prune(self._storage, self._config.training.keep_checkpoints))
