@@ -11,6 +11,9 @@ import asyncio
 import functools
 import itertools
 import multiprocessing
+import os
+import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -209,6 +212,7 @@ class _Worker:
         self.place = place
         self.forgotten: list[int] = []  # groups suspended in it that are given up
         self._pipe, theirs = _spawn.Pipe()
+        self._socket = socket.socket(fileno=os.dup(self._pipe.fileno()))  # the same, for its time limits
         self._started = False
         self._cpu_s = 0.0  # that the process has used, as it says
         self._file = timeline
@@ -221,28 +225,40 @@ class _Worker:
         """Blocks until the result is there. Raises RewardError when it does not come."""
         try:
             if not self._started:
-                self._receive(_START_TIMEOUT_S, "did not start")
+                self._receive(time.monotonic() + _START_TIMEOUT_S)
                 self._started = True
                 self._timeline = None if self._file is None else TimelineWriter(self._file, cpu=lambda: self._cpu_s)
             start = time.monotonic()
             forgotten, self.forgotten = self.forgotten, []
+            self._limit(start + timeout_s)
             self._pipe.send((forgotten, message))
-            result = self._receive(timeout_s, "did not respond; rollout.reward_timeout_s is its limit")
+            result = self._receive(start + timeout_s)
             if self._timeline is not None:
                 self._timeline.span("score", start, time.monotonic())
             return result
+        except BlockingIOError:
+            what = f"respond in {timeout_s:g} s (rollout.reward_timeout_s)" if self._started else "start"
+            raise RewardError(f"the reward worker did not {what}") from None
         except (EOFError, OSError) as error:
             raise RewardError("the reward worker died while it scored this group") from error
 
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
+        self._socket.close()
 
-    def _receive(self, timeout_s: float, what: str) -> Any:
-        if not self._pipe.poll(timeout_s):
-            raise RewardError(f"the reward worker {what} (waited {timeout_s:g} s)")
+    def _receive(self, deadline: float) -> Any:
+        self._limit(deadline)
         result, self._cpu_s = self._pipe.recv()
         return result
+
+    def _limit(self, deadline: float) -> None:
+        """Have the pipe raise BlockingIOError when it blocks beyond `deadline`, in monotonic time, in either direction:
+        a worker that was stopped takes nothing more in."""
+        left_us = max(1, round(1e6 * (deadline - time.monotonic())))
+        limit = struct.pack("ll", *divmod(left_us, 10**6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 _lost = functools.partial(RewardError, "the reward worker that this group was suspended in is gone")

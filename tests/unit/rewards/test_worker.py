@@ -208,10 +208,25 @@ async def test_idle_workers_that_were_killed_cost_nothing(pool):
 async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced():
     pool = RewardPool(workers=1, timeout_s=0.5, function=obey)
     workers = Watch(pool.pids())
-    with pytest.raises(RewardError, match=r"reward_timeout_s.*0\.5 s"):
+    with pytest.raises(RewardError, match=r"did not respond in 0\.5 s \(rollout\.reward_timeout_s\)"):
         await pool.score(job(gold="hang"))
     assert workers.all_end()
     assert int((await pool.score(job())).payload) in pool.pids()
+    await pool.close()
+
+
+@pytest.mark.parametrize("size", [10, 5_000_000], ids=["what the pipe holds", "more than that"])
+async def test_a_stopped_worker_is_given_up_and_replaced(size):
+    """The limit covers what is sent: a worker that is stopped takes nothing in."""
+    pool = RewardPool(workers=1, timeout_s=0.5, function=len)
+    assert (await pool.ask("abc"))[0] == 3
+    [stopped] = pool.pids()
+    os.kill(stopped, signal.SIGSTOP)
+    async with asyncio.timeout(30):
+        with pytest.raises(RewardError, match=r"did not respond in 0\.5 s"):
+            await pool.ask("a" * size)
+        assert (await pool.ask("a" * size))[0] == size
+    assert pool.pids() != [stopped]
     await pool.close()
 
 
