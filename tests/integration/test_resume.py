@@ -55,6 +55,7 @@ def _newest(config: RunConfig) -> int | None:
     return None if found is None else found.step
 
 
+@pytest.mark.recovery
 def test_a_ledger_that_is_older_than_the_store_gives_way_to_the_checkpoints(config: RunConfig, tmp_path: Path) -> None:
     """As when a disk was put back, or the run had gone on elsewhere."""
     run = killed(config, 2)
@@ -69,6 +70,7 @@ def test_a_ledger_that_is_older_than_the_store_gives_way_to_the_checkpoints(conf
     assert (run.root / "ledger-1.sqlite").exists()
 
 
+@pytest.mark.recovery
 def test_a_ledger_that_cannot_be_read_gives_way_to_the_checkpoints(config: RunConfig) -> None:
     run = killed(config, 4)
     run.ledger.with_name(run.ledger.name + "-wal").unlink(missing_ok=True)
@@ -94,6 +96,7 @@ def test_the_newest_version_is_damaged(config: RunConfig, damage: Callable[[byte
     assert "taken out" not in output  # no server was given it
 
 
+@pytest.mark.recovery
 @pytest.mark.parametrize("file", [checkpoint.STATE, checkpoint.LEDGER])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in its folder", "on a new machine"])
 def test_the_newest_checkpoint_is_damaged(config: RunConfig, file: str, elsewhere: bool) -> None:
