@@ -22,13 +22,13 @@ class EvaluationSchedule:
 
     def next(self) -> PolicyVersion | None:
         """The oldest version that is due and not scored; once the run has ended only the base and the last count."""
-        newest, ending = self._ledger.newest_version(), self._ledger.notes.ending
+        newest, ending = self._ledger.versions.newest(), self._ledger.notes.ending
         if not self._config.evaluated or newest is None:
             return None
         scored = self._scored()
         regular = range(0, newest.version + 1, self._config.evaluation.every)
         for number in regular if ending is None else sorted({0, ending.version}):
-            version = None if number in scored else self._ledger.version(number)
+            version = None if number in scored else self._ledger.versions.get(number)
             # Weights that another machine kept to itself are gone; no score of them will ever come.
             if version is not None and Path(version.path).exists():
                 return version

@@ -194,7 +194,7 @@ class Recorder:
 
     def status(self, *, version: int, finished: str | None, lost_servers: tuple[str, ...]) -> RunStatus:
         steps = self._config.training.steps
-        step = self._ledger.last_version()
+        step = self._ledger.versions.last()
         step_s = self._live.get("time/step_s")
         return RunStatus(
             step=step,

@@ -60,9 +60,9 @@ def restore(run: RunDir, storage: Storage) -> int | None:
 def forget_damaged(ledger: TrajectoryLedger) -> None:
     """Mark the newest versions whose weights are not what was published, which no server could load: the trainer makes
     them again, from its checkpoint."""
-    while (newest := ledger.newest_version()) is not None and newest.version and not weights.is_whole(newest):
+    while (newest := ledger.versions.newest()) is not None and newest.version and not weights.is_whole(newest):
         logger.warning("version %d is damaged, and will be published again", newest.version)
-        ledger.damaged(newest.version)
+        ledger.versions.mark_damaged(newest.version)
 
 
 def _belongs(run: RunDir, newest: CheckpointInfo) -> bool:
@@ -71,7 +71,7 @@ def _belongs(run: RunDir, newest: CheckpointInfo) -> bool:
         return False
     try:
         with closing(TrajectoryLedger(run.ledger, group_size=run.config().algorithm.group_size)) as ledger:
-            return ledger.has_published(newest.step, newest.extra[checkpoint.VERSION])
+            return ledger.versions.sha256(newest.step) == newest.extra[checkpoint.VERSION]
     except sqlite3.DatabaseError as error:
         logger.warning("%s can't be read: %s", run.ledger, error)
         return False

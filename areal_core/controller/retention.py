@@ -17,7 +17,7 @@ class Retention:
 
     def released(self) -> list[int]:
         """Versions whose folders are no longer needed: by no server that loads, nor the evaluator, nor a restart."""
-        newest = self._ledger.newest_version()
+        newest = self._ledger.versions.newest()
         kept = min(self._config.max_staleness + 2, _VERSIONS_KEPT)
         last = 0 if newest is None else newest.version - kept
         awaited = self._schedule.awaited(last)

@@ -108,7 +108,7 @@ class Routes:
 
     async def _evaluated(self, request: web.Request) -> web.Response:
         evaluation = Evaluation(**await request.json())
-        published = self._run.ledger.version(evaluation.version)
+        published = self._run.ledger.versions.get(evaluation.version)
         if published is not None and published.sha256 == evaluation.sha256:  # else of weights that recovery replaced
             self._run.recorder.evaluated(evaluation)
         if reason := self._run.recorder.reason_to_stop():

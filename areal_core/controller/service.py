@@ -127,7 +127,7 @@ class Service:
         return self.tokenizer.decode(self.source.prompt(index).token_ids, special=True)
 
     def newest(self) -> PolicyVersion:
-        version = self.ledger.newest_version()
+        version = self.ledger.versions.newest()
         assert version is not None
         return version
 
@@ -199,7 +199,7 @@ class Service:
         """Have the best version registered, which is put into the store unless it is the final one. The base model is
         nobody's result."""
         best = best_of(self.recorder.evaluations)
-        version = None if best is None else self.ledger.version(best.version)
+        version = None if best is None else self.ledger.versions.get(best.version)
         if best is None or version is None or version.version == 0:
             return
         url = summary.model_url

@@ -350,15 +350,15 @@ class RolloutController:
             )
 
     async def _update(self) -> None:
-        loaded = self._ledger.newest_version()  # servers that join get it before they get work
+        loaded = self._ledger.versions.newest()  # servers that join get it before they get work
         while True:
-            newest = self._ledger.newest_version()
+            newest = self._ledger.versions.newest()
             if newest is None or newest == loaded:
                 await self._changed.wait()
                 continue
             await self._engine.load_version(newest)
             loaded = newest
-            if newest == self._ledger.newest_version():
+            if newest == self._ledger.versions.newest():
                 self._replaced = False
             self._changed.notify()
 

@@ -22,6 +22,7 @@ from typing import Any
 from areal_core.errors import LedgerError
 from areal_core.rollout.counters import ServerCounters
 from areal_core.rollout.notes import RunNotes
+from areal_core.rollout.versions import PublishedVersions
 from areal_core.types import (
     FORMAT,
     BatchGroup,
@@ -56,8 +57,6 @@ CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step, admission);
 CREATE INDEX IF NOT EXISTS groups_tokens ON groups (state, tokens, lost_tokens, unread_tokens);
 CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (prompt_index);
 CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY, path TEXT NOT NULL, sha256 TEXT NOT NULL,
-    damaged INTEGER NOT NULL DEFAULT 0);  -- until it is published again
 """
 _NOTHING = Tally()
 _ADMITTED = "state IN ('inflight', 'ready', 'consumed')"
@@ -90,7 +89,7 @@ class Selection:
 
 
 class TrajectoryLedger:
-    """The ledger of one run: its groups, its versions, its `notes` and the `counters` of its servers. Not thread-safe:
+    """The ledger of one run: its groups, its `versions`, its `notes` and the `counters` of its servers. Not thread-safe:
     it belongs to the controller's event loop. Raises LedgerError for a file of another format."""
 
     def __init__(self, path: Path | str, *, group_size: int) -> None:
@@ -104,6 +103,7 @@ class TrajectoryLedger:
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.executescript(f"PRAGMA user_version = {FORMAT}; {_SCHEMA}")
         self.notes = RunNotes(self._db)
+        self.versions = PublishedVersions(self._db)
         self.counters = ServerCounters(self._db, lambda: self.tokens().accounted)
         self._group_size = group_size
         self._admitted_groups: int = self._value(f"SELECT COUNT(*) FROM groups WHERE {_ADMITTED}")
@@ -278,52 +278,23 @@ class TrajectoryLedger:
         was published under its number: then everything that depends on the old content starts again.
         """
         with self._transaction():
-            last = self.last_version()
+            last = self.versions.last()
             if version.version > last + 1:
                 raise LedgerError(f"version: {version.version} can't follow {last}")
-            known = self._sha256(version.version)
+            known = self.versions.sha256(version.version)
             outcome = "new" if known is None else "same" if known == version.sha256 else "replaced"
             if outcome == "replaced":
                 self._new_incarnation(version.version)
-            self._db.execute(
-                "INSERT OR REPLACE INTO versions (version, path, sha256) VALUES (?, ?, ?)",
-                (version.version, version.path, version.sha256),
-            )
+            self.versions.put(version)
             return outcome
 
     def rewind(self, version: int) -> None:
         """Forget the versions after this one, whose weights are lost with their machine: a new incarnation of the run,
         unless there are none. What later versions sampled, and batches that they were to be trained on, start again."""
         with self._transaction():
-            if self.last_version() > version:
+            if self.versions.last() > version:
                 self._new_incarnation(version + 1)
-                self._db.execute("DELETE FROM versions WHERE version > ?", (version,))
-
-    def damaged(self, version: int) -> None:
-        """The weights of a version turned out not to be what was published. Until they are again it is none that
-        anybody could load."""
-        with self._transaction():
-            self._db.execute("UPDATE versions SET damaged = 1 WHERE version = ?", (version,))
-
-    def last_version(self) -> int:
-        """The highest number ever published in this incarnation, damaged since or not; 0 if none is."""
-        return self._value("SELECT COALESCE(MAX(version), 0) FROM versions")
-
-    def newest_version(self) -> PolicyVersion | None:
-        """The highest version that can be loaded."""
-        highest = self._db.execute("SELECT MAX(version) FROM versions WHERE NOT damaged").fetchone()[0]
-        return None if highest is None else self.version(highest)
-
-    def version(self, version: int) -> PolicyVersion | None:
-        """What was published under a number in this incarnation, if it can be loaded."""
-        row = self._db.execute(
-            "SELECT version, path, sha256 FROM versions WHERE version = ? AND NOT damaged", (version,)
-        ).fetchone()
-        return None if row is None else PolicyVersion(**dict(row))
-
-    def has_published(self, version: int, sha256: str) -> bool:
-        """Whether these weights were published under this number in this incarnation, damaged since or not."""
-        return self._sha256(version) == sha256
+                self.versions.forget_after(version)
 
     @property
     def incarnation(self) -> int:
@@ -393,7 +364,7 @@ class TrajectoryLedger:
         """Forget what depends on the old content of `version`: later versions, batches fixed for later steps, and
         groups that hold its tokens, or may (the running ones). Their prompts are queued again."""
         self.notes.count_incarnation()
-        self._db.execute("DELETE FROM versions WHERE version > ?", (version,))
+        self.versions.forget_after(version)
         self._db.execute("UPDATE groups SET state = 'ready', step = NULL WHERE step > ?", (version,))
         rows = self._db.execute(
             "SELECT group_id FROM groups WHERE state = 'inflight' OR (state = 'ready' AND max_version >= ?) "
@@ -419,10 +390,6 @@ class TrajectoryLedger:
         state = self._row(group_id)["state"]
         if state not in states:
             raise LedgerError(f"group_id: group {group_id} is {state}, not {' or '.join(states)}")
-
-    def _sha256(self, version: int) -> str | None:
-        row = self._db.execute("SELECT sha256 FROM versions WHERE version = ?", (version,)).fetchone()
-        return None if row is None else str(row["sha256"])
 
     def _value(self, query: str, *parameters: Any) -> int:
         return int(self._db.execute(query, parameters).fetchone()[0])

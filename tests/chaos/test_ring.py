@@ -36,8 +36,8 @@ def in_ledger(run: Launched, look: Callable[[TrajectoryLedger], T]) -> T:
 
 
 def versions(ledger: TrajectoryLedger) -> list[PolicyVersion | None]:
-    newest = ledger.newest_version()
-    return [ledger.version(version) for version in range(newest.version + 1 if newest else 0)]
+    newest = ledger.versions.newest()
+    return [ledger.versions.get(version) for version in range(newest.version + 1 if newest else 0)]
 
 
 def reward_worker(run: Launched) -> int:

@@ -45,7 +45,7 @@ def run(root: Path, mode: str) -> tuple[list[list[GroupPayload]], list[float], l
     ledger = TrajectoryLedger(folder.ledger, group_size=GROUP)
     batches = [ledger.batch(step) for step in range(1, STEPS + 1)]
     trajectories = [[unpack_group(ledger.payload(group.group_id)) for group in batch.groups] for batch in batches]
-    hashes = [ledger.version(step).sha256 for step in range(STEPS + 1)]
+    hashes = [ledger.versions.get(step).sha256 for step in range(STEPS + 1)]
     ledger.close()
     with sqlite3.connect(folder.outbox) as outbox:
         rows = outbox.execute("SELECT value FROM metrics WHERE key = 'loss/policy' ORDER BY step").fetchall()

@@ -223,7 +223,7 @@ def _newest(run: Launched) -> int:
     """The newest version that the controller knows."""
     ledger = TrajectoryLedger(run.run.ledger, group_size=run.config.algorithm.group_size)
     try:
-        newest = ledger.newest_version()
+        newest = ledger.versions.newest()
         assert newest is not None
         return newest.version
     finally:

@@ -36,7 +36,7 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     ledger = TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)
     batches = [ledger.batch(step) for step in range(1, STEPS + 1)]
     groups = [unpack_group(ledger.payload(group.group_id)) for batch in batches for group in batch.groups]
-    hashes = {ledger.version(step).sha256 for step in range(STEPS + 1)}
+    hashes = {ledger.versions.get(step).sha256 for step in range(STEPS + 1)}
     ledger.close()
     assert len(hashes) == STEPS + 1, "a step changed nothing"
     said = np.concatenate([group.tokens[~group.loss_mask] for group in groups])

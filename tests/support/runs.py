@@ -197,7 +197,7 @@ def checked_summary(run: RunDir, config: RunConfig) -> RunSummary:
     rows = [group for batch in batches if batch for group in batch.groups]
     assert len({group.group_id for group in rows}) == len(rows) == steps * config.groups_per_batch
     assert sum(sum(group.lengths) for group in rows) == summary.tokens.consumed
-    assert all(ledger.version(version) for version in range(steps + 1))
+    assert all(ledger.versions.get(version) for version in range(steps + 1))
     assert ledger.last_step() == steps
     ledger.close()
     return summary

@@ -213,7 +213,7 @@ class _Reference:
         self._model = by_transformers(run.run.info().model_path, dtype=torch.float32)
         self._files: dict[int, Path] = {}
         for number in range(run.config.training.steps):
-            version = ledger.version(number)
+            version = ledger.versions.get(number)
             assert version is not None
             assert describe(published.file(version)).sha256 == version.sha256
             self._files[number] = published.file(version)

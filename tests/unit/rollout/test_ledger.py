@@ -169,7 +169,7 @@ def test_publishing_the_same_weights_again_changes_nothing(ledger):
         assert ledger.publish(version(number)) == "new"
     group = admit_ready(ledger, at=2)
     assert ledger.publish(version(1)) == "same"
-    assert ledger.newest_version() == version(2)
+    assert ledger.versions.newest() == version(2)
     assert ledger.payload(group) == b"payload"
     assert ledger.incarnation == 0
     with pytest.raises(LedgerError, match="can't follow 2"):
@@ -179,14 +179,12 @@ def test_publishing_the_same_weights_again_changes_nothing(ledger):
 def test_a_damaged_version_is_none_until_it_is_published_again(ledger):
     for number in (0, 1, 2):
         ledger.publish(version(number))
-    ledger.damaged(2)
-    assert (ledger.newest_version(), ledger.version(2), ledger.last_version()) == (version(1), None, 2)
-    assert ledger.has_published(2, version(2).sha256)
-    assert not ledger.has_published(2, version(2, "other").sha256)
-    assert not ledger.has_published(3, version(3).sha256)
+    ledger.versions.mark_damaged(2)
+    assert (ledger.versions.newest(), ledger.versions.get(2), ledger.versions.last()) == (version(1), None, 2)
+    assert [ledger.versions.sha256(number) for number in (2, 3)] == [version(2).sha256, None]
     assert ledger.publish(version(2)) == "same"
-    assert (ledger.newest_version(), ledger.incarnation) == (version(2), 0)
-    ledger.damaged(2)
+    assert (ledger.versions.newest(), ledger.incarnation) == (version(2), 0)
+    ledger.versions.mark_damaged(2)
     assert ledger.publish(version(2, "other")) == "replaced"
 
 
@@ -198,11 +196,11 @@ def test_a_ledger_that_knows_more_than_the_checkpoint_forgets_what_was_lost(ledg
         batches[step] = admit_ready(ledger, at=sampled_by)
         ledger.fix_batch(step, selection(groups=1))
     ledger.rewind(3)
-    assert (ledger.incarnation, ledger.newest_version()) == (0, version(3))  # nothing is lost
+    assert (ledger.incarnation, ledger.versions.newest()) == (0, version(3))  # nothing is lost
 
     ledger.rewind(1)
 
-    assert (ledger.incarnation, ledger.newest_version()) == (1, version(1))
+    assert (ledger.incarnation, ledger.versions.newest()) == (1, version(1))
     assert ledger.batch(2) is not None  # what version 1 is to be trained on
     assert (ledger.batch(3), ledger.batch(4)) == (None, None)
     assert ledger.payload(batches[3])  # version 1 sampled it: it is in the buffer again
@@ -223,7 +221,7 @@ def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies
     assert ledger.publish(version(2, "other")) == "replaced"
 
     assert ledger.incarnation == 1
-    assert ledger.newest_version() == version(2, "other")
+    assert ledger.versions.newest() == version(2, "other")
     assert ledger.batch(2) is not None  # it made version 2, and its content is still valid
     assert ledger.batch(3) is None
     assert ledger.batch(4) is None

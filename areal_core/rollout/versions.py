@@ -1,0 +1,62 @@
+"""The versions of a run that were published, in the ledger's database.
+
+A number is published once in an incarnation of the run, and again with the same weights. Where the weights turned out
+to be damaged, nobody can load the version until that has happened.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from areal_core.types import PolicyVersion
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS versions (
+    version INTEGER PRIMARY KEY,
+    path TEXT NOT NULL,
+    sha256 TEXT NOT NULL,
+    damaged INTEGER NOT NULL DEFAULT 0
+);
+"""
+
+
+class PublishedVersions:
+    """The versions of this incarnation. `put` and `forget_after` are parts of the ledger's transactions."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        db.executescript(_SCHEMA)
+
+    def newest(self) -> PolicyVersion | None:
+        """The highest version that can be loaded."""
+        highest = self._db.execute("SELECT MAX(version) FROM versions WHERE NOT damaged").fetchone()[0]
+        return None if highest is None else self.get(highest)
+
+    def get(self, version: int) -> PolicyVersion | None:
+        """What was published under a number, if it can be loaded."""
+        row = self._db.execute(
+            "SELECT version, path, sha256 FROM versions WHERE version = ? AND NOT damaged", (version,)
+        ).fetchone()
+        return None if row is None else PolicyVersion(**dict(row))
+
+    def last(self) -> int:
+        """The highest number, damaged or not; 0 if none is published."""
+        return int(self._db.execute("SELECT COALESCE(MAX(version), 0) FROM versions").fetchone()[0])
+
+    def sha256(self, version: int) -> str | None:
+        """The hash of what was published under a number, damaged or not; None if nothing was."""
+        row = self._db.execute("SELECT sha256 FROM versions WHERE version = ?", (version,)).fetchone()
+        return None if row is None else str(row["sha256"])
+
+    def mark_damaged(self, version: int) -> None:
+        """The weights of a version turned out not to be what was published."""
+        self._db.execute("UPDATE versions SET damaged = 1 WHERE version = ?", (version,))
+
+    def put(self, version: PolicyVersion) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO versions (version, path, sha256) VALUES (?, ?, ?)",
+            (version.version, version.path, version.sha256),
+        )
+
+    def forget_after(self, version: int) -> None:
+        self._db.execute("DELETE FROM versions WHERE version > ?", (version,))
