@@ -146,8 +146,8 @@ def describe_model(path: str, overrides: Sequence[str]) -> Iterator[tuple[str, s
     spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
     yield "folder", str(folder)
     yield "architecture", f"{spec.architecture}, {spec.parameters / 1e6:,.1f}M parameters, context {spec.context:,}"
-    if spec.foreign is not None:
-        yield "runs in", f"vLLM, to generate, and transformers' own module, to train: {spec.foreign.why}"
+    if spec.transformers is not None:
+        yield "runs in", f"vLLM, to generate, and transformers' own module, to train: {spec.transformers.why}"
     ends = (f"{token} {tokenizer.decode([token], special=True)!r}" for token in spec.eos_token_ids)
     yield "stop tokens", ", ".join(ends) or "none: no completion would ever end"
     yield "chat template", "yes" if tokenizer.chat else "none"

@@ -34,7 +34,7 @@ class _UnsupportedError(ModelError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
+class TransformersModel:
     """What is known of a model that transformers' own modules train and vLLM serves."""
 
     why: str  # this package's own passes don't run it: the field of config.json, what they take, what it has
@@ -44,10 +44,10 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder. Unless it is foreign, rotary embeddings are the plain ones, and the activation is SwiGLU
-    with silu."""
+    """The shape of a decoder. Unless transformers' module runs it, rotary embeddings are the plain ones, and the
+    activation is SwiGLU with silu."""
 
-    architecture: str  # one of MODEL_TYPES, or foreign
+    architecture: str  # one of MODEL_TYPES, or another that transformers has
     vocab_size: int
     hidden_size: int
     layers: int
@@ -62,7 +62,7 @@ class ModelSpec:
     tie_embeddings: bool
     context: int  # tokens, prompt and completion together
     eos_token_ids: tuple[int, ...]
-    foreign: Foreign | None = None  # then of the fields above only those of its size count
+    transformers: TransformersModel | None = None  # then of the fields above only those of its size count
 
     @property
     def parameters(self) -> int:
@@ -70,9 +70,9 @@ class ModelSpec:
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
-    """The spec of a folder in the transformers format, from config.json and generation_config.json; it is foreign
-    where this package's own passes lack something: another architecture, rope scaling, sliding windows, another
-    activation, other biases. Of these the files of weights are looked into, too.
+    """The spec of a folder in the transformers format, from config.json and generation_config.json. Where
+    this package's own passes lack something (another architecture, rope scaling, sliding windows, another activation,
+    other biases) it is one for transformers' module, and the files of weights are looked into, too.
 
     Raises ModelError naming the folder and the field when the folder is missing or broken.
     """
@@ -81,7 +81,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
     try:
         return _own(config)
     except _UnsupportedError as lack:
-        return _foreign(config, str(lack))
+        return _by_transformers(config, str(lack))
 
 
 class _Config:
@@ -160,7 +160,7 @@ def _own(config: _Config) -> ModelSpec:
     )
 
 
-def _foreign(config: _Config, why: str) -> ModelSpec:
+def _by_transformers(config: _Config, why: str) -> ModelSpec:
     if config.get("quantization_config"):
         raise ModelError(f"{config.folder}: quantization_config must be absent: quantised weights can't be trained")
     shapes: dict[str, tuple[int, ...]] = {}
@@ -173,7 +173,7 @@ def _foreign(config: _Config, why: str) -> ModelSpec:
         architecture=config.architecture,
         intermediate_size=config.count("intermediate_size", 4 * size["hidden_size"]),
         tie_embeddings=_HEAD not in shapes,
-        foreign=Foreign(why=why, config=json.dumps(config.values), tensors=tuple(shapes.items())),
+        transformers=TransformersModel(why=why, config=json.dumps(config.values), tensors=tuple(shapes.items())),
         **size,
     )
 
@@ -192,7 +192,7 @@ def write_config(folder: Path, spec: ModelSpec, dtype: str) -> None:
     """Write config.json and generation_config.json, as `read_spec` and transformers read them."""
     ids = {"bos_token_id": None, "eos_token_id": list(spec.eos_token_ids) or None, "pad_token_id": None}
     config = _config(spec) | {"dtype": dtype}
-    if spec.foreign is None:
+    if spec.transformers is None:
         config |= ids
     config.pop("torch_dtype", None)  # of older folders
     sampling = {"do_sample": True, "temperature": 1.0, **ids}
@@ -201,8 +201,8 @@ def write_config(folder: Path, spec: ModelSpec, dtype: str) -> None:
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:
-    if spec.foreign is not None:
-        return dict(json.loads(spec.foreign.config))
+    if spec.transformers is not None:
+        return dict(json.loads(spec.transformers.config))
     return {
         "architectures": [spec.architecture],
         "model_type": MODEL_TYPES[spec.architecture],
@@ -224,10 +224,10 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, in the order of the forward pass, or of a foreign model's files; no
-    lm_head.weight when embeddings are tied."""
-    if spec.foreign is not None:
-        return dict(spec.foreign.tensors)
+    """Name and shape of every tensor, in the order of the forward pass, or of the files where transformers' module runs
+    them; no lm_head.weight when embeddings are tied."""
+    if spec.transformers is not None:
+        return dict(spec.transformers.tensors)
     hidden, inner = spec.hidden_size, spec.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
     for layer in range(spec.layers):

@@ -94,9 +94,9 @@ def backward_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
 
 def head_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
     """The completion tokens' hidden states (at most all of them) and their gradient, the gradient of the output's
-    matrix in float32 and in b, and three slices of the logits in float32 (`training.model.forward`). A foreign model
-    makes the logits of all tokens, and their gradient."""
-    if spec.foreign is not None:
+    matrix in float32 and in b, and three slices of the logits in float32 (`training.model.forward`). transformers'
+    module makes the logits of all tokens, and their gradient."""
+    if spec.transformers is not None:
         return 2.0 * tokens * spec.vocab_size * number + _FLOAT * spec.vocab_size * spec.hidden_size
     hidden = 2 * tokens * spec.hidden_size * number
     matrix = spec.vocab_size * spec.hidden_size * (_FLOAT + (number if number < _FLOAT else 0))

@@ -255,7 +255,7 @@ class _Worker:
     def _limit(self, deadline: float) -> None:
         """Have the pipe raise BlockingIOError when it blocks beyond `deadline`, in monotonic time, in either direction:
         a worker that was stopped takes nothing more in."""
-        left_us = max(1, round(1e6 * (deadline - time.monotonic())))
+        left_us = max(1, round(1e6 * (deadline - time.monotonic())))  # 0 would be for ever
         limit = struct.pack("ll", *divmod(left_us, 10**6))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)

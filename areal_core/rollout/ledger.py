@@ -89,8 +89,8 @@ class Selection:
 
 
 class TrajectoryLedger:
-    """The ledger of one run: its groups, its `versions`, its `notes` and the `counters` of its servers. Not thread-safe:
-    it belongs to the controller's event loop. Raises LedgerError for a file of another format."""
+    """The ledger of one run: its groups, its `versions`, its `notes` and the `counters` of its servers. Not
+    thread-safe: it belongs to the controller's event loop. Raises LedgerError for a file of another format."""
 
     def __init__(self, path: Path | str, *, group_size: int) -> None:
         self._db = sqlite3.connect(path, isolation_level=None)

@@ -102,8 +102,8 @@ def _check_model(folder: Path, config: RunConfig) -> None:
         )
     if not spec.eos_token_ids:
         raise ModelError(f"model.path: {folder} names no eos_token_id, so that no completion would ever end")
-    if spec.foreign is not None:
-        _check_engines(config, folder, spec.foreign.why)
+    if spec.transformers is not None:
+        _check_engines(config, folder, spec.transformers.why)
     try:
         prompts = _check_task(config, tokenizer)
     except ModelError as error:
@@ -116,9 +116,11 @@ def _check_model(folder: Path, config: RunConfig) -> None:
 
 
 def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
-    """A foreign model is served by vLLM, or an engine of the user's."""
-    own = config.evaluated and config.evaluation.servers
-    for field, engine in (("generation", config.generation.engine), ("evaluation", own and config.evaluation.engine)):
+    """What only transformers' module trains is served by vLLM, or an engine of the user's."""
+    engines = {"generation": config.generation.engine}
+    if config.evaluated:
+        engines["evaluation"] = config.evaluation_engine
+    for field, engine in engines.items():
         if engine == "embedded":
             raise ConfigError(f"{field}.engine: must be vllm for {folder}, got 'embedded', for which {why}")
 

@@ -124,7 +124,7 @@ def fetch_newest(
 ) -> tuple[CheckpointInfo, dict[str, Path]] | None:
     """Download the newest checkpoint whose files are what its manifest says, of step `last` at most; None where there
     is none. Those that are found to be damaged are set aside, with a line in the log: nobody takes them again."""
-    for info in list(_complete(storage)):
+    for info in _complete(storage):
         if last is not None and info.step > last:
             continue
         try:

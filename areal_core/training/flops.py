@@ -47,7 +47,7 @@ def forward_flops(spec: ModelSpec, prompt: int, completions: Sequence[int], *, s
     """
     shape = _shape(spec)
     head = 2.0 * spec.vocab_size * spec.hidden_size
-    linear = shape.flops_per_token - head if spec.foreign is None else _matrices(spec)
+    linear = shape.flops_per_token - head if spec.transformers is None else _matrices(spec)
     own = [length - 1 for length in completions]
     prompts = 1 if shared else len(completions)
     inputs = prompts * prompt + sum(own)
@@ -74,8 +74,8 @@ def peak_flops_per_s(name: str, dtype: str) -> float | None:
 
 
 def _matrices(spec: ModelSpec) -> float:
-    """FLOPs of an input in the matrices of a foreign model, of which those as long as its vocabulary are embeddings and
-    the output's."""
+    """FLOPs of an input in a model's matrices, by its tensors; those as long as its vocabulary are embeddings and the
+    output's."""
     shapes = [shape for shape in weight_shapes(spec).values() if len(shape) == 2 and spec.vocab_size not in shape]
     return 2.0 * sum(map(math.prod, shapes))
 

@@ -210,7 +210,7 @@ class Trainer:
     @property
     def _shares_prompts(self) -> bool:
         """Never where transformers' modules run the model: they know no prompt that several completions attend to."""
-        return self.config.shares_prompts and self.spec.foreign is None
+        return self.config.shares_prompts and self.spec.transformers is None
 
     def _cost(self, group: BatchGroup) -> int:
         return training_cost(self.spec, group.prompt_tokens, group.lengths, shared=self._shares_prompts)

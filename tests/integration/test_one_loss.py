@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 from areal_core.types import Float32Array
-from tests.support.engines import CUTS, DIVERGED, FOREIGN, RECOMPUTED, SHARED, SMALL, STAGES, WHOLE, Outcome, run
+from tests.support.engines import (
+    BY_TRANSFORMERS,
+    CUTS,
+    DIVERGED,
+    RECOMPUTED,
+    SHARED,
+    SMALL,
+    STAGES,
+    WHOLE,
+    Outcome,
+    run,
+)
 from tests.support.training import QWEN3, engine, train, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
@@ -81,16 +92,16 @@ def test_norms_of_heads_are_trained_as_other_weights(groups: dict[int, dict[str,
     assert_close(alone.weights(), groups[2]["qwen3 3"].weights, 1e-4)
 
 
-@pytest.mark.parametrize("case", FOREIGN)
+@pytest.mark.parametrize("case", BY_TRANSFORMERS)
 def test_transformers_own_module_takes_the_same_steps(
     groups: dict[int, dict[str, Outcome]], expected: Outcome, case: str
 ) -> None:
-    foreign = groups[2][f"foreign {case}"]
+    outcome = groups[2][f"transformers {case}"]
     if "bfloat16" in case:
-        assert_within_rounding(expected, foreign)
+        assert_within_rounding(expected, outcome)
         return
-    assert_close(expected.gradient, foreign.gradient, 1e-5)
-    for one, other in zip(expected.stats, foreign.stats, strict=False):
+    assert_close(expected.gradient, outcome.gradient, 1e-5)
+    for one, other in zip(expected.stats, outcome.stats, strict=False):
         assert astuple(one) == pytest.approx(astuple(other), rel=1e-4, abs=1e-6)
 
 

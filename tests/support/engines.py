@@ -22,8 +22,8 @@ from areal_core.training.engines.engine import StepStats
 from areal_core.training.engines.policy_engine import PolicyEngine
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import Float32Array
-from tests.support.foreign import as_foreign
 from tests.support.training import QWEN3, SPEC, TRAINING, batch, weights
+from tests.support.transformers_models import run_by_transformers
 
 STAGES = (0, 1, 2, 3)
 WHOLE = "whole"
@@ -40,7 +40,7 @@ SHARED = {
 RECOMPUTED = (1, 3)
 SMALL = (0, 2, 3)
 DIVERGED = ((0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"))
-FOREIGN: dict[str, dict[str, Any]] = {
+BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "torch": {},
     "torch recomputed": {"checkpoint_activations": True},
     "0": {"stage": 0},
@@ -123,9 +123,9 @@ class Cases:
         for stage, dtype in DIVERGED:
             yield f"diverged {dtype} {stage}", self.diverged(self.engine(stage, dtype=dtype))
         yield "qwen3 3", self.steps(self.engine(3, spec=QWEN3), last=1)
-        foreign = as_foreign(SPEC)
-        for case, fields in FOREIGN.items():
-            yield f"foreign {case}", self.steps(self.engine(spec=foreign, **fields), last=2)
+        spec = run_by_transformers(SPEC)
+        for case, fields in BY_TRANSFORMERS.items():
+            yield f"transformers {case}", self.steps(self.engine(spec=spec, **fields), last=2)
         yield "relay 2", self.first_leg()
 
     def engine(

@@ -33,8 +33,8 @@ def make_engine(name: str, folder: Path, spec: ModelSpec, options: Options) -> S
 
 
 def _embedded(folder: Path, spec: ModelSpec, options: Options) -> ServedEngine:
-    if spec.foreign is not None:
-        raise ModelError(f"{folder}: {spec.foreign.why}; vLLM may run it")
+    if spec.transformers is not None:
+        raise ModelError(f"{folder}: {spec.transformers.why}; vLLM may run it")
     from areal_core.generation.engines.embedded import Engine  # kernels, which an emulation can do without
 
     return Engine(spec, read_arrays(folder, spec), **options)

@@ -41,7 +41,7 @@ from deepspeed.utils import (
 )
 
 if TYPE_CHECKING:
-    from areal_core.training.model.foreign import ForeignPolicy
+    from areal_core.training.model.transformers_policy import TransformersPolicy
 
 _WEIGHT, _MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 _BUCKET = 500_000_000  # most elements that are reduced or gathered at once
@@ -209,9 +209,9 @@ class DeepSpeedEngine(PolicyEngine):
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
-    def _module(self, weights: Mapping[str, Tensor]) -> PolicyModule | ForeignPolicy:
+    def _module(self, weights: Mapping[str, Tensor]) -> PolicyModule | TransformersPolicy:
         checkpoints = self.training.checkpoint_activations
-        if self.spec.foreign is None:
+        if self.spec.transformers is None:
             return PolicyModule(
                 self.spec,
                 weights,
@@ -224,9 +224,11 @@ class DeepSpeedEngine(PolicyEngine):
                 f"training.zero_stage: must be at least 1 with training.dtype={self.training.dtype} for a model that "
                 "transformers' modules run, whose layers don't round weights as they run, got 0"
             )
-        from areal_core.training.model.foreign import ForeignPolicy  # transformers: seconds, where they are needed
+        from areal_core.training.model.transformers_policy import (
+            TransformersPolicy,  # transformers: seconds, where they are needed
+        )
 
-        module = ForeignPolicy(
+        module = TransformersPolicy(
             self.spec,
             temperature=self.temperature,
             checkpoint_activations=checkpoints,
@@ -236,7 +238,7 @@ class DeepSpeedEngine(PolicyEngine):
         module.install({name: nn.Parameter(tensor.detach().clone()) for name, tensor in weights.items()})
         return module
 
-    def _wrapped(self, module: PolicyModule | ForeignPolicy) -> Any:
+    def _wrapped(self, module: PolicyModule | TransformersPolicy) -> Any:
         """DeepSpeed's engine around the module."""
         settings = self._settings()
         _start(self.device)

@@ -31,7 +31,7 @@ from areal_core.training.model.pointwise import is_compiled, kernels
 from areal_core.types import Float32Array
 
 if TYPE_CHECKING:
-    from areal_core.training.model.foreign import ForeignPolicy
+    from areal_core.training.model.transformers_policy import TransformersPolicy
 
 _MISMATCH_SEQUENCES = 16  # a sample is enough to see that two engines disagree
 
@@ -85,7 +85,7 @@ class PolicyEngine(ABC):
         kept = weight_shapes(spec) if algorithm.kl_coef else ()
         self._reference = {name: weights[name].detach().to(self.device, self.dtype, copy=True) for name in kept}
         self._hold(weights)
-        if spec.foreign is None and is_compiled(self.device, self.dtype):
+        if spec.transformers is None and is_compiled(self.device, self.dtype):
             kernels()  # compiled or loaded here, not in the first step
 
     # -- what differs ------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class PolicyEngine(ABC):
     def reference_logprobs(self, batch: TrainingBatch) -> Float32Array:
         """Collective. As `logprobs`, under version 0 of the run. For algorithm.kl_coef above 0."""
         return self._recomputed(
-            batch, _all(batch.microbatches), lambda packed: self._evaluated(self._reference, packed), "reference"
+            batch, _all(batch.microbatches), lambda packed: self._logprobs(self._reference, packed)[0], "reference"
         )
 
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
@@ -178,7 +178,7 @@ class PolicyEngine(ABC):
         total, tokens = 0.0, 0
         for packed in batch.cut(holding[:_MISMATCH_SEQUENCES].tolist()):
             with self._computing():
-                ours = self._evaluated(tensors, packed)
+                ours, _ = self._logprobs(tensors, packed)
             matched = torch.from_numpy(of_version[packed.source])
             theirs = torch.from_numpy(batch.behaviour_logprobs[packed.source])
             total += float(k3((ours.cpu().double() - theirs)[matched]).sum())
@@ -201,26 +201,25 @@ class PolicyEngine(ABC):
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _evaluated(self, weights: Mapping[str, Tensor], packed: Packed) -> Tensor:
-        """Log-probability of the completion tokens, [A], under other weights than the engine's own."""
-        return self._pass(weights, packed)[0]
-
-    def _pass(
+    def _logprobs(
         self, weights: Mapping[str, Tensor], packed: Packed, *, recompute_layers: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the completion tokens, each [A], by the forward pass of the model's kind."""
-        if self.spec.foreign is None:
+        """Log-probability and entropy of the completion tokens, each [A], under any weights, by the forward pass of the
+        model's kind."""
+        if self.spec.transformers is None:
             return completion_logprobs(
                 self.spec, weights, packed, temperature=self.temperature, recompute_layers=recompute_layers
             )
-        self._foreign.install(weights)
-        return self._foreign(packed)
+        self._transformers.install(weights)
+        return self._transformers(packed)
 
     @cached_property
-    def _foreign(self) -> ForeignPolicy:
-        from areal_core.training.model.foreign import ForeignPolicy  # transformers: seconds, where they are needed
+    def _transformers(self) -> TransformersPolicy:
+        from areal_core.training.model.transformers_policy import (
+            TransformersPolicy,  # transformers: seconds, where they are needed
+        )
 
-        return ForeignPolicy(
+        return TransformersPolicy(
             self.spec,
             temperature=self.temperature,
             checkpoint_activations=self.training.checkpoint_activations,

@@ -41,12 +41,12 @@ class TorchEngine(PolicyEngine):
             self._parameters[name].requires_grad_().grad = gradient
         self._moments = {moment: torch.zeros_like(self.flat) for moment in ("exp_avg", "exp_avg_sq")}
         self._steps = torch.zeros((), device=self.device)
-        if self.spec.foreign is not None:
-            self._foreign.install(self._parameters)  # what can't be run is refused now
+        if self.spec.transformers is not None:
+            self._transformers.install(self._parameters)  # what can't be run is refused now
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         recompute_layers = self.training.checkpoint_activations and torch.is_grad_enabled()
-        return self._pass(self._parameters, packed, recompute_layers=recompute_layers)
+        return self._logprobs(self._parameters, packed, recompute_layers=recompute_layers)
 
     def start_gradient(self) -> None:
         self.gradient.zero_()

@@ -140,11 +140,11 @@ def test_sharded_weights_and_older_rope_field_are_read(folder):
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type"),
     ],
 )
-def test_what_is_foreign_says_why(folder, changes, named):
+def test_what_our_passes_lack_is_for_transformers_and_says_why(folder, changes, named):
     edit_config(folder, **changes)
     spec = folders.read_spec(folder)
-    assert spec.foreign is not None
-    assert named in spec.foreign.why
+    assert spec.transformers is not None
+    assert named in spec.transformers.why
     assert folders.weight_shapes(spec) == folders.weight_shapes(SPEC)  # as the file has them
     assert (spec.parameters, spec.context, spec.layers) == (SPEC.parameters, SPEC.context, SPEC.layers)
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from areal_core.run.launcher import execute, run_folder
 from areal_core.tracking.outbox import Outbox
-from tests.support.foreign import write_foreign
 from tests.support.live_servers import VLLM_PYTHON, require_vllm
 from tests.support.runs import tiny
+from tests.support.transformers_models import write_transformers_model
 
 
 @pytest.mark.vllm
@@ -21,7 +21,7 @@ from tests.support.runs import tiny
 def test_a_gemma_2_model_is_trained_and_what_samples_it_agrees(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    base = write_foreign(tmp_path / "base", "gemma2")
+    base = write_transformers_model(tmp_path / "base", "gemma2")
     require_vllm()
     vllm = {"python": str(VLLM_PYTHON), "dtype": "float32"}
     config = tiny(

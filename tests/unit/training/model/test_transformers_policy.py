@@ -12,11 +12,11 @@ import torch
 
 from areal_core.errors import ModelError
 from areal_core.models.folders import read_spec, read_weights, write_model
-from areal_core.models.spec import Foreign, ModelSpec
+from areal_core.models.spec import ModelSpec, TransformersModel
 from areal_core.training.batching.packing import pack
-from areal_core.training.model.foreign import ForeignPolicy
-from tests.support.foreign import KINDS, TOKENIZER, as_foreign, write_foreign
+from areal_core.training.model.transformers_policy import TransformersPolicy
 from tests.support.training import SPEC
+from tests.support.transformers_models import KINDS, TOKENIZER, run_by_transformers, write_transformers_model
 
 # Lengths far apart: a micro-batch of several batches.
 LENGTHS, PROMPTS = np.array([4, 7, 40, 4, 21]), np.array([1, 3, 5, 2, 20])
@@ -26,7 +26,7 @@ TEMPERATURE = 0.7
 
 @pytest.fixture(params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return write_foreign(tmp_path / "model", request.param)
+    return write_transformers_model(tmp_path / "model", request.param)
 
 
 def one_at_a_time(folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +48,7 @@ def one_at_a_time(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_micro_batch_is_what_transformers_says_of_each_sequence(folder: Path, whole: bool) -> None:
     spec = read_spec(folder)
-    policy = ForeignPolicy(spec, temperature=TEMPERATURE, whole=whole)
+    policy = TransformersPolicy(spec, temperature=TEMPERATURE, whole=whole)
     policy.install(read_weights(folder, spec))
     packed = pack(TOKENS, LENGTHS, PROMPTS, range(len(LENGTHS)))
     with torch.no_grad():
@@ -59,12 +59,12 @@ def test_a_micro_batch_is_what_transformers_says_of_each_sequence(folder: Path, 
 
 def test_computing_activations_again_draws_no_dropout(tmp_path: Path) -> None:
     """GPT-2 has dropout where it is trained, as it is to be for that."""
-    folder = write_foreign(tmp_path / "model", "gpt2")
+    folder = write_transformers_model(tmp_path / "model", "gpt2")
     spec = read_spec(folder)
     packed = pack(TOKENS, LENGTHS, PROMPTS, range(len(LENGTHS)))
     found: list[torch.Tensor] = []
     for again in (False, True, True):
-        policy = ForeignPolicy(spec, checkpoint_activations=again)
+        policy = TransformersPolicy(spec, checkpoint_activations=again)
         weights = {name: tensor.requires_grad_() for name, tensor in read_weights(folder, spec).items()}
         policy.install(weights)
         policy(packed)[0].sum().backward()
@@ -83,25 +83,25 @@ def test_the_final_model_is_what_transformers_would_have_saved(folder: Path, tmp
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
-    assert replace(read_spec(tmp_path / "final"), foreign=None) == replace(spec, foreign=None)
+    assert replace(read_spec(tmp_path / "final"), transformers=None) == replace(spec, transformers=None)
     before, after = (json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "final"))
     assert after == before | {"dtype": "float32"}
 
 
 def test_the_gradient_reaches_the_tensors_that_were_installed() -> None:
-    policy = ForeignPolicy(as_foreign(SPEC))
+    policy = TransformersPolicy(run_by_transformers(SPEC))
     tensors = {name: torch.zeros(shape).requires_grad_() for name, shape in policy_shapes(policy).items()}
     policy.install(tensors)
     policy(pack(TOKENS, LENGTHS, PROMPTS, [0, 2]))[0].sum().backward()
     assert tensors["model.embed_tokens.weight"].grad is not None  # which is the output's matrix, too
 
 
-def policy_shapes(policy: ForeignPolicy) -> dict[str, torch.Size]:
+def policy_shapes(policy: TransformersPolicy) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in policy.named_weights.items()}
 
 
 def test_rotary_angles_keep_their_precision() -> None:
-    policy = ForeignPolicy(as_foreign(SPEC))
+    policy = TransformersPolicy(run_by_transformers(SPEC))
     kept = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     policy.to(torch.bfloat16)
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
@@ -109,30 +109,30 @@ def test_rotary_angles_keep_their_precision() -> None:
     assert all(torch.equal(buffer, kept[name]) for name, buffer in policy.named_buffers())
 
 
-def changed(spec: ModelSpec, **config: object) -> Foreign:
-    assert spec.foreign is not None
-    return replace(spec.foreign, config=json.dumps(json.loads(spec.foreign.config) | config))
+def changed(spec: ModelSpec, **config: object) -> TransformersModel:
+    assert spec.transformers is not None
+    return replace(spec.transformers, config=json.dumps(json.loads(spec.transformers.config) | config))
 
 
 def test_what_transformers_does_not_have_is_refused_in_one_line() -> None:
-    spec = as_foreign(SPEC)
-    unknown = replace(spec, architecture="OursForCausalLM", foreign=changed(spec, model_type="ours"))
+    spec = run_by_transformers(SPEC)
+    unknown = replace(spec, architecture="OursForCausalLM", transformers=changed(spec, model_type="ours"))
     with pytest.raises(ModelError, match=r"^architectures: OursForCausalLM \(model_type 'ours'\) is no causal .*$"):
-        ForeignPolicy(unknown)
-    encoder = replace(spec, architecture="T5Model", foreign=changed(spec, model_type="t5"))
+        TransformersPolicy(unknown)
+    encoder = replace(spec, architecture="T5Model", transformers=changed(spec, model_type="t5"))
     with pytest.raises(ModelError, match=r"^architectures: T5Model \(model_type 't5'\) is no causal .*$"):
-        ForeignPolicy(encoder)
+        TransformersPolicy(encoder)
 
 
 def test_tensors_that_transformers_lays_out_in_another_way_are_refused_by_name() -> None:
     """As those of a mixture of experts, which it fuses."""
-    spec = as_foreign(SPEC)
-    assert spec.foreign is not None
-    tensors = dict(spec.foreign.tensors)
+    spec = run_by_transformers(SPEC)
+    assert spec.transformers is not None
+    tensors = dict(spec.transformers.tensors)
     expert = "model.layers.0.mlp.experts.0.up_proj.weight"
     tensors[expert] = tensors.pop("model.layers.0.mlp.up_proj.weight")
     with pytest.raises(ModelError) as refused:
-        ForeignPolicy(replace(spec, foreign=replace(spec.foreign, tensors=tuple(tensors.items()))))
+        TransformersPolicy(replace(spec, transformers=replace(spec.transformers, tensors=tuple(tensors.items()))))
     assert str(refused.value) == (
         f"{expert}: the model's files have shape [24, 16], transformers' Qwen2ForCausalLM no such tensor; "
         "it can be trained only where both are the same"

@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,17 @@ from areal_core.training.model.forward import recomputed
 _ROWS = 1024  # of logits in float32 at once
 
 
-class ForeignPolicy(nn.Module):
+class _Batch(NamedTuple):
+    """Sequences, padded on the right."""
+
+    tokens: NDArray[np.int64]  # [N, L]
+    mask: NDArray[np.int64]  # [N, L] 1 for a token, 0 for padding
+    rows: NDArray[np.int64]  # [A] sequence of each target
+    columns: NDArray[np.int64]  # [A] token that predicts it
+    targets: NDArray[np.int64]  # [A]
+
+
+class TransformersPolicy(nn.Module):
     """transformers' module of a model, without weights until some are installed. Dropout is off; buffers stay float32
     whatever the weights are.
 
@@ -52,9 +63,9 @@ class ForeignPolicy(nn.Module):
         self.dtype = torch.float32  # of weights that an engine brings into its own precision
         self.module = _module(spec)
         self._places = _places(self.module)  # of each parameter; several of one that is tied
+        self._installed: Mapping[str, Tensor] | None = None
         _check_names(spec, {name: parameter.shape for name, parameter in self.module.named_parameters()})
-        options = inspect.signature(self.module.forward).parameters
-        self._keeps_logits = "logits_to_keep" in options
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self.module.forward).parameters
         self.module.train(checkpoint_activations)
         if checkpoint_activations:
             if not self.module.supports_gradient_checkpointing:
@@ -69,6 +80,9 @@ class ForeignPolicy(nn.Module):
     def install(self, weights: Mapping[str, Tensor]) -> None:
         """Run with these weights from now on: the tensors themselves, not copies. A gradient reaches them as long as no
         others are installed before the backward pass."""
+        if weights is self._installed:
+            return
+        self._installed = weights
         for name, places in self._places.items():
             for module, attribute in places:
                 module._parameters[attribute] = weights[name]  # type: ignore[assignment]  # functional_call does so too
@@ -80,29 +94,21 @@ class ForeignPolicy(nn.Module):
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the completion tokens, each [A], nats; as `forward.completion_logprobs`."""
-        parts = [self._batch(*batch) for batch in _padded(packed, whole=self.whole)]
+        parts = [self._batch(batch) for batch in _padded(packed, whole=self.whole)]
         logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
         return logprobs, entropies
 
-    def _batch(
-        self, tokens: NDArray[np.int64], mask: NDArray[np.int64], at: NDArray[np.int64], targets: NDArray[np.int64]
-    ) -> tuple[Tensor, Tensor]:
-        """tokens, mask [N, L]; at [A, 2]: sequence and token that predicts each target."""
-        device = self.module.device
-        first = int(at[:, 1].min())
-        kept = {"logits_to_keep": tokens.shape[1] - first} if self._keeps_logits else {}
-        ids, padding = (torch.from_numpy(values).to(device) for values in (tokens, mask))
-        logits = self.module(input_ids=ids, attention_mask=padding, use_cache=False, **kept).logits
-        rows, columns = torch.from_numpy(at).to(device).T
-        logits = logits[rows, columns - first if kept else columns]
-        parts = [
-            recomputed(_logprobs, *part, self.temperature)
-            for part in zip(logits.split(_ROWS), torch.from_numpy(targets).to(device).split(_ROWS), strict=True)
-        ]
+    def _batch(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+        ids, mask, rows, columns, targets = (torch.from_numpy(values).to(self.module.device) for values in batch)
+        first = int(batch.columns.min()) if self._keeps_logits else 0
+        kept = {"logits_to_keep": ids.shape[1] - first} if first else {}
+        logits = self.module(input_ids=ids, attention_mask=mask, use_cache=False, **kept).logits
+        chosen = zip(logits[rows, columns - first].split(_ROWS), targets.split(_ROWS), strict=True)
+        parts = [recomputed(_logprobs, *part, self.temperature) for part in chosen]
         stacked = torch.cat(parts, dim=1)
         return stacked[0], stacked[1]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ForeignPolicy:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformersPolicy:
         """As in torch, but buffers keep their precision: rotary angles in half precision are wrong by degrees."""
         before = {id(module): dict(module._buffers) for module in self.modules()}
         super()._apply(fn, recurse)
@@ -115,8 +121,8 @@ class ForeignPolicy(nn.Module):
 
 
 def _module(spec: ModelSpec) -> PreTrainedModel:
-    assert spec.foreign is not None
-    fields = json.loads(spec.foreign.config)
+    assert spec.transformers is not None
+    fields = json.loads(spec.transformers.config)
     kind = fields.get("model_type")
     try:
         config = CONFIG_MAPPING[kind].from_dict(fields)
@@ -159,10 +165,8 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "no such tensor" if shape is None else f"shape {list(shape)}"
 
 
-def _padded(
-    packed: Packed, *, whole: bool
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """The batches of a micro-batch: tokens and mask [N, L], at [A, 2] and targets [A]."""
+def _padded(packed: Packed, *, whole: bool) -> Iterator[_Batch]:
+    """The batches of a micro-batch."""
     assert all(block.prompt is None for block in packed.blocks), "transformers' modules know no shared prompts"
     row = 0
     for _, members in groupby(packed.blocks, key=lambda block: whole or block.tokens.bit_length()):
@@ -176,8 +180,7 @@ def _padded(
         chosen = slice(*np.searchsorted(packed.rows, (row, end)))
         rows = packed.rows[chosen]
         of = np.searchsorted(starts, rows, side="right") - 1
-        if len(rows):
-            yield tokens, mask.astype(np.int64), np.stack((of, rows - starts[of]), axis=1), packed.targets[chosen]
+        yield _Batch(tokens, mask.astype(np.int64), of, rows - starts[of], packed.targets[chosen])
         row = end
 
 

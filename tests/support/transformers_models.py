@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from areal_core.models.spec import Foreign, ModelSpec, weight_shapes, write_config
+from areal_core.models.spec import ModelSpec, TransformersModel, weight_shapes, write_config
 from areal_core.models.tokenizer import EOS, char_tokenizer
 
 TOKENIZER = char_tokenizer()
@@ -40,16 +40,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # what each has that this pack
 }  # fmt: skip
 
 
-def as_foreign(spec: ModelSpec) -> ModelSpec:
+def run_by_transformers(spec: ModelSpec) -> ModelSpec:
     """The same model, but transformers' module runs it."""
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), spec, "float32")
         config = (Path(folder) / "config.json").read_text()
     tensors = tuple(weight_shapes(spec).items())
-    return dataclasses.replace(spec, foreign=Foreign(why="it is a test", config=config, tensors=tensors))
+    return dataclasses.replace(spec, transformers=TransformersModel(why="it is a test", config=config, tensors=tensors))
 
 
-def write_foreign(folder: Path, kind: str, seed: int = 0) -> Path:
+def write_transformers_model(folder: Path, kind: str, seed: int = 0) -> Path:
     """A folder that runs of the embedded task can start from."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
