@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
+import secrets
 import time
 import urllib.parse
 from collections.abc import Iterable
@@ -79,12 +80,16 @@ class ControllerClient:
     def document(self, kind: str, step: int, data: dict[str, Any]) -> None:
         self._json("POST", "/documents", {"kind": kind, "step": step, "data": data})
 
-    def snapshot(self, step: int) -> dict[str, Any]:
-        """Have a snapshot of the ledger put beside the checkpoint of `step`; returns the file's manifest entry."""
-        return self._json("POST", f"/checkpoints/{step}", {})
+    def snapshot(self, step: int) -> dict[str, dict[str, dict[str, Any]]]:
+        """Have a snapshot of the ledger put beside the checkpoint of `step`, which takes as long as the store takes;
+        returns entries of the manifest, `files` and `shared`, by name."""
+        body = {"job": secrets.token_hex(8), "timeout_s": _POLL_S}
+        while (entries := self._call("POST", f"/checkpoints/{step}", body)) is None:
+            pass
+        return json.loads(entries)
 
     def committed(self, step: int) -> None:
-        """No run will resume from before `step`: what it and earlier steps consumed may be freed."""
+        """The checkpoint of `step` is complete: what is needed no more may go."""
         self._json("POST", f"/checkpoints/{step}/committed", {})
 
     def finish(self, reason: str, version: int, model_url: str) -> None:
@@ -141,6 +146,8 @@ class ControllerClient:
                 connection.request(method, path, payload, {"Content-Type": "application/json"} if payload else {})
                 response = connection.getresponse()
                 content = response.read()
+                if response.status == 503:  # it is about to be restarted
+                    raise ConnectionError("it is ending")
                 break
             except (OSError, http.client.HTTPException) as error:
                 self.close()

@@ -240,7 +240,9 @@ class TrainingConfig:
     on_divergence: str = choice("stop", "stop", "skip")  # what a loss or gradient that is not finite does
     collective_timeout_s: float = bounded(120.0, above=0.0)  # that a rank waits for another
     checkpoint_every: int = bounded(10, low=1)  # steps
-    keep_checkpoints: int = bounded(2, low=1)
+    keep_checkpoints: int = bounded(2, low=1)  # the newest ones, which a run can be resumed from
+    keep_every: int | None = bounded(None, low=1)  # steps: besides, that of every so many
+    keep_best: bool = False  # besides, the one whose version has the best held-out accuracy
 
     def check(self) -> None:
         check_name("training.engine", self.engine, TRAINING_ENGINES)
@@ -273,6 +275,7 @@ class StorageConfig:
 
     url: str = ".areal/storage"  # a folder, file://... or s3://bucket/prefix
     endpoint_url: str | None = None  # S3 servers other than Amazon's
+    lease_s: float = bounded(30.0, low=1.0)  # after which a launcher that is silent, on another machine, counts as dead
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,16 @@
 """What a controller starts from: a ledger that belongs to the newest checkpoint, and versions that servers can load.
 
 The ledger in the run's folder belongs to the run as long as it has published what the newest checkpoint in the store
-holds. It does not where the folder is older than the store: its disk has lost power, or was put back, or the run has
-gone on elsewhere meanwhile. Then the ledger that was saved beside that checkpoint is taken, and the other one kept
-beside it.
+holds, and has the batches from there on. It does not where the folder is older than the store: its disk has lost power,
+or was put back, or the run has gone on elsewhere meanwhile; or where newer checkpoints turned out to be damaged. Then
+the ledger that was saved beside that checkpoint is taken, and the other one kept beside it.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors.numpy import load_file
 
 from areal_core.errors import StorageError
 from areal_core.rollout.ledger import TrajectoryLedger
-from areal_core.storage import checkpoint, weights
+from areal_core.storage import checkpoint, durable, weights
 from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
@@ -34,7 +35,12 @@ def restore(run: RunDir, storage: Storage) -> int | None:
     newest = checkpoint.newest(storage)
     if newest is None or _belongs(run, newest):
         return None
-    found = checkpoint.fetch_newest(storage, run.root / "restored")
+
+    def fetched(info: CheckpointInfo) -> dict[str, Path]:
+        checkpoint.fetch_shared(storage, info, run.payloads)
+        return checkpoint.fetch(storage, info, run.root / "restored", (checkpoint.WEIGHTS, checkpoint.LEDGER))
+
+    found = checkpoint.newest_of(storage, fetched)
     if found is None:
         if run.ledger.exists():
             raise StorageError(
@@ -43,8 +49,8 @@ def restore(run: RunDir, storage: Storage) -> int | None:
             )
         return None
     info, files = found
-    state = load_file(files[checkpoint.STATE])
-    tensors = {name.removeprefix("weight/"): array for name, array in state.items() if name.startswith("weight/")}
+    weight = load_file(files[checkpoint.WEIGHTS])
+    tensors = {name.removeprefix("weight/"): array for name, array in weight.items()}
     version = weights.publish(run.weights, info.step, tensors, dtype=run.config().training.dtype)
     with closing(TrajectoryLedger(files[checkpoint.LEDGER], group_size=run.config().algorithm.group_size)) as ledger:
         ledger.rewind(version.version)  # it was copied after the trainer's state, and may know more
@@ -52,7 +58,8 @@ def restore(run: RunDir, storage: Storage) -> int | None:
     if run.ledger.exists():
         kept = _set_aside(run)
         logger.warning("the ledger is not that of the checkpoint of step %d; it is kept as %s", newest.step, kept.name)
-    files[checkpoint.LEDGER].replace(run.ledger)
+    durable.replace(files[checkpoint.LEDGER], run.ledger)
+    shutil.rmtree(run.root / "restored")
     logger.info("restored the ledger from the checkpoint of step %d", info.step)
     return info.step
 
@@ -66,11 +73,13 @@ def forget_damaged(ledger: TrajectoryLedger) -> None:
 
 
 def _belongs(run: RunDir, newest: CheckpointInfo) -> bool:
-    """Whether the ledger in the run's folder is there, and of this checkpoint's past."""
+    """Whether the ledger in the run's folder is there, and the run can go on from this checkpoint with it."""
     if not run.ledger.exists():
         return False
     try:
         with closing(TrajectoryLedger(run.ledger, group_size=run.config().algorithm.group_size)) as ledger:
+            if ledger.payloads.forgotten > newest.step:
+                return False  # the batches from there on can't be trained on again
             return ledger.versions.sha256(newest.step) == newest.extra[checkpoint.VERSION]
     except sqlite3.DatabaseError as error:
         logger.warning("%s can't be read: %s", run.ledger, error)

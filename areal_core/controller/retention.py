@@ -1,19 +1,50 @@
-"""Retention: which old versions' weights, and which trajectories that a checkpoint covers, are no longer needed."""
+"""Retention: which versions' weights, checkpoints and payloads are no longer needed."""
 
 from __future__ import annotations
 
-from areal_core.config.schema import RunConfig
-from areal_core.controller.evaluations import EvaluationSchedule
-from areal_core.rollout.ledger import TrajectoryLedger
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
 
+from areal_core.config.schema import RunConfig
+from areal_core.controller.best import best_of
+from areal_core.controller.evaluations import EvaluationSchedule
+from areal_core.controller.payloads import PayloadStore
+from areal_core.controller.recorder import Recorder
+from areal_core.controller.snapshots import Snapshots
+from areal_core.errors import StorageError
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.storage import checkpoint
+from areal_core.storage.objects import Storage
+
+logger = logging.getLogger(__name__)
 _VERSIONS_KEPT = 8  # at most, of the newest: servers may be staging one, and the trainer compares engines on old ones
 
 
 class Retention:
-    def __init__(self, config: RunConfig, ledger: TrajectoryLedger, schedule: EvaluationSchedule) -> None:
+    """Of one run's controller."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        number: int,
+        *,
+        ledger: TrajectoryLedger,
+        recorder: Recorder,
+        schedule: EvaluationSchedule,
+        storage: Storage,
+        payloads: PayloadStore,
+        snapshots: Snapshots,
+    ) -> None:
         self._config = config
+        self._number = number
         self._ledger = ledger
+        self._recorder = recorder
         self._schedule = schedule
+        self._storage = storage
+        self._payloads = payloads
+        self._snapshots = snapshots
+        self._pruning: asyncio.Task[None] | None = None
 
     def released(self) -> list[int]:
         """Versions whose folders are no longer needed: by no server that loads, nor the evaluator, nor a restart."""
@@ -23,7 +54,37 @@ class Retention:
         awaited = self._schedule.awaited(last)
         return [version for version in range(1, last + 1) if version not in awaited]
 
-    def committed(self, step: int) -> None:
-        """A checkpoint of `step` is complete: a run would be replayed from later batches only."""
-        if self._config.rollout.retain == "uncommitted":
-            self._ledger.free(step)
+    def committed(self) -> None:
+        """A checkpoint is complete: older ones are deleted, and the payloads of steps that no run will be replayed
+        from. It takes its time, in the background, and what fails is done with the next one."""
+        if self._pruning is None or self._pruning.done():
+            self._pruning = asyncio.ensure_future(self._prune())
+
+    async def settled(self) -> None:
+        """Wait until that is done."""
+        if self._pruning is not None:
+            await asyncio.wait([self._pruning])
+
+    async def _prune(self) -> None:
+        try:
+            oldest = await asyncio.to_thread(
+                checkpoint.prune,
+                self._storage,
+                self._config.training.keep_checkpoints,
+                number=self._number,
+                kept_too=self._kept_too,
+                in_use=self._snapshots.in_use,
+            )
+            if self._config.rollout.retain == "uncommitted":
+                self._ledger.free(oldest)
+            await self._payloads.keep(self._ledger.payloads.segments())
+        except (StorageError, OSError) as error:
+            logger.warning("what is no longer needed stays for now: %s", error)
+
+    def _kept_too(self, steps: Sequence[int]) -> Collection[int]:
+        """Of the steps that have a complete checkpoint, those whose checkpoints are kept however old they get."""
+        training = self._config.training
+        kept = {step for step in steps if training.keep_every is not None and step % training.keep_every == 0}
+        if training.keep_best and (best := best_of([e for e in self._recorder.evaluations if e.version in steps])):
+            kept.add(best.version)
+        return kept

@@ -6,18 +6,16 @@ import asyncio
 import dataclasses
 import sqlite3
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from areal_core.controller.payloads import DamagedPayloadError
 from areal_core.controller.pool import server_routes
 from areal_core.controller.weight_transfer import transfer_routes
-from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished
+from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished, StorageError
 from areal_core.launch import logs
-from areal_core.rollout.ledger import snapshot
 from areal_core.rollout.notes import Ending
-from areal_core.storage import checkpoint
 from areal_core.types import Evaluation, MetricRow, PolicyVersion
 
 if TYPE_CHECKING:
@@ -67,6 +65,11 @@ class Routes:
         if reason := self._run.recorder.reason_to_stop():
             self._run.controller.finish(reason)
         step = int(request.match_info["step"])
+        if step <= self._run.ledger.payloads.forgotten:
+            self._run.fail(
+                StorageError(f"the payloads of step {step} are forgotten: it goes on with the ledger of a checkpoint")
+            )
+            return web.Response(status=503)
         fixed_before = self._run.ledger.last_step()
         manifest = await self._run.controller.batch(step, timeout_s=float(request.query.get("timeout_s", "20")))
         if manifest is None:
@@ -78,7 +81,13 @@ class Routes:
         return web.json_response(dataclasses.asdict(manifest))
 
     async def _group(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._run.ledger.payload(int(request.match_info["group_id"])))
+        group_id = int(request.match_info["group_id"])
+        place = self._run.ledger.payload(group_id)
+        try:
+            return web.Response(body=await self._run.payloads.read(place))
+        except DamagedPayloadError as error:
+            await self._run.lose_damaged(error)
+            raise
 
     async def _publish(self, request: web.Request) -> web.Response:
         version = PolicyVersion(**await request.json())
@@ -130,19 +139,13 @@ class Routes:
         return web.json_response({})
 
     async def _snapshot(self, request: web.Request) -> web.Response:
-        """Put the ledger, as it is now, beside the trainer's checkpoint."""
-        step = int(request.match_info["step"])
-        copy = self._run.run_dir.root / "ledger-snapshot.sqlite"
-        entry = await asyncio.to_thread(self._upload_snapshot, step, copy)
-        return web.json_response(entry)
+        """A snapshot of the ledger, as it is when the job begins, beside the trainer's checkpoint."""
+        body = await request.json()
+        entries = await self._run.snapshots.take(int(request.match_info["step"]), body["job"], body["timeout_s"])
+        return web.Response(status=204) if entries is None else web.json_response(entries)
 
-    def _upload_snapshot(self, step: int, copy: Path) -> dict[str, Any]:
-        snapshot(self._run.run_dir.ledger, copy)
-        self._run.storage.child(checkpoint.folder_name(step)).put_file(copy, checkpoint.LEDGER)
-        return dataclasses.asdict(checkpoint.describe(copy))
-
-    async def _committed(self, request: web.Request) -> web.Response:
-        self._run.retention.committed(int(request.match_info["step"]))
+    async def _committed(self, _: web.Request) -> web.Response:
+        self._run.retention.committed()
         return web.json_response({})
 
     async def _finish(self, request: web.Request) -> web.Response:

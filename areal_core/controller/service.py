@@ -23,12 +23,14 @@ from areal_core.config.schema import RunConfig
 from areal_core.controller.best import best_of, export
 from areal_core.controller.card import model_card
 from areal_core.controller.evaluations import EvaluationSchedule
+from areal_core.controller.payloads import DamagedPayloadError, PayloadStore
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
 from areal_core.controller.registry import Server, ServerState
 from areal_core.controller.restore import forget_damaged, restore
 from areal_core.controller.retention import Retention
 from areal_core.controller.routes import Routes
+from areal_core.controller.snapshots import Snapshots
 from areal_core.environments.datasets import held_out_set
 from areal_core.environments.source import PromptSource, open_source
 from areal_core.errors import ArealError, StorageError, TokenLedgerError
@@ -84,6 +86,7 @@ class Service:
         forget_damaged(self.ledger)
         self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
         self.ledger.resume(self.config.algorithm.group_size * self.config.task.max_new_tokens)
+        self.payloads = PayloadStore(run.payloads, self.info.number)
         self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))
         if restored is not None:
             self.recorder.forget(restored + 1)
@@ -109,12 +112,24 @@ class Service:
             source=self.source,
             engine=self.servers,
             rewards=Environments(self.config, self.info.model_path, self.rewards),
+            payloads=self.payloads,
             ledger=self.ledger,
             stop_token_ids=stop_token_ids(self.info.model_path),
         )
         self.servers.registry.subscribe(self._server_changed)
         self.schedule = EvaluationSchedule(self.config, self.ledger, self.recorder)
-        self.retention = Retention(self.config, self.ledger, self.schedule)
+        self.snapshots = Snapshots(run, self.storage, self.payloads, retain=self.config.rollout.retain == "all")
+        self.retention = Retention(
+            self.config,
+            self.info.number,
+            ledger=self.ledger,
+            recorder=self.recorder,
+            schedule=self.schedule,
+            storage=self.storage,
+            payloads=self.payloads,
+            snapshots=self.snapshots,
+        )
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.changed = Signal()  # a version was published or scored, or the trainer has finished
 
     @property
@@ -131,6 +146,25 @@ class Service:
         assert version is not None
         return version
 
+    def fail(self, error: ArealError) -> None:
+        """End this process: another one starts from what is stored."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def lose_damaged(self, error: ArealError) -> None:
+        """A payload is damaged: all that are, are dropped, and what depends on them starts again. The trainer asks for
+        its batch anew once it has failed."""
+        logger.warning("%s", error)
+        for group_id, place in self.ledger.payloads.all().items():
+            try:
+                await self.payloads.read(place)
+            except DamagedPayloadError:
+                if self.ledger.payloads.get(group_id) == place:  # it was not dropped meanwhile
+                    logger.warning("group %d starts again: its payload is damaged", group_id)
+                    self.controller.lose(group_id)
+        forget_damaged(self.ledger)
+        self.recorder.forget(self.ledger.versions.last() + 1)
+
     # -- the process -------------------------------------------------------------------------------------------
 
     async def serve(self, ready_file: Path) -> None:
@@ -144,22 +178,29 @@ class Service:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch_servers(), name="watch servers")
+                failing = tasks.create_task(self._failed(), name="fail")
                 if self.ending is not None:
                     self.controller.finish(self.ending.reason)
                 await self.controller.run()
                 await self._scored()
+                await self.retention.settled()
                 await self._write_summary()
                 watching.cancel()
+                failing.cancel()
         finally:
             await runner.cleanup()
             await self.servers.close()
             await self.rewards.close()
+            self.payloads.close()
             self.ledger.close()
 
     def _server_changed(self, server: Server, _: ServerState) -> None:
         if server.at_work:
             self.recorder.start_clock()
         self.controller.servers_changed()
+
+    async def _failed(self) -> None:
+        await self._failure
 
     async def _watch_servers(self) -> None:
         """Take out servers that hang, whether they have requests or not, and keep what they have counted."""

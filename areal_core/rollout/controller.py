@@ -9,8 +9,9 @@
 Four coroutines move everything:
 
 - `_admit` starts groups while the gate and the servers have room;
-- `_rollout`, one per running group, has its completions generated and scored: the group becomes READY, or DROPPED with
-  its reason (it failed, or its completions are all correct or all wrong). Failures of a rollout are caught only here;
+- `_rollout`, one per running group, has its completions generated and scored, and its payload stored: the group becomes
+  READY, or DROPPED with its reason (it failed, or its completions are all correct or all wrong). Failures of a rollout
+  are caught only here;
 - `_update` loads the newest published version into the servers; the gate opens when they hold it;
 - `batch`, called by the trainer, fixes the batch of a step from READY groups.
 
@@ -34,6 +35,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, GenerationError, RewardError, RunFinished
 from areal_core.rollout.gate import StalenessGate
 from areal_core.rollout.ledger import AdmittedGroup, Selection, TrajectoryLedger
+from areal_core.rollout.payloads import Place
 from areal_core.types import (
     BatchManifest,
     GenerationRequest,
@@ -101,6 +103,15 @@ class Rewards(Protocol):
     def begin(self, prompt: Prompt) -> Session: ...
 
 
+class Payloads(Protocol):
+    """The packed trajectories of groups."""
+
+    async def append(self, payload: bytes) -> Place:
+        """Store a payload, which outlives the machine once this returns. It is kept for a caller that records the place
+        before it awaits anything else."""
+        ...
+
+
 class Signal:
     """Wakes all current waiters, which then check their conditions again."""
 
@@ -132,6 +143,7 @@ class RolloutController:
         source: Source,
         engine: Engine,
         rewards: Rewards,
+        payloads: Payloads,
         ledger: TrajectoryLedger,
         stop_token_ids: tuple[int, ...],
     ) -> None:
@@ -139,6 +151,7 @@ class RolloutController:
         self._source = source
         self._engine = engine
         self._rewards = rewards
+        self._payloads = payloads
         self._ledger = ledger
         self._stop_token_ids = stop_token_ids
         self._group_size = config.algorithm.group_size
@@ -202,12 +215,24 @@ class RolloutController:
             logger.warning(
                 "version %d has other weights than before: incarnation %d", version.version, self._ledger.incarnation
             )
-            self._replaced = True
-            self._disowned |= self._running.keys()
-            for task in self._running.values():
-                task.cancel()
+            self._disown()
         self._changed.notify()
         return outcome
+
+    def lose(self, group_id: int) -> None:
+        """The payload of a group turned out to be damaged; see TrajectoryLedger.lose."""
+        incarnation = self._ledger.incarnation
+        self._ledger.lose(group_id)
+        if self._ledger.incarnation != incarnation:
+            self._disown()
+        self._changed.notify()
+
+    def _disown(self) -> None:
+        """A new incarnation has begun: running groups are dropped, and servers have to load its newest version."""
+        self._replaced = True
+        self._disowned |= self._running.keys()
+        for task in self._running.values():
+            task.cancel()
 
     def finish(self, reason: str) -> None:
         """End the run: nothing more is admitted, running groups are aborted and recorded as in flight."""
@@ -272,6 +297,7 @@ class RolloutController:
                     session = rollout.session or self._rewards.begin(prompt)
                     outcome = await rollout.advance(session)
                     if isinstance(outcome, ScoredGroup):
+                        place = await self._payloads.append(outcome.payload)
                         break
                 except (GenerationError, RewardError) as error:
                     if self._finished is not None:
@@ -290,7 +316,7 @@ class RolloutController:
         if self._config.rollout.dynamic_sampling and summary.correct in (0, summary.judged):
             self._drop_uniform(group, summary)
         else:
-            self._ledger.ready(group.group_id, summary, outcome.payload, version=self._engine.version)
+            self._ledger.ready(group.group_id, summary, place, version=self._engine.version)
             self._uniform_in_a_row = 0
 
     def _request(self, group: AdmittedGroup, prompt: Prompt) -> GenerationRequest:

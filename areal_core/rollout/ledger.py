@@ -1,8 +1,9 @@
 """The trajectory ledger: the state of every group, kept in SQLite so that a killed controller forgets nothing.
 
 A group goes WAITING -> INFLIGHT -> READY -> CONSUMED, or to DROPPED with a reason. Every public method is one
-transaction. State rows are small; payloads lie apart in their own table and are deleted once a committed checkpoint no
-longer needs them. The token ledger compares the tokens of the rows with the servers' own count (counters.py).
+transaction. Rows are small: a payload is somewhere else, the ledger has its place (payloads.py), and forgets it once a
+committed checkpoint no longer needs it. The token ledger compares the tokens of the rows with the servers' own count
+(counters.py).
 
 Batches are fixed by step: the first call for a step picks its groups; every later call, also after a restart, gives the
 same ones. What a batch was fixed with outlives the machine before anybody trains on it; all else that a loss of power
@@ -22,6 +23,7 @@ from typing import Any
 from areal_core.errors import LedgerError
 from areal_core.rollout.counters import ServerCounters
 from areal_core.rollout.notes import RunNotes
+from areal_core.rollout.payloads import PayloadIndex, Place
 from areal_core.rollout.versions import PublishedVersions
 from areal_core.types import (
     FORMAT,
@@ -56,7 +58,6 @@ CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state, admission);
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step, admission);
 CREATE INDEX IF NOT EXISTS groups_tokens ON groups (state, tokens, lost_tokens, unread_tokens);
 CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (prompt_index);
-CREATE TABLE IF NOT EXISTS payloads (group_id INTEGER PRIMARY KEY, data BLOB NOT NULL);
 """
 _NOTHING = Tally()
 _ADMITTED = "state IN ('inflight', 'ready', 'consumed')"
@@ -89,8 +90,9 @@ class Selection:
 
 
 class TrajectoryLedger:
-    """The ledger of one run: its groups, its `versions`, its `notes` and the `counters` of its servers. Not
-    thread-safe: it belongs to the controller's event loop. Raises LedgerError for a file of another format."""
+    """The ledger of one run: its groups and the places of their `payloads`, its `versions`, its `notes` and the
+    `counters` of its servers. Not thread-safe: it belongs to the controller's event loop. Raises LedgerError for a file
+    of another format."""
 
     def __init__(self, path: Path | str, *, group_size: int) -> None:
         self._db = sqlite3.connect(path, isolation_level=None)
@@ -103,6 +105,7 @@ class TrajectoryLedger:
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.executescript(f"PRAGMA user_version = {FORMAT}; {_SCHEMA}")
         self.notes = RunNotes(self._db)
+        self.payloads = PayloadIndex(self._db)
         self.versions = PublishedVersions(self._db)
         self.counters = ServerCounters(self._db, lambda: self.tokens().accounted)
         self._group_size = group_size
@@ -168,7 +171,7 @@ class TrajectoryLedger:
             self._db.execute("UPDATE groups SET unsettled = 0 WHERE unsettled AND state != 'inflight'")
             self.counters.resume()
 
-    def ready(self, group_id: int, summary: GroupSummary, payload: bytes, *, version: int) -> None:
+    def ready(self, group_id: int, summary: GroupSummary, payload: Place, *, version: int) -> None:
         """A scored group enters the buffer while `version` is the policy version in force."""
         with self._transaction():
             self._expect(group_id, GroupState.INFLIGHT)
@@ -194,7 +197,7 @@ class TrajectoryLedger:
                     group_id,
                 ),
             )
-            self._db.execute("INSERT INTO payloads VALUES (?, ?)", (group_id, payload))
+            self.payloads.put(group_id, payload)
 
     def drop(self, group_id: int, reason: str, *, requeue: bool = False) -> None:
         """Drop a running or buffered group: its slot is free again, and its prompt is queued again if `requeue`."""
@@ -245,12 +248,12 @@ class TrajectoryLedger:
             )
         return self.batch(step)
 
-    def payload(self, group_id: int) -> bytes:
-        """The packed trajectories of a group; LedgerError once they are freed."""
-        row = self._db.execute("SELECT data FROM payloads WHERE group_id = ?", (group_id,)).fetchone()
-        if row is None:
+    def payload(self, group_id: int) -> Place:
+        """Where the packed trajectories of a group lie; LedgerError once they are freed."""
+        place = self.payloads.get(group_id)
+        if place is None:
             raise LedgerError(f"group_id: no payload is kept for group {group_id}")
-        return row["data"]
+        return place
 
     def summaries(self, step: int) -> list[GroupSummary]:
         """The summaries of the groups of a fixed batch, oldest first."""
@@ -263,11 +266,9 @@ class TrajectoryLedger:
         return [row["prompt_index"] for row in rows]
 
     def free(self, step: int) -> None:
-        """Delete the payloads that steps up to `step` consumed: a committed checkpoint makes them needless."""
+        """Forget the payloads that steps up to `step` consumed: a committed checkpoint makes them needless."""
         with self._transaction():
-            self._db.execute(
-                "DELETE FROM payloads WHERE group_id IN (SELECT group_id FROM groups WHERE step <= ?)", (step,)
-            )
+            self.payloads.forget_consumed(step)
 
     # -- versions ----------------------------------------------------------------------------------------------
 
@@ -295,6 +296,20 @@ class TrajectoryLedger:
             if self.versions.last() > version:
                 self._new_incarnation(version + 1)
                 self.versions.forget_after(version)
+
+    def lose(self, group_id: int) -> None:
+        """The payload of a buffered or consumed group turned out to be damaged: the group is dropped and its prompt
+        queued again. A batch that it was part of is dissolved, with all later ones; where its version was published
+        already, that is a new incarnation of the run."""
+        with self._transaction():
+            self._expect(group_id, GroupState.READY, GroupState.CONSUMED)
+            step = self._row(group_id)["step"]
+            if step is not None:
+                if self.versions.last() >= step:
+                    self._new_incarnation(step)
+                    self.versions.forget_after(step - 1)
+                self._db.execute("UPDATE groups SET state = 'ready', step = NULL WHERE step >= ?", (step,))
+            self._drop(group_id, "damaged", requeue=True)
 
     @property
     def incarnation(self) -> int:
@@ -346,7 +361,7 @@ class TrajectoryLedger:
         self._db.execute(
             "UPDATE groups SET state = 'dropped', reason = ?, step = NULL WHERE group_id = ?", (reason, group_id)
         )
-        self._db.execute("DELETE FROM payloads WHERE group_id = ?", (group_id,))
+        self.payloads.forget(group_id)
         self._admitted_groups -= 1
         if requeue:
             self._insert_waiting(row["prompt_index"], requeues=row["requeues"] + 1)
@@ -409,12 +424,19 @@ class TrajectoryLedger:
         self._db.execute("COMMIT")
 
 
-def snapshot(source: Path, target: Path) -> None:
-    """Copy a ledger in use, consistently, to `target`. Runs in any thread: it opens connections of its own."""
+def snapshot(source: Path, target: Path, consumed: int | None = None) -> set[str]:
+    """Copy a ledger in use, consistently, to `target`, without the places of payloads that steps up to `consumed` have
+    consumed. Returns the names of the segments in which those that are left lie. Runs in any thread: it opens
+    connections of its own."""
     target.unlink(missing_ok=True)
-    reader, writer = sqlite3.connect(source), sqlite3.connect(target)
+    reader, writer = sqlite3.connect(source), sqlite3.connect(target, isolation_level=None)
+    writer.row_factory = sqlite3.Row
     try:
         reader.backup(writer)
+        index = PayloadIndex(writer)
+        if consumed is not None:
+            index.forget_consumed(consumed)
+        return index.segments()
     finally:
         reader.close()
         writer.close()

@@ -27,12 +27,14 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, TrackingError
 from areal_core.evaluation.servers import ROLE as EVALUATION
 from areal_core.launch.logs import Journal, Source
-from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
+from areal_core.launch.supervisor import StopSignal, Supervisor
 from areal_core.run.folders import Log, run_folder
+from areal_core.run.ownership import Ownership
 from areal_core.run.preflight import preflight
-from areal_core.run.prepare import prepare, sole_owner
+from areal_core.run.prepare import prepare
 from areal_core.run.registration import POLL_S, ServerRegistration
 from areal_core.run.roles import role_specs
+from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus, RunSummary, TokenLedger
@@ -54,13 +56,15 @@ class Run:
     def __init__(self, run_dir: RunDir, *, log: Log = print) -> None:
         self.run_dir = run_dir
         self.config = run_dir.config()
-        self._info = run_dir.info()
         self._forward = log
-        self._lock: FileLock | None = sole_owner(run_dir, self.config)  # its children hold it too
         self._log = Journal(run_dir.log_file("launcher"), self.config.launch, Source("launcher"), log)
+        self._owned: Ownership | None = Ownership(
+            run_dir, self.config, run_dir.info().checkpoint_url, log=self._log, on_lost=self._fail
+        )
+        self._info = run_dir.numbered(self._owned.number)
         run_dir.forget_ready()
         self._specs = role_specs(run_dir, self.config, sorted(os.sched_getaffinity(0)))
-        self._state = threading.Lock()  # guards the seven below and the lock
+        self._state = threading.Lock()  # guards the seven below and the ownership
         self._failure: BaseException | None = None
         self._stopped: str | None = None
         self._started: set[Role] = set()
@@ -180,7 +184,7 @@ class Run:
             on_ready=on_ready,
             log=self._log,
             forward=self._forward,
-            pass_fds=(self._lock.fd,) if self._lock else (),
+            pass_fds=(self._owned.fd,) if self._owned else (),  # the lock is theirs, too
         ).run()
 
     @contextmanager
@@ -233,6 +237,12 @@ class Run:
             if self._closed or not expected <= self._over:
                 return
             self._closed = True
+        if self._owned is not None:
+            try:
+                self._owned.confirm()
+            except LeaseLostError as error:
+                self._failure = self._failure or error
+                self._log(f"the run has failed: {error}", logging.ERROR)
         if self._failure is not None:
             self.run_dir.summary.unlink(missing_ok=True)
         finished = self.run_dir.summary.exists()
@@ -241,9 +251,9 @@ class Run:
             self._release_when_over()
 
     def _release_when_over(self) -> None:
-        if self._closed and not self._tracking and self._lock:
-            self._lock.release()
-            self._lock = None
+        if self._closed and not self._tracking and self._owned:
+            self._owned.release()
+            self._owned = None
 
     def _close_tracking(self, status: str) -> None:
         if self._info.tracking_uri is None:

@@ -19,9 +19,9 @@ from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import held_out_set, training_set
 from areal_core.errors import ConfigError
-from areal_core.launch.supervisor import FileLock
 from areal_core.run.base_model import base_model
 from areal_core.run.folders import Log, run_folder, tracking_uri
+from areal_core.run.ownership import Ownership
 from areal_core.run.preflight import preflight
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
@@ -33,7 +33,6 @@ _TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefec
 _MAY_CHANGE = r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|launch)\..*|state_dir"
 _FILES = r"model\.path|task\.(path|held_out_path|benchmark_paths|success_path)"
 _MAY_MOVE = rf"{_MAY_CHANGE}|{_FILES}|(storage|tracking)\..*"  # on another machine
-_OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier launcher to end
 
 
 def prepare(
@@ -63,27 +62,37 @@ def prepare(
     if config.task.name == "rows" and config.task.path is None:  # which is enough for an evaluation
         raise ConfigError("task.path: must be given, a file of prompts to train on")
     preflight(config, log)
-    if not resumed:
-        storage = Storage.open(config.storage.url, config.storage.endpoint_url).child(f"runs/{run_id}")
-        if stored := checkpoint.newest(storage):
-            _check_unchanged(stored.extra["config"], config, _MAY_MOVE)
-        model = base_model(config, log)
-        tracking_run_id = _start_tracking(config, run_id, _tags(config, run_id, flow_run_id) | dict(tags or {}))
-        info = RunInfo(
-            run_id=run_id,
-            model_path=str(model),
-            checkpoint_url=storage.url,
-            tracking_uri=tracking_uri(config),
-            tracking_run_id=tracking_run_id,
-            flow_run_id=flow_run_id,
-        )
-        return RunDir.create(config, info)
-    with sole_owner(run, config):
-        log(f"run {run_id} goes on where it ended")
-        outbox = Outbox(run.outbox, run_id)
+    if resumed:
+        return _adopted(run, config, flow_run_id, log)
+    storage = Storage.open(config.storage.url, config.storage.endpoint_url).child(f"runs/{run_id}")
+    if stored := checkpoint.newest(storage):
+        _check_unchanged(stored.extra["config"], config, _MAY_MOVE)
+    model = base_model(config, log)
+    run.root.mkdir(parents=True, exist_ok=True)
+    with Ownership(run, config, storage.url, log=log):
+        if not (run.root / "run.json").exists():  # else another launcher has been quicker
+            tracking_run_id = _start_tracking(config, run_id, _tags(config, run_id, flow_run_id) | dict(tags or {}))
+            info = RunInfo(
+                run_id=run_id,
+                model_path=str(model),
+                checkpoint_url=storage.url,
+                tracking_uri=tracking_uri(config),
+                tracking_run_id=tracking_run_id,
+                flow_run_id=flow_run_id,
+            )
+            return RunDir.create(config, info)
+    return prepare(config, run_id=run_id, flow_run_id=flow_run_id, tags=tags, log=log)
+
+
+def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, log: Log) -> RunDir:
+    """A run that was here before, which goes on with this configuration."""
+    info = run.info()
+    with Ownership(run, config, info.checkpoint_url, log=log):
+        log(f"run {info.run_id} goes on where it ended")
+        outbox = Outbox(run.outbox, info.run_id)
         outbox.reopen()
         outbox.close()
-        return RunDir.create(config, dataclasses.replace(run.info(), flow_run_id=flow_run_id or run.info().flow_run_id))
+        return RunDir.create(config, dataclasses.replace(info, flow_run_id=flow_run_id or info.flow_run_id))
 
 
 def _new_run_id(name: str) -> str:
@@ -155,11 +164,3 @@ def _check_unchanged(before: dict[str, Any], now: RunConfig, may_change: str) ->
                 "a resumed run may only change launch, stop, and of training engine, zero_stage, ranks, hosts, steps "
                 "and collective_timeout_s"
             )
-
-
-def sole_owner(run: RunDir, config: RunConfig) -> FileLock:
-    """The lock of a run's launcher. Waits for the processes of an earlier launcher to end; raises ProcessError while
-    another launcher runs the run."""
-    patience_s = config.launch.stop_timeout_s + _OWNER_S
-    busy = f"run_id: {run.root.name} is running already; wait for its end or choose another"
-    return FileLock(run.launcher_lock, timeout_s=patience_s, busy=busy)

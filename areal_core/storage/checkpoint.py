@@ -1,8 +1,12 @@
-"""Consistent snapshots of a run in its store: `checkpoints/step-000010/...` with `manifest.json` put last.
+"""Consistent snapshots of a run in its store, each a folder with `manifest.json` put last:
+
+    checkpoints/step-000010.2/...        of step 10, by the launcher with the fencing number 2 (storage/lease.py)
+    payloads/000002-000007.bin           shared by checkpoints, and written once
 
 A checkpoint exists once its manifest does. The manifest holds size and hash of every file, so a snapshot that was cut
 short at any point is never taken for one; one whose files turn out to be others is set aside, and an older one taken.
-Files only: no torch, and nothing about what the files mean.
+No two launchers write to one folder, so that one which has lost its run unawares spoils nothing: what the later
+launcher has written counts as newer. Files only: no torch, and nothing about what the files mean.
 """
 
 from __future__ import annotations
@@ -12,23 +16,29 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_core.errors import StorageError
+from areal_core.storage import durable
 from areal_core.storage.objects import Storage
 from areal_core.types import FORMAT
 
-STATE = "state.safetensors"  # the training engine's arrays
+WEIGHTS = "weights.safetensors"  # the policy's, as the training engine holds them
+OPTIMIZER = "optimizer.safetensors"  # the rest of the training engine's arrays
 LEDGER = "ledger.sqlite"  # the controller's snapshot
+PAYLOADS = "payloads"  # folder of the files that checkpoints share: what the ledger's groups have to be trained on
 VERSION = "version_sha256"  # in a manifest's `extra`: the hash of the version that its state makes
 _ROOT = "checkpoints"
 _MANIFEST = "manifest.json"
+_SEAL = "sha256"  # in a manifest: of all else in it
 _SET_ASIDE = "manifest.damaged.json"
+_FOLDER = re.compile(rf"{_ROOT}/step-(\d{{6,}})\.(\d+)")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")  # of a file, below the checkpoint's folder and nowhere else
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class DamagedError(StorageError):
@@ -48,14 +58,20 @@ class CheckpointInfo:
     """A complete checkpoint."""
 
     step: int
-    folder: str  # name in the run's store
+    number: int  # fencing number of the launcher whose run wrote it
     files: dict[str, FileEntry]  # by name below `folder`
+    shared: dict[str, FileEntry]  # by name in the run's store
     extra: dict[str, Any]  # what `save` was given
 
+    @property
+    def folder(self) -> str:
+        """Its name in the run's store."""
+        return folder_name(self.step, self.number)
 
-def folder_name(step: int) -> str:
+
+def folder_name(step: int, number: int) -> str:
     """Where the checkpoint of `step` lives in the run's store; other processes may put files of it there before."""
-    return f"{_ROOT}/step-{step:06d}"
+    return f"{_ROOT}/step-{step:06d}.{number}"
 
 
 def save(
@@ -63,29 +79,34 @@ def save(
     step: int,
     files: Mapping[str, Path],
     extra: Mapping[str, Any],
+    *,
+    number: int = 0,
     uploaded: Mapping[str, FileEntry] | None = None,
+    shared: Mapping[str, FileEntry] | None = None,
 ) -> None:
     """Upload `files` (name in the checkpoint -> local file) and commit the checkpoint of `step`.
 
-    `uploaded` are files that another process has put into the folder already; the manifest vouches for them too.
-    Raises StorageError, and then the checkpoint does not exist.
+    `uploaded` are files that another process has put into the folder already, `shared` those that it has put elsewhere
+    in the store; the manifest vouches for them too. Raises StorageError, and then the checkpoint does not exist.
     """
-    target = storage.child(folder_name(step))
+    target = storage.child(folder_name(step, number))
     target.delete(_MANIFEST)
     entries = dict(uploaded or {})
     for name, path in files.items():
         entries[name] = describe(path)
         target.put_file(path, name)
-    problem = _problem(entries, target.sizes())
+    problem = _problem(entries, target.sizes()) or _problem(shared or {}, storage.sizes(PAYLOADS) if shared else {})
     if problem:
         raise StorageError(f"checkpoint {target.url} is not committed: {problem}")
     manifest = {
         "format": FORMAT,
         "step": step,
+        "number": number,
         "files": {name: dataclasses.asdict(entry) for name, entry in entries.items()},
+        "shared": {name: dataclasses.asdict(entry) for name, entry in (shared or {}).items()},
         "extra": dict(extra),
     }
-    target.put_bytes(_MANIFEST, json.dumps(manifest, indent=2, sort_keys=True).encode())
+    target.put_bytes(_MANIFEST, _text(manifest | {_SEAL: _seal(manifest)}))
 
 
 def describe(path: Path) -> FileEntry:
@@ -98,73 +119,111 @@ def describe(path: Path) -> FileEntry:
 
 
 def newest(storage: Storage) -> CheckpointInfo | None:
-    """The complete checkpoint of the highest step; broken ones are skipped with a line in the log. Raises StorageError
-    for one of another format."""
+    """The newest complete checkpoint; broken ones are skipped with a line in the log. Raises StorageError for one of
+    another format."""
     return next(_complete(storage), None)
 
 
-def fetch(storage: Storage, info: CheckpointInfo, folder: Path) -> dict[str, Path]:
-    """Download a checkpoint's files to `folder`. Raises DamagedError when one is not what the manifest says."""
+def at(storage: Storage, step: int, number: int) -> CheckpointInfo:
+    """The complete checkpoint of a step by one launcher. Raises StorageError when there is none."""
+    for info in _complete(storage):
+        if (info.step, info.number) == (step, number):
+            return info
+    raise StorageError(f"{storage.url}/{folder_name(step, number)}: there is no complete checkpoint")
+
+
+def fetch(
+    storage: Storage, info: CheckpointInfo, folder: Path, names: Collection[str] | None = None
+) -> dict[str, Path]:
+    """Download a checkpoint's files, or those that `names` has, to `folder`. Raises DamagedError when one is not what
+    the manifest says."""
     source = storage.child(info.folder)
-    files: dict[str, Path] = {}
-    for name, entry in info.files.items():
-        files[name] = folder / name
-        source.get_file(name, files[name])
-        found = describe(files[name])
-        if found != entry:
-            raise DamagedError(
-                f"checkpoint {source.url}/{name} is damaged: {found.bytes} bytes with sha256 {found.sha256}, "
-                f"its manifest says {entry.bytes} bytes with {entry.sha256}"
-            )
-    return files
+    return {
+        name: _fetched(source, name, folder / name, entry)
+        for name, entry in info.files.items()
+        if names is None or name in names
+    }
 
 
-def fetch_newest(
-    storage: Storage, folder: Path, *, last: int | None = None
-) -> tuple[CheckpointInfo, dict[str, Path]] | None:
-    """Download the newest checkpoint whose files are what its manifest says, of step `last` at most; None where there
-    is none. Those that are found to be damaged are set aside, with a line in the log: nobody takes them again."""
+def fetch_shared(storage: Storage, info: CheckpointInfo, folder: Path) -> None:
+    """Download what a checkpoint shares with others to `folder`, unless it is there; it outlives the machine. Raises as
+    `fetch`."""
+    for name, entry in info.shared.items():
+        file = folder / name.rpartition("/")[2]
+        if not file.exists() or describe(file) != entry:
+            durable.sync(_fetched(storage, name, file, entry))
+            durable.sync(folder)
+
+
+def newest_of(
+    storage: Storage, fetched: Callable[[CheckpointInfo], T], *, last: int | None = None
+) -> tuple[CheckpointInfo, T] | None:
+    """The newest checkpoint, of step `last` at most, that is what its manifest says, and what `fetched` makes of it;
+    None where there is none. Those for which that raises DamagedError are set aside, with a line in the log: nobody
+    takes them again."""
     for info in _complete(storage):
         if last is not None and info.step > last:
             continue
         try:
-            return info, fetch(storage, info, folder)
+            return info, fetched(info)
         except DamagedError as error:
             _log.warning("%s; it is set aside, and an older one is taken", error)
-            at = storage.child(info.folder)
-            at.put_bytes(_SET_ASIDE, at.get_bytes(_MANIFEST))
-            at.delete(_MANIFEST)
+            target = storage.child(info.folder)
+            target.put_bytes(_SET_ASIDE, target.get_bytes(_MANIFEST))
+            target.delete(_MANIFEST)
     return None
 
 
-def at_step(storage: Storage, step: int) -> CheckpointInfo:
-    """The complete checkpoint of a step. Raises StorageError when there is none."""
-    for info in _complete(storage):
-        if info.step == step:
-            return info
-    raise StorageError(f"{storage.url}/{folder_name(step)}: there is no complete checkpoint")
+def prune(
+    storage: Storage,
+    keep: int,
+    *,
+    number: int = 0,
+    kept_too: Callable[[Sequence[int]], Collection[int]] = lambda steps: (),
+    in_use: Collection[str] = (),
+) -> int:
+    """Delete all but the newest `keep` complete checkpoints, those of the steps that `kept_too` chooses among all, and
+    the broken ones older than the newest complete one; then what no checkpoint shares, but for the names `in_use`.
 
-
-def prune(storage: Storage, keep: int) -> int:
-    """Delete all but the newest `keep` complete checkpoints, and the broken ones older than the newest complete one.
-
-    A broken one that is newer may be on its way to completion and stays. Returns the step of the oldest complete one
-    that is left; 0 if there is none.
+    A broken one that is newer may be on its way to completion and stays. Returns the step of the oldest one among the
+    newest `keep`; 0 if there is none. A launcher that finds work of a later one deletes nothing.
     """
-    complete = [info.step for info in _complete(storage)]
-    kept = set(complete[:keep])
-    for step in _steps(storage.sizes(_ROOT)):
-        if complete and step < complete[0] and step not in kept:
-            storage.delete(f"{folder_name(step)}/{_MANIFEST}")  # first: half a checkpoint must not look like one
-            storage.delete(folder_name(step))
-    return min(kept, default=0)
+    complete = list(_complete(storage))
+    if not complete or complete[0].number > number:
+        return 0
+    kept = {(info.number, info.step) for info in complete[:keep]}
+    chosen = kept_too([info.step for info in complete])
+    kept |= {(info.number, info.step) for info in complete if info.step in chosen}
+    newest_one = (complete[0].number, complete[0].step)
+    for found in _folders(storage.sizes(_ROOT)):
+        if found < newest_one and found not in kept:
+            folder = folder_name(found[1], found[0])
+            storage.delete(f"{folder}/{_MANIFEST}")  # first: half a checkpoint must not look like one
+            storage.delete(folder)
+    shared = {name for info in complete if (info.number, info.step) in kept for name in info.shared}
+    for name in storage.sizes(PAYLOADS):
+        if name not in shared and name not in in_use:
+            storage.delete(name)
+    return min(info.step for info in complete[:keep])
+
+
+def _fetched(source: Storage, name: str, file: Path, entry: FileEntry) -> Path:
+    source.get_file(name, file)
+    found = describe(file)
+    if found != entry:
+        raise DamagedError(
+            f"checkpoint {source.url}/{name} is damaged: {found.bytes} bytes with sha256 {found.sha256}, "
+            f"its manifest says {entry.bytes} bytes with {entry.sha256}"
+        )
+    return file
 
 
 def _complete(storage: Storage) -> Iterator[CheckpointInfo]:
-    """Complete checkpoints, the newest first."""
+    """Complete checkpoints, the newest first: those of a later launcher before those of an earlier one."""
     sizes = storage.sizes(_ROOT)
-    for step in _steps(sizes):
-        folder = folder_name(step)
+    shared = storage.sizes(PAYLOADS)
+    for number, step in _folders(sizes):
+        folder = folder_name(step, number)
         present = {
             name.removeprefix(f"{folder}/"): size for name, size in sizes.items() if name.startswith(f"{folder}/")
         }
@@ -172,36 +231,49 @@ def _complete(storage: Storage) -> Iterator[CheckpointInfo]:
             _log.warning("skipping checkpoint %s/%s: it has no manifest", storage.url, folder)
             continue
         try:
-            info = _read_manifest(storage, folder)
+            info = _read_manifest(storage, step, number)
         except (ValueError, KeyError, TypeError) as error:
             _log.warning("skipping checkpoint %s/%s: its manifest is broken: %r", storage.url, folder, error)
             continue
-        problem = _problem(info.files, present)
+        problem = _problem(info.files, present) or _problem(info.shared, shared)
         if problem:
             _log.warning("skipping checkpoint %s/%s: %s", storage.url, folder, problem)
             continue
         yield info
 
 
-def _steps(sizes: Mapping[str, int]) -> list[int]:
-    """Steps that have a folder, the highest first."""
-    folders = {name.split("/")[1] for name in sizes}
-    digits = (folder.removeprefix("step-") for folder in folders if folder.startswith("step-"))
-    return sorted((int(number) for number in digits if number.isdigit()), reverse=True)
+def _folders(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+    """(fencing number, step) of all that have a folder, the newest first."""
+    found = {_FOLDER.match(name) for name in sizes}
+    return sorted({(int(match[2]), int(match[1])) for match in found if match}, reverse=True)
 
 
-def _read_manifest(storage: Storage, folder: str) -> CheckpointInfo:
+def _read_manifest(storage: Storage, step: int, number: int) -> CheckpointInfo:
+    folder = folder_name(step, number)
     manifest = json.loads(storage.get_bytes(f"{folder}/{_MANIFEST}"))
-    files = {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
-    if unsafe := [name for name in files if not _NAME.fullmatch(name) or ".." in name.split("/")]:
-        raise ValueError(f"{unsafe[0]!r} is no name of a file of a checkpoint")
-    info = CheckpointInfo(step=int(manifest["step"]), folder=folder, files=files, extra=manifest["extra"])
-    if (found := manifest.get("format", 1)) != FORMAT:
+    if _SEAL in manifest and manifest.pop(_SEAL) != _seal(manifest):
+        raise ValueError("it is not what was written")
+    if (found := manifest.get("format", 1 if "files" in manifest else FORMAT)) != FORMAT:
         raise StorageError(
             f"{storage.url}/{folder}: a checkpoint of format {found}, needed is {FORMAT}; "
             "start the run under another id"
         )
-    return info
+    files, shared = (
+        {name: FileEntry(**entry) for name, entry in manifest[kind].items()} for kind in ("files", "shared")
+    )
+    if unsafe := [name for name in (*files, *shared) if not _NAME.fullmatch(name) or ".." in name.split("/")]:
+        raise ValueError(f"{unsafe[0]!r} is no name of a file of a checkpoint")
+    if (int(manifest["step"]), int(manifest["number"])) != (step, number):
+        raise ValueError(f"it is of step {manifest['step']} and number {manifest['number']}")
+    return CheckpointInfo(step=step, number=number, files=files, shared=shared, extra=manifest["extra"])
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_text(manifest)).hexdigest()
+
+
+def _text(manifest: Mapping[str, Any]) -> bytes:
+    return json.dumps(manifest, indent=2, sort_keys=True).encode()
 
 
 def _problem(entries: Mapping[str, FileEntry], present: Mapping[str, int]) -> str | None:

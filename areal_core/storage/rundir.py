@@ -6,6 +6,7 @@
     ready/<role>-<index>.json  ready file of a process: its pid and, for a server, its URL
     logs/<role>-<index>.log
     ledger.sqlite  outbox.sqlite
+    payloads/                what groups have to be trained on; see areal_core.controller.payloads
     timeline/<role>-<index>.jsonl  what a process did when; see areal_core.tracking.timeline
     weights/v000007/         published versions
     evaluations/             records of versions that were scored, and a page for each
@@ -35,6 +36,7 @@ class RunInfo:
     tracking_uri: str | None = None  # None: tracking is off
     tracking_run_id: str | None = None
     flow_run_id: str | None = None
+    number: int = 0  # fencing number of the launcher that runs it; see areal_core.storage.lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,12 @@ class RunDir:
     def info(self) -> RunInfo:
         return RunInfo(**json.loads((self.root / "run.json").read_text()))
 
+    def numbered(self, number: int) -> RunInfo:
+        """Note the fencing number of the launcher that runs the run from now on."""
+        info = dataclasses.replace(self.info(), number=number)
+        write_json(self.root / "run.json", dataclasses.asdict(info), synced=True)
+        return info
+
     @property
     def launcher_lock(self) -> Path:
         """The lock that a launcher holds while it runs the run."""
@@ -76,6 +84,10 @@ class RunDir:
     @property
     def weights(self) -> Path:
         return self.root / "weights"
+
+    @property
+    def payloads(self) -> Path:
+        return self.root / "payloads"
 
     @property
     def timeline(self) -> Path:

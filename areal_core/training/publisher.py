@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ class Publisher:
         self._config = config
         self._storage = storage
         self._sender = sender
+        self._number = run.info().number
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
         self._publishing = BackgroundThread("publish", waiting=2)  # a version and the report of its step
         self._saving = BackgroundThread("checkpoint", waiting=1)
@@ -110,27 +112,41 @@ class Publisher:
 
     def _checkpoint(self, step: int, state: EngineState) -> None:
         start = time.monotonic()
-        file = self._run.root / checkpoint.STATE
-        try:
-            write_tensors(file, state.arrays)
-        except OSError as error:
-            raise StorageError(f"can't write {file}: {error.strerror}") from error
+        files = self._written(state)
         with self._reported:
             while self._reported_step < step:
                 self._reported.wait(_LOOK_S)
                 self._publishing.check()
-        ledger = checkpoint.FileEntry(**self._saving_controller.snapshot(step))
+        snapshot = self._saving_controller.snapshot(step)
+        uploaded, shared = (
+            {name: checkpoint.FileEntry(**entry) for name, entry in snapshot[kind].items()}
+            for kind in ("files", "shared")
+        )
         checkpoint.save(
             self._storage,
             step,
-            {checkpoint.STATE: file},
+            files,
             {
                 "engine": state.scalars,
                 "config": self._config.to_dict(),
                 checkpoint.VERSION: self._published[step],
             },
-            uploaded={checkpoint.LEDGER: ledger},
+            number=self._number,
+            uploaded=uploaded,
+            shared=shared,
         )
         self._timeline.span("checkpoint", start, time.monotonic(), step)
-        # Any checkpoint that is left can be resumed from: what a resume from the oldest one replays is kept.
-        self._saving_controller.committed(checkpoint.prune(self._storage, self._config.training.keep_checkpoints))
+        self._saving_controller.committed(step)
+
+    def _written(self, state: EngineState) -> dict[str, Path]:
+        """The files of a state: weights, which are all that a controller needs, and the rest."""
+        weight = {name: array for name, array in state.arrays.items() if name.startswith("weight/")}
+        rest = {name: array for name, array in state.arrays.items() if name not in weight}
+        files: dict[str, Path] = {}
+        for name, arrays in {checkpoint.WEIGHTS: weight, checkpoint.OPTIMIZER: rest}.items():
+            files[name] = self._run.root / name
+            try:
+                write_tensors(files[name], arrays)
+            except OSError as error:
+                raise StorageError(f"can't write {files[name]}: {error.strerror}") from error
+        return files

@@ -29,7 +29,8 @@ from areal_core.errors import ArealError, DivergenceError, RunFinished
 from areal_core.launch import logs, process
 from areal_core.models.folders import read_spec, read_weights, write_model
 from areal_core.models.tensorfile import write_tensors
-from areal_core.storage import checkpoint
+from areal_core.storage import checkpoint, lease
+from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
@@ -220,19 +221,22 @@ class Trainer:
     def _resume(self) -> int:
         """Load the newest checkpoint that is whole and that the controller knows; returns its step, 0 without one. Its
         version is published once more."""
-        folder = self.run_dir.root / f"resume-{self.rank}"
+
+        def loaded(info: CheckpointInfo) -> EngineState:
+            names = (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)
+            files = checkpoint.fetch(self.storage, info, self.run_dir.root / f"resume-{self.rank}", names)
+            arrays = {name: array for file in files.values() for name, array in load_file(file).items()}
+            return EngineState(arrays=arrays, scalars=info.extra["engine"])
+
         found = None
         if self.rank == 0 and checkpoint.newest(self.storage) is not None:
-            known = self.controller.status().step
-            found = checkpoint.fetch_newest(self.storage, folder, last=known)
-        step = int(self.ranks.all_reduce_max(np.array([0 if found is None else found[0].step]))[0])
+            found = checkpoint.newest_of(self.storage, loaded, last=self.controller.status().step)
+        taken = np.array([0, 0] if found is None else [found[0].step, found[0].number])
+        step, number = self.ranks.all_reduce_max(taken).tolist()  # the others take what rank 0 has found
         if not step:
             return 0
-        if found is None:
-            info = checkpoint.at_step(self.storage, step)
-            found = info, checkpoint.fetch(self.storage, info, folder)
-        info, files = found
-        self.engine.load_state(EngineState(arrays=load_file(files[checkpoint.STATE]), scalars=info.extra["engine"]))
+        state = loaded(checkpoint.at(self.storage, step, number)) if found is None else found[1]
+        self.engine.load_state(state)
         logger.info("resumed from the checkpoint of step %d", step)
         tensors = self.engine.weights()
         if self.publisher is not None:
@@ -261,6 +265,7 @@ class Trainer:
         folder = self.run_dir.root / "final"
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
         write_model(folder, self.spec, tensors, Path(self.run_dir.info().model_path) / "tokenizer.json")
+        lease.check(self.storage, self.run_dir.info().number)
         final = self.storage.child("final")
         for file in sorted(folder.iterdir()):
             final.put_file(file, file.name)

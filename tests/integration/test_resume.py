@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
+from tests.support.models import put_base_model
 from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
@@ -46,13 +51,16 @@ def finished(config: RunConfig) -> str:
         return run.output()
 
 
+def _flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
 def _store(config: RunConfig) -> Storage:
     return Storage.open(f"{config.storage.url}/runs/r")
 
 
 def _newest(config: RunConfig) -> int | None:
-    found = checkpoint.newest(_store(config))
-    return None if found is None else found.step
+    return None if (found := checkpoint.newest(_store(config))) is None else found.step
 
 
 @pytest.mark.recovery
@@ -82,7 +90,7 @@ def test_a_ledger_that_cannot_be_read_gives_way_to_the_checkpoints(config: RunCo
     "damage",
     [
         pytest.param(lambda data: data[: len(data) // 2], id="torn"),
-        pytest.param(lambda data: data[:-1] + bytes([data[-1] ^ 1]), id="flipped"),
+        pytest.param(lambda data: _flipped(data), id="flipped"),
     ],
 )
 def test_the_newest_version_is_damaged(config: RunConfig, damage: Callable[[bytes], bytes]) -> None:
@@ -97,17 +105,59 @@ def test_the_newest_version_is_damaged(config: RunConfig, damage: Callable[[byte
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize("file", [checkpoint.STATE, checkpoint.LEDGER])
+@pytest.mark.parametrize("file", [checkpoint.WEIGHTS, checkpoint.OPTIMIZER, checkpoint.LEDGER])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in its folder", "on a new machine"])
 def test_the_newest_checkpoint_is_damaged(config: RunConfig, file: str, elsewhere: bool) -> None:
     run = killed(config, 4)
-    step = _newest(config)
-    assert step is not None
-    at = Path(config.storage.url) / "runs" / "r" / checkpoint.folder_name(step) / file
-    at.write_bytes(at.read_bytes()[:-1] + b"?")
+    newest = checkpoint.newest(_store(config))
+    assert newest is not None
+    at = Path(config.storage.url) / "runs" / "r" / newest.folder / file
+    at.write_bytes(_flipped(at.read_bytes()))
     if elsewhere:
         shutil.rmtree(run.root)
     output = finished(config)
-    if file == checkpoint.STATE or elsewhere:
-        assert f"{checkpoint.folder_name(step)}/{file} is damaged" in output
-        assert f"resumed from the checkpoint of step {step - 2}" in output
+    if file != checkpoint.LEDGER or elsewhere:
+        assert f"{newest.folder}/{file} is damaged" in output
+        assert f"resumed from the checkpoint of step {newest.step - 2}" in output
+
+
+@pytest.mark.recovery
+def test_a_payload_of_a_fixed_batch_is_damaged(config: RunConfig) -> None:
+    """The batch is put together anew, and the run goes on."""
+    run = killed(config, 4)
+    newest = checkpoint.newest(_store(config))
+    assert newest is not None
+    for segment in run.payloads.iterdir():
+        segment.write_bytes(bytes(segment.stat().st_size))
+    with closing(sqlite3.connect(run.ledger)) as ledger:
+        waiting = "SELECT COUNT(*) FROM payloads JOIN groups USING (group_id) WHERE step > ?"
+        lost = ledger.execute(waiting, (newest.step,)).fetchone()[0]
+    output = finished(config)
+    assert ("is damaged: at " in output) == bool(lost)
+
+
+@pytest.mark.recovery
+def test_two_launchers_of_one_run_on_two_machines(config: RunConfig, tmp_path: Path) -> None:
+    """One store, two state folders: the second is refused, and the first goes on."""
+    elsewhere = replace(config, state_dir=str(tmp_path / "elsewhere"), training=replace(config.training, steps=4000))
+    put_base_model(elsewhere)
+    with Launched(elsewhere, "r") as first:
+        first.until_step(1)
+        with Launched(replace(elsewhere, state_dir=config.state_dir), "r") as second:
+            assert "run_id: the run is running already, on " in second.failed()
+        first.until_step(first.step() + 2)
+
+
+@pytest.mark.recovery
+def test_a_launcher_that_was_stopped_while_another_took_the_run_over(config: RunConfig, tmp_path: Path) -> None:
+    elsewhere = replace(config, state_dir=str(tmp_path / "elsewhere"))
+    put_base_model(elsewhere)
+    with Launched(elsewhere, "r") as first:
+        first.wait_for("a checkpoint", lambda: _newest(config))
+        for pid in first.processes():
+            os.kill(pid, signal.SIGSTOP)
+        finished(config)  # once the lease of the first has run out
+        for pid in first.processes():
+            os.kill(pid, signal.SIGCONT)
+        assert "run_id: another launcher has taken the run over, on " in first.failed()
+    assert _newest(config) == 8

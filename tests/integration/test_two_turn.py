@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_core.api.scored_groups import unpack_group
+from areal_core.controller.payloads import read_payload
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.run.launcher import execute, run_folder
 from areal_core.types import GroupPayload
@@ -35,7 +36,11 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     run = run_folder(config, "two")
     ledger = TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)
     batches = [ledger.batch(step) for step in range(1, STEPS + 1)]
-    groups = [unpack_group(ledger.payload(group.group_id)) for batch in batches for group in batch.groups]
+    groups = [
+        unpack_group(read_payload(run.payloads, ledger.payload(group.group_id)))
+        for batch in batches
+        for group in batch.groups
+    ]
     hashes = {ledger.versions.get(step).sha256 for step in range(STEPS + 1)}
     ledger.close()
     assert len(hashes) == STEPS + 1, "a step changed nothing"

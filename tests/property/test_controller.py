@@ -17,7 +17,7 @@ from areal_core.errors import ConfigError, GenerationError, RewardError, RunFini
 from areal_core.rollout.controller import RolloutController, trajectory_seed
 from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
 from areal_core.types import BatchManifest, Completion, GenerationRequest, GroupState, PolicyVersion
-from tests.support.rollout import FIRST_TOKEN, FakeEngine, FakeRewards, Prompts
+from tests.support.rollout import FIRST_TOKEN, FakeEngine, FakePayloads, FakeRewards, Prompts
 from tests.support.virtual import run_virtual
 
 
@@ -75,6 +75,7 @@ def build(
         source=Prompts(),
         engine=engine,
         rewards=FakeRewards(rng, fail=faults.get("reward", 0.0), right=right, more=more),
+        payloads=FakePayloads(),
         ledger=ledger,
         stop_token_ids=(1,),
     )

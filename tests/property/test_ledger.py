@@ -5,9 +5,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
+from areal_core.rollout.payloads import Place
 from areal_core.types import GroupState, GroupSummary, Tally
 
 GROUP = 2
+PLACE = Place(segment="a", start=0, bytes=1, crc32=0)
 GROUPS_PER_BATCH = 2
 
 
@@ -53,7 +55,7 @@ class LedgerMachine(RuleBasedStateMachine):
             outcomes={},
             truncated=0,
         )
-        self.ledger.ready(group_id, summary, b"payload", version=len(self.batches))
+        self.ledger.ready(group_id, summary, PLACE, version=len(self.batches))
         self.ready[group_id] = self.inflight.pop(group_id)
         self.tokens[group_id] = tokens
         self.generated += tokens

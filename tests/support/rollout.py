@@ -13,6 +13,7 @@ from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import SampledCompletion, join_completions
 from areal_core.errors import GenerationError, RewardError
+from areal_core.rollout.payloads import Place
 from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, PolicyVersion, Prompt, SampleRequest
 
 FIRST_TOKEN = 100  # above the prompts' and the stop token
@@ -41,6 +42,14 @@ def body(completions: Sequence[tuple[Sequence[int], str]], version: int, *, logp
 class Prompts:
     def prompt(self, index: int) -> Prompt:
         return Prompt(index=index, prompt_id=f"{index:x}", text=f"{index}=", token_ids=(1, 2, 3), answer="0")
+
+
+class FakePayloads:
+    """Takes its time to store a payload."""
+
+    async def append(self, payload: bytes) -> Place:
+        await asyncio.sleep(0.01)
+        return Place(segment="a", start=0, bytes=len(payload), crc32=0)
 
 
 class FakeEngine:

@@ -40,7 +40,7 @@ TINY: dict[str, Any] = {
 def tiny(state: Path, *, mode: str = "async", warm: bool = True, **groups: dict[str, Any]) -> RunConfig:
     """A run of seconds, in async mode with one server and one rank; `groups` change fields of it. Its base model is
     there, unless the run is to make it itself: `warm` is then False."""
-    base = TINY | {"mode": mode, "state_dir": str(state), "storage": {"url": str(state / "store")}}
+    base = TINY | {"mode": mode, "state_dir": str(state), "storage": {"url": str(state / "store"), "lease_s": 4.0}}
     if mode == "async":
         base |= {"generation": {"servers": 1}, "training": TINY["training"] | {"ranks": 1}}
     config = load(base | {name: base.get(name, {}) | fields for name, fields in groups.items()})

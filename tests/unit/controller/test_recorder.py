@@ -12,6 +12,7 @@ from areal_core.config.schema import load
 from areal_core.controller.recorder import Recorder
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
 from areal_core.rollout.notes import Ending
+from areal_core.rollout.payloads import Place
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import Evaluation, GroupSummary, Outcome, PolicyVersion
 from tests.support.servers import server_load
@@ -62,7 +63,7 @@ def train(ledger: TrajectoryLedger, step: int, *, version: int = 0) -> None:
         truncated=1,
         samples=(("1=1#1", 1.0, f"{version}:0-7"),),
     )
-    ledger.ready(group.group_id, summary, b"", version=version)
+    ledger.ready(group.group_id, summary, Place(segment="a", start=0, bytes=0, crc32=0), version=version)
     assert ledger.fix_batch(step, Selection(groups=1, policy="admit", max_staleness=1, max_requeues=0))
     ledger.publish(PolicyVersion(version=step, path=f"v{step}", sha256=str(step)))
 

@@ -1,15 +1,18 @@
 """Transitions, selection policies, recovery and incarnations of the trajectory ledger, on a real SQLite file."""
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from areal_core.errors import LedgerError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
-from areal_core.types import GroupState, GroupSummary, Outcome, PolicyVersion, Tally
+from areal_core.rollout.payloads import Place
+from areal_core.types import FORMAT, GroupState, GroupSummary, Outcome, PolicyVersion, Tally
 
 GROUP = 2
+PLACE = Place(segment="000001-000001", start=3, bytes=7, crc32=5)
 
 
 def summary(tokens: int = 4, version: int = 0) -> GroupSummary:
@@ -42,7 +45,7 @@ def ledger(tmp_path: Path):
 
 def admit_ready(ledger: TrajectoryLedger, *, tokens: int = 4, at: int = 0) -> int:
     group = ledger.admit()
-    ledger.ready(group.group_id, summary(tokens, at), b"payload", version=at)
+    ledger.ready(group.group_id, summary(tokens, at), PLACE, version=at)
     return group.group_id
 
 
@@ -67,9 +70,9 @@ def test_a_dropped_group_gives_its_slot_back_and_its_prompt_waits_first(ledger):
 
 def test_transitions_that_do_not_exist_are_refused(ledger):
     group = ledger.admit().group_id
-    ledger.ready(group, summary(), b"x", version=0)
+    ledger.ready(group, summary(), PLACE, version=0)
     with pytest.raises(LedgerError, match="is ready, not inflight"):
-        ledger.ready(group, summary(), b"x", version=0)
+        ledger.ready(group, summary(), PLACE, version=0)
     with pytest.raises(LedgerError, match="no group 99"):
         ledger.drop(99, "why")
     ledger.drop(group, "why")
@@ -102,7 +105,7 @@ def test_admit_takes_the_ready_group_that_was_admitted_first(ledger):
     straggler = ledger.admit().group_id
     later = admit_ready(ledger)
     assert [g.group_id for g in ledger.fix_batch(1, selection("admit", groups=1)).groups] == [later]
-    ledger.ready(straggler, summary(version=0), b"x", version=3)
+    ledger.ready(straggler, summary(version=0), PLACE, version=3)
     admit_ready(ledger)
     assert [g.group_id for g in ledger.fix_batch(2, selection("admit", groups=1)).groups] == [straggler]
 
@@ -111,7 +114,7 @@ def test_wait_holds_the_batch_up_for_an_unfinished_older_group(ledger):
     straggler = ledger.admit().group_id
     later = admit_ready(ledger)
     assert ledger.fix_batch(1, selection("wait", groups=1)) is None
-    ledger.ready(straggler, summary(), b"x", version=0)
+    ledger.ready(straggler, summary(), PLACE, version=0)
     assert [g.group_id for g in ledger.fix_batch(1, selection("wait", groups=2)).groups] == [straggler, later]
 
 
@@ -125,7 +128,7 @@ def test_drop_gives_up_what_would_exceed_eta_a_bounded_number_of_times(ledger):
     again = ledger.admit()
     assert again.prompt_index == 2
     assert again.group_id != stale
-    ledger.ready(again.group_id, summary(version=0), b"x", version=0)
+    ledger.ready(again.group_id, summary(version=0), PLACE, version=0)
     assert ledger.fix_batch(3, selection("drop", groups=1)) is None
     assert ledger.admit().prompt_index == 3  # requeued once, not twice
 
@@ -150,7 +153,7 @@ def test_the_token_ledger_is_exact(ledger):
     assert (tokens.consumed, tokens.buffered, tokens.dropped, tokens.in_flight) == (10, 7, 8, 2)
     assert (tokens.accounted, tokens.generated, tokens.allowance) == (27, 0, 0)
     assert not tokens.balanced  # no server has reported that it sampled any
-    assert ledger.payload(consumed) == b"payload"
+    assert ledger.payload(consumed) == PLACE
 
 
 def test_a_committed_checkpoint_frees_what_it_covers_and_nothing_else(ledger):
@@ -160,7 +163,7 @@ def test_a_committed_checkpoint_frees_what_it_covers_and_nothing_else(ledger):
     ledger.free(1)
     with pytest.raises(LedgerError, match="no payload"):
         ledger.payload(first)
-    assert ledger.payload(second) == b"payload"
+    assert ledger.payload(second) == PLACE
     assert ledger.batch(1) is not None
 
 
@@ -170,7 +173,7 @@ def test_publishing_the_same_weights_again_changes_nothing(ledger):
     group = admit_ready(ledger, at=2)
     assert ledger.publish(version(1)) == "same"
     assert ledger.versions.newest() == version(2)
-    assert ledger.payload(group) == b"payload"
+    assert ledger.payload(group) == PLACE
     assert ledger.incarnation == 0
     with pytest.raises(LedgerError, match="can't follow 2"):
         ledger.publish(version(4))
@@ -229,8 +232,8 @@ def test_other_weights_under_an_old_number_open_an_incarnation_and_no_label_lies
         ledger.drop(flying, "again")  # dropped already
     with pytest.raises(LedgerError):
         ledger.payload(batches[4])  # sampled by the version whose weights changed
-    assert ledger.payload(batches[3]) == b"payload"  # sampled by version 1, which is still valid
-    assert ledger.payload(ready_old) == b"payload"
+    assert ledger.payload(batches[3]) == PLACE  # sampled by version 1, which is still valid
+    assert ledger.payload(ready_old) == PLACE
     with pytest.raises(LedgerError):
         ledger.payload(ready_new)
     assert ledger.dropped() == {"replaced": 3}
@@ -247,10 +250,65 @@ def test_a_snapshot_of_a_ledger_in_use_is_a_ledger(ledger, tmp_path):
     copy.close()
 
 
+def test_a_snapshot_names_the_segments_that_it_needs(ledger, tmp_path):
+    for number in (1, 2, 3):
+        group = ledger.admit().group_id
+        ledger.ready(group, summary(), replace(PLACE, segment=f"s{number}"), version=0)
+    ledger.fix_batch(1, selection(groups=1))
+    ledger.fix_batch(2, selection(groups=1))
+    assert snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite") == {"s1", "s2", "s3"}
+    assert snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite", 1) == {"s2", "s3"}
+    copy = TrajectoryLedger(tmp_path / "copy.sqlite", group_size=GROUP)
+    assert copy.payloads.segments() == {"s2", "s3"}
+    copy.close()
+    assert ledger.payloads.segments() == {"s1", "s2", "s3"}
+
+
+def test_a_damaged_payload_of_a_buffered_group_costs_that_group(ledger):
+    damaged, other = admit_ready(ledger), admit_ready(ledger)
+    ledger.lose(damaged)
+    assert ledger.dropped() == {"damaged": 1}
+    assert ledger.admit().prompt_index == 0
+    assert ledger.fix_batch(1, selection(groups=1)).groups[0].group_id == other
+    assert ledger.incarnation == 0
+
+
+def test_a_damaged_payload_dissolves_the_batches_from_its_own_on(ledger):
+    ledger.publish(version(0))
+    groups = [admit_ready(ledger) for _ in range(3)]
+    for step in (1, 2, 3):
+        ledger.fix_batch(step, selection(groups=1))
+    ledger.publish(version(1))
+    ledger.lose(groups[1])  # of the batch whose version is not published yet
+    assert ledger.incarnation == 0
+    assert ledger.last_step() == 1
+    assert ledger.versions.last() == 1
+    assert ledger.fix_batch(2, selection(groups=1)).groups[0].group_id == groups[2]
+    assert ledger.admit().prompt_index == 1  # queued again
+
+
+def test_a_damaged_payload_whose_version_is_published_begins_a_new_incarnation(ledger):
+    ledger.publish(version(0))
+    groups = [admit_ready(ledger), admit_ready(ledger)]
+    ledger.fix_batch(1, selection(groups=1))
+    ledger.publish(version(1))
+    sampled_by_it = admit_ready(ledger, at=1)
+    ledger.fix_batch(2, selection(groups=1))
+    ledger.publish(version(2))
+    ledger.lose(groups[0])
+    assert ledger.incarnation == 1
+    assert (ledger.last_step(), ledger.versions.last()) == (0, 0)
+    assert ledger.dropped() == {"damaged": 1, "replaced": 1}  # what the forgotten version 1 had sampled
+    assert ledger.counts()[GroupState.READY] == 1
+    assert ledger.fix_batch(1, selection(groups=1)).groups[0].group_id == groups[1]
+    with pytest.raises(LedgerError, match="no payload"):
+        ledger.payload(sampled_by_it)
+
+
 def test_a_transition_that_fails_leaves_nothing_half_done(ledger):
     group = ledger.admit().group_id
     with pytest.raises(sqlite3.Error):
-        ledger.ready(group, summary(), object(), version=0)  # type: ignore[arg-type]
+        ledger.ready(group, summary(), replace(PLACE, crc32=object()), version=0)  # type: ignore[arg-type]
     assert ledger.counts()[GroupState.INFLIGHT] == 1
     assert ledger.admitted == GROUP
 
@@ -292,5 +350,5 @@ def test_a_ledger_of_another_format_is_refused_in_one_line(tmp_path):
     path = tmp_path / "old.sqlite"
     with sqlite3.connect(path) as old:
         old.execute("CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-    with pytest.raises(LedgerError, match=r"^.*old\.sqlite: a ledger of format 0, needed is 5; start .* another id$"):
+    with pytest.raises(LedgerError, match=rf"^.*old\.sqlite: a ledger of format 0, needed is {FORMAT}; start"):
         TrajectoryLedger(path, group_size=GROUP)

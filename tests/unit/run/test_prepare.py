@@ -11,7 +11,8 @@ import pytest
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.launch.supervisor import FileLock
-from areal_core.run import prepare as module
+from areal_core.run import ownership
+from areal_core.run.folders import run_folder
 from areal_core.run.preflight import preflight
 from areal_core.run.prepare import prepare
 from areal_core.tracking.outbox import Outbox
@@ -113,9 +114,15 @@ def test_a_finished_run_is_not_touched(base: dict[str, Any]) -> None:
     assert run.config() == load(base)
 
 
-def test_a_running_run_is_not_adopted(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_OWNER_S", -15.0)
+@pytest.mark.parametrize("prepared", [True, False], ids=["resumed", "new"])
+def test_a_run_that_another_launcher_has_is_not_touched(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, prepared: bool
+) -> None:
+    monkeypatch.setattr(ownership, "_OWNER_S", -15.0)
     config = load(base)
-    run = prepare(config, run_id="r", log=lambda line: None)
-    with FileLock(run.root / "lock", timeout_s=0.0, busy=""), pytest.raises(ProcessError, match="r is running already"):
+    root = prepare(config, run_id="r", log=lambda line: None).root if prepared else run_folder(config, "r").root
+    root.mkdir(parents=True, exist_ok=True)
+    before = {file: file.read_bytes() for file in root.glob("*.json")}
+    with FileLock(root / "lock", timeout_s=0.0, busy=""), pytest.raises(ProcessError, match="r is running already"):
         prepare(config, run_id="r", log=lambda line: None)
+    assert {file: file.read_bytes() for file in root.glob("*.json")} == before

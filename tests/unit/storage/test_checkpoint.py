@@ -1,5 +1,6 @@
 """Checkpoints: complete or absent, whatever was cut short or damaged on the way."""
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from areal_core.errors import StorageError
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
+from areal_core.types import FORMAT
 
 
 @pytest.fixture
@@ -16,10 +18,18 @@ def store(tmp_path: Path) -> Storage:
     return Storage.open(str(tmp_path / "store"))
 
 
-def save(store: Storage, tmp_path: Path, step: int, text: str = "weights") -> None:
+def save(
+    store: Storage, tmp_path: Path, step: int, text: str = "weights", *, number: int = 0, shared: tuple[str, ...] = ()
+) -> None:
+    """A checkpoint of one small file. What it shares is in the store already."""
     local = tmp_path / "model.safetensors"
     local.write_text(f"{text} {step}")
-    checkpoint.save(store, step, {"model/model.safetensors": local}, {"version": step})
+    entries = {name: entry(store.get_bytes(name)) for name in shared}
+    checkpoint.save(store, step, {"model/model.safetensors": local}, {"version": step}, number=number, shared=entries)
+
+
+def entry(data: bytes) -> checkpoint.FileEntry:
+    return checkpoint.FileEntry(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def newest_step(store: Storage) -> int | None:
@@ -36,7 +46,7 @@ def test_what_is_saved_is_fetched(store: Storage, tmp_path: Path) -> None:
 
     info = checkpoint.newest(store)
     assert info is not None
-    assert (info.step, info.folder, info.extra) == (20, "checkpoints/step-000020", {"epoch": 1})
+    assert (info.step, info.folder, info.extra) == (20, "checkpoints/step-000020.0", {"epoch": 1})
     files = checkpoint.fetch(store, info, tmp_path / "back")
 
     assert files == {name: tmp_path / "back" / name for name in ("optimizer", "model/weights")}
@@ -46,21 +56,23 @@ def test_what_is_saved_is_fetched(store: Storage, tmp_path: Path) -> None:
 
 def test_files_of_another_process_are_part_of_it(store: Storage, tmp_path: Path) -> None:
     (tmp_path / "ledger").write_bytes(b"ledger")
-    store.put_file(tmp_path / "ledger", f"{checkpoint.folder_name(5)}/ledger.sqlite")
-    entry = checkpoint.describe(tmp_path / "ledger")
+    store.put_file(tmp_path / "ledger", f"{checkpoint.folder_name(5, 0)}/ledger.sqlite")
+    ledger = checkpoint.describe(tmp_path / "ledger")
 
-    checkpoint.save(store, 5, {}, {}, uploaded={"ledger.sqlite": entry})
+    checkpoint.save(store, 5, {}, {}, uploaded={"ledger.sqlite": ledger})
 
     info = checkpoint.newest(store)
     assert info is not None
-    assert info.files == {"ledger.sqlite": entry}
+    assert info.files == {"ledger.sqlite": ledger}
 
 
 def test_promised_file_that_is_not_there_prevents_the_commit(store: Storage, tmp_path: Path) -> None:
-    entry = checkpoint.FileEntry(bytes=6, sha256="0" * 64)
+    missing = checkpoint.FileEntry(bytes=6, sha256="0" * 64)
 
     with pytest.raises(StorageError, match=r"not committed: ledger\.sqlite is missing"):
-        checkpoint.save(store, 5, {}, {}, uploaded={"ledger.sqlite": entry})
+        checkpoint.save(store, 5, {}, {}, uploaded={"ledger.sqlite": missing})
+    with pytest.raises(StorageError, match=r"not committed: payloads/a is missing"):
+        checkpoint.save(store, 5, {}, {}, shared={"payloads/a": missing})
     assert newest_step(store) is None
 
 
@@ -69,13 +81,25 @@ def test_empty_store_has_none(store: Storage) -> None:
     assert checkpoint.prune(store, 1) == 0
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "half a manifest", "no entries", "file missing", "file truncated"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "no manifest",
+        "half a manifest",
+        "no entries",
+        "changed manifest",
+        "file missing",
+        "file truncated",
+        "not shared",
+    ],
+)
 def test_broken_checkpoint_is_never_chosen(
     store: Storage, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(store, tmp_path, 1)
-    save(store, tmp_path, 2)
-    folder = tmp_path / "store" / "checkpoints" / "step-000002"
+    store.put_bytes("payloads/a.bin", b"a")
+    save(store, tmp_path, 2, shared=("payloads/a.bin",))
+    folder = tmp_path / "store" / "checkpoints" / "step-000002.0"
     if damage == "no manifest":
         (folder / "manifest.json").unlink()
     elif damage == "half a manifest":
@@ -83,6 +107,11 @@ def test_broken_checkpoint_is_never_chosen(
         (folder / "manifest.json").write_text(manifest[: len(manifest) // 2])
     elif damage == "no entries":
         (folder / "manifest.json").write_text("{}")
+    elif damage == "changed manifest":
+        manifest = (folder / "manifest.json").read_text()
+        (folder / "manifest.json").write_text(manifest.replace('"version": 2', '"version": 3'))
+    elif damage == "not shared":
+        store.delete("payloads/a.bin")
     elif damage == "file missing":
         (folder / "model" / "model.safetensors").unlink()
     else:
@@ -91,22 +120,22 @@ def test_broken_checkpoint_is_never_chosen(
     with caplog.at_level(logging.WARNING):
         assert newest_step(store) == 1
     assert "skipping checkpoint" in caplog.text
-    assert "step-000002" in caplog.text
+    assert "step-000002.0" in caplog.text
 
 
 def test_a_checkpoint_of_another_format_is_refused_not_skipped(store: Storage, tmp_path: Path) -> None:
     save(store, tmp_path, 1)
-    name = "checkpoints/step-000001/manifest.json"
+    name = "checkpoints/step-000001.0/manifest.json"
     manifest = json.loads(store.get_bytes(name))
-    del manifest["format"]
+    del manifest["format"], manifest["sha256"]
     store.put_bytes(name, json.dumps(manifest).encode())
-    with pytest.raises(StorageError, match=r"step-000001: a checkpoint of format 1, needed is 5; start .* another id$"):
+    with pytest.raises(StorageError, match=rf"step-000001\.0: a checkpoint of format 1, needed is {FORMAT}; start"):
         checkpoint.newest(store)
 
 
 def test_changed_content_is_noticed_by_fetch(store: Storage, tmp_path: Path) -> None:
     save(store, tmp_path, 1, "weights")
-    (tmp_path / "store" / "checkpoints" / "step-000001" / "model" / "model.safetensors").write_text("WEIGHTS 1")
+    (tmp_path / "store" / "checkpoints" / "step-000001.0" / "model" / "model.safetensors").write_text("WEIGHTS 1")
 
     info = checkpoint.newest(store)
     assert info is not None
@@ -119,15 +148,15 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(
 ) -> None:
     for step in (1, 2, 3):
         save(store, tmp_path, step)
-    (tmp_path / "store" / "checkpoints" / "step-000003" / "model" / "model.safetensors").write_text("weighty 3")
-    found = checkpoint.fetch_newest(store, tmp_path / "back")
+    (tmp_path / "store" / "checkpoints" / "step-000003.0" / "model" / "model.safetensors").write_text("weighty 3")
+    found = checkpoint.newest_of(store, lambda info: checkpoint.fetch(store, info, tmp_path / "back"))
     assert found is not None
     info, files = found
     assert info.step == 2
     assert files["model/model.safetensors"].read_text() == "weights 2"
-    assert "step-000003/model/model.safetensors is damaged" in caplog.text
+    assert "step-000003.0/model/model.safetensors is damaged" in caplog.text
     assert newest_step(store) == 2  # for everybody else, too
-    assert store.exists("checkpoints/step-000003/manifest.damaged.json")
+    assert store.exists("checkpoints/step-000003.0/manifest.damaged.json")
     save(store, tmp_path, 3)
     assert newest_step(store) == 3
 
@@ -135,14 +164,13 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(
 def test_a_checkpoint_that_is_newer_than_asked_for_is_left_alone(store: Storage, tmp_path: Path) -> None:
     for step in (1, 2):
         save(store, tmp_path, step)
-    found = checkpoint.fetch_newest(store, tmp_path / "back", last=1)
+    found = checkpoint.newest_of(store, lambda info: info.step, last=1)
     assert found is not None
-    assert found[0].step == 1
+    assert found == (checkpoint.at(store, 1, 0), 1)
     assert newest_step(store) == 2
-    assert checkpoint.fetch_newest(store, tmp_path / "back", last=0) is None
-    assert checkpoint.at_step(store, 1) == found[0]
-    with pytest.raises(StorageError, match=r"step-000007: there is no complete checkpoint"):
-        checkpoint.at_step(store, 7)
+    assert checkpoint.newest_of(store, lambda info: info.step, last=0) is None
+    with pytest.raises(StorageError, match=r"step-000007\.0: there is no complete checkpoint"):
+        checkpoint.at(store, 7, 0)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/outside", "a/../../outside", "a//b", ".hidden", ""])
@@ -151,9 +179,10 @@ def test_a_manifest_names_files_of_its_own_alone(
 ) -> None:
     save(store, tmp_path, 1)
     save(store, tmp_path, 2)
-    file = "checkpoints/step-000002/manifest.json"
+    file = "checkpoints/step-000002.0/manifest.json"
     manifest = json.loads(store.get_bytes(file))
     manifest["files"][name] = manifest["files"].pop("model/model.safetensors")
+    del manifest["sha256"]
     store.put_bytes(file, json.dumps(manifest).encode())
     assert newest_step(store) == 1
     assert f"{name!r} is no name of a file" in caplog.text
@@ -174,7 +203,7 @@ def test_failed_upload_leaves_no_manifest(store: Storage, tmp_path: Path, monkey
     with pytest.raises(StorageError, match="the network is down"):
         checkpoint.save(store, 2, {"a": tmp_path / "a", "b": tmp_path / "b"}, {})
 
-    assert list(store.list("checkpoints/step-000002")) == ["checkpoints/step-000002/a"]
+    assert list(store.list("checkpoints/step-000002.0")) == ["checkpoints/step-000002.0/a"]
     assert newest_step(store) == 1
 
 
@@ -191,21 +220,49 @@ def test_saving_a_step_again_is_incomplete_until_its_end(store: Storage, tmp_pat
 def test_prune_keeps_the_newest_complete_ones(store: Storage, tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5, 6):
         save(store, tmp_path, step)
-    store.delete("checkpoints/step-000004/manifest.json")  # broken, and older than a complete one
-    store.delete("checkpoints/step-000006/manifest.json")  # may be on its way
+    store.delete("checkpoints/step-000004.0/manifest.json")  # broken, and older than a complete one
+    store.delete("checkpoints/step-000006.0/manifest.json")  # may be on its way
     store.put_bytes("final/model", b"another matter")
 
     assert checkpoint.prune(store, 2) == 3
 
     folders = {name.split("/")[1] for name in store.list("checkpoints")}
-    assert folders == {"step-000003", "step-000005", "step-000006"}
+    assert folders == {"step-000003.0", "step-000005.0", "step-000006.0"}
     assert store.exists("final/model")
+
+
+def test_prune_keeps_steps_that_are_chosen_and_what_kept_ones_share(store: Storage, tmp_path: Path) -> None:
+    for name in "abcd":
+        store.put_bytes(f"payloads/{name}.bin", name.encode())
+    for step, shared in {1: "a", 2: "ab", 3: "c", 4: ""}.items():
+        save(store, tmp_path, step, shared=tuple(f"payloads/{name}.bin" for name in shared))
+
+    oldest = checkpoint.prune(store, 1, kept_too=lambda steps: [s for s in steps if s == 2], in_use=["payloads/d.bin"])
+
+    assert oldest == 4  # what a run is replayed from
+    assert {name.split("/")[1] for name in store.list("checkpoints")} == {"step-000002.0", "step-000004.0"}
+    assert list(store.list("payloads")) == ["payloads/a.bin", "payloads/b.bin", "payloads/d.bin"]
+
+
+def test_the_work_of_a_later_launcher_is_newer_whatever_its_step(store: Storage, tmp_path: Path) -> None:
+    save(store, tmp_path, 10, number=1)
+    save(store, tmp_path, 4, number=2)
+    save(store, tmp_path, 20, number=1)  # it does not know yet that it has lost the run
+
+    info = checkpoint.newest(store)
+
+    assert info is not None
+    assert (info.step, info.number) == (4, 2)
+    assert checkpoint.prune(store, 1, number=1) == 0  # nor what is the other's
+    assert len({name.split("/")[1] for name in store.list("checkpoints")}) == 3
+    assert checkpoint.prune(store, 1, number=2) == 4
+    assert {name.split("/")[1] for name in store.list("checkpoints")} == {"step-000004.2"}
 
 
 def test_manifest_vouches_for_every_file(store: Storage, tmp_path: Path) -> None:
     save(store, tmp_path, 3)
 
-    manifest = json.loads(store.get_bytes("checkpoints/step-000003/manifest.json"))
+    manifest = json.loads(store.get_bytes("checkpoints/step-000003.0/manifest.json"))
 
     assert manifest["step"] == 3
     assert manifest["files"].keys() == {"model/model.safetensors"}

@@ -1,0 +1,171 @@
+"""The payloads of a run's groups, in append-only files of the run's folder.
+
+    payloads/000002-000007.bin     the 7th segment of the launcher with the fencing number 2
+
+A segment is written by one process, never again once it is sealed, and deleted as a whole: what happens to gigabytes of
+payloads costs the event loop nothing. All of it is done by one thread; payloads that come while it is busy are synced
+together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from areal_core.errors import StorageError
+from areal_core.rollout.payloads import Place
+from areal_core.storage import durable
+
+T = TypeVar("T")
+
+SUFFIX = ".bin"
+_SEGMENT_BYTES = 64 * 2**20  # after which another one is begun
+
+
+class DamagedPayloadError(StorageError):
+    """A payload is not what was stored, or is gone."""
+
+
+@dataclass(eq=False)
+class _Append:
+    payload: bytes
+    place: Place | None = None
+    error: OSError | None = None
+
+
+class PayloadStore:
+    """The payloads of one run, for its controller's event loop. Raises StorageError for what the disk refuses."""
+
+    def __init__(self, folder: Path, number: int, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
+        """`number` is the launcher's fencing number: names are never used twice, on whatever machine."""
+        self._folder = folder
+        self._number = number
+        self._segment_bytes = segment_bytes
+        try:
+            folder.mkdir(exist_ok=True)
+            names = sorted(file.stem for file in folder.glob(f"*{SUFFIX}"))
+        except OSError as error:
+            raise StorageError(f"can't use {folder}: {error.strerror}") from error
+        self._sealed = set(names)
+        ours = [name for name in names if name.startswith(f"{number:06d}-")]
+        self._count = int(ours[-1].partition("-")[2]) if ours else 0
+        self._open: int | None = None  # descriptor of the segment that is being written, named by `_count`
+        self._size = 0  # its bytes
+        self._waiting: deque[_Append] = deque()
+        self._appends: set[_Append] = set()  # whose place may be in no row yet
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="payloads")
+
+    async def append(self, payload: bytes) -> Place:
+        """Store a payload; it outlives the machine once this returns. Its segment stays for a caller that records the
+        place before it awaits anything else."""
+        append = _Append(payload)
+        self._appends.add(append)
+        self._waiting.append(append)
+        try:
+            await self._do(self._flush)
+            if append.error is not None:
+                raise StorageError(
+                    f"can't write {self._folder}: {append.error.strerror or append.error}"
+                ) from append.error
+            assert append.place is not None
+            return append.place
+        finally:
+            self._appends.discard(append)
+
+    async def read(self, place: Place) -> bytes:
+        """A payload. Raises DamagedPayloadError."""
+        return await asyncio.to_thread(read_payload, self._folder, place)
+
+    async def seal(self) -> None:
+        """What has been appended lies in segments that change no more."""
+        await self._do(self._seal)
+
+    async def keep(self, names: Collection[str]) -> None:
+        """Delete all sealed segments but those named."""
+        recent = {append.place.segment for append in self._appends if append.place is not None}
+        doomed = self._sealed - set(names) - recent
+        await self._do(lambda: self._delete(doomed))
+
+    def file(self, segment: str) -> Path:
+        return _file(self._folder, segment)
+
+    def close(self) -> None:
+        """End the thread, once it has written what it was given."""
+        self._thread.shutdown()
+        self._seal()
+
+    # -- in the thread ---------------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """Write and sync all payloads that wait; those of later calls may be among them."""
+        batch: list[_Append] = []
+        try:
+            while self._waiting:
+                batch.append(self._waiting.popleft())
+                batch[-1].place = self._write(batch[-1].payload)
+            if self._open is not None and batch:
+                os.fdatasync(self._open)
+        except OSError as error:
+            for append in batch:
+                append.error = error
+            self._seal()  # what follows does not depend on what this has left
+
+    def _write(self, payload: bytes) -> Place:
+        if self._open is not None and self._size >= self._segment_bytes:
+            os.fdatasync(self._open)
+            self._seal()
+        if self._open is None:
+            self._count += 1
+            self._open = os.open(self.file(self._name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._size = 0
+            durable.sync(self._folder)
+        place = Place(segment=self._name, start=self._size, bytes=len(payload), crc32=zlib.crc32(payload))
+        left = memoryview(payload)
+        while left:
+            written = os.write(self._open, left)
+            left, self._size = left[written:], self._size + written
+        return place
+
+    def _seal(self) -> None:
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
+            self._sealed.add(self._name)
+
+    def _delete(self, names: Collection[str]) -> None:
+        for name in names:
+            self.file(name).unlink(missing_ok=True)
+            self._sealed.discard(name)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        return f"{self._number:06d}-{self._count:06d}"
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def read_payload(folder: Path, place: Place) -> bytes:
+    """A payload of the run whose segments lie in `folder`. Raises DamagedPayloadError."""
+    file = _file(folder, place.segment)
+    try:
+        with file.open("rb") as segment:
+            payload = os.pread(segment.fileno(), place.bytes, place.start)
+    except OSError as error:
+        raise DamagedPayloadError(f"can't read {file}: {error.strerror}") from error
+    if len(payload) != place.bytes or zlib.crc32(payload) != place.crc32:
+        raise DamagedPayloadError(f"{file} is damaged: at {place.start} lies another payload than was written")
+    return payload
+
+
+def _file(folder: Path, segment: str) -> Path:
+    return folder / f"{segment}{SUFFIX}"

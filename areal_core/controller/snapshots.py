@@ -1,0 +1,85 @@
+"""Snapshots of the ledger for the trainer's checkpoints: jobs, which take as long as the store takes.
+
+A job copies the ledger, seals the segments in which the copy's payloads lie, and uploads what the store does not have
+of both. One runs at a time, each with a file of its own; a trainer that was restarted meanwhile has another one made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from areal_core.controller.payloads import SUFFIX, PayloadStore
+from areal_core.rollout.ledger import snapshot
+from areal_core.storage import checkpoint
+from areal_core.storage.checkpoint import FileEntry
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir
+
+_COPY = "ledger-snapshot-"
+
+
+class Snapshots:
+    """The jobs of one run's controller."""
+
+    def __init__(self, run: RunDir, storage: Storage, payloads: PayloadStore, *, retain: bool) -> None:
+        """`retain`: payloads that the checkpoint covers are kept, too."""
+        self._run = run
+        self._storage = storage
+        self._payloads = payloads
+        self._retain = retain
+        self._number = run.info().number
+        self._job: tuple[str, asyncio.Task[dict[str, Any]]] | None = None  # the last one
+        self._uploaded: dict[str, FileEntry] = {}  # segments, by name in the store
+        self.in_use: frozenset[str] = frozenset()  # of these, what a checkpoint is about to refer to
+        for copy in run.root.glob(f"{_COPY}*"):  # a killed controller's
+            copy.unlink()
+
+    async def take(self, step: int, job: str, timeout_s: float) -> dict[str, Any] | None:
+        """What the manifest of `step` says of the snapshot: entries by name, `files` of the checkpoint and `shared`
+        ones. None if it takes longer than `timeout_s`: then call again. The first call with the name `job` begins it.
+        Raises StorageError and OSError."""
+        before = self._job
+        if before is None or before[0] != job:
+            task = asyncio.ensure_future(self._take(step, job, None if before is None else before[1]))
+            self._job = job, task
+        else:
+            task = before[1]
+        done, _ = await asyncio.wait([task], timeout=timeout_s)
+        return task.result() if done else None
+
+    async def _take(self, step: int, job: str, before: asyncio.Task[Any] | None) -> dict[str, Any]:
+        if before is not None:
+            await asyncio.wait([before])
+        copy = self._run.root / f"{_COPY}{job}.sqlite"
+        try:
+            consumed = None if self._retain else step
+            segments = await asyncio.to_thread(snapshot, self._run.ledger, copy, consumed)
+            await self._payloads.seal()
+            self.in_use = frozenset(_shared(segment) for segment in segments)
+            return await asyncio.to_thread(self._upload, step, copy, sorted(segments))
+        finally:
+            copy.unlink(missing_ok=True)
+
+    def _upload(self, step: int, copy: Path, segments: list[str]) -> dict[str, Any]:
+        there = self._storage.sizes(checkpoint.PAYLOADS)
+        for segment in segments:
+            name, file = _shared(segment), self._payloads.file(segment)
+            entry = self._uploaded.get(name) or checkpoint.describe(file)
+            if there.get(name) != entry.bytes:
+                self._storage.put_file(file, name)
+            self._uploaded[name] = entry
+        self._storage.child(checkpoint.folder_name(step, self._number)).put_file(copy, checkpoint.LEDGER)
+        shared = {name: self._uploaded[name] for name in map(_shared, segments)}
+        self._uploaded = dict(shared)
+        return {
+            "files": {checkpoint.LEDGER: dataclasses.asdict(checkpoint.describe(copy))},
+            "shared": {name: dataclasses.asdict(entry) for name, entry in shared.items()},
+        }
+
+
+def _shared(segment: str) -> str:
+    """A segment's name in the run's store."""
+    return f"{checkpoint.PAYLOADS}/{segment}{SUFFIX}"

@@ -1,0 +1,199 @@
+"""The lease under any order of what launchers do: one of them at a time, numbers that only grow, and no dead end."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_core.errors import ProcessError
+from areal_core.storage.lease import Lease, LeaseLostError
+from areal_core.storage.objects import Storage
+
+TTL_S = 30.0
+_PATIENCE_S = 30.0  # real ones, for a thread to take its turn
+
+
+class Turns:
+    """Threads of which one runs at a time, chosen anew before everything that it does with the store; virtual time."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._changed = threading.Condition()
+        self._waiting: dict[str, float] = {}  # threads, and the time before which they have no turn
+        self._running: str | None = None
+        self.now = 0.0
+
+    def run(self, parts: dict[str, Callable[[], None]]) -> None:
+        """Run all parts to their ends, each in a thread; raises the first failure."""
+        failures: list[BaseException] = []
+
+        def play(part: Callable[[], None]) -> None:
+            try:
+                self.take()
+                part()
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                failures.append(error)
+            with self._changed:
+                self._running = None
+                self._changed.notify_all()
+
+        threads = [threading.Thread(target=play, args=(part,), name=name) for name, part in parts.items()]
+        for thread in threads:
+            thread.start()
+        with self._changed:
+            self._wait(lambda: len(self._waiting) == len(threads))
+            while self._waiting:
+                ready = [name for name, time in self._waiting.items() if time <= self.now]
+                if not ready:
+                    self.now = min(self._waiting.values())
+                    continue
+                self._running = self._rng.choice(sorted(ready))
+                del self._waiting[self._running]
+                self._changed.notify_all()
+                self._wait(lambda: self._running is None)
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def take(self, seconds: float = 0.0) -> None:
+        """In a part: wait for its turn, which does not come before `seconds` have passed."""
+        me = threading.current_thread().name
+        with self._changed:
+            self._waiting[me] = self.now + seconds
+            if self._running == me:
+                self._running = None
+            self._changed.notify_all()
+            self._wait(lambda: self._running == me)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        assert self._changed.wait_for(condition, _PATIENCE_S), "a thread does not take its turn"
+
+
+class TurnStorage:
+    """A store whose every operation is a turn of its own."""
+
+    def __init__(self, storage: Storage, turns: Turns) -> None:
+        self._storage = storage
+        self._turns = turns
+        self.url = storage.url
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def operation(*arguments: Any) -> Any:
+            self._turns.take()
+            return getattr(self._storage, name)(*arguments)
+
+        return operation
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), launchers=st.integers(2, 4))
+def test_of_launchers_that_live_one_has_the_run_at_a_time(seed: int, launchers: int) -> None:
+    """Some end in order, some die with the lease in hand, some fall silent for longer than it lasts and come back."""
+    rng = random.Random(seed)
+    turns = Turns(rng)
+    holders: list[str] = []  # that know of no later one
+    numbers: list[int] = []
+    with tempfile.TemporaryDirectory() as folder:
+        storage = Storage.open(folder)
+
+        def launcher() -> None:
+            me = threading.current_thread().name
+            for _ in range(rng.randint(1, 3)):
+                lease = Lease(
+                    TurnStorage(storage, turns),  # type: ignore[arg-type]
+                    me,
+                    ttl_s=TTL_S,
+                    clock=lambda: turns.now,
+                    sleep=turns.take,
+                )
+                turns.take(rng.uniform(0.0, 100.0))
+                try:
+                    number = lease.acquire()
+                except ProcessError:  # another one runs it
+                    continue
+                assert not holders, f"{me} and {holders} both run the run"
+                assert all(number > before for before in numbers)
+                numbers.append(number)
+                holders.append(me)
+                try:
+                    for _ in range(rng.randint(0, 20)):
+                        turns.take(lease.renewal_s)
+                        lease.renew()
+                    if rng.random() < 0.3:  # it is stopped
+                        holders.remove(me)
+                        turns.take(rng.uniform(1.0, 4.0) * TTL_S)
+                        lease.renew()  # and goes on, unless another one has taken over
+                        assert not holders
+                        holders.append(me)
+                    holders.remove(me)
+                    if rng.random() < 0.7:  # else it dies
+                        lease.release()
+                except LeaseLostError:
+                    assert me not in holders
+
+        turns.run({f"launcher-{number}": launcher for number in range(launchers)})
+    assert numbers
+
+
+def test_a_launcher_that_died_is_waited_for_once() -> None:
+    turns = Turns(random.Random(1))
+    with tempfile.TemporaryDirectory() as folder:
+        storage = Storage.open(folder)
+
+        def lease(where: str) -> Lease:
+            return Lease(storage, where, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
+
+        def launchers() -> None:
+            assert lease("a").acquire() == 1
+            assert lease("b").acquire() == 2
+            assert TTL_S <= turns.now < TTL_S + 1.0
+            before = turns.now
+            again = lease("b")  # which holds the lock of its folder, so that the one before is dead
+            assert again.acquire() == 3
+            again.release()
+            assert lease("c").acquire() == 4
+            assert turns.now == before
+            assert len(storage.list("lease")) == 1  # what is over is not kept
+
+        turns.run({"all": launchers})
+
+
+def test_a_run_that_is_running_is_refused_in_one_line() -> None:
+    turns = Turns(random.Random(1))
+    with tempfile.TemporaryDirectory() as folder:
+        storage = Storage.open(folder)
+        over = threading.Event()
+
+        def lease(where: str) -> Lease:
+            return Lease(storage, where, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
+
+        def holder() -> None:
+            held = lease("/state/a")
+            held.acquire()
+            while not over.is_set():
+                turns.take(held.renewal_s)
+                held.renew()
+
+        def other() -> None:
+            turns.take(1.0)
+            with pytest.raises(ProcessError, match=r"^run_id: the run is running already, on /state/a; wait for"):
+                lease("/state/b").acquire()
+            assert turns.now < TTL_S
+            over.set()
+
+        turns.run({"holder": holder, "other": other})
+
+
+def test_what_is_no_claim_is_left_alone() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        storage = Storage.open(folder)
+        storage.put_bytes("lease/half.json", b'{"owner": "a", "wh')
+        assert Lease(storage, "a", ttl_s=TTL_S).acquire() == 1

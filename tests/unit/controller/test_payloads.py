@@ -1,0 +1,108 @@
+"""Payloads in segments: what was stored is read, what is deleted goes by file, and damage is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_core.controller.payloads import DamagedPayloadError, PayloadStore
+from areal_core.errors import StorageError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "payloads"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[PayloadStore]:
+    opened = PayloadStore(folder, 2, segment_bytes=8)
+    yield opened
+    opened.close()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+async def test_what_is_stored_is_read_wherever_it_lies(store: PayloadStore, folder: Path) -> None:
+    payloads = [b"first", b"", b"second", b"third"]
+    places = [await store.append(payload) for payload in payloads]
+    assert [await store.read(place) for place in places] == payloads
+    assert [place.segment for place in places] == ["000002-000001"] * 3 + ["000002-000002"]
+    assert names(folder) == ["000002-000001.bin", "000002-000002.bin"]
+
+
+async def test_payloads_that_come_at_once_are_synced_together(
+    store: PayloadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    fdatasync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(fd), fdatasync(fd)))
+    payloads = [bytes([number]) for number in range(7)]
+    places = await asyncio.gather(*map(store.append, payloads))
+    assert [await store.read(place) for place in places] == payloads
+    assert 1 <= len(synced) <= 2
+
+
+async def test_a_restarted_controller_begins_a_segment_of_its_own(store: PayloadStore, folder: Path) -> None:
+    place = await store.append(b"before")
+    again, later = PayloadStore(folder, 2), PayloadStore(folder, 3)
+    assert (await again.append(b"after")).segment == "000002-000002"
+    assert (await later.append(b"after")).segment == "000003-000001"
+    assert await again.read(place) == b"before"
+    again.close()
+    later.close()
+
+
+async def test_only_sealed_segments_that_nobody_needs_are_deleted(store: PayloadStore, folder: Path) -> None:
+    first, second, third = [await store.append(b"12345678") for _ in range(3)]
+    await store.keep({second.segment})
+    assert names(folder) == ["000002-000002.bin", "000002-000003.bin"]
+    await store.seal()
+    await store.keep({third.segment})
+    assert names(folder) == ["000002-000003.bin"]
+    assert await store.read(third) == b"12345678"
+    with pytest.raises(DamagedPayloadError, match=r"can't read .*000002-000001\.bin: No such file"):
+        await store.read(first)
+
+
+async def test_a_segment_stays_while_the_place_of_its_payload_is_recorded_nowhere(store: PayloadStore) -> None:
+    appended = asyncio.ensure_future(store.append(b"12345678"))
+    await asyncio.sleep(0)
+    store._thread.submit(store._seal).result()  # it is written by now, and its caller does not know yet
+    keeping = asyncio.ensure_future(store.keep(()))
+    place = await appended
+    await keeping
+    assert await store.read(place) == b"12345678"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "torn"])
+async def test_damage_is_noticed(store: PayloadStore, folder: Path, damage: str) -> None:
+    place, other = await store.append(b"12345"), await store.append(b"678")
+    file = folder / f"{place.segment}.bin"
+    file.write_bytes(b"12345679" if damage == "flipped" else b"123456")
+    assert await store.read(place) == b"12345"
+    with pytest.raises(DamagedPayloadError, match=r"000002-000001\.bin is damaged: at 5 lies another payload"):
+        await store.read(other)
+
+
+async def test_what_the_disk_refuses_is_one_line_and_the_next_is_stored(
+    store: PayloadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = await store.append(b"before")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", full)
+        with pytest.raises(StorageError, match=r"^can't write .*payloads: No space left on device$"):
+            await store.append(b"lost")
+    place = await store.append(b"after")
+    assert await store.read(place) == b"after"
+    assert await store.read(kept) == b"before"
