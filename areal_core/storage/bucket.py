@@ -74,6 +74,7 @@ _PASSING_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     )
 )
+_CREDENTIALS = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", "ExpiredToken")
 
 
 class Bucket:
@@ -110,6 +111,8 @@ class Bucket:
             code, message = _code(error), response["Error"].get("Message")  # which radosgw leaves out
             if code in ("NoSuchKey", "404"):
                 return "it does not exist"
+            if code in _CREDENTIALS:
+                return f"the credentials are wrong ({code})"
             return f"{message} ({code})" if message else code
         if isinstance(error, TimeoutError):
             return "no response in time"
@@ -121,11 +124,19 @@ class Bucket:
         """Make the bucket if it is absent."""
         try:
             self._call("head_bucket", bucket)
+            return
         except PermissionError:
-            pass  # some may write to a bucket that they may not look at: the probe will tell
+            return  # some may write to a bucket that they may not look at: the probe will tell
         except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):  # somebody else has made it
-                self._call("create_bucket", bucket)
+            pass
+        try:
+            self._call("create_bucket", bucket)
+        except FileExistsError:
+            pass  # somebody else has made it
+        except self.errors as error:
+            if self.transient(error):
+                raise
+            raise OSError(errno.EACCES, f"the bucket does not exist and can't be made: {self.reason(error)}") from error
 
     def put_file(self, local: Path, path: str, attempt: Attempt) -> int:
         size, checksum = _checksum(local)

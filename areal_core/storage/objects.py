@@ -73,7 +73,7 @@ class Storage:
     @classmethod
     def _open_folder(cls, root: str, patience_s: float) -> Storage:
         folder = Folder()
-        storage = cls(folder, root, root, _at_start())
+        storage = cls(folder, root, root, Patience(_OPEN_S, quiet=True))
         with storage._probe() as probe, storage._doing("look at", "") as attempt:
             attempt(lambda: folder.sweep(root, Path(root, probe).stat().st_mtime))
         return cls(folder, root, root, Patience(patience_s))
@@ -85,7 +85,7 @@ class Storage:
         name = root.partition("/")[0]
         if not name:
             raise StorageError(f"storage.url: {url!r} names no bucket; use s3://bucket/prefix")
-        bucket, patience = Bucket(endpoint_url), _at_start()
+        bucket, patience = Bucket(endpoint_url), Patience(_OPEN_S, quiet=True)
         try:
             patience.run(lambda: bucket.make(name), f"use {url}", bucket)
         except bucket.errors as error:
@@ -184,9 +184,7 @@ class Storage:
         try:
             yield lambda work: self._patience.run(work, what, self._kind)
         except self._kind.errors as error:
-            tried = ""
-            if self._kind.transient(error):
-                tried = f"; tried for {self._patience.limit_s:g} s ({self._patience.setting})"
+            tried = f"; tried for {self._patience.limit_s:g} s" if self._kind.transient(error) else ""
             raise StorageError(f"storage.url: can't {what}: {self._kind.reason(error)}{tried}") from error
 
     def _transfer(self, did: str, name: str, size: int, started: float) -> Transfer:
@@ -195,7 +193,3 @@ class Storage:
             rate = size / 1e6 / max(seconds, 1e-9)
             _log.info("storage: %s %s/%s: %d bytes in %.1f s, %.1f MB/s", did, self.url, name, size, seconds, rate)
         return Transfer(bytes=size, seconds=seconds)
-
-
-def _at_start() -> Patience:
-    return Patience(_OPEN_S, "at the start")

@@ -48,14 +48,13 @@ class Clock:
 class Patience:
     """Of everybody who uses one store: threads may wait side by side, and it is told once.
 
-    `limit_s` bounds each piece of work, from its first try on; 0: it is tried once. `setting` is where the bound comes
-    from.
+    `limit_s` bounds each piece of work, from its first try on; 0: it is tried once. A `quiet` one logs nothing.
     """
 
-    def __init__(self, limit_s: float, setting: str = "storage.patience_s", clock: Clock | None = None) -> None:
+    def __init__(self, limit_s: float, clock: Clock | None = None, *, quiet: bool = False) -> None:
         self.limit_s = limit_s
-        self.setting = setting
         self.clock = clock or Clock()
+        self._quiet = quiet
         self._lock = threading.Lock()
         self._waiting = 0  # pieces of work that have failed and are tried again
         self._since: float | None = None
@@ -96,8 +95,9 @@ class Patience:
             self._waiting += 1
             if self._since is None:
                 self._since = self.clock.now()
-                bound = f"{self.limit_s:g} s ({self.setting})"
-                _log.warning("storage: can't %s: %s; trying again for up to %s", what, reason, bound)
+                if not self._quiet:
+                    bound = f"{self.limit_s:g} s (storage.patience_s)"
+                    _log.warning("storage: can't %s: %s; trying again for up to %s", what, reason, bound)
         responds = False
         try:
             yield
@@ -107,5 +107,5 @@ class Patience:
                 self._waiting -= 1
                 if not self._waiting and self._since is not None:
                     away, self._since = self.clock.now() - self._since, None
-                    if responds:
+                    if responds and not self._quiet:
                         _log.info("storage: responds again, after %.1f s", away)
