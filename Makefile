@@ -131,8 +131,8 @@ sandbox:
 # Ceph's S3 server, with what it keeps objects in. Packages of Debian's, which root can install.
 CEPH := radosgw ceph-mon ceph-osd
 radosgw:
-	@command -v radosgw ceph-mon ceph-osd > /dev/null \
-	  || { [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends $(CEPH) > /dev/null; } \
+	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } > /dev/null \
+	  || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends $(CEPH) > /dev/null; } \
 	  || $(call refuse,Ceph could not be installed (on Debian: apt install $(CEPH)); make test-s3 needs it)
 
 # Its own step: one of the packages that it depends on comes as C source.
