@@ -27,7 +27,7 @@ TORCH_INDEX ?=
 .PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
 
 train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) $(if $(findstring smollm2,$(EXPERIMENT)),$(SMOLLM2) $(TASKS_SETUP)) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
 	@$(BIN)/python -m flows.train \

@@ -39,7 +39,7 @@ PART_BYTES = 16 * 2**20  # at most so much of a file is in memory, times _PARALL
 _PARALLEL = 8  # parts on their way
 _MOST_PARTS = 10_000  # that S3 takes of one object
 _MOST_DELETED = 1000  # in one request
-_REREADS = 5  # of an object that is replaced while it is read
+_READS = 3  # of an object that is replaced while it is read, or comes damaged
 _OPEN_S = 8.0  # for each request: a wrong endpoint is found before a run starts; a live one responds sooner
 _REQUEST_S = 300.0
 _CRC = "crc32"  # in an object's metadata
@@ -150,18 +150,15 @@ class Bucket:
         self._call("put_object", path, Body=data, Metadata={_CRC: _hex(zlib.crc32(data))})
 
     def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
-        for _ in range(_REREADS - 1):
-            try:
-                return self._download(path, local, attempt)
-            except OSError as error:
-                if _code(error) != "PreconditionFailed":
-                    raise
-        return self._download(path, local, attempt)
+        return _whole(lambda: self._download(path, local, attempt))
 
     def get_bytes(self, path: str) -> bytes:
-        response, data = self._read(path)
-        _check(response, _hex(zlib.crc32(data)))
-        return data
+        def read() -> bytes:
+            response, data = self._read(path)
+            _check(response, _hex(zlib.crc32(data)))
+            return data
+
+        return _whole(read)
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
         if start == stop:
@@ -251,6 +248,17 @@ def _response(error: Exception) -> dict[str, Any] | None:
 def _code(error: Exception) -> str:
     response = _response(error)
     return str(response["Error"].get("Code") or response["ResponseMetadata"]["HTTPStatusCode"]) if response else ""
+
+
+def _whole(read: Callable[[], T]) -> T:
+    """What `read` gives: again where the object was replaced meanwhile, or may have been damaged on its way."""
+    for _ in range(_READS - 1):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.EBADMSG and _code(error) != "PreconditionFailed":
+                raise
+    return read()
 
 
 def _parallel(work: Callable[[int], T], items: Iterable[int]) -> list[T]:

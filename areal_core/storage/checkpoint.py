@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.errors import StorageError
-from areal_core.storage.objects import Storage
+from areal_core.storage.objects import DamagedError, Storage
 from areal_core.types import FORMAT
 
 STATE = "state.safetensors"  # the training engine's arrays
@@ -29,10 +29,6 @@ _MANIFEST = "manifest.json"
 _SET_ASIDE = "manifest.damaged.json"
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")  # of a file, below the checkpoint's folder and nowhere else
 _log = logging.getLogger(__name__)
-
-
-class DamagedError(StorageError):
-    """A file of a checkpoint is not what its manifest says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ put. Nothing is cached: what other processes did is seen. What fails for a while
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import uuid
@@ -29,6 +30,10 @@ T = TypeVar("T")
 _OPEN_S = 8.0  # a wrong endpoint is found before a run starts; a live one responds sooner
 _TOLD_BYTES = 8 * 2**20  # from which on a transfer is worth a line
 _log = logging.getLogger(__name__)
+
+
+class DamagedError(StorageError, ValueError):
+    """What was read is not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +190,10 @@ class Storage:
             yield lambda work: self._patience.run(work, what, self._kind)
         except self._kind.errors as error:
             tried = f"; tried for {self._patience.limit_s:g} s" if self._kind.transient(error) else ""
-            raise StorageError(f"storage.url: can't {what}: {self._kind.reason(error)}{tried}") from error
+            damaged = isinstance(error, OSError) and error.errno == errno.EBADMSG
+            raise (DamagedError if damaged else StorageError)(
+                f"storage.url: can't {what}: {self._kind.reason(error)}{tried}"
+            ) from error
 
     def _transfer(self, did: str, name: str, size: int, started: float) -> Transfer:
         seconds = self._patience.clock.now() - started

@@ -15,7 +15,7 @@ import pytest
 from areal_core.errors import StorageError
 from areal_core.storage import checkpoint
 from areal_core.storage.bucket import PART_BYTES
-from areal_core.storage.objects import Storage
+from areal_core.storage.objects import DamagedError, Storage
 from tests.s3.conftest import Place
 
 _SERVERS = ("moto", pytest.param("radosgw", marks=pytest.mark.s3))
@@ -165,6 +165,23 @@ def test_checkpoints(store: Storage, tmp_path: Path) -> None:
 
 
 @every_server
+@pytest.mark.parametrize("file", ["a/model", "manifest.json"])
+def test_of_a_damaged_checkpoint_an_older_one_is_taken(place: Place, store: Storage, tmp_path: Path, file: str) -> None:
+    (tmp_path / "model").write_bytes(os.urandom(1000))
+    for step in (1, 2):
+        checkpoint.save(store, step, {"a/model": tmp_path / "model"}, {"version": step})
+    at = {"Bucket": _bucket(place), "Key": f"runs/one/checkpoints/step-000002/{file}"}
+    client = _client(place)
+    metadata = client.call_s3("head_object", **at)["Metadata"]
+    data = bytearray(store.get_bytes(f"checkpoints/step-000002/{file}"))
+    data[-3] ^= 1
+    client.call_s3("put_object", **at, Body=bytes(data), Metadata=metadata)
+    taken = checkpoint.fetch_newest(store, tmp_path / "back")
+    assert taken is not None
+    assert taken[0].step == 1
+
+
+@every_server
 def test_an_upload_that_is_given_up_leaves_nothing(place: Place, store: Storage, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(3 * PART_BYTES))
     tries = iter(range(3))  # an upload, one part of it and another, and no more
@@ -191,9 +208,9 @@ def test_an_object_that_was_changed_is_damaged(place: Place, store: Storage, tmp
     damaged = (
         rf"^storage\.url: can't read {store.url}/name: it is damaged: its CRC-32 is \w{{8}}, it was put with \w{{8}}$"
     )
-    with pytest.raises(StorageError, match=damaged):
+    with pytest.raises(DamagedError, match=damaged):
         store.get_bytes("name")
-    with pytest.raises(StorageError, match=damaged):
+    with pytest.raises(DamagedError, match=damaged):
         store.get_file("name", tmp_path / "copy")
     client.call_s3("put_object", **at, Body=b"by somebody else")  # who keeps no checksum
     assert store.get_bytes("name") == b"by somebody else"
