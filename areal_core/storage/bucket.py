@@ -35,7 +35,7 @@ from areal_core.storage import folder
 from areal_core.storage.patience import Attempt
 
 T = TypeVar("T")
-PART_BYTES = 16 * 2**20  # at most so much of a file is in memory, times _PARALLEL
+PART_BYTES = 8 * 2**20  # at most twice so much of a file is in memory, times _PARALLEL
 _PARALLEL = 8  # parts on their way
 _MOST_PARTS = 10_000  # that S3 takes of one object
 _MOST_DELETED = 1000  # in one request
