@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import aiohttp
 import fsspec
@@ -233,7 +233,7 @@ class Bucket:
                 raise IncompleteReadError(actual_bytes=len(data), expected_bytes=response["ContentLength"])
             return response, data
 
-        return sync(self._fs.loop, read, timeout=self._request_s)
+        return cast(tuple[dict[str, Any], bytes], sync(self._fs.loop, read, timeout=self._request_s))
 
     def _place(self, path: str) -> dict[str, str]:
         bucket, _, key = path.partition("/")

@@ -56,7 +56,7 @@ def moto() -> Iterator[str]:
 def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if kind == "folder":
         return Place(str(tmp_path / "store"))
-    url = f"s3://areal-{uuid.uuid4().hex}/runs/one"
+    url = f"s3://areal/{uuid.uuid4().hex}/one"  # one bucket for all: to make one takes the gateway seconds
     if kind == "moto":
         credentials = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
         return Place(url, request.getfixturevalue("moto"), credentials)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,10 @@ def test_a_new_store_is_left_empty(place: Place) -> None:
 
 @every_server
 def test_a_bucket_may_be_the_store(place: Place) -> None:
-    bucket = place.url.removeprefix("s3://").partition("/")[0]
+    bucket = f"areal-{uuid.uuid4().hex}"
     store = Storage.open(f"s3://{bucket}", place.endpoint_url)
     store.put_bytes("a/b", b"1")
+    assert store.url == f"s3://{bucket}"
     assert store.sizes() == {"a/b": 1}
 
 
@@ -170,7 +172,7 @@ def test_of_a_damaged_checkpoint_an_older_one_is_taken(place: Place, store: Stor
     (tmp_path / "model").write_bytes(os.urandom(1000))
     for step in (1, 2):
         checkpoint.save(store, step, {"a/model": tmp_path / "model"}, {"version": step})
-    at = {"Bucket": _bucket(place), "Key": f"runs/one/checkpoints/step-000002/{file}"}
+    at = _at(place, f"checkpoints/step-000002/{file}")
     client = _client(place)
     metadata = client.call_s3("head_object", **at)["Metadata"]
     data = bytearray(store.get_bytes(f"checkpoints/step-000002/{file}"))
@@ -195,13 +197,14 @@ def test_an_upload_that_is_given_up_leaves_nothing(place: Place, store: Storage,
         store._kind.put_file(tmp_path / "big", f"{store._root}/big", attempt)
     assert list(store.list()) == []
     assert not store.exists("big")
-    assert "Uploads" not in _client(place).call_s3("list_multipart_uploads", Bucket=_bucket(place))
+    uploads = _client(place).call_s3("list_multipart_uploads", Bucket=_at(place, "big")["Bucket"])
+    assert _at(place, "big")["Key"] not in {upload["Key"] for upload in uploads.get("Uploads", [])}
 
 
 @every_server
 def test_an_object_that_was_changed_is_damaged(place: Place, store: Storage, tmp_path: Path) -> None:
     client = _client(place)
-    at = {"Bucket": _bucket(place), "Key": "runs/one/name"}
+    at = _at(place, "name")
     store.put_bytes("name", b"as it was put")
     metadata = client.call_s3("head_object", **at)["Metadata"]
     client.call_s3("put_object", **at, Body=b"as it is now.", Metadata=metadata)
@@ -216,8 +219,9 @@ def test_an_object_that_was_changed_is_damaged(place: Place, store: Storage, tmp
     assert store.get_bytes("name") == b"by somebody else"
 
 
-def _bucket(place: Place) -> str:
-    return place.url.removeprefix("s3://").partition("/")[0]
+def _at(place: Place, name: str) -> dict[str, str]:
+    bucket, _, prefix = place.url.removeprefix("s3://").partition("/")
+    return {"Bucket": bucket, "Key": f"{prefix}/{name}"}
 
 
 def _client(place: Place) -> Any:
