@@ -24,10 +24,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-gpu chaos mutants lint extras sandbox up down doctor plan advise bench clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
 
 train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) $(if $(findstring smollm2,$(EXPERIMENT)),$(SMOLLM2) $(TASKS_SETUP)) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
 	@$(BIN)/python -m flows.train \
@@ -57,6 +57,9 @@ test-vllm: $(SETUP) $(VLLM_SETUP) ## what needs vLLM's own server, on a CPU: ARG
 
 test-hosts: $(SETUP) ## one run across machines that are network namespaces, as root: ARGS= goes to pytest
 	$(BIN)/python -m pytest -m hosts -rs tests/hosts $(ARGS)
+
+test-s3: $(SETUP) radosgw ## the store and whole runs on a real S3 server, Ceph's (as root, or installed): ARGS= goes to pytest
+	AREAL_REQUIRE_S3=1 $(BIN)/python -m pytest -m s3 -rs tests/s3 $(ARGS)
 
 test-gpu: $(SETUP) ## the CUDA path, on a machine with a GPU: ARGS= goes to pytest
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
@@ -124,6 +127,13 @@ sandbox:
 	@command -v bwrap > /dev/null \
 	  || { [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends bubblewrap > /dev/null; } \
 	  || $(call refuse,bubblewrap could not be installed (on Debian: apt install bubblewrap); environment.verifier=code needs it)
+
+# Ceph's S3 server, with what it keeps objects in. Packages of Debian's, which root can install.
+CEPH := radosgw ceph-mon ceph-osd
+radosgw:
+	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } > /dev/null \
+	  || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends $(CEPH) > /dev/null; } \
+	  || $(call refuse,Ceph could not be installed (on Debian: apt install $(CEPH)); make test-s3 needs it)
 
 # Its own step: one of the packages that it depends on comes as C source.
 $(TASKS_SETUP): requirements/constraints.txt | $(SETUP)

@@ -20,7 +20,12 @@ settings.register_profile("explore", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 _FIRST = ("integration", "conformance", "hosts", "chaos")  # folders of processes, which take longest
-_SHARING = ("tests/conformance", "tests/hosts", "tests/integration/control_plane")  # their files share what they start
+_SHARING = (
+    "tests/conformance",
+    "tests/hosts",
+    "tests/s3",
+    "tests/integration/control_plane",
+)  # their files share what they start
 _TOGETHER = (*_SHARING, "tests/unit/comparison", "tests/unit/flows")  # or what they import and compose
 
 

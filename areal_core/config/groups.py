@@ -275,6 +275,7 @@ class StorageConfig:
 
     url: str = ".areal/storage"  # a folder, file://... or s3://bucket/prefix
     endpoint_url: str | None = None  # S3 servers other than Amazon's
+    patience_s: float = bounded(1800.0, low=0.0)  # that one which fails for a while is tried again
     lease_s: float = bounded(30.0, low=1.0)  # after which a launcher that is silent, on another machine, counts as dead
 
 

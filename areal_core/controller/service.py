@@ -80,7 +80,8 @@ class Service:
         self.run_dir = run
         self.config = run.config()
         self.info = run.info()
-        self.storage = Storage.open(self.info.checkpoint_url, self.config.storage.endpoint_url)
+        store = self.config.storage
+        self.storage = Storage.open(self.info.checkpoint_url, store.endpoint_url, store.patience_s)
         restored = restore(run, self.storage)
         self.ledger = TrajectoryLedger(run.ledger, group_size=self.config.algorithm.group_size)
         forget_damaged(self.ledger)

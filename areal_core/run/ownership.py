@@ -20,6 +20,7 @@ from areal_core.storage.lease import Lease, LeaseLostError
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 
+_PATIENCE_S = 5.0  # with a store that fails; then its lease is renewed the next time
 _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier launcher to end
 
 
@@ -47,7 +48,7 @@ class Ownership:
             busy=f"run_id: {run.root.name} is running already; wait for its end or choose another",
         )
         try:
-            storage = Storage.open(checkpoint_url, config.storage.endpoint_url)
+            storage = Storage.open(checkpoint_url, config.storage.endpoint_url, _PATIENCE_S)
             self._lease = Lease(storage, _where(run), ttl_s=config.storage.lease_s)
             self.number = self._lease.acquire()
         except BaseException:

@@ -30,7 +30,10 @@ from areal_core.tracking.outbox import Outbox
 
 _TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
 # Fields that may differ between a run and its resumption.
-_MAY_CHANGE = r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|launch)\..*|state_dir"
+_MAY_CHANGE = (
+    r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|launch)\..*|state_dir"
+    r"|storage\.(patience|lease)_s"
+)
 _FILES = r"model\.path|task\.(path|held_out_path|benchmark_paths|success_path)"
 _MAY_MOVE = rf"{_MAY_CHANGE}|{_FILES}|(storage|tracking)\..*"  # on another machine
 
@@ -64,7 +67,8 @@ def prepare(
     preflight(config, log)
     if resumed:
         return _adopted(run, config, flow_run_id, log)
-    storage = Storage.open(config.storage.url, config.storage.endpoint_url).child(f"runs/{run_id}")
+    store = config.storage
+    storage = Storage.open(store.url, store.endpoint_url, store.patience_s).child(f"runs/{run_id}")
     if stored := checkpoint.newest(storage):
         _check_unchanged(stored.extra["config"], config, _MAY_MOVE)
     model = base_model(config, log)

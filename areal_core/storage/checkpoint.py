@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from areal_core.errors import StorageError
 from areal_core.storage import durable
-from areal_core.storage.objects import Storage
+from areal_core.storage.objects import DamagedError, Storage
 from areal_core.types import FORMAT
 
 WEIGHTS = "weights.safetensors"  # the policy's, as the training engine holds them
@@ -39,10 +39,6 @@ _FOLDER = re.compile(rf"{_ROOT}/step-(\d{{6,}})\.(\d+)")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")  # of a file, below the checkpoint's folder and nowhere else
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class DamagedError(StorageError):
-    """A file of a checkpoint is not what its manifest says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,152 +1,160 @@
-"""The object store: a local folder or an S3 bucket. The only user of fsspec and s3fs.
+"""The object store: a local folder or an S3 bucket.
 
 An object appears whole or not at all, and in a folder outlives the machine. A file is finished locally first and then
-put, since an error inside `fs.open(..., "wb")` would publish what had been written by then. Nothing is cached: what
-other processes did is seen.
+put. Nothing is cached: what other processes did is seen. What fails for a while is tried again, for as long as
+`storage.patience_s`.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
-import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
 
-import fsspec
-
+from areal_core.config.groups import StorageConfig
 from areal_core.errors import StorageError
-from areal_core.storage import durable
+from areal_core.storage.folder import Folder
+from areal_core.storage.patience import Attempt, Patience
 
-_PROBE_TIMEOUT_S = 8  # a wrong endpoint is found before a run starts; a live one responds sooner
-_SCRATCH = ".part"  # a local object that is still being written
-_S3_OPTIONS: dict[str, Any] = {
-    "use_listings_cache": False,
-    "skip_instance_cache": True,
-    "config_kwargs": {"connect_timeout": 3, "read_timeout": 30, "retries": {"max_attempts": 2}},
-}
+if TYPE_CHECKING:
+    from areal_core.storage.bucket import Bucket
+
+T = TypeVar("T")
+_OPEN_S = 8.0  # a wrong endpoint is found before a run starts; a live one responds sooner
+_TOLD_BYTES = 8 * 2**20  # from which on a transfer is worth a line
+_log = logging.getLogger(__name__)
+
+
+class DamagedError(StorageError, ValueError):
+    """What was read is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A file that was put or fetched: waits for the store count as well."""
+
+    bytes: int
+    seconds: float
 
 
 class Storage:
     """A place to put objects by name. Names are relative, with `/` between their parts.
 
-    Every failure is a StorageError of one line with the location, the object and the reason.
+    Every failure is a StorageError of one line with the location, the object and the reason. Those that may pass are
+    raised only after the store's patience; threads may share it.
     """
 
-    def __init__(self, fs: Any, root: str, url: str, errors: tuple[type[Exception], ...]) -> None:
-        self._fs = fs
-        self._root = root  # as fsspec names it, without a trailing slash
-        self._errors = errors
+    def __init__(self, kind: Folder | Bucket, root: str, url: str, patience: Patience) -> None:
+        self._kind = kind
+        self._root = root  # a path of `kind`, without a trailing slash
+        self._patience = patience
         self.url = url
 
     @classmethod
-    def open(cls, url: str, endpoint_url: str | None = None) -> Storage:
+    def open(cls, url: str, endpoint_url: str | None = None, patience_s: float = StorageConfig.patience_s) -> Storage:
         """Open a folder (`/a/b`, `a/b`, `file:///a/b`) or `s3://bucket/prefix`, and prove that it can be written.
 
-        A folder or a bucket that is absent is made. Credentials of S3 come from where boto looks for them.
-        Raises StorageError, within about ten seconds.
+        A folder or a bucket that is absent is made; what killed writers left in a folder more than a day ago is
+        removed. Credentials of S3 come from where boto looks for them. Raises StorageError, within about ten seconds
+        whatever `patience_s`, which bounds how long anything is tried again later.
         """
         scheme, _, rest = url.partition("://") if "://" in url else ("file", "", url)
         if scheme == "s3":
-            storage = cls._open_s3(url, rest.strip("/"), endpoint_url)
-        elif scheme == "file" and rest:
+            return cls._open_s3(url, rest.strip("/"), endpoint_url, patience_s)
+        if scheme == "file" and rest:
             root = os.path.abspath(unquote(urlsplit(url).path) if url.startswith("file://") else rest)
-            storage = cls(fsspec.filesystem("file"), root, root, (OSError,))
-        else:
-            raise StorageError(
-                f"storage.url: {url!r} is not a location; use a folder, file:///folder or s3://bucket/prefix"
-            )
-        probe = f".probe-{uuid.uuid4().hex}"
-        storage.put_bytes(probe, b"probe")
-        storage.delete(probe)
-        return storage
+            return cls._open_folder(root, patience_s)
+        raise StorageError(
+            f"storage.url: {url!r} is not a location; use a folder, file:///folder or s3://bucket/prefix"
+        )
 
     @classmethod
-    def _open_s3(cls, url: str, root: str, endpoint_url: str | None) -> Storage:
-        from botocore.exceptions import BotoCoreError, ClientError  # dear to import, and only needed here
+    def _open_folder(cls, root: str, patience_s: float) -> Storage:
+        folder = Folder()
+        storage = cls(folder, root, root, Patience(_OPEN_S, quiet=True))
+        with storage._probe() as probe, storage._doing("look at", "") as attempt:
+            attempt(lambda: folder.sweep(root, Path(root, probe).stat().st_mtime))
+        return cls(folder, root, root, Patience(patience_s))
 
-        bucket = root.partition("/")[0]
-        if not bucket:
+    @classmethod
+    def _open_s3(cls, url: str, root: str, endpoint_url: str | None, patience_s: float) -> Storage:
+        from areal_core.storage.bucket import Bucket  # dear to import, and only needed here
+
+        name = root.partition("/")[0]
+        if not name:
             raise StorageError(f"storage.url: {url!r} names no bucket; use s3://bucket/prefix")
-        errors = (OSError, ValueError, BotoCoreError, ClientError)  # ValueError: an endpoint that is no URL
+        bucket, patience = Bucket(endpoint_url), Patience(_OPEN_S, quiet=True)
         try:
-            fs = fsspec.filesystem("s3", endpoint_url=endpoint_url, **_S3_OPTIONS)
-            fs.retries = 2
-            try:
-                fs.call_s3("head_bucket", Bucket=bucket, timeout=_PROBE_TIMEOUT_S)
-            except FileNotFoundError:
-                fs.call_s3("create_bucket", Bucket=bucket, timeout=_PROBE_TIMEOUT_S)
-            except PermissionError:
-                pass  # some may write to a bucket that they may not look at: the probe will tell
-        except errors as error:
+            patience.run(lambda: bucket.make(name), f"use {url}", bucket)
+        except bucket.errors as error:
             where = endpoint_url or "Amazon's endpoint"
             raise StorageError(
-                f"storage.url: can't use {url} at {where} (storage.endpoint_url): {_reason(error)}"
+                f"storage.url: can't use {url} at {where} (storage.endpoint_url): {bucket.reason(error)}"
             ) from error
-        return cls(fs, root, f"s3://{root}", errors)
+        with cls(bucket, root, f"s3://{root}", patience)._probe():
+            pass
+        bucket.opened()
+        return cls(bucket, root, f"s3://{root}", Patience(patience_s))
 
     @property
-    def _local(self) -> bool:
-        return not self.url.startswith("s3://")
+    def waiting_since(self) -> float | None:
+        """When the store stopped responding, in monotonic time; None while it responds. Of `child` stores as well."""
+        return self._patience.waiting_since
 
     def child(self, name: str) -> Storage:
         """The part of this store below `name`."""
-        return Storage(self._fs, self._path(name), f"{self.url.rstrip('/')}/{name.strip('/')}", self._errors)
+        return Storage(self._kind, self._path(name), f"{self.url.rstrip('/')}/{name.strip('/')}", self._patience)
 
-    def put_file(self, local: Path, name: str) -> None:
+    def put_file(self, local: Path, name: str) -> Transfer:
         """Store a finished local file; an object of that name is replaced in one step."""
-        path = self._path(name)
-        with self._reporting("write", name):
-            if not self._local:
-                self._fs.put_file(str(local), path)
-                return
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            scratch = f"{path}.{uuid.uuid4().hex}{_SCRATCH}"
-            try:
-                self._fs.put_file(str(local), scratch)
-                durable.replace(Path(scratch), Path(path))
-            except BaseException:
-                Path(scratch).unlink(missing_ok=True)
-                raise
+        path, started = self._path(name), self._patience.clock.now()
+        with self._doing("write", name) as attempt:
+            size = self._kind.put_file(local, path, attempt)
+        return self._transfer("wrote", name, size, started)
 
     def put_bytes(self, name: str, data: bytes) -> None:
-        if not self._local:  # one request, which is whole or fails
-            with self._reporting("write", name):
-                self._fs.pipe_file(self._path(name), data)
-            return
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(data)
-            file.flush()
-            self.put_file(Path(file.name), name)
+        path = self._path(name)
+        with self._doing("write", name) as attempt:
+            attempt(lambda: self._kind.put_bytes(path, data))
 
-    def get_file(self, name: str, local: Path) -> None:
+    def get_file(self, name: str, local: Path) -> Transfer:
         """Copy an object to a local file, whose folder is made."""
-        with self._reporting("read", name):
+        path, started = self._path(name), self._patience.clock.now()
+        with self._doing("read", name) as attempt:
             local.parent.mkdir(parents=True, exist_ok=True)
-            self._fs.get_file(self._path(name), str(local))
+            size = self._kind.get_file(path, local, attempt)
+        return self._transfer("read", name, size, started)
 
     def get_bytes(self, name: str) -> bytes:
-        with self._reporting("read", name):
-            return self._fs.cat_file(self._path(name))
+        path = self._path(name)
+        with self._doing("read", name) as attempt:
+            return attempt(lambda: self._kind.get_bytes(path))
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes from `start` up to `stop` of an object; fewer where it ends before."""
+        assert 0 <= start <= stop, (start, stop)
+        path = self._path(name)
+        with self._doing("read", name) as attempt:
+            return attempt(lambda: self._kind.get_range(path, start, stop))
 
     def exists(self, name: str) -> bool:
-        with self._reporting("look at", name):
-            return bool(self._fs.exists(self._path(name)))
+        path = self._path(name)
+        with self._doing("look at", name) as attempt:
+            return attempt(lambda: self._kind.exists(path))
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of every object below the folder `prefix`, by full name, in the order of names."""
         path = self._path(prefix)
-        with self._reporting("list", prefix):
-            found: dict[str, Any] = self._fs.find(path, detail=True)
-        return {
-            name.removeprefix(self._root).lstrip("/"): int(entry["size"])
-            for name, entry in sorted(found.items())
-            if not name.endswith(_SCRATCH)
-        }
+        with self._doing("list", prefix) as attempt:
+            found = attempt(lambda: self._kind.sizes(path))
+        return {name.removeprefix(self._root).lstrip("/"): size for name, size in sorted(found.items())}
 
     def list(self, prefix: str = "") -> Sequence[str]:
         """Full names of all objects below the folder `prefix`, sorted."""
@@ -157,14 +165,16 @@ class Storage:
         path = self._path(prefix)
         if path == self._root:
             raise StorageError(f"{self.url}: refuses to delete the whole store; name what is to go")
-        with self._reporting("delete", prefix):
-            if self._local:
-                if os.path.isdir(path):
-                    shutil.rmtree(path)
-                else:
-                    Path(path).unlink(missing_ok=True)
-            elif self._fs.exists(path):
-                self._fs.rm(path, recursive=True)
+        with self._doing("delete", prefix) as attempt:
+            attempt(lambda: self._kind.delete(path))
+
+    @contextmanager
+    def _probe(self) -> Iterator[str]:
+        """An object that is there for a moment: its name."""
+        name = f".probe-{uuid.uuid4().hex}"
+        self.put_bytes(name, b"probe")
+        yield name
+        self.delete(name)
 
     def _path(self, name: str) -> str:
         name = name.strip("/")
@@ -173,19 +183,21 @@ class Storage:
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
     @contextmanager
-    def _reporting(self, action: str, name: str) -> Iterator[None]:
+    def _doing(self, action: str, name: str) -> Iterator[Attempt]:
+        """What `action` is made of is attempted with what this gives."""
+        what = f"{action} {self.url}/{name}"
         try:
-            yield
-        except self._errors as error:
-            raise StorageError(f"storage.url: can't {action} {self.url}/{name}: {_reason(error)}") from error
+            yield lambda work: self._patience.run(work, what, self._kind)
+        except self._kind.errors as error:
+            tried = f"; tried for {self._patience.limit_s:g} s" if self._kind.transient(error) else ""
+            damaged = isinstance(error, OSError) and error.errno == errno.EBADMSG
+            raise (DamagedError if damaged else StorageError)(
+                f"storage.url: can't {what}: {self._kind.reason(error)}{tried}"
+            ) from error
 
-
-def _reason(error: Exception) -> str:
-    """The reason in one line; some errors of fsspec have no text of their own."""
-    if isinstance(error, TimeoutError):
-        return "no response in time"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if isinstance(error, FileNotFoundError):
-        return "it does not exist"
-    return " ".join(str(error).split()) or type(error).__name__
+    def _transfer(self, did: str, name: str, size: int, started: float) -> Transfer:
+        seconds = self._patience.clock.now() - started
+        if size >= _TOLD_BYTES:
+            rate = size / 1e6 / max(seconds, 1e-9)
+            _log.info("storage: %s %s/%s: %d bytes in %.1f s, %.1f MB/s", did, self.url, name, size, seconds, rate)
+        return Transfer(bytes=size, seconds=seconds)

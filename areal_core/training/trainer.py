@@ -63,7 +63,8 @@ class Trainer:
         self.config: RunConfig = run.config()
         self.rank = rank
         self.controller = ControllerClient(run)
-        self.storage = Storage.open(run.info().checkpoint_url, self.config.storage.endpoint_url)
+        store = self.config.storage
+        self.storage = Storage.open(run.info().checkpoint_url, store.endpoint_url, store.patience_s)
         self.spec = read_spec(run.info().model_path)
         self.ranks = RankGroup(
             rank,

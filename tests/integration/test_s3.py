@@ -1,17 +1,25 @@
-"""The store and checkpoints over S3's real protocol, against moto's server on the loopback."""
+"""A bucket whose server fails, over S3's real protocol, against moto's server on the loopback. What every kind of store
+does: tests/s3."""
 
+from __future__ import annotations
+
+import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from moto.server import ThreadedMotoServer
 
 from areal_core.errors import StorageError
-from areal_core.storage import checkpoint
+from areal_core.storage.bucket import PART_BYTES
 from areal_core.storage.objects import Storage
+from areal_core.storage.patience import Patience
+from tests.support.faulty_http import FaultyServer
+from tests.support.virtual import VirtualClock
 
 
 @pytest.fixture(scope="module")
@@ -23,94 +31,164 @@ def endpoint() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
-    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+@pytest.fixture(scope="module", autouse=True)
+def _credentials() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+        patch.delenv("AWS_PROFILE", raising=False)
+        patch.delenv("AWS_DEFAULT_REGION", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def faulty(endpoint: str) -> Iterator[FaultyServer]:
+    with FaultyServer(endpoint) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def opened(faulty: FaultyServer) -> Storage:
+    """Once: a client of botocore's is dear to make."""
+    return Storage.open(f"s3://areal-{uuid.uuid4().hex}/runs", faulty.url)
 
 
 @pytest.fixture
-def store(endpoint: str) -> Storage:
-    return Storage.open(f"s3://areal-{uuid.uuid4().hex}/runs/one/", endpoint)
+def server(faulty: FaultyServer) -> FaultyServer:
+    faulty.faults.clear()
+    faulty.requests.clear()
+    return faulty
 
 
-def test_bucket_is_made_and_left_empty(endpoint: str, store: Storage) -> None:
-    assert store.url.endswith("/runs/one")
-    assert list(store.list()) == []
-    bucket = store.url.removeprefix("s3://").partition("/")[0]
-    assert list(Storage.open(f"s3://{bucket}", endpoint).list()) == []  # the bucket itself, which is there by now
+@pytest.fixture
+def time() -> VirtualClock:
+    return VirtualClock()
 
 
-def test_objects_come_back(store: Storage, tmp_path: Path) -> None:
-    (tmp_path / "local").write_bytes(b"abc")
-    store.put_file(tmp_path / "local", "d/e/file")
-    store.put_bytes("d/e/file", b"longer than before")
-    store.put_bytes("d/b", b"")
-
-    store.get_file("d/e/file", tmp_path / "made" / "copy")
-
-    assert (tmp_path / "made" / "copy").read_bytes() == b"longer than before"
-    assert store.get_bytes("d/b") == b""
-    assert store.sizes("d") == {"d/b": 0, "d/e/file": 18}
-    assert list(store.list()) == ["d/b", "d/e/file"]
-    assert list(store.child("d").list("e")) == ["e/file"]
-    assert store.exists("d/e/file")
-    assert not store.exists("d/e/files")
-    assert list(store.list("nothing")) == []
+@pytest.fixture
+def store(opened: Storage, time: VirtualClock, caplog: pytest.LogCaptureFixture) -> Storage:
+    """An empty one, whose patience is in virtual time."""
+    caplog.set_level(logging.INFO, "areal_core.storage.patience")
+    name = uuid.uuid4().hex
+    return Storage(opened._kind, f"{opened._root}/{name}", f"{opened.url}/{name}", Patience(1800.0, time.clock))
 
 
-def test_file_of_many_parts(store: Storage, tmp_path: Path) -> None:
-    data = os.urandom(1 << 20) * 101  # above s3fs's part size of 50 MiB
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    ours = "areal_core.storage.patience"
+    return [f"{record.levelname} {record.getMessage()}" for record in caplog.records if record.name == ours]
+
+
+def get_file(store: Storage, folder: Path) -> bytes:
+    store.get_file("a/name", folder / "back")
+    return (folder / "back").read_bytes()
+
+
+OPERATIONS: dict[str, tuple[Callable[[Storage, Path], Any], Any]] = {
+    "get_bytes": (lambda store, folder: store.get_bytes("a/name"), b"content"),
+    "get_range": (lambda store, folder: store.get_range("a/name", 1, 3), b"on"),
+    "get_file": (get_file, b"content"),
+    "sizes": (lambda store, folder: store.sizes(), {"a/name": 7}),
+    "exists": (lambda store, folder: store.exists("a/name"), True),
+    "put_bytes": (lambda store, folder: store.put_bytes("a/name", b"content"), None),
+    "put_file": (lambda store, folder: store.put_file(folder / "local", "a/name").bytes, 7),
+    "delete": (lambda store, folder: store.delete("a/other"), None),
+}
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, "reset", "close"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_server_that_fails_for_a_while(
+    server: FaultyServer,
+    store: Storage,
+    time: VirtualClock,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    fault: int | str,
+    name: str,
+) -> None:
+    (tmp_path / "local").write_bytes(b"content")
+    store.put_bytes("a/name", b"content")
+    server.faults.extend([fault] * 4)
+    operation, result = OPERATIONS[name]
+    assert operation(store, tmp_path) == result
+    assert not server.faults
+    waits = range(1, 5) if isinstance(fault, str) else (4,)  # on a connection that was used before aiohttp tries twice
+    assert len(time.slept) in waits  # nobody else below tries again by himself
+    begin, end = told(caplog)
+    assert begin.startswith("WARNING storage: can't ")
+    assert begin.endswith("; trying again for up to 1800 s (storage.patience_s)")
+    assert end == f"INFO storage: responds again, after {sum(time.slept):.1f} s"
+    assert store.sizes() == {"a/name": 7}
+
+
+@pytest.mark.parametrize("name", ["get_bytes", "get_range", "sizes"])
+def test_a_response_that_is_cut_short_is_asked_for_again(
+    server: FaultyServer, store: Storage, time: VirtualClock, tmp_path: Path, name: str
+) -> None:
+    store.put_bytes("a/name", b"content")
+    server.faults.extend(["cut"] * 2)
+    operation, result = OPERATIONS[name]
+    assert operation(store, tmp_path) == result
+    assert len(time.slept) == 2
+
+
+@pytest.mark.parametrize("fault", [503, "reset", "cut"])
+def test_of_a_big_file_only_what_failed_is_sent_again(
+    server: FaultyServer, store: Storage, tmp_path: Path, fault: int | str
+) -> None:
+    """As often as not, in both directions."""
+    data = os.urandom(3 * PART_BYTES)
     (tmp_path / "big").write_bytes(data)
-
+    if fault != "cut":  # which is of responses that have bodies
+        server.faults.extend([None, fault] * 8)
     store.put_file(tmp_path / "big", "big")
+    assert sum(request.endswith("?uploads") for request in server.requests) == 1  # one upload: nothing began anew
+    server.faults.clear()
+    server.faults.extend([None, fault] * 8)
+    server.requests.clear()
     store.get_file("big", tmp_path / "back")
-
     assert (tmp_path / "back").read_bytes() == data
+    assert sum(request.startswith("HEAD") for request in server.requests) == 1
 
 
-def test_other_writers_are_seen_at_once(endpoint: str, store: Storage) -> None:
+def test_a_server_that_stays_away_is_given_up(server: FaultyServer, store: Storage, time: VirtualClock) -> None:
+    server.faults.extend([503] * 100)
+    store = Storage(store._kind, store._root, store.url, Patience(60.0, time.clock))
+    line = rf"^storage\.url: can't write {store.url}/name: as told \(SlowDown\); tried for 60 s$"
+    with pytest.raises(StorageError, match=line):
+        store.put_bytes("name", b"1")
+    assert sum(time.slept) == pytest.approx(60.0)
+
+
+def test_what_is_refused_is_not_asked_for_again(
+    server: FaultyServer, store: Storage, time: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.faults.append(403)
+    with pytest.raises(StorageError, match=rf"^storage\.url: can't write {store.url}/name: as told \(AccessDenied\)$"):
+        store.put_bytes("name", b"1")
+    assert (len(server.requests), time.slept, told(caplog)) == (1, [], [])
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_read_again(
+    server: FaultyServer, store: Storage, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = bytes(2 * PART_BYTES), b"1" * (2 * PART_BYTES)
+    for name, content in (("old", old), ("new", new)):
+        (tmp_path / name).write_bytes(content)
+    store.put_file(tmp_path / "old", "name")
     other = Storage.open(store.url, endpoint)
-    assert not store.exists("x")
-    assert list(store.list()) == []
+    ask, asked = server.ask, []
 
-    other.put_bytes("x", b"1")
+    def replace_first(method: str, path: str, body: bytes, headers: dict[str, str]) -> Any:
+        if method == "GET" and not asked:  # its size and its tag are known by now
+            asked.append(path)
+            other.put_file(tmp_path / "new", "name")
+        return ask(method, path, body, headers)
 
-    assert store.exists("x")
-    assert list(store.list()) == ["x"]
-
-
-def test_delete_takes_the_folder_and_not_its_namesakes(store: Storage) -> None:
-    for name in ("step-1/a", "step-1/b/c", "step-10/a"):
-        store.put_bytes(name, b"x")
-
-    store.delete("step-1")
-    store.delete("step-1")
-
-    assert list(store.list()) == ["step-10/a"]
-
-
-def test_checkpoints(store: Storage, tmp_path: Path) -> None:
-    (tmp_path / "model").write_bytes(os.urandom(1000))
-    for step in (1, 2, 3, 4):
-        checkpoint.save(store, step, {"a/model": tmp_path / "model"}, {"version": step})
-    store.delete("checkpoints/step-000004/a/model")
-
-    info = checkpoint.newest(store)
-    assert info is not None
-    assert info.step == 3
-    files = checkpoint.fetch(store, info, tmp_path / "back")
-    assert files["a/model"].read_bytes() == (tmp_path / "model").read_bytes()
-
-    checkpoint.prune(store, 1)
-    assert {name.split("/")[1] for name in store.list("checkpoints")} == {"step-000003", "step-000004"}
-
-
-def test_absent_object_is_named(store: Storage) -> None:
-    with pytest.raises(StorageError, match=rf"^storage\.url: can't read {store.url}/no/such: it does not exist"):
-        store.get_bytes("no/such")
+    monkeypatch.setattr(server, "ask", replace_first)
+    store.get_file("name", tmp_path / "back")
+    assert asked
+    assert (tmp_path / "back").read_bytes() == new
 
 
 def assert_open_fails(url: str, endpoint: str, reason: str) -> None:
@@ -119,6 +197,7 @@ def assert_open_fails(url: str, endpoint: str, reason: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_closed_port_is_refused() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -134,3 +213,9 @@ def test_silent_endpoint_is_given_up() -> None:
 def test_wrong_endpoint_and_bucket_are_refused(endpoint: str) -> None:
     assert_open_fails("s3://bucket/x", "not a url", "Invalid endpoint")
     assert_open_fails("s3://Not_A_Bucket!/x", endpoint, "Invalid bucket name")
+
+
+def test_a_server_that_fails_while_it_is_opened(server: FaultyServer) -> None:
+    server.faults.extend([503, "reset", 503])
+    Storage.open(f"s3://areal-{uuid.uuid4().hex}/runs", server.url)
+    assert not server.faults

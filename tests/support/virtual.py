@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from areal_core.storage.patience import Clock
 
 T = TypeVar("T")
 
@@ -37,3 +39,17 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+class VirtualClock:
+    """Of `areal_core.storage.patience`: it goes on while somebody sleeps, in threads side by side, and only then."""
+
+    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """`meanwhile` is called in every sleep."""
+        self.slept: list[float] = []
+        self.clock = Clock(now=lambda: sum(self.slept), sleep=self._sleep)
+        self._meanwhile = meanwhile
+
+    def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self._meanwhile()

@@ -1,4 +1,4 @@
-"""The local store. The same behaviour over S3: tests/integration/test_s3.py."""
+"""Where a store is, and what names are. What every kind of store does: tests/s3."""
 
 from pathlib import Path
 
@@ -28,58 +28,6 @@ def test_relative_folder_is_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     store.put_bytes("x", b"1")
 
     assert (tmp_path / ".areal" / "storage" / "x").read_bytes() == b"1"
-
-
-def test_objects_come_back(tmp_path: Path) -> None:
-    store = Storage.open(str(tmp_path / "store"))
-    (tmp_path / "local").write_bytes(b"abc")
-    store.put_file(tmp_path / "local", "d/e/file")
-    store.put_bytes("d/e/file", b"longer than before")
-    store.put_bytes("d/b", b"")
-
-    store.get_file("d/e/file", tmp_path / "made" / "copy")
-
-    assert (tmp_path / "made" / "copy").read_bytes() == b"longer than before"
-    assert store.get_bytes("d/b") == b""
-    assert store.sizes("d") == {"d/b": 0, "d/e/file": 18}
-    assert list(store.list()) == ["d/b", "d/e/file"]
-    assert list(store.child("d").list("e")) == ["e/file"]
-    assert store.exists("d/e/file")
-    assert not store.exists("d/e/files")
-
-
-def test_list_of_an_absent_folder_is_empty(tmp_path: Path) -> None:
-    assert list(Storage.open(str(tmp_path)).list("nothing")) == []
-
-
-def test_delete_takes_the_folder_and_not_its_namesakes(tmp_path: Path) -> None:
-    store = Storage.open(str(tmp_path))
-    for name in ("step-1/a", "step-1/b/c", "step-10/a"):
-        store.put_bytes(name, b"x")
-
-    store.delete("step-1")
-    store.delete("step-1")
-
-    assert list(store.list()) == ["step-10/a"]
-
-
-def test_failed_put_leaves_the_old_object(tmp_path: Path) -> None:
-    store = Storage.open(str(tmp_path / "store"))
-    store.put_bytes("name", b"old")
-
-    with pytest.raises(StorageError, match="can't write"):
-        store.put_file(tmp_path / "absent", "name")
-
-    assert store.get_bytes("name") == b"old"
-    assert list((tmp_path / "store").iterdir()) == [tmp_path / "store" / "name"]
-
-
-def test_absent_object_is_named(tmp_path: Path) -> None:
-    store = Storage.open(str(tmp_path))
-
-    with pytest.raises(StorageError, match=rf"can't read {tmp_path}/no/such: No such file or directory") as caught:
-        store.get_bytes("no/such")
-    assert one_line(caught)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x"])

@@ -1,0 +1,298 @@
+"""Objects of an S3 bucket. The only user of fsspec and s3fs; dear to import.
+
+Every request is tried by itself (`Attempt`), neither by botocore nor by s3fs again: of a transfer in parts a part alone
+is repeated, however long the server was away. s3fs repeats whole files, and reads one that is replaced meanwhile half
+and half. Objects carry a checksum of ours, as radosgw and others store none of botocore's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import aiohttp
+import fsspec
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    IncompleteReadError,
+    MetadataRetrievalError,
+    SSLError,
+)
+from botocore.parsers import ResponseParserError
+from fsspec.asyn import sync
+
+from areal_core.storage import folder
+from areal_core.storage.patience import Attempt
+
+T = TypeVar("T")
+PART_BYTES = 8 * 2**20  # at most twice so much of a file is in memory, times _PARALLEL
+_PARALLEL = 8  # parts on their way
+_MOST_PARTS = 10_000  # that S3 takes of one object
+_MOST_DELETED = 1000  # in one request
+_READS = 3  # of an object that is replaced while it is read, or comes damaged
+_OPEN_S = 8.0  # for each request: a wrong endpoint is found before a run starts; a live one responds sooner
+_REQUEST_S = 300.0
+_CRC = "crc32"  # in an object's metadata
+_OPTIONS: dict[str, Any] = {
+    "use_listings_cache": False,
+    "skip_instance_cache": True,
+    "config_kwargs": {"connect_timeout": 3, "read_timeout": 30, "retries": {"total_max_attempts": 1}},
+}
+_PASSING = (
+    TimeoutError,
+    ConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    ResponseParserError,  # of a proxy's page in the place of a response
+    CredentialRetrievalError,
+    MetadataRetrievalError,
+    aiohttp.ClientError,
+)
+_PASSING_CODES = frozenset(
+    (
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "RequestLimitExceeded",
+        "RequestTimeout",
+        "RequestTimeoutException",
+        "InternalError",
+        "ServiceUnavailable",
+        "OperationAborted",
+        "IncompleteBody",
+        "BadDigest",
+        "XAmzContentSHA256Mismatch",
+    )
+)
+_CREDENTIALS = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", "ExpiredToken")
+
+
+class Bucket:
+    """Paths are bucket/key. `endpoint_url` is that of a server other than Amazon's."""
+
+    errors: tuple[type[Exception], ...] = (
+        OSError,
+        ValueError,  # an endpoint that is no URL
+        BotoCoreError,
+        ClientError,
+        ResponseParserError,
+        aiohttp.ClientError,
+    )
+
+    def __init__(self, endpoint_url: str | None) -> None:
+        self._fs: Any = fsspec.filesystem("s3", endpoint_url=endpoint_url, **_OPTIONS)
+        self._fs.retries = 1
+        self._request_s = _OPEN_S
+
+    def opened(self) -> None:
+        """From now on a request may take as long as a slow server needs."""
+        self._request_s = _REQUEST_S
+
+    def transient(self, error: Exception) -> bool:
+        if response := _response(error):
+            status = response["ResponseMetadata"]["HTTPStatusCode"]
+            return _code(error) in _PASSING_CODES or status == 429 or (status >= 500 and status != 501)
+        if isinstance(error, SSLError):
+            return False
+        return isinstance(error, _PASSING) or (isinstance(error, OSError) and error.errno in folder.TRANSIENT)
+
+    def reason(self, error: Exception) -> str:
+        if response := _response(error):
+            code, message = _code(error), response["Error"].get("Message")  # which radosgw leaves out
+            if code in ("NoSuchKey", "404"):
+                return "it does not exist"
+            if code in _CREDENTIALS:
+                return f"the credentials are wrong ({code})"
+            return f"{message} ({code})" if message else code
+        if isinstance(error, TimeoutError):
+            return "no response in time"
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        return " ".join(str(error).split()) or type(error).__name__
+
+    def make(self, bucket: str) -> None:
+        """Make the bucket if it is absent."""
+        try:
+            self._call("head_bucket", bucket)
+            return
+        except PermissionError:
+            return  # some may write to a bucket that they may not look at: the probe will tell
+        except FileNotFoundError:
+            pass
+        try:
+            self._call("create_bucket", bucket)
+        except FileExistsError:
+            pass  # somebody else has made it
+        except self.errors as error:
+            if self.transient(error):
+                raise
+            raise OSError(errno.EACCES, f"the bucket does not exist and can't be made: {self.reason(error)}") from error
+
+    def put_file(self, local: Path, path: str, attempt: Attempt) -> int:
+        size, checksum = _checksum(local)
+        if size > PART_BYTES:
+            self._upload(local, path, size, {_CRC: checksum}, attempt)
+        else:
+            attempt(lambda: self.put_bytes(path, local.read_bytes()))
+        return size
+
+    def put_bytes(self, path: str, data: bytes) -> None:
+        self._call("put_object", path, Body=data, Metadata={_CRC: _hex(zlib.crc32(data))})
+
+    def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
+        return _whole(lambda: self._download(path, local, attempt))
+
+    def get_bytes(self, path: str) -> bytes:
+        def read() -> bytes:
+            response, data = self._read(path)
+            _check(response, _hex(zlib.crc32(data)))
+            return data
+
+        return _whole(read)
+
+    def get_range(self, path: str, start: int, stop: int) -> bytes:
+        if start == stop:
+            return b""
+        try:
+            return self._read(path, Range=f"bytes={start}-{stop - 1}")[1]
+        except OSError as error:
+            if _code(error) != "InvalidRange":  # it ends before
+                raise
+            return b""
+
+    def exists(self, path: str) -> bool:
+        return bool(self._fs.exists(path, timeout=self._request_s))
+
+    def sizes(self, path: str) -> dict[str, int]:
+        found: dict[str, Any] = self._fs.find(path, detail=True)
+        return {name: int(entry["size"]) for name, entry in found.items() if name.startswith(f"{path}/")}
+
+    def delete(self, path: str) -> None:
+        keys = [self._place(name)["Key"] for name in (path, *self.sizes(path))]
+        for first in range(0, len(keys), _MOST_DELETED):
+            objects = [{"Key": key} for key in keys[first : first + _MOST_DELETED]]
+            response = self._call("delete_objects", path, Delete={"Objects": objects, "Quiet": True})
+            if refused := response.get("Errors"):
+                raise ClientError({**response, "Error": refused[0]}, "DeleteObjects")
+
+    def _upload(self, local: Path, path: str, size: int, metadata: dict[str, str], attempt: Attempt) -> None:
+        upload = attempt(lambda: self._call("create_multipart_upload", path, Metadata=metadata))["UploadId"]
+        length = max(PART_BYTES, -(-size // _MOST_PARTS))
+
+        def send(number: int) -> dict[str, Any]:
+            with local.open("rb") as file:
+                file.seek((number - 1) * length)
+                data = file.read(length)
+            sent = attempt(lambda: self._call("upload_part", path, UploadId=upload, PartNumber=number, Body=data))
+            return {"PartNumber": number, "ETag": sent["ETag"]}
+
+        try:
+            parts = {"Parts": _parallel(send, range(1, -(-size // length) + 1))}
+            attempt(lambda: self._call("complete_multipart_upload", path, UploadId=upload, MultipartUpload=parts))
+        except BaseException:
+            with contextlib.suppress(*self.errors):  # nobody sees the parts; they only take space
+                self._call("abort_multipart_upload", path, UploadId=upload)
+            raise
+
+    def _download(self, path: str, local: Path, attempt: Attempt) -> int:
+        about = attempt(lambda: self._call("head_object", path))
+        size = int(about["ContentLength"])
+        with local.open("wb") as file:
+            file.truncate(size)
+
+            def fetch(start: int) -> None:
+                stop = min(start + PART_BYTES, size)
+                span = {"Range": f"bytes={start}-{stop - 1}", "IfMatch": about["ETag"]}
+                attempt(lambda: _write(file.fileno(), self._read(path, **span)[1], start))
+
+            _parallel(fetch, range(0, size, PART_BYTES))
+        _check(about, _checksum(local)[1])
+        return size
+
+    def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        return self._fs.call_s3(method, **self._place(path), **arguments, timeout=self._request_s)
+
+    def _read(self, path: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
+        """The response to a get_object, and its whole body."""
+
+        async def read() -> tuple[dict[str, Any], bytes]:
+            response = await self._fs._call_s3("get_object", **self._place(path), **arguments)
+            async with response["Body"] as body:
+                data = await body.read()
+            if len(data) != response["ContentLength"]:
+                raise IncompleteReadError(actual_bytes=len(data), expected_bytes=response["ContentLength"])
+            return response, data
+
+        return cast(tuple[dict[str, Any], bytes], sync(self._fs.loop, read, timeout=self._request_s))
+
+    def _place(self, path: str) -> dict[str, str]:
+        bucket, _, key = path.partition("/")
+        return {"Bucket": bucket, "Key": key} if key else {"Bucket": bucket}
+
+
+def _response(error: Exception) -> dict[str, Any] | None:
+    """The server's response behind an error of botocore, or one that s3fs has made of it; None where there is none."""
+    return getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+
+
+def _code(error: Exception) -> str:
+    response = _response(error)
+    return str(response["Error"].get("Code") or response["ResponseMetadata"]["HTTPStatusCode"]) if response else ""
+
+
+def _whole(read: Callable[[], T]) -> T:
+    """What `read` gives: again where the object was replaced meanwhile, or may have been damaged on its way."""
+    for _ in range(_READS - 1):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.EBADMSG and _code(error) != "PreconditionFailed":
+                raise
+    return read()
+
+
+def _parallel(work: Callable[[int], T], items: Iterable[int]) -> list[T]:
+    """The results of `work`, in the order of `items`; the first failure ends what has not begun."""
+    pool = ThreadPoolExecutor(_PARALLEL, "transfer")
+    try:
+        return list(pool.map(work, items))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _write(descriptor: int, data: bytes, start: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(descriptor, rest, start)
+        rest, start = rest[written:], start + written
+
+
+def _checksum(local: Path) -> tuple[int, str]:
+    """Size and CRC-32 of a file."""
+    size = crc = 0
+    with local.open("rb") as file:
+        while block := file.read(2**20):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, _hex(crc)
+
+
+def _hex(crc: int) -> str:
+    return f"{crc:08x}"
+
+
+def _check(response: dict[str, Any], found: str) -> None:
+    """Raises OSError for an object whose checksum is not the one that it was put with; others may have put it with
+    none."""
+    wanted = response["Metadata"].get(_CRC, found)
+    if found != wanted:
+        raise OSError(errno.EBADMSG, f"it is damaged: its CRC-32 is {found}, it was put with {wanted}")

@@ -1,0 +1,120 @@
+"""Objects as files below a folder. An object is written under another name, synced, and takes its place in one step.
+
+With the operating system's own calls: those of fsspec leave out of a listing what can't be read, and take a folder that
+fails for one that is empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from areal_core.storage import durable
+from areal_core.storage.patience import Attempt
+
+_SCRATCH = ".part"  # an object that is still being written
+_STALE_S = 24 * 3600.0  # after which nobody is writing it any more
+TRANSIENT = frozenset(  # of a full disk, and of a file server that is away; the rest is here to stay
+    (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ENOTCONN,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.EPIPE,
+        errno.ESHUTDOWN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ENETRESET,
+    )
+)
+
+
+class Folder:
+    """Paths are absolute."""
+
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    def transient(self, error: Exception) -> bool:
+        return isinstance(error, OSError) and error.errno in TRANSIENT
+
+    def reason(self, error: Exception) -> str:
+        return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+    def put_file(self, local: Path, path: str, attempt: Attempt) -> int:
+        def copy(scratch: Path) -> int:
+            return Path(shutil.copyfile(local, scratch)).stat().st_size
+
+        return attempt(lambda: _replace(Path(path), copy))
+
+    def put_bytes(self, path: str, data: bytes) -> None:
+        _replace(Path(path), lambda scratch: scratch.write_bytes(data))
+
+    def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
+        return attempt(lambda: Path(shutil.copyfile(path, local)).stat().st_size)
+
+    def get_bytes(self, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+    def get_range(self, path: str, start: int, stop: int) -> bytes:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def exists(self, path: str) -> bool:
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def sizes(self, path: str) -> dict[str, int]:
+        return {file: found.st_size for file, found in _files(path) if not file.endswith(_SCRATCH)}
+
+    def delete(self, path: str) -> None:
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        else:
+            Path(path).unlink(missing_ok=True)
+
+    def sweep(self, path: str, now: float) -> None:
+        """Remove what killed writers have left below `path` more than a day before `now`, by the clock of the disk."""
+        for file, found in _files(path):
+            if file.endswith(_SCRATCH) and found.st_mtime < now - _STALE_S:
+                Path(file).unlink(missing_ok=True)
+
+
+def _replace(path: Path, write: Callable[[Path], int]) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_SCRATCH}")
+    try:
+        size = write(scratch)
+        durable.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    return size
+
+
+def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Every file below `path`; what is removed meanwhile is left out. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _files(entry.path)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                yield entry.path, entry.stat()

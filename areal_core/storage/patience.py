@@ -1,0 +1,111 @@
+"""How long a store that fails for a while is waited for: the same work again, at growing intervals, up to a bound."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+_FIRST_S, _LONGEST_S = 0.25, 10.0  # between two tries
+_log = logging.getLogger(__name__)
+
+
+class Failures(Protocol):
+    """What a kind of store raises."""
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]: ...
+
+    def transient(self, error: Exception) -> bool:
+        """Whether the same request may succeed later."""
+        ...
+
+    def reason(self, error: Exception) -> str:
+        """One line for people."""
+        ...
+
+
+class Attempt(Protocol):
+    """Does a piece of work, again and again while it fails for reasons that pass; raises what it raised last."""
+
+    def __call__(self, work: Callable[[], T], /) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Monotonic seconds, and a way to let them pass."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Patience:
+    """Of everybody who uses one store: threads may wait side by side, and it is told once.
+
+    `limit_s` bounds each piece of work, from its first try on; 0: it is tried once. A `quiet` one logs nothing.
+    """
+
+    def __init__(self, limit_s: float, clock: Clock | None = None, *, quiet: bool = False) -> None:
+        self.limit_s = limit_s
+        self.clock = clock or Clock()
+        self._quiet = quiet
+        self._lock = threading.Lock()
+        self._waiting = 0  # pieces of work that have failed and are tried again
+        self._since: float | None = None
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the store stopped responding, by the clock; None while it responds."""
+        return self._since
+
+    def run(self, work: Callable[[], T], what: str, failures: Failures) -> T:
+        """The result of `work`, which is `what` ("write s3://bucket/x") and may be done any number of times. Raises
+        what it raises last."""
+        started = self.clock.now()
+        try:
+            return work()
+        except failures.errors as error:
+            if not failures.transient(error) or self.clock.now() - started >= self.limit_s:
+                raise
+            reason = failures.reason(error)
+        with self._wait(what, reason):
+            return self._again(work, failures, started + self.limit_s)
+
+    def _again(self, work: Callable[[], T], failures: Failures, deadline: float) -> T:
+        delay = _FIRST_S
+        while True:
+            jittered = delay * random.uniform(0.5, 1.0)  # not all clients of a store at once
+            self.clock.sleep(max(0.0, min(jittered, deadline - self.clock.now())))
+            try:
+                return work()
+            except failures.errors as error:
+                if not failures.transient(error) or self.clock.now() >= deadline:
+                    raise
+            delay = min(2 * delay, _LONGEST_S)
+
+    @contextmanager
+    def _wait(self, what: str, reason: str) -> Iterator[None]:
+        with self._lock:
+            self._waiting += 1
+            if self._since is None:
+                self._since = self.clock.now()
+                if not self._quiet:
+                    bound = f"{self.limit_s:g} s (storage.patience_s)"
+                    _log.warning("storage: can't %s: %s; trying again for up to %s", what, reason, bound)
+        responds = False
+        try:
+            yield
+            responds = True
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                if not self._waiting and self._since is not None:
+                    away, self._since = self.clock.now() - self._since, None
+                    if responds and not self._quiet:
+                        _log.info("storage: responds again, after %.1f s", away)

@@ -1,0 +1,79 @@
+"""One gateway and one of moto's servers for all tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+from moto.server import ThreadedMotoServer
+
+from areal_core.storage.objects import Storage
+from tests.support.radosgw import REQUIRE_S3, RadosGateway, missing
+
+_lack = cache(missing)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip here, not in a fixture: pytest then tells the reason once, not for every test."""
+    if item.get_closest_marker("s3") and (lack := _lack()):
+        if os.environ.get(REQUIRE_S3):
+            pytest.fail(f"{lack}; {REQUIRE_S3} is set")
+        pytest.skip(lack)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a store may be: a fresh URL, and what it takes to open it."""
+
+    url: str
+    endpoint_url: str | None = None
+    credentials: dict[str, str] = field(default_factory=dict)
+
+    def open(self) -> Storage:
+        return Storage.open(self.url, self.endpoint_url)
+
+
+@pytest.fixture(scope="session")
+def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RadosGateway]:
+    with RadosGateway(tmp_path_factory.mktemp("radosgw")) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if kind == "folder":
+        return Place(str(tmp_path / "store"))
+    url = f"s3://areal/{uuid.uuid4().hex}/one"  # one bucket for all: to make one takes the gateway seconds
+    if kind == "moto":
+        credentials = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+        return Place(url, request.getfixturevalue("moto"), credentials)
+    gateway = request.getfixturevalue("radosgw")
+    return Place(url, gateway.endpoint_url, gateway.credentials)
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Of the kind that the test is parametrized with."""
+    place = place_of(request.param, request, tmp_path)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    for name, value in place.credentials.items():
+        monkeypatch.setenv(name, value)
+    return place
+
+
+@pytest.fixture
+def store(place: Place) -> Storage:
+    return place.open()

@@ -1,0 +1,176 @@
+"""Objects as files: what a disk, or a file server, does to them. What every kind of store does: tests/s3."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.errors import StorageError
+from areal_core.storage import durable
+from areal_core.storage.folder import Folder
+from areal_core.storage.objects import Storage
+from areal_core.storage.patience import Patience
+from tests.support.virtual import VirtualClock
+
+_NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user or to mount a small disk")
+
+
+def store_in(folder: Path, time: VirtualClock) -> Storage:
+    return Storage(Folder(), str(folder), str(folder), Patience(1800.0, time.clock))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize("put", ["bytes", "file"])
+def test_a_disk_that_fails_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, put: str
+) -> None:
+    caplog.set_level(logging.INFO, "areal_core")
+    replace, failures = durable.replace, iter(range(3))
+
+    def fail(scratch: Path, path: Path) -> None:
+        if next(failures, None) is not None:
+            raise OSError(code, os.strerror(code))
+        replace(scratch, path)
+
+    monkeypatch.setattr(durable, "replace", fail)
+    time = VirtualClock()
+    store = store_in(tmp_path / "store", time)
+    if put == "bytes":
+        store.put_bytes("a/name", b"content")
+    else:
+        (tmp_path / "local").write_bytes(b"content")
+        assert store.put_file(tmp_path / "local", "a/name").seconds == sum(time.slept)
+    assert store.get_bytes("a/name") == b"content"
+    assert [file.name for file in (tmp_path / "store" / "a").iterdir()] == ["name"]
+    assert len(time.slept) == 3
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["WARNING", "INFO"]
+    assert f"can't write {tmp_path}/store/a/name: {os.strerror(code)}; trying" in caplog.text
+
+
+def test_the_last_reason_is_told_when_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(scratch: Path, path: Path) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(durable, "replace", fail)
+    line = rf"^storage\.url: can't write {tmp_path}/x: Disk quota exceeded; tried for 1800 s$"
+    with pytest.raises(StorageError, match=line):
+        store_in(tmp_path, VirtualClock()).put_bytes("x", b"1")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Of one MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs to mount a small disk: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@as_root
+def test_a_full_disk_is_waited_for(small_disk: Path, tmp_path: Path) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(2**19))
+    (tmp_path / "local").write_bytes(os.urandom(3 * 2**18))  # more than is left, less than there is
+    time = VirtualClock(lambda: filler.unlink() if len(time.slept) == 4 else None)
+    store = store_in(small_disk, time)
+    store.put_file(tmp_path / "local", "name")
+    assert store.get_bytes("name") == (tmp_path / "local").read_bytes()
+    assert len(time.slept) == 4
+    assert [file.name for file in small_disk.iterdir()] == ["name"]
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that everybody may reach, unlike those of pytest."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    os.seteuid(_NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@as_root
+def test_a_folder_that_may_only_be_read(open_folder: Path) -> None:
+    (open_folder / "name").write_bytes(b"1")
+    line = rf"^storage\.url: can't write {open_folder}/\.probe-\w+: Permission denied$"
+    with as_nobody(), pytest.raises(StorageError, match=line):
+        Storage.open(str(open_folder))
+    assert [file.name for file in open_folder.iterdir()] == ["name"]
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("ask", "action"),
+    [
+        (lambda store: store.sizes(), "list"),
+        (lambda store: store.sizes("closed"), "list"),
+        (lambda store: store.exists("closed/name"), "look at"),
+        (lambda store: store.get_bytes("closed/name"), "read"),
+        (lambda store: store.delete("closed"), "delete"),
+    ],
+)
+def test_what_can_t_be_read_is_not_taken_for_absent(open_folder: Path, ask: Any, action: str) -> None:
+    """A run that took its checkpoints for absent would begin anew."""
+    (open_folder / "closed").mkdir()
+    (open_folder / "closed" / "name").write_bytes(b"1")
+    (open_folder / "closed").chmod(0)
+    time = VirtualClock()
+    with as_nobody(), pytest.raises(StorageError, match=rf"^storage\.url: can't {action} .*: Permission denied$"):
+        ask(store_in(open_folder, time))
+    assert time.slept == []
+
+
+def test_a_listing_holds_what_is_there_while_others_write(tmp_path: Path) -> None:
+    store = Storage.open(str(tmp_path))
+    store.put_bytes("folder/kept", b"1")
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            store.put_bytes("folder/changing", b"2")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert all("folder/kept" in store.sizes() for _ in range(300))
+    finally:
+        done.set()
+        writer.join()
+
+
+def test_what_killed_writers_have_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    store = Storage.open(str(tmp_path))
+    store.put_bytes("a/name", b"1")
+    left = {age: tmp_path / "a" / f"name.{age}.part" for age in ("young", "stale")}
+    for file in left.values():
+        file.write_bytes(b"half")
+    now = left["stale"].stat().st_mtime
+    os.utime(left["stale"], (now, now - 25 * 3600))
+    os.utime(tmp_path / "a" / "name", (now, now - 25 * 3600))
+    assert list(store.list()) == ["a/name"]
+    Storage.open(str(tmp_path))
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == ["name", "name.young.part"]
