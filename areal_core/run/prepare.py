@@ -62,7 +62,7 @@ def prepare(
             return run
     if config.task.name == "rows" and config.task.path is None:  # which is enough for an evaluation
         raise ConfigError("task.path: must be given, a file of prompts to train on")
-    preflight(config, log)
+    preflight(config, log, resumed=resumed)
     if not resumed:
         storage = Storage.open(config.storage.url, config.storage.endpoint_url).child(f"runs/{run_id}")
         if stored := checkpoint.newest(storage):
