@@ -157,13 +157,19 @@ def report(summary: RunSummary, run_dir: RunDir) -> None:
 
 
 def _untracked(run_dir: RunDir) -> str | None:
-    """The items that MLflow has not got, and the command that sends them; None when it has all."""
+    """What MLflow has not got: items that wait, with the command that sends them, and items that it refuses; None when
+    it has all."""
     info = run_dir.info()
     if info.tracking_uri is None:
         return None
     with contextlib.closing(Outbox(run_dir.outbox, info.run_id)) as outbox:
-        waiting = outbox.unsent()
-    return f"{waiting} items; python -m areal_core.tracking --run-dir {run_dir.root} sends them" if waiting else None
+        waiting, refused = outbox.unsent(), outbox.refusals()
+    missing: list[str] = []
+    if waiting:
+        missing.append(f"{waiting} items; python -m areal_core.tracking --run-dir {run_dir.root} sends them")
+    if refused:
+        missing.append(f"{len(refused)} items that MLflow refuses, as {refused[0]}")
+    return "; ".join(missing) or None
 
 
 def _supervised(role: Callable[[], None]) -> State | None:

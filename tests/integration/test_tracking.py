@@ -23,6 +23,7 @@ from areal_core.tracking.mlflow_client import check_reachable, start_run
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
 from tests.support.mlflow_server import PAUSE, Fault, Proxy, Server, until
+from tests.support.runs import Launched, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -175,6 +176,30 @@ def test_server_that_never_answers_holds_up_the_end_for_its_bound_only(server: S
     assert "gave up after 8 s (tracking.flush_timeout_s) with 980 items unsent" in log
     assert run.forward_here()
     assert server.held(tracking_id(run)) == expected(range(500))
+
+
+@pytest.mark.recovery
+def test_run_does_not_notice_a_server_that_never_answers(server: Server, client: MlflowClient, tmp_path: Path) -> None:
+    tracking = {"enabled": True, "uri": server.uri, "flush_timeout_s": 5.0}
+    config = tiny(tmp_path, tracking=tracking, training={"steps": 6}, evaluation={"enabled": False})
+    with Launched(config, "watched") as launched:
+        launched.until_step(2)
+        server.signal(signal.SIGSTOP)
+        try:
+            launched.finished()
+        finally:
+            server.signal(signal.SIGCONT)
+        assert "gave up after 5 s (tracking.flush_timeout_s)" in launched.output()
+
+    forwarding = [sys.executable, "-m", "areal_core.tracking", "--run-dir", str(launched.run.root)]
+    assert subprocess.run(forwarding, timeout=120, check=False).returncode == 0
+    tracked = launched.run.info().tracking_run_id
+    assert tracked is not None
+    with closing(Outbox(launched.run.outbox, "watched")) as outbox:
+        recorded = [(key, *point) for key, points in outbox.history().items() for point in points]
+        assert (outbox.unsent(), outbox.refusals()) == (0, [])
+    assert [point[:3] for point in server.held(tracked)] == recorded
+    assert client.get_run(tracked).info.status == "FINISHED"
 
 
 def test_no_gap_and_no_double_over_a_killed_forwarder(server: Server, run: Run) -> None:
