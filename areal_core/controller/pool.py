@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from areal_core.api.patience import patience
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ServerLoad
 from areal_core.controller.registry import Server, ServerRegistry, ServerState, Update
@@ -124,7 +125,7 @@ class GenerationPool:
         self._given_up.add(transcript)
         serving = self._open[transcript]
         try:
-            async with asyncio.timeout(_HAND_OVER_S):
+            async with patience(_HAND_OVER_S):
                 while serving and not work.done():
                     await self.registry.ask(set(serving.values()), lambda server: server.client.abort([*serving]))
                     await asyncio.wait([work], timeout=_ABORT_AGAIN_S)  # requests may arrive after the abort
@@ -304,7 +305,7 @@ class GenerationPool:
         limit_s = max(_LOAD_S, 2 * longest_s)
         async with registry.exclusive:
             try:
-                async with asyncio.timeout(limit_s):
+                async with patience(limit_s):
                     counted = await self._load_target(server, newest)
             except TimeoutError:
                 raise ServerLostError(f"{server.name}: it took more than {limit_s:g} s to catch up") from None
@@ -359,7 +360,7 @@ class GenerationPool:
         if server.state is ServerState.SERVING:
             self.registry.apply(server, "leave")
         try:
-            async with asyncio.timeout(_HAND_OVER_S):
+            async with patience(_HAND_OVER_S):
                 while calls := [call for call in server.calls if not call.done()]:
                     await server.client.abort_all()
                     await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)  # requests may arrive after the abort
