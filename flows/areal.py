@@ -29,7 +29,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import FlowRunPolicy, State
 from prefect.futures import wait
 from prefect.runtime import deployment, flow_run
-from prefect.states import Failed
+from prefect.states import Cancelled, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from areal_core.config.schema import RunConfig
@@ -41,7 +41,7 @@ from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunSummary
 from flows.compose import configure
-from flows.page import Progress, told
+from flows.page import CancelUnheard, Progress, told
 from flows.run_result import result_markdown, result_rows
 from flows.shared import HOPELESS, PROGRESS, RESULT, Experiment, Minutes, Mode, Natural, Positive, Share
 
@@ -49,6 +49,7 @@ SUMMARY = "areal-summary"  # key of an artifact
 
 _RETRIES = 1  # of the flow, after the restarts of its processes are spent; it resumes the same run
 _PROGRESS_INTERVAL_S = 2.0
+_END_S = 60.0  # for the roles of a run that was stopped
 _ROLE_THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Prefect's own annotations do not admit it
 
 
@@ -79,6 +80,8 @@ def areal(
     try:
         config = configure(experiment, mode, seed, steps, stop_at_score, stop_after_minutes, overrides)
         return dataclasses.asdict(_run(config, log.info))
+    except CancelUnheard:
+        return Cancelled(message="The run was stopped; it can be resumed.")
     except ArealError as error:
         log.error("%s", error)
         if isinstance(error, HOPELESS):
@@ -105,6 +108,10 @@ def _run_roles(run_dir: RunDir, progress: Progress, log: Callable[[str], None]) 
         while wait(roles, timeout=_PROGRESS_INTERVAL_S).not_done:
             if status := run.status():
                 progress.show(100.0 * status.step / status.steps, describe(status))
+            if progress.cancelled_unheard():
+                run.stop("the flow run was cancelled")
+                wait(roles, timeout=_END_S)
+                raise CancelUnheard
     finally:
         run.stop("the flow run has ended")  # changes nothing where the run has ended by itself
     return run.report()  # raises the failure, if there was one

@@ -15,23 +15,33 @@ from uuid import UUID
 import httpx
 from prefect import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.objects import StateType
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 PATIENCE_S = 3600.0  # with a server that is away at the end of a run, whose processes have ended by then
 _QUICK_S = 5.0  # for a look at the progress
 _AGAIN_S = 5.0
+_LOOK_S = 10.0  # between two looks whether the flow run is to be cancelled
+_UNHEARD_S = 20.0  # a worker that hears of it sends SIGTERM at once
 
 _Response = TypeVar("_Response")
+
+
+class CancelUnheard(Exception):  # noqa: N818 - an ending, not a failure
+    """The flow run is to be cancelled, and nobody does it."""
 
 
 class Progress:
     """The progress artifact of the flow run that runs here. A context, with a connection of its own."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._key = key
+        self._clock = clock
         self._artifact: UUID | None = None  # none yet
         self._client = get_client(sync_client=True, httpx_settings={"timeout": _QUICK_S})
+        self._looked = clock()
+        self._cancelling_since: float | None = None
 
     def __enter__(self) -> Progress:
         self._client.__enter__()
@@ -50,6 +60,21 @@ class Progress:
                 self._artifact = self._client.create_artifact(made).id
             else:
                 self._client.update_artifact(self._artifact, ArtifactUpdate(data=percent, description=text))
+
+    def cancelled_unheard(self) -> bool:
+        """Whether the flow run is to be cancelled and its worker, whose task that is, does nothing: after an outage of
+        the server, Prefect's worker does not listen for it any more."""
+        now = self._clock()
+        if now - self._looked < _LOOK_S:
+            return False
+        self._looked = now
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
+            state = self._client.read_flow_run(UUID(flow_run.id)).state
+            if state is None or state.type is not StateType.CANCELLING:
+                self._cancelling_since = None
+            elif self._cancelling_since is None:
+                self._cancelling_since = now
+        return self._cancelling_since is not None and now - self._cancelling_since >= _UNHEARD_S
 
 
 def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -> _Response | None:
