@@ -165,11 +165,12 @@ def test_full_outbox_takes_points_and_no_tables(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_MAX_BYTES", 4 << 20)
+    outbox.log(row(key, step) for key in ("a", "b") for step in range(20_000))  # as many bytes, which do not matter
     for step in range(42):
         outbox.document("trajectories", step, {"rows": ["x" * 100_000]})
-    with pytest.raises(TrackingError, match=r"^document trajectories: the outbox is full, it holds 4 MiB; "):
+    with pytest.raises(TrackingError, match=r"^document trajectories: 4 MiB of documents wait; "):
         outbox.document("trajectories", 42, {"rows": []})
-    assert caplog.text.count("the outbox holds 2 MiB; at 4 it takes no more tables and plots") == 1
+    assert caplog.text.count("2 MiB of documents wait; beyond 4 tables and plots are left out") == 1
     outbox.log([row()])
     outbox.document("summary", 1, {})
     while document := outbox.pending_document():
