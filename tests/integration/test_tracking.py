@@ -179,6 +179,7 @@ def test_server_that_never_answers_holds_up_the_end_for_its_bound_only(server: S
 
 
 @pytest.mark.recovery
+@pytest.mark.cpu_seconds(40)  # a run, and the process that sends what it left
 def test_run_does_not_notice_a_server_that_never_answers(server: Server, client: MlflowClient, tmp_path: Path) -> None:
     tracking = {"enabled": True, "uri": server.uri, "flush_timeout_s": 5.0}
     config = tiny(tmp_path, tracking=tracking, training={"steps": 6}, evaluation={"enabled": False})
