@@ -4,6 +4,8 @@ Every message is a single line that names the field or the part and says what wo
 Errors carry plain strings only, so they survive pickling between processes.
 """
 
+from typing import ClassVar
+
 
 class ArealError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -28,6 +30,8 @@ class TrackingError(ArealError):
 class GenerationError(ArealError):
     """A generation server failed a request or can't be reached."""
 
+    drop_reason: ClassVar[str] = "generation"  # of a group whose last try ended so
+
 
 class ServerLostError(GenerationError):
     """A generation server can no longer be trusted: it died or failed a weight update."""
@@ -35,6 +39,20 @@ class ServerLostError(GenerationError):
 
 class RewardError(ArealError):
     """A verifier failed, which says nothing about the completion that it judged."""
+
+    drop_reason: ClassVar[str] = "reward_failed"  # of a group whose last try ended so
+
+
+class RewardTimeoutError(RewardError):
+    """A verifier took longer than it may."""
+
+    drop_reason = "reward_timeout"
+
+
+class RewardWorkerError(RewardError):
+    """The process died in which a group was being scored, or was suspended."""
+
+    drop_reason = "reward_worker_died"
 
 
 class LedgerError(ArealError):

@@ -4,7 +4,8 @@
 
 The five in the middle run at once, each in a thread of its own that supervises the processes of one role until the run
 has ended. Prefect is not on the hot path: tasks are phases, not training steps, and a Prefect server that goes away
-stops nothing that trains.
+stops nothing that trains: `flows.page` says what becomes of the view. At the end the flow waits for it, with nothing
+left to run, because Prefect's engine fails what it can't report.
 
 Cancelling sends this process SIGTERM, which Prefect raises in the main thread; the run is told to stop and its
 processes end in order. There are no on_cancellation or on_crashed hooks: the worker runs them after this process has
@@ -19,22 +20,16 @@ import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 from uuid import UUID
 
-import httpx
 from prefect import flow, get_client, get_run_logger, task
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import FlowRunPolicy, State
 from prefect.futures import wait
 from prefect.runtime import deployment, flow_run
-from prefect.states import Failed
+from prefect.states import Cancelled, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from areal_core.config.schema import RunConfig
@@ -44,8 +39,9 @@ from areal_core.run import launcher as core
 from areal_core.run.progress import describe
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
-from areal_core.types import RunStatus, RunSummary
+from areal_core.types import RunSummary
 from flows.compose import configure
+from flows.page import CancelUnheard, Progress, told
 from flows.run_result import result_markdown, result_rows
 from flows.shared import HOPELESS, PROGRESS, RESULT, Experiment, Minutes, Mode, Natural, Positive, Share
 
@@ -53,6 +49,7 @@ SUMMARY = "areal-summary"  # key of an artifact
 
 _RETRIES = 1  # of the flow, after the restarts of its processes are spent; it resumes the same run
 _PROGRESS_INTERVAL_S = 2.0
+_END_S = 60.0  # for the roles of a run that was stopped
 _ROLE_THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Prefect's own annotations do not admit it
 
 
@@ -83,30 +80,38 @@ def areal(
     try:
         config = configure(experiment, mode, seed, steps, stop_at_score, stop_after_minutes, overrides)
         return dataclasses.asdict(_run(config, log.info))
+    except CancelUnheard:
+        return Cancelled(message="The run was stopped; it can be resumed.")
     except ArealError as error:
         log.error("%s", error)
         if isinstance(error, HOPELESS):
-            _forbid_retry()
-        elif _attempts() <= _RETRIES:
+            told("that the run is not to be tried again", _forbid_retry, log.warning)
+        elif (told("how the run failed", _attempts, log.warning) or 0) <= _RETRIES:
             raise  # Prefect calls this function again
         return Failed(message=str(error))
 
 
 def _run(config: RunConfig, log: Callable[[str], None]) -> RunSummary:
-    progress = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="preparing"))
-    # The same id in every attempt of this flow run, hence a retry resumes.
-    run_dir = prepare(config, run_id=f"{config.label}-{flow_run.id[-12:]}")
-    summary = core.read_summary(run_dir) if run_dir.summary.exists() else _run_roles(run_dir, progress, log)
+    with Progress(PROGRESS) as progress:
+        progress.show(0.0, "preparing")
+        # The same id in every attempt of this flow run, hence a retry resumes.
+        run_dir = prepare(config, run_id=f"{config.label}-{flow_run.id[-12:]}")
+        summary = core.read_summary(run_dir) if run_dir.summary.exists() else _run_roles(run_dir, progress, log)
     report(summary, run_dir)
     return summary
 
 
-def _run_roles(run_dir: RunDir, progress: UUID, log: Callable[[str], None]) -> RunSummary:
+def _run_roles(run_dir: RunDir, progress: Progress, log: Callable[[str], None]) -> RunSummary:
     run = core.Run(run_dir, log=log)
     try:
         roles = [role.submit(run) for role in (generate, rollout, train, evaluate, track)]
         while wait(roles, timeout=_PROGRESS_INTERVAL_S).not_done:
-            _show(progress, run.status())
+            if status := run.status():
+                progress.show(100.0 * status.step / status.steps, describe(status))
+            if progress.cancelled_unheard():
+                run.stop("the flow run was cancelled")
+                wait(roles, timeout=_END_S)
+                raise CancelUnheard
     finally:
         run.stop("the flow run has ended")  # changes nothing where the run has ended by itself
     return run.report()  # raises the failure, if there was one
@@ -150,20 +155,28 @@ def track(run: core.Run) -> State | None:
 
 @task(cache_policy=NO_CACHE)
 def report(summary: RunSummary, run_dir: RunDir) -> None:
-    """The result of the run, as artifacts of the flow run: a table, and a page with links."""
+    """The result of the run, as artifacts of the flow run: a table, and a page with links. The run's folder has it in
+    any case."""
     rows = result_rows(summary, run_dir.info(), _untracked(run_dir))
-    create_table_artifact(rows, key=RESULT, description=f"Result of {summary.run_id}")
-    create_markdown_artifact(result_markdown(summary.run_id, rows), key=SUMMARY)
+    page, title, log = result_markdown(summary.run_id, rows), f"Result of {summary.run_id}", get_run_logger().warning
+    told(f"the result in {run_dir.summary}", lambda: create_table_artifact(rows, key=RESULT, description=title), log)
+    told(f"the page of {summary.run_id}", lambda: create_markdown_artifact(page, key=SUMMARY), log)
 
 
 def _untracked(run_dir: RunDir) -> str | None:
-    """The items that MLflow has not got, and the command that sends them; None when it has all."""
+    """What MLflow has not got: items that wait, with the command that sends them, and items that it refuses; None when
+    it has all."""
     info = run_dir.info()
     if info.tracking_uri is None:
         return None
     with contextlib.closing(Outbox(run_dir.outbox, info.run_id)) as outbox:
-        waiting = outbox.unsent()
-    return f"{waiting} items; python -m areal_core.tracking --run-dir {run_dir.root} sends them" if waiting else None
+        waiting, refused = outbox.unsent(), outbox.refusals()
+    missing: list[str] = []
+    if waiting:
+        missing.append(f"{waiting} items; python -m areal_core.tracking --run-dir {run_dir.root} sends them")
+    if refused:
+        missing.append(f"{len(refused)} items that MLflow refuses, as {refused[0]}")
+    return "; ".join(missing) or None
 
 
 def _supervised(role: Callable[[], None]) -> State | None:
@@ -173,14 +186,6 @@ def _supervised(role: Callable[[], None]) -> State | None:
     except ArealError as error:
         return Failed(message=str(error))
     return None
-
-
-def _show(progress: UUID, status: RunStatus | None) -> None:
-    if status is None:
-        return
-    # A Prefect server that is away for a while costs a look at the progress, not the run.
-    with contextlib.suppress(httpx.HTTPError):
-        update_progress_artifact(progress, 100.0 * status.step / status.steps, describe(status))
 
 
 def _attempts() -> int:

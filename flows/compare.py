@@ -15,22 +15,19 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
-from uuid import UUID
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 from prefect import Task, flow, get_run_logger, task
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
-    create_progress_artifact,
     create_table_artifact,
-    update_progress_artifact,
 )
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
@@ -47,6 +44,7 @@ from flows.comparison.design import DEFAULT_ARMS, Trial, generated_name
 from flows.comparison.record import Comparison, read_comparison
 from flows.comparison.report import metrics, result_table, result_title, write_report
 from flows.comparison.trials import TrialResult, load_result, one_line, run_trial
+from flows.page import Progress, told
 from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural
 
 if TYPE_CHECKING:
@@ -91,7 +89,11 @@ def areal_compare(
 
 
 def _compare(asked: Comparison) -> State:
-    progress = _Progress(asked.name)
+    with Progress(PROGRESS) as shown:
+        return _run_trials(asked, _Progress(asked.name, shown))
+
+
+def _run_trials(asked: Comparison, progress: _Progress) -> State:
     comparison, trials = plan(asked)
     parent = track(comparison, trials)
     status: EndStatus = "KILLED"
@@ -206,12 +208,17 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
             if beside := parent.side_by_side(trials):
                 places["trials side by side"] = beside
     table = result_table(comparison.arms, results)
-    create_table_artifact(table, key=RESULT, description=result_title(comparison.name, comparison.arms, results))
-    create_table_artifact([{"what": what, "value": value} for what, value in places.items()], key=PLACES)
+    title = result_title(comparison.name, comparison.arms, results)
+    rows = [{"what": what, "value": value} for what, value in places.items()]
+    page = _with_pictures((folder / "report.md").read_text(), folder)
+    log = get_run_logger().warning
+    told(f"the result in {folder}", lambda: create_table_artifact(table, key=RESULT, description=title), log)
+    told(f"where {comparison.name} lies", lambda: create_table_artifact(rows, key=PLACES), log)
     for what, where in places.items():
         if where.startswith("http"):
-            create_link_artifact(where, what, key=f"areal-{what.lower().replace(' ', '-')}")
-    create_markdown_artifact(_with_pictures((folder / "report.md").read_text(), folder), key=COMPARISON)
+            key = f"areal-{what.lower().replace(' ', '-')}"
+            told(f"a link to {what}", functools.partial(create_link_artifact, where, what, key=key), log)
+    told(f"the page of {comparison.name}", lambda: create_markdown_artifact(page, key=COMPARISON), log)
 
 
 def _with_pictures(markdown: str, folder: Path) -> str:
@@ -224,12 +231,13 @@ def _with_pictures(markdown: str, folder: Path) -> str:
 
 
 class _Progress:
-    """The progress artifact: how far all trials are. A Prefect server that is away costs a look, not the trial."""
+    """How far all trials are."""
 
-    def __init__(self, comparison: str) -> None:
+    def __init__(self, comparison: str, shown: Progress) -> None:
         self._comparison = comparison
-        self._id = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="planning"))
+        self._shown = shown
         self._said_at = 0.0
+        self.say(0.0, "planning")
 
     def begin(self, planned: Trial, before: int, trials: int, failed: int) -> None:
         """A trial begins, after `before` others."""
@@ -249,8 +257,7 @@ class _Progress:
             self.say(100.0 * done / self._trials, f"{self._trial} · {describe(status)}")
 
     def say(self, percent: float, text: str) -> None:
-        with contextlib.suppress(httpx.HTTPError):
-            update_progress_artifact(self._id, percent, f"{self._comparison}: {text}")
+        self._shown.show(percent, f"{self._comparison}: {text}")
         self._said_at = time.monotonic()
 
 

@@ -7,19 +7,12 @@ The same evaluation asked for again goes on where it ended: see areal_core.run.e
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from collections.abc import Callable, Sequence
-from typing import Annotated, cast
-from uuid import UUID
+from typing import Annotated
 
-import httpx
 from prefect import flow, get_run_logger
-from prefect.artifacts import (
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed
@@ -33,6 +26,7 @@ from areal_core.run import evaluation
 from areal_core.run.evaluation import Result
 from areal_core.run.folders import tracking_uri
 from flows.benchmarks import benchmark_configs
+from flows.page import Progress, told
 from flows.run_result import run_page
 from flows.shared import PLACES, PROGRESS, RESULT, Natural, Positive
 
@@ -63,14 +57,15 @@ def areal_evaluate(
     log = get_run_logger()
     try:
         configs = benchmark_configs(model, benchmarks, samples=samples, seed=seed, overrides=overrides)
-        progress = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description="preparing"))
-        results = evaluation.evaluate(
-            configs,
-            name=name,
-            reference=reference,
-            log=log.info,
-            on_progress=_shown(progress, list(configs)),
-        )
+        with Progress(PROGRESS) as progress:
+            progress.show(0.0, "preparing")
+            results = evaluation.evaluate(
+                configs,
+                name=name,
+                reference=reference,
+                log=log.info,
+                on_progress=_shown(progress, list(configs)),
+            )
         _report(model, results, reference, next(iter(configs.values())))
     except ArealError as error:
         log.error("%s", error)
@@ -78,11 +73,10 @@ def areal_evaluate(
     return Completed(message=f"{sum(len(result.records) for result in results)} problems")
 
 
-def _shown(progress: UUID, benchmarks: Sequence[str]) -> Callable[[str, int, int], None]:
+def _shown(progress: Progress, benchmarks: Sequence[str]) -> Callable[[str, int, int], None]:
     def show(benchmark: str, done: int, problems: int) -> None:
         share = (benchmarks.index(benchmark) + done / problems) / len(benchmarks)
-        with contextlib.suppress(httpx.HTTPError):  # a Prefect server that is away for a while
-            update_progress_artifact(progress, 100.0 * share, f"{benchmark}  {done} of {problems} problems")
+        progress.show(100.0 * share, f"{benchmark}  {done} of {problems} problems")
 
     return show
 
@@ -93,11 +87,12 @@ def _report(model: str, results: Sequence[Result], reference: str | None, config
         for result in results
         for figure, value in [*result.scores.rows(), *_compared(result, reference)]
     ]
-    create_table_artifact(rows, key=RESULT, description=f"Scores of {model}")
+    log = get_run_logger().warning
+    told("the scores", lambda: create_table_artifact(rows, key=RESULT, description=f"Scores of {model}"), log)
     places = [{"what": f"{result.benchmark}, to read", "value": str(result.page)} for result in results]
     if uri := tracking_uri(config):
         places.append({"what": "tracking", "value": _track(uri, model, results, config)})
-    create_table_artifact(places, key=PLACES, description="Where to look")
+    told("where to look", lambda: create_table_artifact(places, key=PLACES, description="Where to look"), log)
 
 
 def _compared(result: Result, reference: str | None) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ the lifeline of `areal_core.launch.process`: nothing outlives them, whoever is k
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
@@ -33,6 +35,7 @@ class _Service:
     grace_s: float
     needed: bool
     sessions: bool  # what it starts has sessions of its own
+    again: Callable[[], None] | None  # starts it once more; None: not any more
 
     def obituary(self) -> str:
         name, log = self.process.name, self.process.log
@@ -93,13 +96,19 @@ class Services:
         *,
         needed: bool = True,
         sessions: bool = False,
+        restarts: int = 0,
     ) -> None:
+        """`needed`: all ends with it; `restarts`: how often it is started again before that."""
+        again = None
+        if restarts:
+            options: dict[str, Any] = {"needed": needed, "sessions": sessions, "restarts": restarts - 1}
+            again = functools.partial(self.start, name, argv, environment, grace_s, **options)
         log = log_file(self._logs, name)
         # Foreign programs don't watch the lifeline. Safe here: no thread of this process holds a lock.
         started = children.start(
             name, argv, log=log, environment=environment, grace_s=ORPHAN_GRACE_S, cwd=self._cwd, foreign=True
         )
-        self._services.append(_Service(started, grace_s, needed, sessions))
+        self._services.append(_Service(started, grace_s, needed, sessions, again))
 
     def until_ready(self, probes: Mapping[str, Callable[[], bool]]) -> None:
         """Raises ProcessError naming what was not ready in time or ended before."""
@@ -115,14 +124,21 @@ class Services:
                 )
 
     def watch(self) -> Iterator[str]:
-        """Until asked to stop: how those ended that are not needed. Raises ProcessError once another one ends."""
+        """Until asked to stop: how those ended that are started again, and those that are not needed. Raises
+        ProcessError once another one ends."""
         while True:
             for service in self._ended(_LOOK_INTERVAL_S):
-                if service.needed:
-                    raise ProcessError(service.obituary())
                 obituary = service.obituary()
+                if service.needed and service.again is None:
+                    raise ProcessError(obituary)
+                place = self._services.index(service)
                 self._end(service)
-                yield obituary
+                if service.again is not None:
+                    service.again()
+                    self._services.insert(place, self._services.pop())  # its turn at the end stays the same
+                    yield f"{obituary}; it is started again, runs go on meanwhile"
+                else:
+                    yield f"{obituary}; runs go on without it, what they would send waits"
             for service in self._services:
                 service.process.log.new_lines()  # a look rotates it
 

@@ -4,9 +4,9 @@ One supervisor process (`python -m flows.stack serve`) starts all three at once,
 in order. `make up` leaves it behind as a daemon; under `make train` and `make compare` it holds a lifeline to that
 command and ends with it. It keeps `.areal/stack.lock` locked while it lives, so that a checkout has one stack and a
 stale pid means nothing; `.areal/stack.json` says where the servers listen. Without MLflow runs go on, their points
-wait; without one of the others the stack ends. The environment wins: a server that PREFECT_API_URL (or an explicit
-Prefect profile) or MLFLOW_TRACKING_URI names is used and not started. AREAL_STATE_DIR is the folder to use in place of
-`.areal`.
+wait; Prefect's server is started again a few times. Without it, or the worker, the stack ends. The environment wins: a
+server that PREFECT_API_URL (or an explicit Prefect profile) or MLFLOW_TRACKING_URI names is used and not started.
+AREAL_STATE_DIR is the folder to use in place of `.areal`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ Owner = Literal["up", Tied]
 SOLE = "sole"  # told to the worker: no other worker serves this Prefect server
 _LOOK_S = 0.5  # for which a check whether a stack runs may hold its lock
 _claims: list[socket.socket] = []  # of ports, for as long as this process lives
+_PREFECT_RESTARTS = 3
 _WORKER_GRACE_S = 45.0  # Prefect gives a flow run 30 s to end
 
 
@@ -187,8 +188,7 @@ def serve(owner: Owner, report: int) -> int:
                 stack = _start(services, owner)
                 write_json(STATE / "stack.json", dataclasses.asdict(stack))
                 say(dataclasses.asdict(stack))
-                for obituary in services.watch():
-                    line = f"{obituary}; runs go on without it, what they would send waits"
+                for line in services.watch():
                     print(line, file=sys.stderr, flush=True)
                     say({"news": line})
             except ArealError as error:
@@ -208,7 +208,7 @@ def _start(services: Services, owner: Owner) -> Stack:
         port = _port("PREFECT_PORT", 4200, before.get("prefect_api"))
         prefect_api = f"http://127.0.0.1:{port}/api"
         argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-        services.start("prefect-server", argv, prefect_environment(prefect_api))
+        services.start("prefect-server", argv, prefect_environment(prefect_api), restarts=_PREFECT_RESTARTS)
         probes["prefect-server"] = lambda: _responds(f"{prefect_api}/health")
         worker.append(SOLE)
     if mlflow_uri is None:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 _LOOK_INTERVAL_S = 1.0  # Prefect's API can only be asked
 _CANCEL_TIMEOUT_S = 60.0
-_PATIENCE_S = 60.0  # with a server that is there and too busy to respond
+_PATIENCE_S = 86_400.0  # with a server that does not respond: the run goes on meanwhile
+_SILENT = "Prefect's server does not respond; the run goes on, and shows again once it does."
 _NEWS_TIMEOUT_S = 2.0  # a supervisor sees at once what dies
 
 _Response = TypeVar("_Response")
@@ -117,11 +118,14 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("starting", total=100.0)
-        said = None
+        said, silent = None, False
         while True:
             for line in news():
                 console.print(line, soft_wrap=True)
             look = patience.ask(lambda: (client.read_flow_run(flow_run_id), _artifact(client, flow_run_id, PROGRESS)))
+            if (look is None) != silent:
+                silent = look is None
+                console.print(_SILENT if silent else "Prefect's server responds again.", soft_wrap=True)
             if look is None:
                 time.sleep(_LOOK_INTERVAL_S)
                 continue
@@ -155,8 +159,7 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
 
 
 class _Patience:
-    """Tolerance of a server that responds with errors, or late, for a while: a busy machine. One that refuses
-    connections is gone."""
+    """Tolerance of a server that responds with errors, late or not at all, for a while: it is busy, or starts again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -166,7 +169,7 @@ class _Patience:
         """The response, or None when there is none this time. Raises httpx.HTTPError."""
         try:
             response = look()
-        except (httpx.HTTPStatusError, httpx.TimeoutException):
+        except httpx.HTTPError:
             now = self._clock()
             self._since = now if self._since is None else self._since
             if now - self._since > _PATIENCE_S:

@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from areal_core.api.patience import patience
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ServerLoad
 from areal_core.controller.registry import Server, ServerRegistry, ServerState, Update
@@ -30,6 +31,8 @@ from areal_core.types import GenerationRequest, PolicyVersion
 logger = logging.getLogger(__name__)
 _HAND_OVER_S = 10.0  # for the responses of a server that leaves to come in
 _ABORT_AGAIN_S = 1.0
+_LOADS_ALONE = 2  # of a server that joins, before it holds up versions that come faster than it loads them
+_LOAD_S = 10.0  # for a load that holds others up, at least; twice what its longest one took
 Newest = Callable[[], PolicyVersion | None]
 
 
@@ -122,7 +125,7 @@ class GenerationPool:
         self._given_up.add(transcript)
         serving = self._open[transcript]
         try:
-            async with asyncio.timeout(_HAND_OVER_S):
+            async with patience(_HAND_OVER_S):
                 while serving and not work.done():
                     await self.registry.ask(set(serving.values()), lambda server: server.client.abort([*serving]))
                     await asyncio.wait([work], timeout=_ABORT_AGAIN_S)  # requests may arrive after the abort
@@ -277,8 +280,9 @@ class GenerationPool:
         return [(one, one.joining) for one in servers if one.joining is not None and not one.joining.done()]
 
     async def _join(self, server: Server, newest: Newest) -> None:
-        """`exclusive` is not held while a server loads its first weights, so that a slow one holds up no update of the
-        others. A version that they have loaded meanwhile it loads afterwards, with `exclusive` held."""
+        """`exclusive` is not held while a server loads weights, so that one that is slow, or hangs, holds up no update
+        of the others. A version that they have got meanwhile it loads next. One that does not catch up so loads once
+        more with `exclusive` held, for about as long as it has taken before."""
         registry = self.registry
         async with registry.exclusive:
             known = next((one for one in registry.at_work if one.name == server.name), None)
@@ -289,13 +293,29 @@ class GenerationPool:
         await server.client.identify()
         if await server.client.is_sleeping():  # put to sleep by a controller that is gone
             await server.client.wake_up()
-        await self._load_target(server, newest)
+        clock, longest_s = asyncio.get_running_loop().time, 0.0
+        for _ in range(_LOADS_ALONE):
+            start = clock()
+            counted = await self._load_target(server, newest)
+            longest_s = max(longest_s, clock() - start)
+            async with registry.exclusive:
+                if server.loaded == registry.target:
+                    await self._serve(server, counted)
+                    return
+        limit_s = max(_LOAD_S, 2 * longest_s)
         async with registry.exclusive:
-            await self._load_target(server, newest)
-            self._counters.join(server.name, server.url, (await server.client.load()).rollout_tokens)
-            if self._asleep:
-                await server.client.sleep()
-            registry.apply(server, "serve")
+            try:
+                async with patience(limit_s):
+                    counted = await self._load_target(server, newest)
+            except TimeoutError:
+                raise ServerLostError(f"{server.name}: it took more than {limit_s:g} s to catch up") from None
+            await self._serve(server, counted)
+
+    async def _serve(self, server: Server, counted: int) -> None:
+        self._counters.join(server.name, server.url, counted)
+        if self._asleep:
+            await server.client.sleep()
+        self.registry.apply(server, "serve")
 
     def _joined(self, server: Server, task: asyncio.Task[None]) -> None:
         """The end of `_join`: a server that does not serve by now is lost, or has ended."""
@@ -311,12 +331,15 @@ class GenerationPool:
         except GenerationError:
             return False
 
-    async def _load_target(self, server: Server, newest: Newest) -> None:
+    async def _load_target(self, server: Server, newest: Newest) -> int:
         """Load the target version into a server that joins. Version 0, the base model that it was started with, is not
-        sent to it."""
+        sent to it. Returns the tokens that it has counted for the rollout."""
         target = self.registry.target = newest() or self.registry.target
-        if target is None or server.loaded == target:
-            return
+        if target is not None and server.loaded != target:
+            await self._load(server, target)
+        return (await server.client.load()).rollout_tokens
+
+    async def _load(self, server: Server, target: PolicyVersion) -> None:
         if target.version == 0 and await server.client.loaded_version() == 0:
             await server.client.resume()  # it may have left, or lost its controller, while it was paused
         elif self._by_files:
@@ -337,7 +360,7 @@ class GenerationPool:
         if server.state is ServerState.SERVING:
             self.registry.apply(server, "leave")
         try:
-            async with asyncio.timeout(_HAND_OVER_S):
+            async with patience(_HAND_OVER_S):
                 while calls := [call for call in server.calls if not call.done()]:
                     await server.client.abort_all()
                     await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)  # requests may arrive after the abort

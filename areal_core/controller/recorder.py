@@ -16,7 +16,7 @@ from typing import Any
 from areal_core.api.wire import ServerLoad
 from areal_core.config.plugins import find
 from areal_core.config.schema import RunConfig
-from areal_core.errors import TrackingError
+from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, TrackingError
 from areal_core.planning.account import explain
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.rollout.notes import Ending
@@ -129,6 +129,10 @@ class Recorder:
             ),  # nothing is cut short before the end
             "rollout/dropped_groups": sum(dropped.values()),
             "rollout/uniform_groups": dropped.get("uniform", 0),
+            **{
+                f"rollout/{kind.drop_reason}_groups": dropped.get(kind.drop_reason, 0)
+                for kind in (RewardError, RewardTimeoutError, RewardWorkerError)
+            },
         }
         self.log(step, values | self._server_rates(now, list(loads)))
         self._notes.publish(step, now)  # last: a step in it is recorded whole

@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from areal_core.api.patience import patience
 from areal_core.api.wire import (
     EMBEDDED,
     ROLLOUT,
@@ -45,7 +46,7 @@ _METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 class GenerationClient:
     """A client of one server. Every method raises ServerLostError when the server can't be reached, does not answer in
-    time or answers with a 5xx status."""
+    time (in which this process could listen) or answers with a 5xx status."""
 
     def __init__(
         self, url: str, *, update_timeout_s: float = 120.0, timeline: Callable[[], TimelineWriter] | None = None
@@ -71,7 +72,8 @@ class GenerationClient:
         self._session = aiohttp.ClientSession(
             base_url=url,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONTROL_TIMEOUT_S),
+            # Nor with time limits of its own, which this process' own lag would exceed.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
         )
 
     async def identify(self) -> None:
@@ -217,7 +219,7 @@ class GenerationClient:
     async def _update(self, version: PolicyVersion) -> AsyncIterator[None]:
         """Raise ServerLostError for a server that fails an update, refuses it or takes too long."""
         try:
-            async with asyncio.timeout(self._update_timeout_s):
+            async with patience(self._update_timeout_s):
                 yield
         except TimeoutError:
             raise ServerLostError(
@@ -314,7 +316,7 @@ class GenerationClient:
         headers = None if body is None else {"Content-Type": "application/json"}
         try:
             async with (
-                asyncio.timeout(timeout_s),
+                patience(timeout_s),
                 self._session.request(method, path, data=body, headers=headers) as response,
             ):
                 content = await response.read()

@@ -28,7 +28,7 @@ from areal_core.api.wire import SampledCompletion
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
-from areal_core.errors import ArealError, RewardError
+from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.tracking.timeline import TimelineWriter
@@ -101,8 +101,9 @@ class RewardPool:
         return GroupSession(self, replace(job, group=next(self._groups)))
 
     async def score(self, job: GroupJob) -> ScoredGroup:
-        """Score a group in the next free worker. Raises RewardError when the verifier fails, takes longer than the
-        timeout (waiting for a worker does not count) or loses its process."""
+        """Score a group in the next free worker. Raises RewardError when the verifier fails, RewardTimeoutError when it
+        takes longer than the timeout (waiting for a worker does not count) and RewardWorkerError when it loses its
+        process."""
         return (await self.ask(job))[0]
 
     async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
@@ -222,7 +223,7 @@ class _Worker:
         theirs.close()  # so that the process' death reads as end-of-file
 
     def ask(self, message: Any, timeout_s: float) -> Any:
-        """Blocks until the result is there. Raises RewardError when it does not come."""
+        """Blocks until the result is there. Raises RewardTimeoutError or RewardWorkerError when it does not come."""
         try:
             if not self._started:
                 self._receive(time.monotonic() + _START_TIMEOUT_S)
@@ -238,9 +239,11 @@ class _Worker:
             return result
         except BlockingIOError:
             what = f"respond in {timeout_s:g} s (rollout.reward_timeout_s)" if self._started else "start"
-            raise RewardError(f"the reward worker did not {what}") from None
+            raise (RewardTimeoutError if self._started else RewardWorkerError)(
+                f"the reward worker did not {what}"
+            ) from None
         except (EOFError, OSError) as error:
-            raise RewardError("the reward worker died while it scored this group") from error
+            raise RewardWorkerError("the reward worker died while it scored this group") from error
 
     def kill(self) -> None:
         self.process.kill()
@@ -261,7 +264,7 @@ class _Worker:
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
-_lost = functools.partial(RewardError, "the reward worker that this group was suspended in is gone")
+_lost = functools.partial(RewardWorkerError, "the reward worker that this group was suspended in is gone")
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None:

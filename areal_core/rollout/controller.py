@@ -32,7 +32,7 @@ from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ROLLOUT, SampledCompletion
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ArealError, ConfigError, GenerationError, RewardError, RunFinished
+from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished
 from areal_core.rollout.gate import StalenessGate
 from areal_core.rollout.ledger import AdmittedGroup, Selection, TrajectoryLedger
 from areal_core.rollout.payloads import Place
@@ -349,7 +349,7 @@ class RolloutController:
         self._generating.discard(group.group_id)
         self._changed.notify()
 
-    def _give_up(self, group: AdmittedGroup, error: ArealError, rollout: _Rollout) -> bool:
+    def _give_up(self, group: AdmittedGroup, error: GenerationError | RewardError, rollout: _Rollout) -> bool:
         """Count a failed try; drop the group when its tries are spent. A run in which every group fails must end: after
         as many drops in a row as a batch has groups, the last error is the run's."""
         tries = self._ledger.failed_try(group.group_id, rollout.take_refused())
@@ -357,7 +357,7 @@ class RolloutController:
         if tries < self._config.rollout.max_tries:
             return False
         self._ledger.settle(group.group_id, rollout.sampled())
-        self._ledger.drop(group.group_id, "generation" if isinstance(error, GenerationError) else "reward")
+        self._ledger.drop(group.group_id, error.drop_reason)
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self._config.groups_per_batch:
             raise error

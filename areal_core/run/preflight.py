@@ -22,8 +22,9 @@ from areal_core.storage.objects import Storage
 from areal_core.types import Prompt
 
 
-def preflight(config: RunConfig, log: Log = print) -> None:
-    """Check what a run will need: folders, model, prompts, storage, tracking. Makes what is absent and may be made.
+def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> None:
+    """Check what a run will need: folders, model, prompts, storage, tracking. Makes what is absent and may be made. A
+    `resumed` run needs no tracking server: its points wait.
 
     Raises ConfigError, ModelError, StorageError or TrackingError with one line that names the field.
     """
@@ -55,7 +56,7 @@ def preflight(config: RunConfig, log: Log = print) -> None:
         if config.launch.accelerator == "cuda" and not config.emulated:
             plan(config, log)
     Storage.open(config.storage.url, config.storage.endpoint_url)
-    if uri := tracking_uri(config):
+    if not resumed and (uri := tracking_uri(config)):
         from areal_core.tracking.mlflow_client import check_reachable  # seconds of imports
 
         check_reachable(uri)

@@ -64,7 +64,7 @@ def prepare(
             return run
     if config.task.name == "rows" and config.task.path is None:  # which is enough for an evaluation
         raise ConfigError("task.path: must be given, a file of prompts to train on")
-    preflight(config, log)
+    preflight(config, log, resumed=resumed)
     if resumed:
         return _adopted(run, config, flow_run_id, log)
     store = config.storage

@@ -2,7 +2,8 @@
 
 Every point arrives once. A batch is marked as attempted, sent, marked as sent; after a failure or a restart the
 attempted points are compared with the histories that the server holds before anything is sent again. A server that is
-down stops nothing: points wait in the outbox.
+down stops nothing: points wait in the outbox. A batch that the server refuses is sent again in smaller ones, until what
+it refuses is alone and set aside.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
@@ -28,16 +30,18 @@ from areal_core.tracking.mlflow_client import (
     param,
     put_table,
     reason,
+    refuses,
     register,
     shown,
     tag,
 )
-from areal_core.tracking.outbox import Document, Outbox
+from areal_core.tracking.outbox import Document, LabelKind, Outbox, Refusal
 from areal_core.types import MetricRow
 
 _INTERVAL_S = 1.0  # between two looks into the outbox
 _MAX_BACKOFF_S = 5.0
 _REQUEST_S = 5  # for one request of the forwarder
+_SHOWN_REFUSALS = 3
 _STOP_S = 2  # for sending what is left when the process is told to end; also for each request then
 _FINAL_METRICS = (
     "accuracy_before",
@@ -65,6 +69,9 @@ class Forwarder:
         self._flush_timeout_s = flush_timeout_s
         self._opened = False
         self._doubtful = True  # the server may hold points that are marked as attempted only
+        self._metrics = _BatchSize(MAX_METRICS)
+        self._labels = {"param": _BatchSize(MAX_LABELS), "tag": _BatchSize(MAX_LABELS)}
+        self._refused = False  # something, since the start
 
     def run(self, wait: Callable[[float], bool]) -> bool:
         """Forward until the outbox has ended and all is sent, or `flush_timeout_s` after that; then True.
@@ -72,15 +79,19 @@ class Forwarder:
         `wait(seconds)` returns early with True when the process is to end: then what can be sent within a few seconds
         is sent, the run is marked as KILLED unless the outbox has ended otherwise, and False is returned.
         """
-        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(_REQUEST_S)
         failures = 0
         give_up_at = math.inf
         while True:
             ended = self._outbox.ended()  # read first: all there is to send is in the outbox by then
+            if ended:
+                give_up_at = min(give_up_at, time.monotonic() + self._flush_timeout_s)
+            left_s = give_up_at - time.monotonic()
+            _limit_requests(min(_REQUEST_S, left_s))
             try:
                 waiting = self._send_some()
                 if ended and not waiting:
                     self._client.set_terminated(self._run_id, ended)
+                    self._say_what_was_refused()
                     return True
                 if failures:
                     _log.info("tracking: %s responds again", shown(self._uri))
@@ -90,24 +101,24 @@ class Forwarder:
                 if not failures:
                     _log.warning("tracking: %s fails, points wait: %s", shown(self._uri), reason(error))
                 failures += 1
-                pause = min(0.5 * 2**failures, _MAX_BACKOFF_S)
-            if ended:
-                give_up_at = min(give_up_at, time.monotonic() + self._flush_timeout_s)
-                if time.monotonic() >= give_up_at:
-                    _log.warning(
-                        "tracking: gave up after %g s (tracking.flush_timeout_s) with %d items unsent; "
-                        "`python -m areal_core.tracking` on the run's folder sends them later",
-                        self._flush_timeout_s,
-                        self._outbox.unsent(),
-                    )
-                    return True
-            if wait(pause):
+                pause = min(_INTERVAL_S * failures, _MAX_BACKOFF_S)
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0:
+                _log.warning(
+                    "tracking: gave up after %g s (tracking.flush_timeout_s) with %d items unsent; "
+                    "`python -m areal_core.tracking` on the run's folder sends them later",
+                    self._flush_timeout_s,
+                    self._outbox.unsent(),
+                )
+                self._say_what_was_refused()
+                return True
+            if wait(min(pause, left_s)):
                 self._stop()
                 return False
 
     def _stop(self) -> None:
         """A last try within a few seconds, and the run's end, which is tried even if sending fails."""
-        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(_STOP_S)
+        _limit_requests(_STOP_S)
         deadline = time.monotonic() + _STOP_S
         try:
             while self._send_some() and time.monotonic() < deadline:
@@ -139,50 +150,98 @@ class Forwarder:
     def _send_metrics(self) -> None:
         if self._doubtful:
             self._compare()
-        rows = self._outbox.attempt_metrics(MAX_METRICS)
+        rows = self._outbox.attempt_metrics(self._metrics.now)
         if not rows:
             return
         self._doubtful = True
-        self._client.log_batch(
-            self._run_id,
-            metrics=[Metric(row.key, row.value, int(row.time_s * 1000), row.step) for row in rows],
-            synchronous=True,
-        )
-        self._outbox.sent_metrics(rows)
-        self._doubtful = False
+        points = [Metric(row.key, row.value, int(row.time_s * 1000), row.step) for row in rows]
+        refusal = self._put(self._metrics, metrics=points)
+        if refusal is None:
+            self._outbox.sent_metrics(rows)
+        elif len(rows) == 1:
+            self._outbox.refuse_metric(rows[0], refusal)
+            self._note(Refusal(kind="point", name=rows[0].key, step=rows[0].step, reason=refusal))
+        self._doubtful = False  # what it refuses it does not hold
 
     def _compare(self) -> None:
         """Mark the points that the server already holds as sent."""
         rows = self._outbox.attempted_metrics()
-        held = {
-            (key, metric.step)
-            for key in {row.key for row in rows}
-            for metric in self._client.get_metric_history(self._run_id, key)
-        }
-        self._outbox.sent_metrics(row for row in rows if (row.key, row.step) in held)
+        for key in {row.key for row in rows}:
+            held = {metric.step for metric in self._client.get_metric_history(self._run_id, key)}
+            self._outbox.sent_metrics(row for row in rows if row.key == key and row.step in held)
         self._doubtful = False
 
     def _send_params(self) -> None:
-        params = self._outbox.pending_labels("param", MAX_LABELS)
+        params = self._outbox.pending_labels("param", self._labels["param"].now)
         if not params:
             return
         held = self._client.get_run(self._run_id).data.params  # the server refuses another value for ever
+        for name, value in [*params.items()]:
+            row = param(name, value)
+            if row.key in held and held[row.key] != row.value:
+                self._refuse_label("param", name, params.pop(name), f"it is {held[row.key]!r} there and can't change")
         fresh = [row for row in map(param, params, params.values()) if row.key not in held]
-        if fresh:
-            self._client.log_batch(self._run_id, params=fresh, synchronous=True)
-        self._outbox.sent_labels("param", params)
+        self._send_labels("param", params, params=fresh)
 
     def _send_tags(self) -> None:
-        tags = self._outbox.pending_labels("tag", MAX_LABELS)
-        if tags:
-            self._client.log_batch(self._run_id, tags=[*map(tag, tags, tags.values())], synchronous=True)
-            self._outbox.sent_labels("tag", tags)
+        tags = self._outbox.pending_labels("tag", self._labels["tag"].now)
+        self._send_labels("tag", tags, tags=[*map(tag, tags, tags.values())])
+
+    def _send_labels(self, kind: LabelKind, labels: Mapping[str, str], **fresh: list[Any]) -> None:
+        """Send those that the server has not; `labels` are all that are sent then."""
+        refusal = self._put(self._labels[kind], **fresh) if any(fresh.values()) else None
+        if refusal is None:
+            self._outbox.sent_labels(kind, labels)
+        elif len(labels) == 1:
+            self._refuse_label(kind, *next(iter(labels.items())), refusal)
+
+    def _refuse_label(self, kind: LabelKind, name: str, value: str, refusal: str) -> None:
+        self._outbox.refuse_label(kind, name, value, refusal)
+        self._note(Refusal(kind=kind, name=name, step=None, reason=refusal))
+
+    def _put(self, size: _BatchSize, **batch: list[Any]) -> str | None:
+        """Send a batch. Returns why the server refuses it, None if it does not; raises FAILURES when nobody knows."""
+        try:
+            self._client.log_batch(self._run_id, **batch, synchronous=True)
+        except FAILURES as error:
+            if not self._is_refused(error):
+                raise
+            size.refused(sum(map(len, batch.values())))
+            return reason(error)
+        size.taken()
+        return None
+
+    def _is_refused(self, error: BaseException) -> bool:
+        """Whether the server does not take just this. A run that is deleted there takes nothing, until restored."""
+        return refuses(error) and self._client.get_run(self._run_id).info.lifecycle_stage != "deleted"
+
+    def _note(self, refusal: Refusal) -> None:
+        if not self._refused:
+            _log.warning("tracking: %s refuses %s; it is set aside, others are sent", shown(self._uri), refusal)
+        self._refused = True
+
+    def _say_what_was_refused(self) -> None:
+        refusals = self._outbox.refusals()
+        if refusals:
+            some = "; ".join(map(str, refusals[:_SHOWN_REFUSALS]))
+            _log.warning("tracking: %s has refused %d items: %s", shown(self._uri), len(refusals), some)
 
     def _send_document(self) -> None:
         """Documents overwrite what an earlier try has left: sending one twice changes nothing."""
         document = self._outbox.pending_document()
         if document is None:
             return
+        try:
+            self._put_document(document)
+        except FAILURES as error:
+            if not self._is_refused(error):
+                raise
+            self._outbox.refuse_document(document, reason(error))
+            self._note(Refusal(kind="document", name=document.kind, step=document.step, reason=reason(error)))
+        else:
+            self._outbox.sent_document(document)
+
+    def _put_document(self, document: Document) -> None:
         if document.kind == "trajectories":
             put_table(self._client, self._run_id, f"trajectories/step-{document.step:06d}.json", document.data["rows"])
         elif document.kind == "model":
@@ -198,7 +257,6 @@ class Forwarder:
             self._outbox.log(_final_rows(document))
             if bound := document.data.get("bound"):
                 self._describe(bound)
-        self._outbox.sent_document(document)
 
     def _put_scored(self, document: Document) -> None:
         """A file that is gone or damaged costs its table, nothing else."""
@@ -223,6 +281,26 @@ class Forwarder:
             if error.get_http_status_code() >= 500:  # which connections that fail have, too
                 raise
             _log.warning("tracking: %s registers no model: %s", shown(self._uri), reason(error))
+
+
+class _BatchSize:
+    """How many items go into one request: half as many when the server refuses them, which finds the one that it does
+    not take; twice as many when it takes them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.now = most
+
+    def refused(self, items: int) -> None:
+        self.now = max(1, items // 2)
+
+    def taken(self) -> None:
+        self.now = min(self._most, 2 * self.now)
+
+
+def _limit_requests(seconds: float) -> None:
+    """Each request of MLflow's client from now on; it takes whole seconds."""
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, math.ceil(seconds)))
 
 
 def staleness_figure(counts: Mapping[str, int], step: int) -> Figure:

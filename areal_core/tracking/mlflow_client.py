@@ -28,12 +28,15 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 from mlflow.exceptions import MlflowException
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request, verify_rest_response
+from requests import HTTPError
 
 from areal_core.errors import TrackingError
 from areal_core.tracking.outbox import EndStatus
 
 FAILURES = (MlflowException, OSError)  # OSError: what requests raises while an artifact is sent
 MAX_METRICS, MAX_LABELS = 1000, 100  # a log_batch call
+# Answers below 500 that say nothing about what was sent: somebody mends access or address, or there is too much to do.
+_NO_REFUSALS = (401, 403, 404, 408, 429)
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _BEST = "best"  # alias of a registered model's best version
 _MAX_TABLES = 50  # listed on a run's page; its tag holds no more
@@ -214,6 +217,17 @@ def param(key: str, value: str) -> Param:
 def tag(key: str, value: str) -> RunTag:
     """A tag, cut to what MLflow takes."""
     return RunTag(_name(key), _cut(value, _MAX_TAG))
+
+
+def refuses(error: BaseException) -> bool:
+    """Whether the server has answered that it does not take what was sent: the same again would end the same."""
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+    elif isinstance(error, HTTPError) and error.response is not None:  # of an artifact
+        status = error.response.status_code
+    else:
+        return False
+    return 400 <= status < 500 and status not in _NO_REFUSALS
 
 
 def _exists(client: MlflowClient, run_id: str) -> bool:

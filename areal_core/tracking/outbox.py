@@ -1,12 +1,18 @@
 """A run's own record of its metrics, and the queue to its tracking server: one SQLite file, open in several processes.
 
 Metric points are keyed (run, key, step). Until a point is first attempted, a later write of it wins; from then on it is
-frozen, so that sending it again after a failure can only repeat what the server may already hold.
+frozen, so that sending it again after a failure can only repeat what the server may already hold. What the server
+refuses is set aside with the reason, and waits no more.
+
+Points stay, as the run's record: about 200 bytes each, 14 kB for a step of 70 curves, whether they are sent or not. Of
+a document that was sent nothing stays but a digest; what those that wait may take is bounded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
 import posixpath
 import re
@@ -37,17 +43,21 @@ _DOCUMENT_FIELD = {
 }
 _END_STATUSES = ("FINISHED", "FAILED", "KILLED")
 _KEY = re.compile(r"[\w\- ][\w\-. /]{0,249}")  # what MLflow takes as a metric's name
-_ATTEMPTED, _SENT = 1, 2  # states of a row; 0: not attempted yet
+_ATTEMPTED, _SENT, _REFUSED = 1, 2, 3  # states of a row; 0: not attempted yet
+_MANY = ("trajectories", "staleness_histogram")  # documents of which there is one every few steps
+_MAX_BYTES = 256 << 20  # of documents that wait; beyond it none of these is added. A warning comes at half
+_TABLES = ("metrics", "labels", "documents")
+_log = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS metrics (run TEXT NOT NULL, key TEXT NOT NULL, step INTEGER NOT NULL,
     value REAL,  -- NULL: not a number
-    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, UNIQUE (run, key, step));
+    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, key, step));
 CREATE INDEX IF NOT EXISTS unsent ON metrics (run) WHERE state < 2;
 CREATE TABLE IF NOT EXISTS labels (run TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL,
-    state INTEGER NOT NULL DEFAULT 0, UNIQUE (run, kind, name));
+    state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, kind, name));
 CREATE TABLE IF NOT EXISTS documents (run TEXT NOT NULL, kind TEXT NOT NULL, step INTEGER NOT NULL, data TEXT NOT NULL,
-    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, UNIQUE (run, kind, step));
+    time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, kind, step));
 CREATE TABLE IF NOT EXISTS ends (run TEXT PRIMARY KEY, status TEXT NOT NULL);
 """
 
@@ -62,6 +72,20 @@ class Document:
     time_s: float  # seconds since the epoch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A point, label or document that the server has refused, and why."""
+
+    kind: str  # point, param, tag or document
+    name: str
+    step: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f" of step {self.step}"
+        return f"{self.kind} {self.name}{at}: {self.reason}"
+
+
 class Outbox:
     """The metrics, labels and documents of a run. The first half is for writers, the second for the one forwarder.
 
@@ -73,11 +97,13 @@ class Outbox:
         process that writes. Raises TrackingError."""
         self._run = run_key
         self._lock = threading.Lock()
+        self._warned = False  # of an outbox that fills up
         try:
             self._db = sqlite3.connect(path, timeout=timeout_s, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
+            self._add_reasons()
         except sqlite3.Error as error:
             raise TrackingError(f"can't open the outbox {path}: {error}") from error
 
@@ -107,16 +133,20 @@ class Outbox:
         "staleness_histogram": {"counts": {"0": tokens, "1": tokens, ...}}, a plot;
         "summary": the fields of RunSummary, a file and a few final metrics; "config", "census": a file;
         "model": {"name", "url", "run", "version", "accuracy", "held_out"}, a version of a registered model.
+
+        Raises TrackingError for what is none of these, and for tables and plots once the outbox is full.
         """
         if kind not in _DOCUMENT_FIELD:
             raise TrackingError(f"document kind {kind!r}: must be one of {', '.join(_DOCUMENT_FIELD)}")
         field = _DOCUMENT_FIELD[kind]
         if field is not None and field not in data:
             raise TrackingError(f"document {kind}: needs the field {field!r}, got {', '.join(data) or 'none'}")
+        self._check_room(kind)
+        text = json.dumps(data)
         self._write(
             "INSERT INTO documents (run, kind, step, data, time_s) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE "
-            "SET data = excluded.data, time_s = excluded.time_s, state = 0 WHERE data != excluded.data",
-            [(self._run, kind, step, json.dumps(data), time.time())],
+            "SET data = excluded.data, time_s = excluded.time_s, state = 0 WHERE data NOT IN (excluded.data, ?)",
+            [(self._run, kind, step, text, time.time(), _digest(text))],
         )
 
     def params(self, params: Mapping[str, str]) -> None:
@@ -152,8 +182,21 @@ class Outbox:
         """The number of points, labels and documents that wait."""
         return sum(
             self._read(f"SELECT count(*) FROM {table} WHERE run = ? AND state < 2", self._run)[0][0]
-            for table in ("metrics", "labels", "documents")
+            for table in _TABLES
         )
+
+    def refusals(self) -> list[Refusal]:
+        """What the server has refused: points, then labels, then documents."""
+        found = [
+            *self._read(
+                f"SELECT 'point', key, step, reason FROM metrics WHERE run = ? AND state = {_REFUSED}", self._run
+            ),
+            *self._read(f"SELECT kind, name, NULL, reason FROM labels WHERE run = ? AND state = {_REFUSED}", self._run),
+            *self._read(
+                f"SELECT 'document', kind, step, reason FROM documents WHERE run = ? AND state = {_REFUSED}", self._run
+            ),
+        ]
+        return [Refusal(kind=kind, name=name, step=step, reason=reason) for kind, name, step, reason in found]
 
     def history(self) -> dict[str, list[tuple[int, float]]]:
         """All points of all curves, sent or not: key -> (step, value), by step."""
@@ -171,13 +214,16 @@ class Outbox:
             "(SELECT rowid FROM metrics WHERE run = ? AND state < 2 ORDER BY state DESC, rowid LIMIT ?)",
             [(self._run, limit)],
         )
-        return self.attempted_metrics()
+        return self.attempted_metrics(limit)
 
-    def attempted_metrics(self) -> list[MetricRow]:
-        """Points that were being sent when the forwarder failed or died: the server may hold them or not."""
+    def attempted_metrics(self, limit: int = -1) -> list[MetricRow]:
+        """Points that were being sent when the forwarder failed or died: the server may hold them or not. The oldest
+        `limit` of them; all if negative."""
         rows = self._read(  # the first condition names the partial index
-            f"SELECT key, step, value, time_s FROM metrics WHERE run = ? AND state < 2 AND state = {_ATTEMPTED}",
+            f"SELECT key, step, value, time_s FROM metrics WHERE run = ? AND state < 2 AND state = {_ATTEMPTED} "
+            "ORDER BY rowid LIMIT ?",
             self._run,
+            limit,
         )
         return [
             MetricRow(key=key, step=step, value=math.nan if value is None else value, time_s=time_s)
@@ -188,6 +234,13 @@ class Outbox:
         self._write(
             f"UPDATE metrics SET state = {_SENT} WHERE run = ? AND key = ? AND step = ?",
             [(self._run, row.key, row.step) for row in rows],
+        )
+
+    def refuse_metric(self, row: MetricRow, reason: str) -> None:
+        """Set a point aside that the server does not take."""
+        self._write(
+            f"UPDATE metrics SET state = {_REFUSED}, reason = ? WHERE run = ? AND key = ? AND step = ?",
+            [(reason, self._run, row.key, row.step)],
         )
 
     def pending_labels(self, kind: LabelKind, limit: int) -> dict[str, str]:
@@ -201,6 +254,13 @@ class Outbox:
             [(self._run, kind, name, value) for name, value in labels.items()],
         )
 
+    def refuse_label(self, kind: LabelKind, name: str, value: str, reason: str) -> None:
+        """Set a label aside that the server does not take, unless it has another value by now."""
+        self._write(
+            f"UPDATE labels SET state = {_REFUSED}, reason = ? WHERE run = ? AND kind = ? AND name = ? AND value = ?",
+            [(reason, self._run, kind, name, value)],
+        )
+
     def pending_document(self) -> Document | None:
         """The oldest document that waits."""
         query = "SELECT kind, step, data, time_s FROM documents WHERE run = ? AND state < 2 ORDER BY rowid LIMIT 1"
@@ -210,10 +270,54 @@ class Outbox:
 
     def sent_document(self, document: Document) -> None:
         """Mark a document as sent, unless it was replaced by now."""
+        self._settle(document, _SENT, None)
+
+    def refuse_document(self, document: Document, reason: str) -> None:
+        """Set a document aside that the server does not take, unless it was replaced by now."""
+        self._settle(document, _REFUSED, reason)
+
+    def _settle(self, document: Document, state: int, reason: str | None) -> None:
+        """A document waits no more; its digest stays, by which the same one is known."""
         self._write(
-            f"UPDATE documents SET state = {_SENT} WHERE run = ? AND kind = ? AND step = ? AND time_s = ?",
-            [(self._run, document.kind, document.step, document.time_s)],
+            "UPDATE documents SET state = ?, reason = ?, data = ? WHERE run = ? AND kind = ? AND step = ? "
+            "AND time_s = ?",
+            [
+                (
+                    state,
+                    reason,
+                    _digest(json.dumps(document.data)),
+                    self._run,
+                    document.kind,
+                    document.step,
+                    document.time_s,
+                )
+            ],
         )
+
+    def _check_room(self, kind: str) -> None:
+        """Raises TrackingError for one more document of a kind of which there are many, if too much waits."""
+        pages, page_size = (self._read(f"PRAGMA {name}")[0][0] for name in ("page_count", "page_size"))
+        if pages * page_size < _MAX_BYTES // 2:  # all of the file, points too: no need to look closer
+            return
+        waiting = self._read("SELECT TOTAL(LENGTH(data)) FROM documents WHERE run = ? AND state < 2", self._run)[0][0]
+        if waiting > _MAX_BYTES and kind in _MANY:
+            raise TrackingError(
+                f"document {kind}: {_MAX_BYTES >> 20} MiB of documents wait; tables and plots are left out until the "
+                "tracking server has taken some"
+            )
+        if waiting > _MAX_BYTES // 2 and not self._warned:
+            self._warned = True
+            _log.warning(
+                "tracking: %d MiB of documents wait; beyond %d tables and plots are left out",
+                int(waiting) >> 20,
+                _MAX_BYTES >> 20,
+            )
+
+    def _add_reasons(self) -> None:
+        """An outbox that was made before refusals were known lacks a column."""
+        for table in _TABLES:
+            if "reason" not in {column[1] for column in self._db.execute(f"PRAGMA table_info({table})")}:
+                self._db.execute(f"ALTER TABLE {table} ADD COLUMN reason TEXT")
 
     def _write(self, statement: str, values: Sequence[tuple[object, ...]]) -> None:
         with self._lock, self._db:
@@ -222,3 +326,7 @@ class Outbox:
     def _read(self, query: str, *values: object) -> list[Any]:
         with self._lock, closing(self._db.execute(query, values)) as cursor:
             return cursor.fetchall()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -157,12 +157,25 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("state")
 
 
-def test_prefect_server_dies(state: Path) -> None:
-    with Train(state, _ENDLESS) as train:
+def test_prefect_server_dies_and_is_started_again(state: Path) -> None:
+    with Train(state, _STEPS) as train:
         train.until_step(2)
         train.kill("prefect server")
-        train.failed("areal: error: prefect-server was killed by SIGKILL")
-        assert train.tracked() == "KILLED"
+        train.completed()
+        assert train.output().count("prefect-server was killed by SIGKILL") == 1
+        assert train.tracked() == "FINISHED"
+
+
+def test_prefect_server_hangs_until_after_the_end_of_the_run(state: Path) -> None:
+    with Train(state, _STEPS) as train:
+        train.until_step(2)
+        server = train.pid("prefect server")
+        os.kill(server, signal.SIGSTOP)
+        train.wait_for("the summary", train.run.summary.exists)
+        time.sleep(70)  # longer than a client of Prefect's waits for a response
+        os.kill(server, signal.SIGCONT)
+        train.completed()
+        assert train.tracked() == "FINISHED"
 
 
 @pytest.mark.parametrize("command", ["mlflow server", "uvicorn"], ids=["launcher", "server"])

@@ -1,15 +1,13 @@
 """Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded."""
 
+import itertools
 import json
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
-import threading
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -19,57 +17,15 @@ from mlflow import MlflowClient
 from areal_core.config.schema import load
 from areal_core.errors import TrackingError
 from areal_core.storage.rundir import RunDir, RunInfo
+from areal_core.tracking import forwarder as module
 from areal_core.tracking.forwarder import Forwarder
 from areal_core.tracking.mlflow_client import check_reachable, start_run
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
+from tests.support.mlflow_server import PAUSE, Fault, Proxy, Server, until
+from tests.support.runs import Launched, tiny
 
 pytestmark = pytest.mark.slow
-PAUSE = threading.Event()  # never set: `PAUSE.wait` is the pause between two looks
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    for _ in range(int(timeout_s / 0.1)):
-        if condition():
-            return
-        PAUSE.wait(0.1)
-    pytest.fail(f"waited {timeout_s:g} s for {what}")
-
-
-class Server:
-    """`mlflow server` on a port of its own; its database outlives it."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self.folder = folder
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = ["-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
-        command += ["--artifacts-destination", str(self.folder / "artifacts"), "--host", "127.0.0.1"]
-        command += ["--port", str(self.port), "--workers", "1"]
-        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command], env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-        until(self.healthy, f"the MLflow server; its log: {self.folder}/server.log", 120)
-
-    def healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=1) as response:
-                return response.status == 200
-        except OSError:
-            return False
-
-    def kill(self) -> None:
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +44,8 @@ def client(server: Server) -> MlflowClient:
 class Run:
     """A run's folder, its outbox and its forwarding process."""
 
-    def __init__(self, folder: Path, uri: str, run_id: str) -> None:
-        config = load({"state_dir": str(folder), "tracking": {"flush_timeout_s": 60.0}})
+    def __init__(self, folder: Path, uri: str, run_id: str, *, flush_timeout_s: float = 60.0) -> None:
+        config = load({"state_dir": str(folder), "tracking": {"flush_timeout_s": flush_timeout_s}})
         info = RunInfo(run_id="r1", model_path="", checkpoint_url="", tracking_uri=uri, tracking_run_id=run_id)
         self.folder = RunDir.create(config, info)
         self.outbox = Outbox(self.folder.outbox, "r1")
@@ -125,13 +81,6 @@ def tracking_id(run: Run) -> str:
     return run_id
 
 
-def held(server: Server, run_id: str) -> list[tuple[str, int, float, int]]:
-    """Every stored point, straight from the server's database: doubles would show."""
-    with closing(sqlite3.connect(f"file:{server.folder}/mlflow.db?mode=ro", uri=True)) as database:
-        query = "SELECT key, step, value, timestamp FROM metrics WHERE run_uuid = ? ORDER BY key, step"
-        return database.execute(query, (run_id,)).fetchall()
-
-
 def expected(steps: range) -> list[tuple[str, int, float, int]]:
     return [(key, step, step / 7, int((1.7e9 + step) * 1000)) for key in ("loss/policy", "reward") for step in steps]
 
@@ -140,7 +89,7 @@ def expected(steps: range) -> list[tuple[str, int, float, int]]:
 def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> None:
     forwarder = run.forward()
     run.log(range(3000))
-    until(lambda: len(held(server, tracking_id(run))) > 0, "the first points")
+    until(lambda: len(server.held(tracking_id(run))) > 0, "the first points")
     server.kill()  # most likely while a batch is stored
     run.log(range(3000, 3500))
     PAUSE.wait(1.0)  # some attempts fail
@@ -152,21 +101,118 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
     _, log = forwarder.communicate(timeout=120)
 
     assert forwarder.returncode == 0, log
-    assert held(server, tracking_id(run)) == expected(range(4000))
+    assert server.held(tracking_id(run)) == expected(range(4000))
     assert "points wait" in log
     assert "responds again" in log
+
+
+def test_what_the_server_refuses_costs_only_itself(
+    server: Server, run: Run, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MLflow takes no times before 1970, and no other value of a parameter; the batch with one of them is refused."""
+    client.log_param(tracking_id(run), "held", "1")
+    run.log(range(1500))
+    run.outbox.log([MetricRow(key="early", step=step, value=1.0, time_s=-1.0) for step in range(3)])
+    run.log(range(1500, 1600))
+    run.outbox.params({"held": "2", "other": "3"})
+    run.outbox.end("FINISHED")
+
+    assert run.forward_here()
+
+    assert server.held(tracking_id(run)) == expected(range(1600))
+    assert client.get_run(tracking_id(run)).data.params == {"held": "1", "other": "3"}
+    assert [(one.name, one.step) for one in run.outbox.refusals()] == [
+        *(("early", step) for step in range(3)), ("held", None),
+    ]  # fmt: skip
+    assert "has refused 4 items: point early of step 0: INVALID_PARAMETER_VALUE" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["fail", "lose", "repeat", "late"])
+def test_no_gap_and_no_double_over_a_network_that_fails(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """Every other batch that comes; one point is refused besides, so that batches of all sizes meet the fault."""
+    monkeypatch.setattr(module, "MAX_METRICS", 100)
+    monkeypatch.setattr(module, "_REQUEST_S", 1)
+    batches = itertools.count()
+
+    def decide(path: str, body: bytes) -> Fault | None:
+        if not path.endswith("/log-batch"):
+            return None
+        if b'"bad"' in body:
+            return "refuse"
+        return fault if next(batches) % 2 == 0 else None
+
+    with Proxy(server, decide, late_s=1.5) as proxy:
+        run = Run(tmp_path, proxy.uri, start_run(proxy.uri, "areal", "test", {}, {}))
+        run.log(range(100))
+        run.outbox.log([MetricRow(key="bad", step=1, value=1.0, time_s=1.7e9)])
+        run.log(range(100, 150))
+        run.outbox.end("FINISHED")
+        assert run.forward_here()
+
+    assert server.held(tracking_id(run)) == expected(range(150))
+    assert [one.name for one in run.outbox.refusals()] == ["bad"]
+    assert {fault, "refuse", None} <= {*proxy.seen}
+
+
+@pytest.mark.recovery
+def test_server_that_never_answers_holds_up_the_end_for_its_bound_only(server: Server, tmp_path: Path) -> None:
+    """What it was sent meanwhile lies in its socket: it takes that when it goes on, and gets the same again."""
+    run = Run(tmp_path, server.uri, start_run(server.uri, "areal", "test", {}, {}), flush_timeout_s=8.0)
+    forwarder = run.forward()
+    run.log(range(10))
+    until(lambda: run.outbox.unsent() == 0, "the first points")
+    server.signal(signal.SIGSTOP)
+    try:
+        run.log(range(10, 500))
+        run.outbox.end("FINISHED")
+        _, log = forwarder.communicate(timeout=120)
+    finally:
+        server.signal(signal.SIGCONT)
+
+    assert forwarder.returncode == 0, log
+    assert "no response in time" in log
+    assert "gave up after 8 s (tracking.flush_timeout_s) with 980 items unsent" in log
+    assert run.forward_here()
+    assert server.held(tracking_id(run)) == expected(range(500))
+
+
+@pytest.mark.recovery
+@pytest.mark.cpu_seconds(40)  # a run, and the process that sends what it left
+def test_run_does_not_notice_a_server_that_never_answers(server: Server, client: MlflowClient, tmp_path: Path) -> None:
+    tracking = {"enabled": True, "uri": server.uri, "flush_timeout_s": 5.0}
+    config = tiny(tmp_path, tracking=tracking, training={"steps": 6}, evaluation={"enabled": False})
+    with Launched(config, "watched") as launched:
+        launched.until_step(2)
+        server.signal(signal.SIGSTOP)
+        try:
+            launched.finished()
+        finally:
+            server.signal(signal.SIGCONT)
+        assert "gave up after 5 s (tracking.flush_timeout_s)" in launched.output()
+
+    forwarding = [sys.executable, "-m", "areal_core.tracking", "--run-dir", str(launched.run.root)]
+    assert subprocess.run(forwarding, timeout=120, check=False).returncode == 0
+    tracked = launched.run.info().tracking_run_id
+    assert tracked is not None
+    with closing(Outbox(launched.run.outbox, "watched")) as outbox:
+        recorded = [(key, *point) for key, points in outbox.history().items() for point in points]
+        assert (outbox.unsent(), outbox.refusals()) == (0, [])
+    assert [point[:3] for point in server.held(tracked)] == recorded
+    assert client.get_run(tracked).info.status == "FINISHED"
 
 
 def test_no_gap_and_no_double_over_a_killed_forwarder(server: Server, run: Run) -> None:
     run.log(range(3000))
     forwarder = run.forward()
-    until(lambda: len(held(server, tracking_id(run))) > 0, "the first points")
+    until(lambda: len(server.held(tracking_id(run))) > 0, "the first points")
     forwarder.kill()
     forwarder.communicate()
     run.outbox.end("FINISHED")
 
     assert run.forward_here()
-    assert held(server, tracking_id(run)) == expected(range(3000))
+    assert server.held(tracking_id(run)) == expected(range(3000))
 
 
 def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: MlflowClient) -> None:

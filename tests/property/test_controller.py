@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.config.schema import load
-from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished
+from areal_core.errors import (
+    ConfigError,
+    GenerationError,
+    RewardError,
+    RewardTimeoutError,
+    RewardWorkerError,
+    RunFinished,
+)
 from areal_core.rollout.controller import RolloutController, trajectory_seed
 from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
 from areal_core.types import BatchManifest, Completion, GenerationRequest, GroupState, PolicyVersion
@@ -259,6 +266,18 @@ def test_a_run_in_which_every_group_fails_ends_with_the_reason():
         run_virtual(main())
     assert caught.group_contains(GenerationError, match="the server is gone")
     assert ledger.dropped() == {"generation": 4}
+
+
+@pytest.mark.parametrize("kind", [RewardError, RewardTimeoutError, RewardWorkerError])
+def test_a_group_that_can_not_be_scored_says_why_and_gets_no_reward(kind):
+    _, _, _, ledger, controller = build(1, steps=5, eta=1, reward=1.0)
+    controller._rewards.failure = kind
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtual(controller.run())
+    assert caught.group_contains(kind)
+    assert ledger.dropped() == {kind.drop_reason: 4}
+    assert ledger.counts()[GroupState.READY] == 0
+    assert ledger.fix_batch(1, controller._selection) is None
 
 
 def test_a_batch_that_does_not_come_in_time_is_none_and_after_the_end_it_raises():

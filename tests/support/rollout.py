@@ -154,6 +154,7 @@ class FakeRewards:
             tuple[tuple[int, ...], list[int], list[int]]
         ] = []  # text before a completion, tokens, versions
         self.open = 0
+        self.failure: type[RewardError] = RewardError
 
     def begin(self, prompt: Prompt) -> FakeSession:
         self.open += 1
@@ -194,7 +195,7 @@ class FakeSession:
         rewards = self.rewards
         await asyncio.sleep(rewards.rng.uniform(0.0, 0.1))
         if rewards.rng.random() < rewards.fail:
-            raise RewardError("the verifier broke")
+            raise rewards.failure("the verifier broke")
         joined = [join_completions(part) for part in completions]
         assert {one.finish_reason for part in joined for one in part} <= {"stop", "length"}
         if self.asked is None:

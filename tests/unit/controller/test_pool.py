@@ -492,6 +492,36 @@ async def test_a_server_that_is_slow_to_join_holds_up_nobody_and_catches_up(serv
     ]
 
 
+@pytest.mark.parametrize("path", ["/update_weights", "/load"])
+async def test_a_server_that_hangs_once_more_as_it_joins_holds_up_nobody(servers, pool, path):
+    newest = version(1)
+    await pool.join("a", servers[0].url, lambda: newest)
+    servers[1].hanging.add("/finish_weight_update")
+    joining = asyncio.ensure_future(pool.join("b", servers[1].url, lambda: newest))
+    await asked(servers[1], "/finish_weight_update")
+    newest = version(2)
+    await pool.load_version(newest)
+    servers[1].calls.clear()
+    servers[1].hanging = {path}
+    await asked(servers[1], path)
+    newest = version(3)
+    async with asyncio.timeout(3):  # less than the pool's patience
+        await pool.load_version(newest)
+    assert (pool.version, pool.capacity, servers[0].label) == (3, 10, "3")
+    servers[1].hanging.clear()
+    await joining
+    assert (pool.version, pool.capacity, servers[1].label) == (3, 20, "3")
+
+
+async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(servers, pool, monkeypatch):
+    monkeypatch.setattr(module, "_LOADS_ALONE", 0)
+    monkeypatch.setattr(module, "_LOAD_S", 0.05)
+    servers[1].hanging.add("/update_weights")
+    with pytest.raises(ServerLostError, match=r"^b: it took more than 0\.05 s to catch up$"):
+        await pool.join("b", servers[1].url, lambda: version(1))
+    assert not pool.registry.exclusive.locked()
+
+
 async def test_versions_never_go_back_for_a_server_that_joined_while_an_older_one_was_on_its_way(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     async with pool.registry.exclusive:

@@ -10,6 +10,7 @@ import pytest
 
 from areal_core.config.schema import load
 from areal_core.controller.recorder import Recorder
+from areal_core.errors import RewardTimeoutError, RewardWorkerError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
 from areal_core.rollout.notes import Ending
 from areal_core.rollout.payloads import Place
@@ -117,6 +118,23 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
     with sqlite3.connect(tmp_path / "outbox.sqlite") as outbox:
         kinds = outbox.execute("SELECT kind, step FROM documents ORDER BY step").fetchall()
     assert kinds == [("trajectories", 1), ("trajectories", 2)]
+
+
+def test_groups_that_could_not_be_scored_are_counted_by_their_reason(ledger: TrajectoryLedger, tmp_path: Path) -> None:
+    recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r"), clock=Clock())
+    for kind, groups in ((RewardTimeoutError, 2), (RewardWorkerError, 1)):
+        for _ in range(groups):
+            ledger.drop(ledger.admit().group_id, kind.drop_reason)
+    train(ledger, 1)
+    recorder.published(1, [])
+    logged = points(tmp_path / "outbox.sqlite")
+    assert {key: value for (key, _), value in logged.items() if key.endswith("_groups")} == {
+        "rollout/dropped_groups": 3,
+        "rollout/uniform_groups": 0,
+        "rollout/reward_failed_groups": 0,
+        "rollout/reward_timeout_groups": 2,
+        "rollout/reward_worker_died_groups": 1,
+    }
 
 
 def test_the_run_stops_at_its_score_or_after_its_minutes(ledger: TrajectoryLedger, outbox: Outbox) -> None:

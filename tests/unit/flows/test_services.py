@@ -34,6 +34,18 @@ def test_service_that_is_not_needed_may_end(tmp_path: Path) -> None:
             next(happenings)
 
 
+def test_service_is_started_again_as_often_as_it_may(tmp_path: Path) -> None:
+    with services_of(tmp_path) as services:
+        services.start("brief", [sys.executable, "-c", "raise SystemExit(3)"], {}, restarts=2)
+        services.start("last", [sys.executable, "-c", "import time; time.sleep(60)"], {})
+        happenings = services.watch()
+        for _ in range(2):
+            assert re.match(r"brief exited with code 3: .*; it is started again", next(happenings))
+            assert [service.process.name for service in services._services] == ["brief", "last"]
+        with pytest.raises(ProcessError, match=r"^brief exited with code 3"):
+            next(happenings)
+
+
 def test_leaving_ends_every_process_of_every_service(tmp_path: Path) -> None:
     """Even of one whose child ignores SIGTERM, as a server's worker may."""
     child = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"

@@ -4,6 +4,9 @@ import asyncio
 import hashlib
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -12,6 +15,8 @@ from areal_core.generation.client import GenerationClient
 from areal_core.types import PolicyVersion
 from tests.support.generation import request
 from tests.support.servers import FakeServer, choices, version
+
+PAUSE = threading.Event()  # never set
 
 
 @pytest.fixture
@@ -38,6 +43,47 @@ async def vllm_client(vllm):
     client = GenerationClient(vllm.url)
     yield client
     await client.close()
+
+
+@pytest.fixture
+def slow_url():
+    """A server in a thread of its own that takes a moment for each response."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format, *args): ...
+
+        def do_GET(self):
+            PAUSE.wait(0.3)
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("connected", [False, True])
+async def test_a_response_that_came_while_this_process_was_blocked_counts(slow_url, connected):
+    client = GenerationClient(slow_url)
+    if connected:
+        await client.health()
+    check = asyncio.ensure_future(client._control("GET", "/health", timeout_s=1.0))
+    for _ in range(3):  # it is under way
+        await asyncio.sleep(0)
+    time.sleep(2.0)  # noqa: ASYNC251 - the loop stands still
+    assert await check == b"{}"
+    await client.close()
+
+
+async def test_a_server_that_is_silent_is_lost(server, client):
+    server.hanging.add("/health")
+    with pytest.raises(ServerLostError, match=r"/health: no response in 0\.2 s"):
+        await client._control("GET", "/health", timeout_s=0.2)
 
 
 @pytest.fixture

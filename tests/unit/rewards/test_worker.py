@@ -14,7 +14,7 @@ import pytest
 from areal_core.api.scored_groups import ScoredGroup, unpack_group
 from areal_core.api.wire import SampledCompletion, encode_generation, whole_completions
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
-from areal_core.errors import GenerationError, RewardError
+from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards import worker
 from areal_core.rewards.worker import GroupJob, RewardPool, score_group
@@ -189,7 +189,7 @@ async def test_a_killed_worker_costs_only_the_job_that_it_held(pool):
         return await pool.score(job(gold=gold))
 
     results = await asyncio.gather(*(score("die" if i == 3 else "") for i in range(10)), return_exceptions=True)
-    assert [type(r) for r in results] == [RewardError if i == 3 else ScoredGroup for i in range(10)]
+    assert [type(r) for r in results] == [RewardWorkerError if i == 3 else ScoredGroup for i in range(10)]
     assert "died" in str(results[3])
     assert len(pool.pids()) == 2
 
@@ -208,7 +208,7 @@ async def test_idle_workers_that_were_killed_cost_nothing(pool):
 async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced():
     pool = RewardPool(workers=1, timeout_s=0.5, function=obey)
     workers = Watch(pool.pids())
-    with pytest.raises(RewardError, match=r"did not respond in 0\.5 s \(rollout\.reward_timeout_s\)"):
+    with pytest.raises(RewardTimeoutError, match=r"did not respond in 0\.5 s \(rollout\.reward_timeout_s\)"):
         await pool.score(job(gold="hang"))
     assert workers.all_end()
     assert int((await pool.score(job())).payload) in pool.pids()
@@ -223,7 +223,7 @@ async def test_a_stopped_worker_is_given_up_and_replaced(size):
     [stopped] = pool.pids()
     os.kill(stopped, signal.SIGSTOP)
     async with asyncio.timeout(30):
-        with pytest.raises(RewardError, match=r"did not respond in 0\.5 s"):
+        with pytest.raises(RewardTimeoutError, match=r"did not respond in 0\.5 s"):
             await pool.ask("a" * size)
         assert (await pool.ask("a" * size))[0] == size
     assert pool.pids() != [stopped]
@@ -256,7 +256,7 @@ async def test_closing_ends_what_is_under_way():
     await asyncio.sleep(0)
     await pool.close()
     for scoring in jobs:
-        with pytest.raises(RewardError):
+        with pytest.raises(RewardWorkerError):
             await scoring
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areal_core.config.schema import load
-from areal_core.errors import ConfigError, ProcessError
+from areal_core.errors import ConfigError, ProcessError, TrackingError
 from areal_core.launch.supervisor import FileLock
 from areal_core.run import ownership
 from areal_core.run.folders import run_folder
@@ -80,6 +81,23 @@ def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch:
         "mode": "async", "eta": "2", "seed": "1", "objective": "decoupled", "arm": "a",
     }  # fmt: skip
     assert call["tags"]["version.torch"].startswith("2.")
+
+
+def test_a_resumed_run_needs_no_tracking_server(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh one does: nothing could tell later which run there its points belong to."""
+    from areal_core.tracking import mlflow_client
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        config = changed(base, tracking={"enabled": True, "uri": uri})
+        with pytest.raises(TrackingError, match=r"^tracking\.uri: can't use MLflow at .*: Connection refused"):
+            prepare(config, run_id="r", log=lambda line: None)
+        with monkeypatch.context() as there:
+            there.setattr(mlflow_client, "start_run", lambda *_: "tracked")
+            there.setattr(mlflow_client, "check_reachable", lambda _: None)
+            prepare(config, run_id="r", log=lambda line: None)
+        assert prepare(config, run_id="r", log=lambda line: None).info().tracking_run_id == "tracked"
 
 
 def test_a_resumed_run_may_change_its_end_and_its_launch(base: dict[str, Any]) -> None:

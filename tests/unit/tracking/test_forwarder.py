@@ -3,6 +3,7 @@
 Against a real server: tests/integration/test_tracking.py.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+from requests import HTTPError, Response
 
 from areal_core.tracking import forwarder as module
 from areal_core.tracking.forwarder import Forwarder, staleness_figure
@@ -30,6 +33,8 @@ class Server:
         self.fail_before = 0
         self.fail_after = 0
         self.batches: list[int] = []
+        self.refused: set[Any] = set()  # steps of points, keys of labels, paths of artifacts
+        self.stage = "active"
 
     def log_batch(
         self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = (), synchronous: bool = True
@@ -37,6 +42,9 @@ class Server:
         if self.fail_before:
             self.fail_before -= 1
             raise MlflowException("down")
+        named = {metric.step for metric in metrics} | {label.key for label in (*params, *tags)}
+        if self.refused & named or self.stage == "deleted":
+            raise MlflowException("can't take that", INVALID_PARAMETER_VALUE)
         self.batches.append(len(metrics))
         self.points += [(m.key, m.step, m.value, m.timestamp) for m in metrics]
         for param in params:
@@ -51,7 +59,7 @@ class Server:
 
     def get_run(self, run_id: str) -> Any:
         data = SimpleNamespace(params=dict(self.params), tags=dict(self.tags))
-        return SimpleNamespace(info=SimpleNamespace(status=self.status), data=data)
+        return SimpleNamespace(info=SimpleNamespace(status=self.status, lifecycle_stage=self.stage), data=data)
 
     def set_tag(self, run_id: str, name: str, value: str) -> None:
         self.tags[name] = value
@@ -60,6 +68,10 @@ class Server:
         self.artifacts[path] = text
 
     def log_dict(self, run_id: str, values: Any, path: str) -> None:
+        if path in self.refused:
+            response = Response()
+            response.status_code = 413
+            raise HTTPError("413 Request Entity Too Large", response=response)
         self.artifacts[path] = values
 
     def log_figure(self, run_id: str, figure: Any, path: str) -> None:
@@ -148,14 +160,139 @@ def test_no_gap_and_no_double_after_a_restart(server: Server, outbox: Outbox, ar
     assert [point[1] for point in server.points] == list(range(12))
 
 
-def test_param_that_the_server_holds_otherwise_is_left(server: Server, outbox: Outbox) -> None:
-    server.params["a"] = "old"
-    outbox.params({"a": "new", "b": "1"})
+def test_server_that_is_away_for_hours_gets_all_in_the_end(server: Server, outbox: Outbox) -> None:
+    outbox.log(rows(range(10)))
+    server.fail_before = 5000
+
+    assert not forward(outbox, stop_at(5005))
+
+    assert [point[1] for point in server.points] == list(range(10))
+
+
+@pytest.mark.parametrize("bad", [{0}, {9}, {3, 4, 8}, set(range(10))], ids=["first", "last", "some", "all"])
+def test_point_that_the_server_refuses_costs_only_itself(
+    server: Server, outbox: Outbox, bad: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox.log(rows(range(10)))
     outbox.end("FINISHED")
+    server.refused = bad
 
     assert forward(outbox)
 
-    assert server.params == {"a": "old", "b": "1"}
+    assert [point[1] for point in server.points] == [step for step in range(10) if step not in bad]
+    assert [(one.name, one.step) for one in outbox.refusals()] == [("reward", step) for step in sorted(bad)]
+    assert caplog.text.count("it is set aside") == 1
+    assert f"has refused {len(bad)} items: point reward of step {min(bad)}: can't take that" in caplog.text
+    assert server.status == "FINISHED"
+
+
+def test_batches_grow_again_behind_a_refused_point(server: Server, outbox: Outbox) -> None:
+    outbox.log(rows(range(4000)))
+    outbox.end("FINISHED")
+    server.refused = {5}
+
+    assert forward(outbox)
+
+    assert len(server.points) == 3999
+    assert max(server.batches) == 1000
+    assert len(server.batches) < 30
+
+
+def test_label_that_the_server_refuses_costs_only_itself(server: Server, outbox: Outbox) -> None:
+    server.params["a"] = "old"
+    outbox.params({"a": "new", "b": "1", "c": "2"})
+    outbox.tags({"d": "3", "e": "4"})
+    outbox.end("FINISHED")
+    server.refused = {"c", "d"}
+
+    assert forward(outbox)
+
+    assert (server.params, server.tags) == ({"a": "old", "b": "1"}, {"e": "4"})
+    assert [str(one) for one in outbox.refusals()] == [
+        "param a: it is 'old' there and can't change",
+        "param c: can't take that",
+        "tag d: can't take that",
+    ]
+
+
+def test_document_that_the_server_refuses_costs_only_itself(server: Server, outbox: Outbox) -> None:
+    outbox.document("config", 0, {"seed": 1})
+    outbox.document("census", 0, {"rows": 3})
+    outbox.end("FINISHED")
+    server.refused = {"config.json"}
+
+    assert forward(outbox)
+
+    assert server.artifacts == {"census.json": {"rows": 3}}
+    assert [str(one) for one in outbox.refusals()] == ["document config of step 0: 413 Request Entity Too Large"]
+
+
+def test_points_wait_while_their_run_is_deleted(server: Server, outbox: Outbox) -> None:
+    outbox.log(rows(range(10)))
+    server.stage = "deleted"
+
+    assert not forward(outbox, stop_at(3))
+    assert (outbox.refusals(), outbox.unsent()) == ([], 10)
+
+    server.stage = "active"
+    assert not forward(outbox, stop_at(1))
+    assert [point[1] for point in server.points] == list(range(10))
+
+
+class Killed(BaseException):
+    """SIGKILL, between two instructions."""
+
+
+class Mortal:
+    """Calls of `target`: a process that dies once `lives` is used up, before a call or after it."""
+
+    def __init__(self, target: Any, lives: list[int]) -> None:
+        self._target = target
+        self._lives = lives
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*values: Any, **named: Any) -> Any:
+            self._live()
+            result = getattr(self._target, name)(*values, **named)
+            self._live()
+            return result
+
+        return call
+
+    def _live(self) -> None:
+        self._lives[0] -= 1
+        if self._lives[0] < 0:
+            raise Killed
+
+
+def test_no_gap_and_no_double_wherever_the_forwarder_is_killed(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_METRICS", 4)
+    reached_the_end, moment = False, 0
+    while not reached_the_end:
+        outbox, server = Outbox(tmp_path / f"{moment}.sqlite", "run"), Server()
+        server.refused = {6, "c"}
+        outbox.log(rows(range(10)))
+        outbox.params({"b": "1", "c": "2"})
+        outbox.document("config", 0, {"seed": 1})
+        outbox.end("FINISHED")
+        lives = [moment]
+        monkeypatch.setattr(module, "MlflowClient", lambda uri, its=(server, lives): Mortal(*its))
+        dying: Any = Mortal(outbox, lives)
+        with contextlib.suppress(Killed):
+            reached_the_end = forward(dying)
+        monkeypatch.setattr(module, "MlflowClient", lambda uri, its=server: its)
+
+        assert forward(outbox)
+
+        assert sorted(point[1] for point in server.points) == [0, 1, 2, 3, 4, 5, 7, 8, 9]
+        assert (server.params, server.artifacts) == ({"b": "1"}, {"config.json": {"seed": 1}})
+        assert [one.name for one in outbox.refusals()] == ["reward", "c"]
+        assert (outbox.unsent(), server.status) == (0, "FINISHED")
+        outbox.close()
+        moment += 1
+    assert moment > 50  # calls, of either, that the whole takes
 
 
 def test_killed_run_that_goes_on_is_running(server: Server, outbox: Outbox) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.errors import TrackingError
+from areal_core.tracking import outbox as module
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
 
@@ -123,6 +125,67 @@ def test_documents_are_replaced_until_equal(outbox: Outbox) -> None:
     outbox.sent_document(replaced)
     outbox.document("staleness_histogram", 5, {"counts": {"0": 2}})
     assert outbox.pending_document() is None
+
+
+def test_refused_items_wait_no_more_and_keep_the_reason(outbox: Outbox) -> None:
+    outbox.log([row(step=1), row(step=2)])
+    outbox.tags({"a": "1"})
+    outbox.document("config", 0, {"seed": 1})
+    document = outbox.pending_document()
+    assert document is not None
+    outbox.refuse_metric(row(step=1), "too early")
+    outbox.refuse_label("tag", "a", "1", "too short")
+    outbox.refuse_document(document, "too large")
+
+    assert outbox.unsent() == 1
+    assert [str(one) for one in outbox.refusals()] == [
+        "point reward of step 1: too early",
+        "tag a: too short",
+        "document config of step 0: too large",
+    ]
+    outbox.tags({"a": "2"})  # others than were refused
+    outbox.document("config", 0, {"seed": 2})
+    assert outbox.unsent() == 3
+    assert [one.kind for one in outbox.refusals()] == ["point"]
+    assert outbox.history() == {"reward": [(1, 0.5), (2, 0.5)]}  # the run's own record
+
+
+def test_what_was_sent_takes_no_room(outbox: Outbox, tmp_path: Path) -> None:
+    for step in range(20):
+        outbox.document("trajectories", step, {"rows": ["x" * 100_000]})
+        document = outbox.pending_document()
+        assert document is not None
+        outbox.sent_document(document)
+    outbox.close()
+
+    assert (tmp_path / "outbox.sqlite").stat().st_size < 500_000
+
+
+def test_full_outbox_takes_points_and_no_tables(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_MAX_BYTES", 4 << 20)
+    outbox.log(row(key, step) for key in ("a", "b") for step in range(20_000))  # as many bytes, which do not matter
+    for step in range(42):
+        outbox.document("trajectories", step, {"rows": ["x" * 100_000]})
+    with pytest.raises(TrackingError, match=r"^document trajectories: 4 MiB of documents wait; "):
+        outbox.document("trajectories", 42, {"rows": []})
+    assert caplog.text.count("2 MiB of documents wait; beyond 4 tables and plots are left out") == 1
+    outbox.log([row()])
+    outbox.document("summary", 1, {})
+    while document := outbox.pending_document():
+        outbox.sent_document(document)
+    outbox.document("trajectories", 42, {"rows": []})
+
+
+def test_outbox_of_before_refusals_is_taken(outbox: Outbox, tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "old.sqlite") as old:
+        old.executescript(module._SCHEMA.replace("reason TEXT, ", ""))
+        old.execute("INSERT INTO metrics (run, key, step, value, time_s) VALUES ('run-1', 'reward', 1, 0.5, 100.0)")
+    again = Outbox(tmp_path / "old.sqlite", "run-1")
+    again.refuse_metric(row(), "late")
+
+    assert [one.reason for one in again.refusals()] == ["late"]
 
 
 def test_wrong_documents_and_ends_are_refused(outbox: Outbox) -> None:

@@ -1,0 +1,97 @@
+"""The page of a flow run, for as long as Prefect's server is there to show it.
+
+A server that is down, stopped or busy costs the view and stops nothing: progress is shown where the server answers at
+once, and what has to be told in the end is told again until it does, for `PATIENCE_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TypeVar
+from uuid import UUID
+
+import httpx
+from prefect import get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.objects import StateType
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+PATIENCE_S = 3600.0  # with a server that is away at the end of a run, whose processes have ended by then
+_QUICK_S = 5.0  # for a look at the progress
+_AGAIN_S = 5.0
+_LOOK_S = 10.0  # between two looks whether the flow run is to be cancelled
+_UNHEARD_S = 20.0  # a worker that hears of it sends SIGTERM at once
+
+_Response = TypeVar("_Response")
+
+
+class CancelUnheard(Exception):  # noqa: N818 - an ending, not a failure
+    """The flow run is to be cancelled, and nobody does it."""
+
+
+class Progress:
+    """The progress artifact of the flow run that runs here. A context, with a connection of its own."""
+
+    def __init__(self, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._key = key
+        self._clock = clock
+        self._artifact: UUID | None = None  # none yet
+        self._client = get_client(sync_client=True, httpx_settings={"timeout": _QUICK_S})
+        self._looked = clock()
+        self._cancelling_since: float | None = None
+
+    def __enter__(self) -> Progress:
+        self._client.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._client.__exit__(*failure)
+
+    def show(self, percent: float, text: str) -> None:
+        """Show how far the run is, or not: there is a next time."""
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
+            if self._artifact is None:
+                made = ArtifactCreate(
+                    key=self._key, type="progress", data=percent, description=text, flow_run_id=UUID(flow_run.id)
+                )
+                self._artifact = self._client.create_artifact(made).id
+            else:
+                self._client.update_artifact(self._artifact, ArtifactUpdate(data=percent, description=text))
+
+    def cancelled_unheard(self) -> bool:
+        """Whether the flow run is to be cancelled and its worker, whose task that is, does nothing: after an outage of
+        the server, Prefect's worker does not listen for it any more."""
+        now = self._clock()
+        if now - self._looked < _LOOK_S:
+            return False
+        self._looked = now
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
+            state = self._client.read_flow_run(UUID(flow_run.id)).state
+            if state is None or state.type is not StateType.CANCELLING:
+                self._cancelling_since = None
+            elif self._cancelling_since is None:
+                self._cancelling_since = now
+        return self._cancelling_since is not None and now - self._cancelling_since >= _UNHEARD_S
+
+
+def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -> _Response | None:
+    """The response to a call of Prefect's API, which is repeated while the server is away; None, and a line in the log
+    that says `what` was lost, when it refuses or stays away."""
+    deadline = time.monotonic() + PATIENCE_S
+    waiting = False
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+        while True:
+            try:
+                return call()
+            except httpx.HTTPError as error:
+                refused = isinstance(error, httpx.HTTPStatusError) and error.response.is_client_error
+                if refused or time.monotonic() > deadline:
+                    log(f"Prefect's server does not know {what}: {error}")
+                    return None
+                if not waiting:
+                    log(f"Prefect's server does not answer; waiting to tell it {what}: {error}")
+                waiting = True
+            time.sleep(_AGAIN_S)
