@@ -104,7 +104,7 @@ class Trainer:
                 # anew (a new incarnation): no rank may fetch one before.
                 if self.publisher is not None:
                     self.publisher.drain()
-                self.ranks.barrier()
+                self._meet()
                 feed.ahead()
         self._finish(reason)
         self.engine.close()
@@ -232,11 +232,13 @@ class Trainer:
         found = None
         if self.rank == 0 and checkpoint.newest(self.storage) is not None:
             found = checkpoint.newest_of(self.storage, loaded, last=self.controller.status().step)
+        self._meet()
         taken = np.array([0, 0] if found is None else [found[0].step, found[0].number])
         step, number = self.ranks.all_reduce_max(taken).tolist()  # the others take what rank 0 has found
         if not step:
             return 0
         state = loaded(checkpoint.at(self.storage, step, number)) if found is None else found[1]
+        self._meet()
         self.engine.load_state(state)
         logger.info("resumed from the checkpoint of step %d", step)
         tensors = self.engine.weights()
@@ -247,10 +249,15 @@ class Trainer:
     def _checkpoint(self) -> None:
         if self.publisher is not None:
             self.publisher.make_room()
+        self._meet()
         state = self.engine.state()
         if self.publisher is not None:
             self.publisher.checkpoint(self.step, state)
         self._saved = self.step
+
+    def _meet(self) -> None:
+        """Wait for ranks that wait for the store: as long as these do, and a collective's time on top."""
+        self.ranks.meet(self.config.storage.patience_s + self.config.training.collective_timeout_s)
 
     def _finish(self, reason: str) -> None:
         """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended."""

@@ -17,7 +17,7 @@ import pytest
 
 from areal_core.training.distributed.ranks import rendezvous_of_ranks
 from tests.support import forked
-from tests.support.ranks import TIMEOUT_S, summing
+from tests.support.ranks import TIMEOUT_S, meeting, summing
 
 pytestmark = pytest.mark.slow  # they wait for one another in vain
 
@@ -31,9 +31,15 @@ class Ranks:
 
     def start(self, rank: int, size: int, *, where: str | None = None, join_s: float = PATIENCE_S) -> None:
         where = where or str(self._folder / "rendezvous")
+        self._start(rank, summing, rank, size, where, self._folder / "go", join_s)
+
+    def start_meeting(self, rank: int, size: int, patience_s: float) -> None:
+        rendezvous = str(self._folder / "rendezvous")
+        self._start(rank, meeting, rank, size, rendezvous, self._folder / "go", PATIENCE_S, patience_s)
+
+    def _start(self, rank: int, work: Callable[..., None], *arguments: object) -> None:
         environment = {"AREAL_ADDRESS": f"10.0.0.{rank}", "GLOO_SOCKET_IFNAME": "lo"}
-        arguments = (rank, size, where, self._folder / "go", join_s)
-        self.started[rank] = forked.start(summing, *arguments, output=self._output(rank), environment=environment)
+        self.started[rank] = forked.start(work, *arguments, output=self._output(rank), environment=environment)
 
     def lines(self, rank: int, count: int = 1) -> list[str]:
         """The first lines that a rank prints, once there are as many."""
@@ -171,3 +177,18 @@ def test_rendezvous_of_ranks(tmp_path: Path) -> None:
     assert rendezvous_of_ranks({"AREAL_ATTEMPT": "4f"}, tmp_path) == tmp_path / "rendezvous-4f"
     by_torchrun = {"AREAL_RENDEZVOUS": "10.0.0.1:700", "MASTER_ADDR": "10.0.0.3", "MASTER_PORT": "4711"}
     assert rendezvous_of_ranks(by_torchrun | {"AREAL_ATTEMPT": "4f"}, tmp_path) == "10.0.0.1:700/10.0.0.3:4711"
+
+
+def test_a_rank_that_waits_for_the_store_is_waited_for(ranks: Ranks) -> None:
+    for rank in range(2):
+        ranks.start_meeting(rank, 2, PATIENCE_S)
+    assert ranks.lines(1) == ["here"]
+    time.sleep(1.5 * TIMEOUT_S)  # which no collective waits
+    ranks.go()
+    assert ranks.lines(0, 2)[1] == ranks.lines(1, 2)[1] == "sum 1.0 2.0"
+
+
+def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
+    for rank in range(2):
+        ranks.start_meeting(rank, 2, 1.0)
+    assert ranks.error(1) == "rank 0 (host 10.0.0.0) was not there within 1 s (storage.patience_s)"

@@ -26,3 +26,17 @@ def summing(rank: int, size: int, where: str, go: Path, join_s: float) -> None:
         group.close()
     except ProcessError as error:
         sys.exit(f"{error}")
+
+
+def meeting(rank: int, size: int, where: str, go: Path, join_s: float, patience_s: float) -> None:
+    """A rank that meets the others before it sums. Rank 0 comes once `go` exists."""
+    try:
+        group = RankGroup(rank, size, rendezvous=Path(where), timeout_s=TIMEOUT_S, join_s=join_s)
+        print("here")
+        while rank == 0 and not go.exists():
+            time.sleep(0.01)
+        group.meet(patience_s)
+        print("sum", *group.all_reduce_sum(np.array([rank, 1.0])))
+        group.close()
+    except ProcessError as error:
+        sys.exit(f"{error}")

@@ -64,7 +64,7 @@ class RankGroup:
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
-        self._collectives = 0  # so far
+        self._collectives = self._meetings = 0  # so far
         if size > 1:
             assert rendezvous is not None
             self._store = _store(rendezvous, size, join_s)
@@ -94,6 +94,19 @@ class RankGroup:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.all_reduce_sum(np.zeros(1))
+
+    def meet(self, timeout_s: float) -> None:
+        """Wait until every rank is here, for longer than for a collective: one of them waits for the store."""
+        if self.size == 1:
+            return
+        self._meetings += 1
+        keys = [f"met/{self._meetings}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], "")
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            missing = _bounded(lambda: self._named(keys)) or "(unknown)"
+            raise ProcessError(f"{missing} was not there within {timeout_s:g} s (storage.patience_s)") from error
 
     def all_reduce_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """The largest over ranks, elementwise."""

@@ -1,0 +1,132 @@
+"""Snapshots as jobs: one at a time, however often they are asked for, and only what the store lacks is uploaded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_core.controller.payloads import PayloadStore
+from areal_core.controller.snapshots import Snapshots
+from areal_core.errors import StorageError
+from areal_core.rollout.ledger import Selection, TrajectoryLedger
+from areal_core.storage.objects import Storage, Transfer
+from areal_core.storage.rundir import RunDir
+from areal_core.types import GroupSummary, Outcome
+
+ONE = Selection(groups=1, policy="admit", max_staleness=9, max_requeues=0)
+SUMMARY = GroupSummary(
+    lengths=(1, 1), rewards=(1.0, 0.0), tokens=2, min_version=0, max_version=0, outcomes={Outcome.RIGHT: 1}, truncated=0
+)
+
+
+class Run:
+    def __init__(self, folder: Path) -> None:
+        self.dir = RunDir(folder)
+        (folder / "run.json").write_text(
+            json.dumps({"run_id": "r", "model_path": "", "checkpoint_url": "", "number": 3})
+        )
+        self.storage = Storage.open(str(folder / "store"))
+        self.gate = threading.Event()  # files are put only while it is set
+        self.gate.set()
+        self.puts: list[str] = []
+        self.ledger = TrajectoryLedger(self.dir.ledger, group_size=2)
+        self.payloads = PayloadStore(self.dir.payloads, 3)
+        self.snapshots = Snapshots(self.dir, self.storage, self.payloads, retain=False)
+        self._steps = 0
+
+    async def step(self) -> int:
+        """Fix the batch of a next step, of one group."""
+        self._steps += 1
+        group = self.ledger.admit().group_id
+        self.ledger.ready(group, SUMMARY, await self.payloads.append(b"%d" % group), version=0)
+        assert self.ledger.fix_batch(self._steps, ONE)
+        return self._steps
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    made = Run(tmp_path)
+    put_file = Storage.put_file
+
+    def put_slowly(self: Storage, local: Path, name: str) -> Transfer:
+        assert made.gate.wait(30.0)
+        made.puts.append(f"{self.url.removeprefix(made.storage.url)}/{name}".lstrip("/"))
+        return put_file(self, local, name)
+
+    monkeypatch.setattr(Storage, "put_file", put_slowly)
+    yield made
+    made.payloads.close()
+    made.ledger.close()
+
+
+async def test_a_job_takes_as_long_as_the_store_does(run: Run) -> None:
+    step = await run.step()
+    run.gate.clear()
+    assert await run.snapshots.take(step, "a", 0.05) is None
+    assert await run.snapshots.take(step, "a", 0.05) is None  # asked for again, begun once
+    run.gate.set()
+    entries = await run.snapshots.take(step, "a", 30.0)
+    assert entries is not None
+    assert list(entries["files"]) == ["ledger.sqlite"]
+    assert run.puts == ["checkpoints/step-000001.3/ledger.sqlite"]
+    assert await run.snapshots.take(step, "a", 30.0) == entries  # whose response was lost
+    assert len(run.puts) == 1
+
+
+async def test_one_job_at_a_time(run: Run) -> None:
+    step = await run.step()
+    run.gate.clear()
+    assert await run.snapshots.take(step, "a", 0.05) is None
+    again = asyncio.ensure_future(run.snapshots.take(step, "b", 30.0))  # a restarted trainer's
+    await asyncio.sleep(0.05)
+    assert len(list(run.dir.root.glob("ledger-snapshot-*.sqlite"))) == 1
+    run.gate.set()
+    assert await again is not None
+    assert run.puts == ["checkpoints/step-000001.3/ledger.sqlite"] * 2
+    assert not list(run.dir.root.glob("ledger-snapshot-*"))
+
+
+async def test_segments_are_uploaded_once_and_only_those_that_are_needed(run: Run) -> None:
+    await run.step()
+    await run.payloads.seal()
+    await run.step()
+    await run.payloads.seal()
+    await run.step()
+    first = await run.snapshots.take(1, "a", 30.0)
+    assert first is not None
+    assert list(first["shared"]) == ["payloads/000003-000002.bin", "payloads/000003-000003.bin"]
+    await run.step()
+    second = await run.snapshots.take(2, "b", 30.0)
+    assert second is not None
+    assert list(second["shared"]) == ["payloads/000003-000003.bin", "payloads/000003-000004.bin"]
+    assert run.snapshots.in_use == set(second["shared"])
+    assert [name for name in run.puts if name.startswith("payloads/")] == [
+        "payloads/000003-000002.bin",
+        "payloads/000003-000003.bin",
+        "payloads/000003-000004.bin",
+    ]
+
+
+async def test_a_failed_job_is_an_error_and_the_next_one_is_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = await run.step()
+
+    def refuse(self: Storage, local: Path, name: str) -> Transfer:
+        raise StorageError("storage.url: can't write it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Storage, "put_file", refuse)
+        with pytest.raises(StorageError, match="can't write it"):
+            await run.snapshots.take(step, "a", 30.0)
+    assert await run.snapshots.take(step, "b", 30.0) is not None
+
+
+async def test_what_a_killed_controller_has_left_is_removed(run: Run) -> None:
+    left = run.dir.root / "ledger-snapshot-a.sqlite"
+    left.touch()
+    Snapshots(run.dir, run.storage, run.payloads, retain=False)
+    assert not left.exists()
