@@ -188,7 +188,7 @@ def test_a_rank_that_waits_for_the_store_is_waited_for(ranks: Ranks) -> None:
     assert ranks.lines(0, 2)[1] == ranks.lines(1, 2)[1] == "sum 1.0 2.0"
 
 
-def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
+def test_a_rank_that_waits_for_the_store_for_too_long_is_named(ranks: Ranks) -> None:
     for rank in range(2):
         ranks.start_meeting(rank, 2, 1.0)
     assert ranks.error(1) == "rank 0 (host 10.0.0.0) was not there within 1 s (storage.patience_s)"
