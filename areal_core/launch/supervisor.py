@@ -22,6 +22,7 @@ from typing import Any
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
 from areal_core.launch import children, logs
+from areal_core.launch.sweeper import end_marked, poll
 from areal_core.storage.rundir import RunDir
 
 ATTEMPT = "AREAL_ATTEMPT"  # the same for all processes of a role that were started together, never used twice
@@ -84,7 +85,7 @@ class StopSignal:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it was set within `timeout_s`."""
-        return bool(children.poll([self._fd], timeout_s))
+        return bool(poll([self._fd], timeout_s))
 
 
 class FileLock:
@@ -171,7 +172,7 @@ class Supervisor:
             self._start(self._spec.indices)
             while self._children:
                 fds = {self._stop.fileno(), self._watch.fd, *(child.process.pidfd for child in self._children.values())}
-                happened = children.poll(fds, self._next_deadline())
+                happened = poll(fds, self._next_deadline())
                 self._watch.clear()
                 for child in list(self._children.values()):
                     if child.process.pidfd not in happened:
@@ -272,7 +273,7 @@ class Supervisor:
         deadline = time.monotonic() + self._launch.stop_timeout_s
         left = {child.process.pidfd: child for child in ending}
         while left:
-            ended = children.poll(left, max(0.0, deadline - time.monotonic()))
+            ended = poll(left, max(0.0, deadline - time.monotonic()))
             if not ended:
                 names = ", ".join(child.process.name for child in left.values())
                 self._say(f"{names} did not end within {self._launch.stop_timeout_s:g} s of SIGTERM: killed")
@@ -284,7 +285,7 @@ class Supervisor:
         launcher itself has started have ended."""
         code = child.process.reap()
         if self._spec.sessions:
-            children.end_marked(f"{ATTEMPT}={child.attempt}", 0.0)
+            end_marked(f"{ATTEMPT}={child.attempt}", 0.0)
         del self._children[child.index]
         self._forward_log(child)
         return code

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +324,19 @@ process.announce_ready(ready); time.sleep(600)
 )
 
 
+@contextmanager
+def launcher_of(rig: Rig, code: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A launcher in a process of its own, and the process that it runs, once that is ready."""
+    argv = [sys.executable, "-c", LAUNCHER, str(rig.run.root), code, str(rig.scratch)]
+    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    try:
+        yield launcher, int(launcher.stdout.readline())
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
 @pytest.mark.parametrize(
     ("prelude", "pass_fds"),
     [
@@ -332,16 +347,52 @@ process.announce_ready(ready); time.sleep(600)
 def test_children_and_grandchildren_in_other_sessions_end_with_a_killed_launcher(
     rig: Rig, prelude: str, pass_fds: str
 ) -> None:
-    code = FAMILY.format(prelude=prelude, pass_fds=pass_fds)
-    argv = [sys.executable, "-c", LAUNCHER, str(rig.run.root), code, str(rig.scratch)]
-    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    child = int(launcher.stdout.readline())
-    grandchild = int((rig.scratch / "pid").read_text())
-    launcher.kill()
-    launcher.wait()
-    assert gone(child)
-    assert gone(grandchild)
+    with launcher_of(rig, FAMILY.format(prelude=prelude, pass_fds=pass_fds)) as (launcher, child):
+        launcher.kill()
+        assert gone(child)
+        assert gone(int((rig.scratch / "pid").read_text()))
+
+
+def test_a_stopped_process_and_its_stopped_descendants_do_not_outlive_a_killed_launcher(rig: Rig) -> None:
+    with launcher_of(rig, STRAYS.format(then="time.sleep(600)")) as (launcher, child):
+        os.kill(child, signal.SIGSTOP)
+        launcher.kill()
+        assert gone(child)
+        assert gone(int((rig.scratch / "child").read_text()))
+
+
+def test_a_descendant_without_the_mark_is_found_by_its_session(rig: Rig) -> None:
+    """Who writes a title over its environment, as vLLM's engines do, has no mark any more."""
+    code = ADOPT + (
+        "child = subprocess.Popen(['sleep', '600'], env={}); (scratch / 'child').write_text(str(child.pid));"
+        "child.send_signal(signal.SIGSTOP); process.announce_ready(ready); time.sleep(600)"
+    )
+    with launcher_of(rig, code) as (launcher, child):
+        launcher.kill()
+        assert gone(child)
+        assert gone(int((rig.scratch / "child").read_text()))
+
+
+def test_a_sweeper_that_is_killed_is_replaced_while_its_launcher_lives(rig: Rig) -> None:
+    with launcher_of(rig, SERVE) as (launcher, child):
+        (first,) = sweepers(launcher.pid)
+        os.kill(first, signal.SIGTERM)  # which it ignores
+        os.kill(first, signal.SIGKILL)
+        assert gone(first)
+        deadline = time.monotonic() + PATIENCE_S
+        while not (second := sweepers(launcher.pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(child, signal.SIGSTOP)
+        launcher.kill()
+        assert gone(child)
+        assert gone(second[0])
+
+
+def sweepers(launcher: int) -> list[int]:
+    """The living children of a launcher that are sweepers."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in children if b"sweeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_a_killed_child_takes_its_grandchildren_along(rig: Rig) -> None:
