@@ -37,8 +37,15 @@ class Child:
 
     def terminate(self) -> None:
         """SIGTERM. Not `Popen.terminate`, which may collect it: its number must stay its own until `reap`."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
+        self.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, which not even a stopped process outlives."""
+        self.send(signal.SIGKILL)
+
+    def send(self, signum: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            signal.pidfd_send_signal(self.pidfd, signum)
 
     def status(self) -> int:
         """Its exit status, once it has ended; it is still to be reaped."""

@@ -61,7 +61,7 @@ class Rig:
     def __init__(self, root: Path) -> None:
         self.run = RunDir(root / "run")
         self.scratch = root / "scratch"
-        for folder in (self.run.ready, self.run.logs, self.scratch):
+        for folder in (self.run.ready, self.run.pulses, self.run.logs, self.scratch):
             folder.mkdir(parents=True)
         self.stop = StopSignal()
         self.lines: list[str] = []
