@@ -325,6 +325,11 @@ class LaunchConfig:
             usable = False
         if not usable:
             raise ConfigError(f"launch.address: must be an IP address of this machine, got {self.address!r}")
+        if self.disk_min_gib > self.disk_low_gib:
+            raise ConfigError(
+                f"launch.disk_min_gib: must be at most launch.disk_low_gib ({self.disk_low_gib:g}), "
+                f"got {self.disk_min_gib:g}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

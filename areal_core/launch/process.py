@@ -109,6 +109,7 @@ def _parents_lifeline(fd: int, inode: int) -> tuple[int, ...]:
 def announce_ready(path: Path | None, url: str | None = None) -> None:
     """Tell the launcher that this process is ready for work, and where it listens if it is a server."""
     if path is not None:
+        pulse.ready()
         write_json(path, {"pid": os.getpid(), "url": url})
 
 

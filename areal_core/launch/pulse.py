@@ -22,6 +22,7 @@ from pathlib import Path
 FOLDER = "AREAL_PULSE"  # in the environment: where processes of this run have their files
 WORK = "work"  # what an idle process waits for
 STORE = "the store"
+STARTING = "starting"
 _BEAT_S = 1.0
 _RECORD_BYTES = 512  # room for every record: on a full disk one can still be written over another
 
@@ -42,8 +43,8 @@ class _Said:
     """What this process has said last."""
 
     progress = 0
-    doing = "started"
-    waits_for: str | None = WORK  # until it says otherwise it owes nothing
+    doing = STARTING
+    waits_for: str | None = None
     loop: asyncio.AbstractEventLoop | None = None
     turns = 0
 
@@ -71,6 +72,12 @@ def say(doing: str, *, waits_for: str | None = None) -> None:
     if (doing, waits_for) != (_said.doing, _said.waits_for):
         _said.doing, _said.waits_for = doing, waits_for
         progressed()
+
+
+def ready() -> None:
+    """The start is over. A process that says nothing more owes no progress."""
+    if _said.doing == STARTING:
+        say("ready", waits_for=WORK)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
     liveness    a process has no beat: it is stopped, or the kernel holds it (launch.liveness_timeout_s)
     progress    it is busy, and what it says of its work does not change, or its event loop does not turn
-                (launch.stall_timeout_s); one that waits for another owes no progress: `standstill` follows the chain
+                (launch.stall_timeout_s); one that waits for another owes no progress
+    standstill  all of them wait for each other, and nothing changes (launch.stall_timeout_s)
 
 Silence is counted over looks, each for a few seconds at most: a clock that jumps, or a launcher or a machine that was
 stopped for an hour, makes nobody silent.
@@ -18,7 +19,9 @@ from areal_core.config.schema import LaunchConfig
 from areal_core.launch import pulse
 from areal_core.launch.pulse import Pulse
 
+SPECTATORS = ("tracker-", "rendezvous-")  # nothing waits for them
 LOOK_S = 1.0  # between two looks
+_BEATS_S = 5.0  # within which a process that is not silent has a beat
 _LOOK_MOST_S = 3.0  # that one look may count for
 
 
@@ -80,6 +83,49 @@ class Watchdog:
         return f"{how}: {kernel_state(self._pid)}; {described(now)} since {self.still_s:.0f} s"
 
 
+class Standstill:
+    """Watches all processes of a run, on whatever machine, by their pulses in its folder."""
+
+    def __init__(self, folder: Path, launch: LaunchConfig) -> None:
+        self._folder = folder
+        self._launch = launch
+        self._beats: dict[str, tuple[int, float]] = {}  # of every process the last one, and the seconds since
+        self._last: dict[str, tuple[int, int]] = {}  # pid and progress
+        self._still_s = 0.0
+
+    def look(self, elapsed_s: float) -> str | None:
+        """How the run stands still; None while it does not. One process that is busy, silent or waiting for the store
+        is enough for that: the first two have watchdogs of their own, and the store's requests have bounds."""
+        pulses = self._alive(elapsed_s)
+        waits = all(
+            said.waits_for not in (None, pulse.STORE) and self._beats[name][1] <= _BEATS_S
+            for name, said in pulses.items()
+        )
+        before, self._last = self._last, {name: (said.pid, said.progress) for name, said in pulses.items()}
+        self._still_s = self._still_s + elapsed_s if pulses and waits and self._last == before else 0.0
+        if self._still_s <= self._launch.stall_timeout_s:
+            return None
+        first = "trainer-0" if "trainer-0" in pulses else "controller-0"
+        return (
+            f"no process has got on for {self._launch.stall_timeout_s:g} s (launch.stall_timeout_s): "
+            f"{chain(pulses, first)}"
+        )
+
+    def _alive(self, elapsed_s: float) -> dict[str, Pulse]:
+        """Those whose last beat is not too old, but for spectators."""
+        living: dict[str, Pulse] = {}
+        for file in self._folder.iterdir():
+            name, said = file.name, pulse.read(file)
+            if said is None or name.startswith(SPECTATORS):
+                continue
+            beats, silent_s = self._beats.get(name, (0, 0.0))
+            silent_s = silent_s + elapsed_s if said.beats == beats else 0.0
+            self._beats[name] = said.beats, silent_s
+            if silent_s <= self._launch.liveness_timeout_s:
+                living[name] = said
+        return living
+
+
 def described(said: Pulse) -> str:
     """What a process has said of itself, in words."""
     return said.doing if said.waits_for is None else f"{said.doing}, waiting for {said.waits_for}"
@@ -98,7 +144,7 @@ def is_stopped(pid: int) -> bool:
     return kernel_state(pid).startswith(("T", "t"))
 
 
-def standstill(pulses: Mapping[str, Pulse], first: str) -> str:
+def chain(pulses: Mapping[str, Pulse], first: str) -> str:
     """The chain of who waits for whom, from the process `first` on, in words; its last link is what stands still.
 
     `pulses` by the names of processes. A part of the run that several processes are, "generation", is the first of

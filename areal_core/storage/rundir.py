@@ -124,7 +124,7 @@ class RunDir:
 
     def forget_ready(self) -> None:
         """Remove the ready files that processes of an earlier launcher have left, and their pulses."""
-        for file in (*self.ready.iterdir(), *self.pulses.iterdir()):
+        for file in (*self.ready.iterdir(), *self.pulses.glob("*")):
             file.unlink(missing_ok=True)
 
     def controller_url(self) -> str | None:

@@ -472,3 +472,84 @@ def test_a_stopped_grandchild_in_a_session_of_its_own_does_not_outlive_the_proce
         rig.on_ready = rig.stop.set
         supervisor.run()
     assert gone(int((rig.scratch / "child").read_text()))
+
+
+# At its first start it hangs as it is told, later ones end with 0.
+HANGS = (
+    READY
+    + """
+from areal_core.launch import pulse
+first = not (scratch / "first").exists()
+(scratch / "first").touch()
+def work():
+    if first:
+        {how}
+work()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            r"has given no sign of life for 2 s \(launch.liveness_timeout_s\): T \(stopped\); .* since \d+ s; "
+            r"its stacks can't be told: killed",
+            id="stopped",
+        ),
+        pytest.param(
+            "pulse.say('step 3: training'); time.sleep(600)",
+            r"has made no progress for 3 s \(launch.stall_timeout_s\): S \(sleeping\); step 3: training since \d+ s; "
+            r"its stacks are in .*role-0.log: killed",
+            id="no-progress",
+        ),
+    ],
+)
+def test_a_process_that_hangs_is_named_killed_and_started_again(rig: Rig, how: str, told: str) -> None:
+    rig.supervisor(HANGS.format(how=how), launch(restarts=1, liveness_timeout_s=2.0, stall_timeout_s=3.0)).run()
+    (line,) = [line for line in rig.lines if "restart" in line]
+    assert re.fullmatch(rf"role-0 {told}: restart 1 of 1", line)
+    assert ("in work" in rig.run.log_file("role").read_text()) == ("stacks are" in told)
+
+
+def test_a_process_that_hangs_and_has_no_restart_left_fails_with_its_diagnosis(rig: Rig) -> None:
+    code = HANGS.format(how="pulse.say('step 3: training'); time.sleep(600)")
+    with pytest.raises(
+        ProcessError, match=r"^role-0 has made no progress for 3 s .*: killed; .*role-0.log ends: .*work"
+    ):
+        rig.supervisor(code, launch(stall_timeout_s=3.0)).run()
+    assert all(gone(pid) for pid in pids(rig))
+
+
+# Number 1 fails at its first `times` starts.
+ONE_FAILS = (
+    READY
+    + """
+with (scratch / ready.stem).open("a") as file:
+    file.write("x")
+if ready.stem == "role-1" and (scratch / ready.stem).stat().st_size <= {times}:
+    sys.exit(3)
+time.sleep(600)
+"""
+)
+
+
+def test_others_go_on_without_one_whose_restarts_are_spent_until_one_has_come_back(rig: Rig) -> None:
+    rig.on_ready = lambda: rig.stop.set() if len(rig.ready) == 4 else None  # both, then twice number 1 again
+    rig.supervisor(ONE_FAILS.format(times=2), launch(restarts=1, restart_refill_s=2.0), count=2, spare=True).run()
+    first, spent, again = rig.lines
+    assert first == "role-1 exited with code 3: restart 1 of 1"
+    assert re.match(
+        r"role-1 exited with code 3, and its restarts are spent: 1 of 2 go on, it is started again in \d+ s; ", spent
+    )
+    assert again == "role-1 has a restart again: restart 1 of 1"
+
+
+def test_the_last_one_of_those_that_go_on_ends_the_role(rig: Rig) -> None:
+    code = READY + "time.sleep(0.5 * (ready.stem == 'role-0')); sys.exit(3)"
+    with pytest.raises(ProcessError, match=r"^role-0 exited with code 3; "):
+        rig.supervisor(code, launch(restarts=0), count=2, spare=True).run()
+    assert any(
+        re.match(r"role-1 exited .* restarts are spent: 1 of 2 go on, it has none; ", line) for line in rig.lines
+    )
