@@ -219,6 +219,7 @@ class Supervisor:
         """Start a failed process again, with its gang, or go on without it. Raises ProcessError when its restarts are
         spent and nobody can."""
         name, log, budget = child.process.name, child.process.log, self._budgets[child.index]
+        final = final or log.disk_is_full  # so would be the next one's
         if not final and budget.take():
             self._say(f"{name} {how}: restart {budget.spent} of {budget.most}")
             if self._spec.gang:
