@@ -64,23 +64,26 @@ class Watchdog:
         if now is None:
             return None
         self._last = now
-        known = before is not None
-        self._silent_s = self._silent_s + elapsed_s if known and now.beats == before.beats else 0.0
-        self._loop_s = self._loop_s + elapsed_s if known and now.turns == before.turns else 0.0
-        self.still_s = self.still_s + elapsed_s if known and now.progress == before.progress else 0.0
+        if before is None:
+            return None
+        self._silent_s = self._silent_s + elapsed_s if now.beats == before.beats else 0.0
+        heard_s = elapsed_s if self._silent_s <= _BEATS_S else 0.0  # of one that is silent no more is known
+        self._loop_s = self._loop_s + heard_s if now.turns == before.turns else 0.0
+        self.still_s = self.still_s + heard_s if now.progress == before.progress else 0.0
         return self._hangs(now)
 
     def _hangs(self, now: Pulse) -> str | None:
         liveness_s, stall_s = self._launch.liveness_timeout_s, self._launch.stall_timeout_s
+        state, said = kernel_state(self._pid), described(now)
         if self._silent_s > liveness_s:
-            how = f"has given no sign of life for {liveness_s:g} s (launch.liveness_timeout_s)"
-        elif now.turns is not None and self._loop_s > stall_s:
+            return f"has given no sign of life for {liveness_s:g} s (launch.liveness_timeout_s): {state}; {said}"
+        if now.turns is not None and self._loop_s > stall_s:
             how = f"has an event loop that stands still for {stall_s:g} s (launch.stall_timeout_s)"
         elif now.waits_for is None and self.still_s > stall_s:
             how = f"has made no progress for {stall_s:g} s (launch.stall_timeout_s)"
         else:
             return None
-        return f"{how}: {kernel_state(self._pid)}; {described(now)} since {self.still_s:.0f} s"
+        return f"{how}: {state}; {said} since {self.still_s:.0f} s"
 
 
 class Standstill:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from areal_core.storage.rundir import RunDir
 from tests.support.runs import Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.recovery]
@@ -32,18 +34,39 @@ def test_a_stopped_process_of_each_role_is_started_again(tmp_path: Path) -> None
     """Also the evaluator's server, which nobody else would miss."""
     config = tiny(
         tmp_path,
-        training={"steps": 60, "checkpoint_every": 2},
-        evaluation={"servers": 2, "every": 5},
+        training={"steps": 200, "checkpoint_every": 20},
+        evaluation={"servers": 2, "every": 50},
         launch={"liveness_timeout_s": 4.0},
     )
+    stopped = ("trainer", 0), ("controller", 0), ("evaluator", 0), ("evaluation", 1)
     with Launched(config, "stopped") as run:
-        for role, index in (("evaluation", 1), ("trainer", 0), ("evaluator", 0), ("controller", 0)):
-            pid = run.pid(role, index)
-            os.kill(pid, signal.SIGSTOP)
-            assert run.pid(role, index, but=pid)
+        pids = {process: run.pid(*process) for process in reversed(stopped)}
+        for process in stopped:
+            os.kill(pids[process], signal.SIGSTOP)
+        for role, index in stopped:
+            assert run.pid(role, index, but=pids[role, index])
         run.finished()
-        for name in ("evaluation-1", "trainer-0", "evaluator-0", "controller-0"):
+        for role, index in stopped:
             diagnosis = (
-                rf"{name} has given no sign of life for 4 s \(launch.liveness_timeout_s\): T \(stopped\); .* since"
+                rf"{role}-{index} has given no sign of life for 4 s \(launch.liveness_timeout_s\): T \(stopped\); "
             )
-            assert re.search(rf"{diagnosis} .* its stacks can't be told: killed: restart 1 of 2", run.output())
+            assert re.search(rf"{diagnosis}.*; its stacks can't be told: killed: restart 1 of 2", run.output())
+
+
+def test_an_evaluation_that_takes_longer_than_the_stall_timeout_fails_no_run_whose_steps_are_done(
+    tmp_path: Path,
+) -> None:
+    """Nothing else is left to do; a shorter pause than that of the liveness watchdog stands for its slowness."""
+    stall_s = 8.0
+    with Launched(tiny(tmp_path, launch={"stall_timeout_s": stall_s}), "slow") as run:
+        evaluator = run.pid("evaluator")
+        os.kill(evaluator, signal.SIGSTOP)
+        run.wait_for("the last step is made", lambda: has_finished(run.run))
+        time.sleep(1.5 * stall_s)  # nothing may come of it
+        os.kill(evaluator, signal.SIGCONT)
+        run.finished()
+
+
+def has_finished(run: RunDir) -> bool:
+    """Whether the trainer has saved its model."""
+    return (run.root / "final" / "model.safetensors").exists()
