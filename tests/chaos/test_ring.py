@@ -151,6 +151,20 @@ def test_a_launcher_that_dies_leaves_nothing_and_its_run_goes_on_later(state: Pa
         assert re.search(r"trainer-0: resumed from the checkpoint of step [36]\n", run.output())
 
 
+def test_a_launcher_that_dies_leaves_nothing_although_every_process_of_its_run_is_stopped(state: Path) -> None:
+    config = tiny(state, tracking={"enabled": True}, evaluation={"servers": 2}, launch={"stop_timeout_s": 3.0})
+    with Launched(config, "all-stopped") as run:
+        for role in ("tracker", "evaluator", "evaluation", "trainer"):
+            run.pid(role)
+        for pid in run.processes():
+            if pid != run.launcher.pid:
+                os.kill(pid, signal.SIGSTOP)
+        run.launcher.kill()
+        run.gone()
+    with Launched(config, "all-stopped") as run:
+        run.finished()
+
+
 def test_a_store_that_can_be_written_no_more_ends_the_run(state: Path) -> None:
     config = tiny(state, training={"steps": 40}, launch={"restarts": 0}, storage={"url": str(state / "lost")})
     with Launched(config, "store") as run:
