@@ -20,6 +20,7 @@ from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
 from areal_core.launch import children
 from areal_core.launch.logs import LogFile
+from areal_core.launch.sweeper import end_marked, poll
 
 MARK = "AREAL_STACK"  # in the environment of everything that is started, however deep
 GRACE_S = 10.0
@@ -81,10 +82,10 @@ class Services:
         self._services.remove(service)
         ending = service.process
         ending.terminate()
-        children.poll([ending.pidfd], service.grace_s)
+        poll([ending.pidfd], service.grace_s)
         if service.sessions:
             others = {os.getpid(), *(left.process.pid for left in self._services)}
-            children.end_marked(f"{MARK}={os.environ[MARK]}", service.grace_s, others)
+            end_marked(f"{MARK}={os.environ[MARK]}", service.grace_s, others)
         ending.reap()
 
     def start(
@@ -141,10 +142,11 @@ class Services:
                     yield f"{obituary}; runs go on without it, what they would send waits"
             for service in self._services:
                 service.process.log.new_lines()  # a look rotates it
+            children.sweeper.check()
 
     def _ended(self, timeout_s: float | None) -> list[_Service]:
         """The services that have ended by themselves; waits up to `timeout_s` for one, or for the request to stop."""
-        ended = children.poll([self._asked, *(service.process.pidfd for service in self._services)], timeout_s)
+        ended = poll([self._asked, *(service.process.pidfd for service in self._services)], timeout_s)
         if self._asked in ended:
             raise _StopAsked
         return [service for service in self._services if service.process.pidfd in ended]

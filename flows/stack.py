@@ -31,6 +31,7 @@ from typing import Any, Literal, get_args
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch import children, process
 from areal_core.launch.supervisor import FileLock
+from areal_core.launch.sweeper import end_marked
 from areal_core.storage.rundir import write_json
 from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services, log_file
 
@@ -145,7 +146,7 @@ class Launch:
         """End everything that it started and wait until that is done."""
         self._process.terminate()
         self._process.status()
-        children.end_marked(f"{MARK}={self._mark}", ORPHAN_GRACE_S + GRACE_S)  # none, unless the supervisor was killed
+        end_marked(f"{MARK}={self._mark}", ORPHAN_GRACE_S + GRACE_S)  # none, unless the supervisor was killed
         self._process.reap()
 
 

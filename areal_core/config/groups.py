@@ -307,8 +307,10 @@ class LaunchConfig:
     device_memory_gib: float | None = bounded(None, above=0.0)  # of one GPU; None: nvidia-smi is asked
     evaluator_nice: int = bounded(15, low=0, high=19)  # beside 0 of the ranks and 10 of servers that share their cores
     restarts: int = bounded(2, low=0)  # per process; of ranks on several machines: of their whole group
+    restart_refill_s: float = bounded(600.0, above=0.0)  # after which one that was used comes back
     start_timeout_s: float = bounded(120.0, above=0.0)
-    stall_timeout_s: float = bounded(300.0, above=0.0)  # a run without a new step for so long has failed
+    liveness_timeout_s: float = bounded(60.0, above=0.0)  # a process without a sign of life for so long is killed
+    stall_timeout_s: float = bounded(300.0, above=0.0)  # and one that is busy and does not get on
     stop_timeout_s: float = bounded(15.0, above=0.0)
     remote_roles: str = choice(
         "none", "none", "generation", "trainer", "both"
@@ -316,6 +318,8 @@ class LaunchConfig:
     log_format: str = choice("text", "text", "json")  # of a process's lines in logs/
     log_bytes: int = bounded(16 * 2**20, low=64 * 1024)  # of a log, before it is rotated
     log_files: int = bounded(4, low=1)  # older ones that are kept of it
+    disk_low_gib: float = bounded(5.0, low=0.0)  # free for the run's folder, or a store that is one: below it is told
+    disk_min_gib: float = bounded(0.5, low=0.0)  # below it the run ends in order, to be resumed; 0: it does not
     address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it
 
     def check(self) -> None:
@@ -325,6 +329,11 @@ class LaunchConfig:
             usable = False
         if not usable:
             raise ConfigError(f"launch.address: must be an IP address of this machine, got {self.address!r}")
+        if self.disk_min_gib > self.disk_low_gib:
+            raise ConfigError(
+                f"launch.disk_min_gib: must be at most launch.disk_low_gib ({self.disk_low_gib:g}), "
+                f"got {self.disk_min_gib:g}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

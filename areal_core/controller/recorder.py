@@ -127,6 +127,7 @@ class Recorder:
             "ledger/in_flight_tokens": max(
                 0, tokens.generated - tokens.accounted
             ),  # nothing is cut short before the end
+            "rollout/servers": len(loads),
             "rollout/dropped_groups": sum(dropped.values()),
             "rollout/uniform_groups": dropped.get("uniform", 0),
             **{

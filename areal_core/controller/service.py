@@ -34,7 +34,7 @@ from areal_core.controller.snapshots import Snapshots
 from areal_core.environments.datasets import held_out_set
 from areal_core.environments.source import PromptSource, open_source
 from areal_core.errors import ArealError, StorageError, TokenLedgerError
-from areal_core.launch import logs, process
+from areal_core.launch import logs, process, pulse
 from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.worker import GroupJob, GroupSession, RewardPool
@@ -176,6 +176,7 @@ class Service:
         await site.start()
         host, port = runner.addresses[0][:2]
         process.announce_ready(ready_file, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        pulse.follow(asyncio.get_running_loop())
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch_servers(), name="watch servers")
@@ -207,8 +208,23 @@ class Service:
         """Take out servers that hang, whether they have requests or not, and keep what they have counted."""
         while True:
             await asyncio.sleep(_CHECK_S)
+            self._say()
             await self.servers.check()
             await self.servers.loads()
+
+    def _say(self) -> None:
+        """How far the run has come, and who has the next word."""
+        its, running = self.ledger, self.controller.running_groups
+        scored, at_work = len(self.recorder.evaluations), len(self.servers.registry.at_work)
+        if self.ending is not None:
+            next_one = "evaluator"
+        else:
+            next_one = "generation" if running or not at_work else "trainer"
+        pulse.say(
+            f"version {its.versions.last()}, batch {its.last_step()} fixed, {its.admitted} groups admitted, "
+            f"{running} in flight, {scored} versions scored, {at_work} servers at work",
+            waits_for=next_one,
+        )
 
     async def _scored(self) -> None:
         """Wait until the trainer has finished and the evaluator has scored the last version."""
@@ -231,7 +247,8 @@ class Service:
             ending=ending,
             bound=self.recorder.explained(spans),
         )
-        self.storage.child("final").put_bytes("README.md", model_card(self.config, summary).encode())
+        card = model_card(self.config, summary).encode()
+        await asyncio.to_thread(self.storage.child("final").put_bytes, "README.md", card)
         await self._register_best(summary)
         values = dataclasses.asdict(summary)
         self.recorder.document("summary", summary.steps, values)

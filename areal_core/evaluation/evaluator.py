@@ -26,7 +26,7 @@ from areal_core.evaluation.records import RecordFile
 from areal_core.evaluation.sampling import Collector
 from areal_core.evaluation.scores import problem_row, scored
 from areal_core.evaluation.servers import open_servers
-from areal_core.launch import logs, process
+from areal_core.launch import logs, process, pulse
 from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.storage.rundir import RunDir
@@ -61,6 +61,7 @@ class Evaluator:
                 self._tokenizer,
                 self._verify,
                 version=version.version,
+                on_record=lambda _: pulse.progressed(),
             )
             if not collector.over:
                 await self.servers.work_on(collector, version)
@@ -90,14 +91,17 @@ async def evaluate(run: RunDir) -> None:
     evaluator = Evaluator(run)
     timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)
     process.announce_ready(run.ready_file("evaluator"))
+    pulse.follow(asyncio.get_running_loop())
     await evaluator.servers.open()
     more = True
     while more:
         try:
-            version = await asyncio.to_thread(controller.next_evaluation)
+            with pulse.waiting("controller-0", "no version to score"):
+                version = await asyncio.to_thread(controller.next_evaluation)
         except RunFinished:
             return
         logs.at_step(version.version)
+        pulse.say(f"version {version.version}: scoring")
         start = time.monotonic()
         evaluation, table = await evaluator.score(version)
         timeline.span("evaluate", start, time.monotonic(), version.version)

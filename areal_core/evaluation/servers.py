@@ -20,6 +20,7 @@ from areal_core.evaluation.sampling import Collector
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.engines.engine import ServedEngine, read_version
 from areal_core.generation.engines.registry import make_engine
+from areal_core.launch import pulse
 from areal_core.models.spec import read_spec
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
@@ -87,6 +88,7 @@ class OwnEngine:
         """Step the engine until nobody waits for it."""
         try:
             while self._finished:
+                pulse.progressed()
                 for generation in self._engine.step():
                     if not (future := self._finished[generation.request.request_id]).done():  # cancelled
                         future.set_result(list(generation.completions))
@@ -109,7 +111,8 @@ class OwnServers:
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         servers = range(self._config.evaluation.servers)
-        await asyncio.gather(*(self._work_on(index, collector, version) for index in servers))
+        with pulse.waiting(ROLE, f"version {version.version}: scoring"):
+            await asyncio.gather(*(self._work_on(index, collector, version) for index in servers))
 
     async def _work_on(self, index: int, collector: Collector, version: PolicyVersion) -> None:
         complaint = ""
@@ -142,9 +145,11 @@ class BorrowedServer:
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         while not collector.over:
-            name, url = await self._borrow()
+            with pulse.waiting("controller-0", f"version {version.version}: no server to borrow"):
+                name, url = await self._borrow()
             try:
-                await _score(url, self._config, collector, version, slots=self._config.generation.slots)
+                with pulse.waiting(name, f"version {version.version}: scoring"):
+                    await _score(url, self._config, collector, version, slots=self._config.generation.slots)
             except ServerLostError as error:
                 logger.warning("%s, which was borrowed: %s", name, error)
                 await asyncio.sleep(_AGAIN_S)

@@ -10,10 +10,12 @@ native libraries and vLLM write into the same file stays as it is.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -31,6 +33,7 @@ _TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z ([A-Z]+) (\S+-\d+) (?:\[step 
 _TAIL_BYTES = 64 * 1024  # of new log lines that are read at once; older ones stay in the file
 _LINE_CHARS = 500
 _LAST_LINES = 6  # of a log, in an error
+_LINE_ROOM = 64 * 1024  # bytes free on a disk, without which it counts as full
 
 logger = logging.getLogger(__name__)
 _step: int | None = None
@@ -162,7 +165,9 @@ def _step_of(record: logging.LogRecord) -> int | None:
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    if issubclass(kind, Exception):
+    if full := _full(error):
+        logger.critical("a disk is full: %s", full)
+    elif issubclass(kind, Exception):
         logger.critical("uncaught exception", exc_info=(kind, error, traceback))
     else:
         sys.__excepthook__(kind, error, traceback)
@@ -171,7 +176,22 @@ def _uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -
 def _uncaught_in_thread(thrown: threading.ExceptHookArgs) -> None:
     name = thrown.thread.name if thrown.thread else "a thread"
     error = thrown.exc_value or thrown.exc_type()
+    if full := _full(error):
+        logger.critical("a disk is full, in %s: %s", name, full)
+        return
     logger.critical("uncaught exception in %s", name, exc_info=(thrown.exc_type, error, thrown.exc_traceback))
+
+
+def _full(error: BaseException | None) -> str | None:
+    """What a full disk, or a quota that is used up, has kept from being written; None for an error of another kind."""
+    if error is None:
+        return None
+    if isinstance(error, BaseExceptionGroup):
+        return next((full for each in error.exceptions if (full := _full(each))), None)
+    no_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if no_room or getattr(error, "sqlite_errorname", None) == "SQLITE_FULL":
+        return str(error)
+    return _full(error.__cause__)
 
 
 class LogFile:
@@ -212,8 +232,15 @@ class LogFile:
         data = _tail(self.path, self._start)
         if self._start_in_older is not None:
             data = _tail(self._older(1), self._start_in_older) + data
+        if self.disk_is_full:
+            data += b"\n" + f"its disk is full: nothing can be written to {self.path.parent}".encode()
         shown = [part for line in data.decode(errors="replace").splitlines() for part in plain(line, name)]
         return " | ".join([shortened(line.strip()) for line in shown if line.strip()][-count:]) or "(it is empty)"
+
+    @property
+    def disk_is_full(self) -> bool:
+        """Whether there is no room for another line to speak of."""
+        return shutil.disk_usage(self.path.parent).free < _LINE_ROOM
 
     def _rotate(self, file: IO[bytes], end: int) -> tuple[bytes, int]:
         """Move the content of the file, up to its `end`, to the older ones. Returns its last bytes, and the position

@@ -6,7 +6,8 @@ Two independent ties to the parent, because each has a hole:
 - the lifeline: a pipe whose write end only the launcher holds. It reads end-of-file once the launcher is gone,
   however it went, and can be handed down to grandchildren (`lifeline_fds`), whatever session they live in.
 
-`areal_core.launch.children` is the parent's side.
+A process that is stopped takes neither: `areal_core.launch.sweeper` ends that one. `areal_core.launch.children` is the
+parent's side.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import threading
 import time
 from pathlib import Path
 
+from areal_core.launch import pulse
 from areal_core.storage.rundir import write_json
 
 LIFELINE = "AREAL_LIFELINE"  # "<fd>:<inode>" of the pipe's read end; the inode tells it from a reused number
 GRACE = "AREAL_GRACE_S"  # seconds between SIGTERM and SIGKILL once the launcher is gone
 SPENT = 3  # exit status of a process whose own children have spent their restarts: not to be restarted
+STACKS = signal.SIGUSR1  # has a process write the stacks of its threads into its log
 _PR_SET_PDEATHSIG = 1
 _DEFAULT_GRACE_S = 10.0
 
@@ -37,9 +40,11 @@ def adopt(ready_file: Path | None = None) -> None:
 
     When the parent goes, this process gets SIGTERM (possibly twice: once for each tie) and, with a lifeline, SIGKILL
     AREAL_GRACE_S later. One that can't find the lifeline that it was given ends here, with SystemExit. `ready_file` is
-    where `announce_ready` will write: what an earlier process left is removed.
+    where `announce_ready` will write: what an earlier process left is removed. Its name is that of the pulse, which
+    begins here.
     """
     faulthandler.enable()  # a crash in native code leaves its stack in the log
+    faulthandler.register(STACKS)
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
     die_with_parent(signal.SIGTERM)
@@ -49,6 +54,8 @@ def adopt(ready_file: Path | None = None) -> None:
         raise SystemExit(128 + signal.SIGTERM)
     for fd in lifeline:
         threading.Thread(target=_watch, args=(fd,), name="lifeline", daemon=True).start()
+    if ready_file is not None and pulse.FOLDER in os.environ:
+        pulse.start(Path(os.environ[pulse.FOLDER]) / ready_file.stem)
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
@@ -102,6 +109,7 @@ def _parents_lifeline(fd: int, inode: int) -> tuple[int, ...]:
 def announce_ready(path: Path | None, url: str | None = None) -> None:
     """Tell the launcher that this process is ready for work, and where it listens if it is a server."""
     if path is not None:
+        pulse.ready()
         write_json(path, {"pid": os.getpid(), "url": url})
 
 

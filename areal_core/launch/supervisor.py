@@ -1,9 +1,10 @@
 """The parent's side of process control: starts the processes of one role, watches them, and leaves none behind.
 
 A process is *started* (its lifeline in hand, a session and a log of its own), then *ready* (it has written its ready
-file), then *ended*: with 0 it is done, otherwise it is started again until its restarts are spent. All waiting is one
-poll over what can happen: an exit (pidfd), a ready file or a log line (inotify), the stop signal, a start that takes
-too long. `areal_core.launch.process` is the child's side.
+file), then *ended*: with 0 it is done, otherwise it is started again until its restarts are spent. One that hangs is
+killed first. All waiting is one poll over what can happen: an exit (pidfd), a ready file or a log line (inotify), the
+stop signal, a start that takes too long; once a second it looks at pulses. `areal_core.launch.process` is the child's
+side.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import Any
 
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
-from areal_core.launch import children, logs
+from areal_core.launch import children, logs, process, pulse
+from areal_core.launch.restarts import RestartBudget
+from areal_core.launch.sweeper import end_marked, poll
+from areal_core.launch.watchdog import LOOK_S, Looks, Watchdog, is_stopped
 from areal_core.storage.rundir import RunDir
 
 ATTEMPT = "AREAL_ATTEMPT"  # the same for all processes of a role that were started together, never used twice
@@ -38,6 +42,7 @@ CHILD_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
+_STACKS_S, _QUIET_S = 2.0, 0.2  # for a process to begin with its stacks; without more of them, it has written them
 _RETRY_S = 0.1  # where the kernel tells of no change
 _NICE_S = 10.0  # for the kernel to take a session's nice value
 
@@ -56,6 +61,7 @@ class RoleSpec:
     announces: bool = True  # writes a ready file
     exits: bool = True  # ends by itself with 0; otherwise every exit is a failure
     sessions: bool = False  # starts processes in sessions of their own: what is left of them is killed after it
+    spare: bool = False  # the others go on without one whose restarts are spent, until one comes back
     gang: bool = False  # its processes depend on each other: when one fails all are started again
     final: int | None = None  # exit status after which a process is not started again: it has had restarts of its own
 
@@ -84,7 +90,7 @@ class StopSignal:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it was set within `timeout_s`."""
-        return bool(children.poll([self._fd], timeout_s))
+        return bool(poll([self._fd], timeout_s))
 
 
 class FileLock:
@@ -157,12 +163,16 @@ class Supervisor:
         self._forward = forward
         self._pass_fds = pass_fds
         self._children: dict[int, _Member] = {}
-        self._restarts = dict.fromkeys(spec.indices, 0)
+        self._absent: dict[int, float] = {}  # those that the others go on without, and when they start, monotonic
+        self._budgets = {index: RestartBudget(launch.restarts, launch.restart_refill_s) for index in spec.indices}
+        self._looks = Looks()
+        self.explains = False  # whether processes that are stopped now leave their stacks in their logs first
 
     def run(self) -> None:
         """Block until every process has exited with 0, or `stop` is set. No process is left, however it returns.
 
-        Raises ProcessError when a process failed or wasn't ready in `launch.start_timeout_s` and has no restart left.
+        Raises ProcessError when a process failed, hung or wasn't ready in `launch.start_timeout_s` and has no restart
+        left.
         """
         if self._stop.is_set():
             return
@@ -171,7 +181,7 @@ class Supervisor:
             self._start(self._spec.indices)
             while self._children:
                 fds = {self._stop.fileno(), self._watch.fd, *(child.process.pidfd for child in self._children.values())}
-                happened = children.poll(fds, self._next_deadline())
+                happened = poll(fds, self._next_deadline())
                 self._watch.clear()
                 for child in list(self._children.values()):
                     if child.process.pidfd not in happened:
@@ -180,7 +190,11 @@ class Supervisor:
                 if self._stop.is_set():
                     return
                 self._handle_ends(happened)
+                self._start_absent()
+                self._look_for_hung()
         finally:
+            if self.explains:
+                self._leave_stacks()
             try:
                 self._terminate(list(self._children.values()))
             finally:
@@ -202,19 +216,65 @@ class Supervisor:
                 )
 
     def _recover(self, child: _Member, how: str, *, final: bool = False) -> None:
-        """Start a failed process again, with its gang. Raises ProcessError when its restarts are spent."""
-        name, log = child.process.name, child.process.log
-        spent, allowed = self._restarts[child.index], self._launch.restarts
-        if final or spent >= allowed:
-            after = f" after {spent} restarts" if spent else ""
-            raise ProcessError(f"{name} {how}{after}; {log.path} ends: {log.last_lines(name)}")
-        self._restarts[child.index] += 1
-        self._say(f"{name} {how}: restart {spent + 1} of {allowed}")
-        if self._spec.gang:
-            self._terminate(list(self._children.values()))
-            self._start(self._spec.indices)
+        """Start a failed process again, with its gang, or go on without it. Raises ProcessError when its restarts are
+        spent and nobody can."""
+        name, log, budget = child.process.name, child.process.log, self._budgets[child.index]
+        final = final or log.disk_is_full  # so would be the next one's
+        if not final and budget.take():
+            self._say(f"{name} {how}: restart {budget.spent} of {budget.most}")
+            if self._spec.gang:
+                self._terminate(list(self._children.values()))
+                self._start(self._spec.indices)
+            else:
+                self._start([child.index])
+        elif self._spec.spare and not final and self._children:
+            self._absent[child.index] = time.monotonic() + (wait_s := budget.next_s())
+            again = f"it is started again in {wait_s:.0f} s" if wait_s < float("inf") else "it has none"
+            left = f"{len(self._children)} of {self._spec.count} go on"
+            self._say(f"{name} {how}, and its restarts are spent: {left}, {again}; {log.path} has more")
         else:
-            self._start([child.index])
+            after = f" after {budget.total} restarts" if budget.total else ""
+            raise ProcessError(f"{name} {how}{after}; {log.path} ends: {log.last_lines(name)}")
+
+    def _start_absent(self) -> None:
+        for index, at in list(self._absent.items()):
+            if time.monotonic() >= at and (budget := self._budgets[index]).take():
+                del self._absent[index]
+                self._say(f"{self._spec.name}-{index} has a restart again: restart {budget.spent} of {budget.most}")
+                self._start([index])
+
+    def _look_for_hung(self) -> None:
+        """Kill a process that hangs, and recover. Of several the one that has stood still for longest: others may have
+        come to wait for it."""
+        if not (elapsed_s := self._looks.elapsed()):
+            return
+        children.sweeper.check()
+        ready = [child for child in self._children.values() if child.ready]
+        hung = [(child, how) for child in ready if (how := child.watchdog.look(elapsed_s)) is not None]
+        if hung:
+            child, how = max(hung, key=lambda found: found[0].watchdog.still_s)
+            stacks = self._stacks(child)
+            child.process.kill()
+            self._reap(child)
+            self._recover(child, f"{how}; {stacks}: killed")
+
+    def _leave_stacks(self) -> None:
+        for child in self._children.values():
+            if child.ready and child.watchdog.has_pulse:
+                self._stacks(child)
+
+    def _stacks(self, child: _Member) -> str:
+        """Have a process write the stacks of its threads into its log, within seconds; what became of it. One that has
+        a pulse has a handler for the signal."""
+        if is_stopped(child.process.pid):
+            return "its stacks can't be told"
+        child.process.send(process.STACKS)
+        deadline, wait_s = time.monotonic() + _STACKS_S, _STACKS_S
+        self._watch.clear()
+        while time.monotonic() < deadline and poll([self._watch.fd], wait_s):
+            self._watch.clear()
+            wait_s = _QUIET_S
+        return f"its stacks are in {child.process.log.path}"
 
     def _start(self, indices: Iterable[int]) -> None:
         attempt = secrets.token_hex(8)
@@ -224,7 +284,12 @@ class Supervisor:
     def _spawn(self, index: int, attempt: str) -> None:
         spec, name = self._spec, self._spec.name
         self._run_dir.ready_file(name, index).unlink(missing_ok=True)
-        settings = {ATTEMPT: attempt, logs.FORMAT: self._launch.log_format, logs.INDEX: str(index)}
+        settings = {
+            ATTEMPT: attempt,
+            logs.FORMAT: self._launch.log_format,
+            logs.INDEX: str(index),
+            pulse.FOLDER: str(self._run_dir.pulses),
+        }
         path = self._run_dir.log_file(name, index)
         try:
             path.touch()
@@ -240,7 +305,8 @@ class Supervisor:
         except OSError as error:
             raise ProcessError(f"{name}-{index} can't be started: {error}") from error
         deadline = time.monotonic() + self._launch.start_timeout_s if spec.announces else float("inf")
-        self._children[index] = _Member(index, attempt, started, deadline)
+        watchdog = Watchdog(self._run_dir.pulse_file(name, index), started.pid, self._launch)
+        self._children[index] = _Member(index, attempt, started, deadline, watchdog)
         with contextlib.suppress(ProcessLookupError):  # it may have ended already: the pidfd will tell
             if spec.cpus:
                 os.sched_setaffinity(started.pid, spec.cpus)
@@ -260,10 +326,10 @@ class Supervisor:
             if self._on_ready is not None:
                 self._on_ready(child.index, info)
 
-    def _next_deadline(self) -> float | None:
-        """Seconds until the first process that isn't ready is late; None when all are."""
+    def _next_deadline(self) -> float:
+        """Seconds until the next look at pulses, or until the first process that isn't ready is late."""
         first = min(child.deadline for child in self._children.values())
-        return None if first == float("inf") else max(0.0, first - time.monotonic())
+        return min(LOOK_S, max(0.0, first - time.monotonic()))
 
     def _terminate(self, ending: list[_Member]) -> None:
         """SIGTERM to each process, SIGKILL after `launch.stop_timeout_s`; its group goes with it."""
@@ -272,7 +338,7 @@ class Supervisor:
         deadline = time.monotonic() + self._launch.stop_timeout_s
         left = {child.process.pidfd: child for child in ending}
         while left:
-            ended = children.poll(left, max(0.0, deadline - time.monotonic()))
+            ended = poll(left, max(0.0, deadline - time.monotonic()))
             if not ended:
                 names = ", ".join(child.process.name for child in left.values())
                 self._say(f"{names} did not end within {self._launch.stop_timeout_s:g} s of SIGTERM: killed")
@@ -284,8 +350,9 @@ class Supervisor:
         launcher itself has started have ended."""
         code = child.process.reap()
         if self._spec.sessions:
-            children.end_marked(f"{ATTEMPT}={child.attempt}", 0.0)
+            end_marked(f"{ATTEMPT}={child.attempt}", 0.0)
         del self._children[child.index]
+        self._run_dir.pulse_file(self._spec.name, child.index).unlink(missing_ok=True)
         self._forward_log(child)
         return code
 
@@ -315,6 +382,7 @@ class _Member:
     attempt: str
     process: children.Child
     deadline: float  # monotonic; to be ready by
+    watchdog: Watchdog
     ready: bool = False
 
 

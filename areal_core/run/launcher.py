@@ -17,7 +17,6 @@ import logging
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -28,6 +27,8 @@ from areal_core.errors import ArealError, ProcessError, TrackingError
 from areal_core.evaluation.servers import ROLE as EVALUATION
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import StopSignal, Supervisor
+from areal_core.launch.watchdog import Looks, Standstill
+from areal_core.run.disk import disk_space
 from areal_core.run.folders import Log, run_folder
 from areal_core.run.ownership import Ownership
 from areal_core.run.preflight import preflight
@@ -64,13 +65,14 @@ class Run:
         self._info = run_dir.numbered(self._owned.number)
         run_dir.forget_ready()
         self._specs = role_specs(run_dir, self.config, sorted(os.sched_getaffinity(0)))
-        self._state = threading.Lock()  # guards the seven below and the ownership
+        self._state = threading.Lock()  # guards the eight below and the ownership
         self._failure: BaseException | None = None
         self._stopped: str | None = None
         self._started: set[Role] = set()
         self._over: set[Role] = set()
         self._closed = False  # the end is settled
         self._tracking = False  # the tracker runs
+        self._supervisors: list[Supervisor] = []
         self._abort = StopSignal()
         self._stop_servers = StopSignal()
         self._stop_tracker = StopSignal()
@@ -91,7 +93,7 @@ class Run:
     def rollout(self) -> None:
         """Keep the controller running until it has written the summary."""
         with self._role("controller"):
-            watching = threading.Thread(target=self._guarded, args=(self._watch_progress,), name="watch", daemon=True)
+            watching = threading.Thread(target=self._guarded, args=(self._watch,), name="watch", daemon=True)
             watching.start()
             try:
                 self._supervise("controller", self._abort, self._wake)
@@ -176,7 +178,7 @@ class Run:
     def _supervise(
         self, role: str, stop: StopSignal, on_ready: Callable[[int, dict[str, Any]], None] | None = None
     ) -> None:
-        Supervisor(
+        supervisor = Supervisor(
             self.run_dir,
             self._specs[role],
             self.config.launch,
@@ -185,7 +187,10 @@ class Run:
             log=self._log,
             forward=self._forward,
             pass_fds=(self._owned.fd,) if self._owned else (),  # the lock is theirs, too
-        ).run()
+        )
+        with self._state:
+            self._supervisors.append(supervisor)
+        supervisor.run()
 
     @contextmanager
     def _role(self, role: Role) -> Iterator[None]:
@@ -210,6 +215,8 @@ class Run:
         """Run `action` in a thread of the launcher: its error fails the run."""
         try:
             action()
+        except ArealError as error:
+            self._fail(error)
         except BaseException as error:
             self._fail(error)
             raise
@@ -272,20 +279,17 @@ class Run:
     def _wake(self, index: int, info: dict[str, Any]) -> None:
         self._registration.wake()
 
-    def _watch_progress(self) -> None:
-        """Fail a run that makes no new step for launch.stall_timeout_s."""
-        limit_s = self.config.launch.stall_timeout_s
-        seen: tuple[int, str | None] | None = None
-        since = time.monotonic()
+    def _watch(self) -> None:
+        """Fail a run whose processes all wait for each other, and one whose disk is nearly full."""
+        standstill, looks = Standstill(self.run_dir.pulses, self.config.launch), Looks()
+        disk = disk_space(self.run_dir, self.config, self._log)
         while not self._stop_servers.wait(POLL_S):
-            status = self.status()
-            progress = (status.step, status.finished) if status else seen
-            if progress != seen:
-                seen, since = progress, time.monotonic()
-            elif time.monotonic() - since > limit_s:
-                where = f"after step {seen[0]} of {self.config.training.steps}" if seen else "since the start"
-                logs = self.run_dir.logs
-                self._fail(ProcessError(f"no new step {where} for {limit_s:g} s (launch.stall_timeout_s); see {logs}"))
+            disk.look()
+            if (elapsed_s := looks.elapsed()) and (how := standstill.look(elapsed_s)):
+                with self._state:
+                    for supervisor in self._supervisors:
+                        supervisor.explains = True
+                raise ProcessError(f"{how}; stacks are in {self.run_dir.logs}")
 
 
 def _later(seconds: float, action: Callable[[], None]) -> None:

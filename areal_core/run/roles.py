@@ -135,6 +135,7 @@ def _generation(
         first=first,
         cpus=cpus,
         nice=_GENERATION_NICE if config.shares_cores else 0,
+        spare=count > 1,
         env=lambda index: _gpus(config, (index - first) * per_server, per_server),
         exits=False,
     )
@@ -158,6 +159,7 @@ def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
         argv=argv,
         count=config.evaluation_servers,
         nice=config.launch.evaluator_nice,
+        spare=config.evaluation_servers > 1,
         env=lambda index: _gpus(config, after + index * per_server, per_server),
         exits=False,
     )

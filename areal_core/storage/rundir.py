@@ -4,6 +4,7 @@
     config.json              the resolved configuration
     run.json                 RunInfo: who this run is, which model it starts from, where its checkpoints go
     ready/<role>-<index>.json  ready file of a process: its pid and, for a server, its URL
+    pulse/<role>-<index>     what a process says of itself; see areal_core.launch.pulse
     logs/<role>-<index>.log
     ledger.sqlite  outbox.sqlite
     payloads/                what groups have to be trained on; see areal_core.controller.payloads
@@ -50,7 +51,7 @@ class RunDir:
         """Make the folder, or adopt that of an earlier start of this run, and write what the processes will read.
         `kind` is the folder that it lies in: runs, or evaluations, which have servers and no more."""
         run = cls(Path(config.state_dir).absolute() / kind / info.run_id)
-        for folder in (run.ready, run.logs, run.weights, run.timeline):
+        for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline):
             folder.mkdir(parents=True, exist_ok=True)
         write_json(run.root / "config.json", config.to_dict(), synced=True)
         write_json(run.root / "run.json", dataclasses.asdict(info), synced=True)
@@ -76,6 +77,10 @@ class RunDir:
     @property
     def ready(self) -> Path:
         return self.root / "ready"
+
+    @property
+    def pulses(self) -> Path:
+        return self.root / "pulse"
 
     @property
     def logs(self) -> Path:
@@ -112,6 +117,9 @@ class RunDir:
     def ready_file(self, role: str, index: int = 0) -> Path:
         return self.ready / f"{role}-{index}.json"
 
+    def pulse_file(self, role: str, index: int = 0) -> Path:
+        return self.pulses / f"{role}-{index}"
+
     def log_file(self, role: str, index: int = 0) -> Path:
         return self.logs / f"{role}-{index}.log"
 
@@ -127,8 +135,8 @@ class RunDir:
             return None
 
     def forget_ready(self) -> None:
-        """Remove the ready files that processes of an earlier launcher have left."""
-        for file in self.ready.iterdir():
+        """Remove the ready files that processes of an earlier launcher have left, and their pulses."""
+        for file in (*self.ready.iterdir(), *self.pulses.glob("*")):
             file.unlink(missing_ok=True)
 
     def controller_url(self) -> str | None:

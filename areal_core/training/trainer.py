@@ -26,7 +26,7 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.api.scored_groups import unpack_group
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, DivergenceError, RunFinished
-from areal_core.launch import logs, process
+from areal_core.launch import logs, process, pulse
 from areal_core.models.folders import read_spec, read_weights, write_model
 from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint, lease
@@ -92,7 +92,8 @@ class Trainer:
         while self.step < steps:
             waiting_since = time.monotonic()
             try:
-                manifest, batch = feed.next(self.publisher.check if self.publisher else lambda: None)
+                with pulse.waiting("controller-0", f"step {self.step + 1}: no batch yet"):
+                    manifest, batch = feed.next(self.publisher.check if self.publisher else lambda: None)
             except RunFinished as ending:
                 reason = str(ending)
                 break
@@ -102,9 +103,10 @@ class Trainer:
             if manifest.step <= replayed:
                 # Should its weights not be those that were published before, batches of later steps are assembled
                 # anew (a new incarnation): no rank may fetch one before.
-                if self.publisher is not None:
-                    self.publisher.drain()
-                self._meet()
+                with pulse.waiting("trainer", f"step {self.step}: it is made again"):
+                    if self.publisher is not None:
+                        self.publisher.drain()
+                    self._meet()
                 feed.ahead()
         self._finish(reason)
         self.engine.close()
@@ -128,6 +130,7 @@ class Trainer:
     def _train_step(self, manifest: BatchManifest, batch: TrainingBatch, waiting_since: float) -> None:
         times = StepTimes(waiting_since=waiting_since, start=time.monotonic())
         logs.at_step(manifest.step)
+        pulse.say(f"step {manifest.step}: training")
         self.timeline.span("wait", waiting_since, times.start, manifest.step)
         stats = self._learn(batch, times)
         self.step = manifest.step
@@ -136,7 +139,8 @@ class Trainer:
         if self.config.sleeps and self._device.type == "cuda":
             torch.cuda.empty_cache()  # publishing wakes the servers on this device
         if self.publisher is not None:
-            self.publisher.publish(self.step, tensors)
+            with pulse.waiting("controller-0", f"step {self.step}: publishing"):
+                self.publisher.publish(self.step, tensors)
         if self.step % self.config.training.checkpoint_every == 0:
             self._checkpoint()
         if self.publisher is not None:
@@ -248,7 +252,8 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         if self.publisher is not None:
-            self.publisher.make_room()
+            with pulse.waiting(pulse.STORE, f"step {self.step}: a checkpoint is being written"):
+                self.publisher.make_room()
         self._meet()
         state = self.engine.state()
         if self.publisher is not None:
@@ -257,16 +262,18 @@ class Trainer:
 
     def _meet(self) -> None:
         """Wait for ranks that wait for the store: as long as these do, and a collective's time on top."""
-        self.ranks.meet(self.config.storage.patience_s + self.config.training.collective_timeout_s)
+        with pulse.waiting("trainer", f"step {self.step}: all ranks meet"):
+            self.ranks.meet(self.config.storage.patience_s + self.config.training.collective_timeout_s)
 
     def _finish(self, reason: str) -> None:
         """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended."""
         if self.step != self._saved:
             self._checkpoint()
         tensors = self.engine.weights()
-        if self.publisher is not None:
-            self.publisher.drain()
-            self.controller.finish(reason, self.step, self._save_model(tensors))
+        with pulse.waiting(pulse.STORE, "saving the last checkpoint and the model"):
+            if self.publisher is not None:
+                self.publisher.drain()
+                self.controller.finish(reason, self.step, self._save_model(tensors))
 
     def _save_model(self, weights: Mapping[str, Float32Array]) -> str:
         """Save the final policy in the store as a transformers folder; returns its URL."""

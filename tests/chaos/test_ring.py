@@ -50,7 +50,12 @@ def reward_worker(run: Launched) -> int:
 def test_a_run_survives_the_death_of_every_process(state: Path) -> None:
     from mlflow import MlflowClient
 
-    config = tiny(state, training={"steps": 200, "checkpoint_every": 5}, tracking={"enabled": True})
+    config = tiny(
+        state,
+        training={"steps": 200, "checkpoint_every": 5},
+        evaluation={"servers": 2},  # one alone is the evaluator's own engine
+        tracking={"enabled": True},
+    )
     with Launched(config, "each") as run:
         for role in ("generation", "controller", "evaluator", "evaluation", "trainer", "tracker"):
             pid = run.pid(role)
@@ -78,10 +83,12 @@ def test_a_run_survives_the_death_of_every_process(state: Path) -> None:
             "loss/policy": [*steps],  # the trainer's
             "reward/mean": [*steps],  # the controller's, when a batch is fixed
             "time/step_s": [*steps],  # the controller's, when a version is published
-            "heldout/accuracy": [0, *steps[4::5]],  # the evaluator's
         }.items():
             points = mlflow.get_metric_history(info.tracking_run_id, key)
             assert sorted(point.step for point in points) == wanted
+        scored = sorted(point.step for point in mlflow.get_metric_history(info.tracking_run_id, "heldout/accuracy"))
+        due = [0, *steps[4::5]]  # of which only the last counts once the trainer has ended
+        assert scored == [*due[: len(scored) - 1], summary.steps]
 
 
 def test_a_generation_server_that_hangs_is_started_again(state: Path) -> None:
@@ -149,6 +156,20 @@ def test_a_launcher_that_dies_leaves_nothing_and_its_run_goes_on_later(state: Pa
     with Launched(config, "resumed") as run:
         run.finished()
         assert re.search(r"trainer-0: resumed from the checkpoint of step [36]\n", run.output())
+
+
+def test_a_launcher_that_dies_leaves_nothing_although_every_process_of_its_run_is_stopped(state: Path) -> None:
+    config = tiny(state, tracking={"enabled": True}, evaluation={"servers": 2}, launch={"stop_timeout_s": 3.0})
+    with Launched(config, "all-stopped") as run:
+        for role in ("tracker", "evaluator", "evaluation", "trainer"):
+            run.pid(role)
+        for pid in run.processes():
+            if pid != run.launcher.pid:
+                os.kill(pid, signal.SIGSTOP)
+        run.launcher.kill()
+        run.gone()
+    with Launched(config, "all-stopped") as run:
+        run.finished()
 
 
 def test_a_store_that_can_be_written_no_more_ends_the_run(state: Path) -> None:

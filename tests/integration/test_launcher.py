@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.errors import ProcessError
+from areal_core.errors import ProcessError, StorageError
 from areal_core.launch.supervisor import RoleSpec
 from areal_core.run import launcher as run_module
 from areal_core.run.launcher import Run
@@ -59,7 +59,7 @@ SUMMARY = RunSummary(
 STAND_IN = """
 import http.server, json, os, sys, threading, time
 from pathlib import Path
-from areal_core.launch import process
+from areal_core.launch import process, pulse
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.tracking.outbox import Outbox
 role, index, run, plan = sys.argv[1], int(sys.argv[2]), RunDir(Path(sys.argv[3])), json.loads(sys.argv[4])
@@ -124,6 +124,12 @@ elif role == "trainer":
     if plan.get("trainer") == "fails":
         sys.exit("the loss is not finite")
     wait_for(lambda: plan.get("trainer") != "hangs")
+    for step in range(plan.get("replays", 0)):
+        pulse.say(f"step {step}: training")
+        time.sleep(1.0)
+    if plan.get("trainer") == "never ends its step":
+        pulse.say("step 1: training")
+        time.sleep(600)
     trained.touch()
     if plan.get("trainer") == "fails late":
         wait_for(run.summary.exists)
@@ -242,8 +248,52 @@ def test_a_run_without_progress_fails(stage: Callable[..., Stage]) -> None:
     played = stage({"trainer": "hangs", "stall": True}, launch={"stall_timeout_s": 0.5})
     error = played.play()["train"]
     assert isinstance(error, ProcessError)
+    assert str(error) == (
+        "no process has got on for 0.5 s (launch.stall_timeout_s): trainer-0 ready, waiting for work; "
+        f"stacks are in {played.dir.logs}"
+    )
+    assert "wait_for" in played.dir.log_file("trainer").read_text()
+    assert nothing_left(played)
+
+
+def test_a_replay_that_takes_longer_than_the_stall_timeout_is_progress(stage: Callable[..., Stage]) -> None:
+    """No version is new meanwhile."""
+    played = stage({"replays": 6, "stall": True}, launch={"stall_timeout_s": 3.0})
+    assert set(played.play().values()) == {None}
+
+
+def test_a_trainer_that_hangs_is_named_in_the_failure_of_the_run(stage: Callable[..., Stage]) -> None:
+    played = stage({"trainer": "never ends its step"}, launch={"stall_timeout_s": 2.0})
     assert re.match(
-        r"no new step (after step 0 of \d+|since the start) for 0\.5 s \(launch\.stall_timeout_s\)", str(error)
+        r"trainer-0 has made no progress for 2 s \(launch\.stall_timeout_s\): S \(sleeping\); step 1: training since "
+        r"\d s; its stacks are in .*trainer-0\.log: killed; .*trainer-0\.log ends: ",
+        str(played.play()["train"]),
+    )
+    assert nothing_left(played)
+
+
+def test_a_run_goes_on_with_the_servers_that_it_has(stage: Callable[..., Stage]) -> None:
+    """One has died and has no restart left."""
+    played = stage({"trainer": "hangs"}, generation={"servers": 2})
+
+    def meanwhile() -> None:
+        played.wait_for(lambda: len(played.joined()) >= 2)
+        os.kill(json.loads(played.dir.ready_file("generation", 1).read_text())["pid"], signal.SIGKILL)
+        played.wait_for(lambda: any("restarts are spent: 1 of 2 go on" in line for line in played.lines))
+        os.kill(json.loads(played.dir.ready_file("generation", 0).read_text())["pid"], signal.SIGKILL)
+
+    error = played.play(meanwhile)["generate"]
+    assert str(error).startswith("generation-0 was killed by SIGKILL; ")
+
+
+def test_a_run_whose_disk_is_nearly_full_ends_in_order(stage: Callable[..., Stage], tmp_path: Path) -> None:
+    played = stage({"trainer": "hangs"}, launch={"disk_min_gib": 2.0**40, "disk_low_gib": 2.0**40})
+    error = played.play()["rollout"]
+    assert isinstance(error, StorageError)
+    assert re.fullmatch(
+        rf"state_dir: {played.dir.root} has \d+\.\d\d GiB left, less than \S+ \(launch\.disk_min_gib\): the run ends; "
+        r"with more room it can be resumed",
+        str(error),
     )
     assert nothing_left(played)
 

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ class Rig:
     def __init__(self, root: Path) -> None:
         self.run = RunDir(root / "run")
         self.scratch = root / "scratch"
-        for folder in (self.run.ready, self.run.logs, self.scratch):
+        for folder in (self.run.ready, self.run.pulses, self.run.logs, self.scratch):
             folder.mkdir(parents=True)
         self.stop = StopSignal()
         self.lines: list[str] = []
@@ -322,6 +324,19 @@ process.announce_ready(ready); time.sleep(600)
 )
 
 
+@contextmanager
+def launcher_of(rig: Rig, code: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A launcher in a process of its own, and the process that it runs, once that is ready."""
+    argv = [sys.executable, "-c", LAUNCHER, str(rig.run.root), code, str(rig.scratch)]
+    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    try:
+        yield launcher, int(launcher.stdout.readline())
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
 @pytest.mark.parametrize(
     ("prelude", "pass_fds"),
     [
@@ -332,16 +347,52 @@ process.announce_ready(ready); time.sleep(600)
 def test_children_and_grandchildren_in_other_sessions_end_with_a_killed_launcher(
     rig: Rig, prelude: str, pass_fds: str
 ) -> None:
-    code = FAMILY.format(prelude=prelude, pass_fds=pass_fds)
-    argv = [sys.executable, "-c", LAUNCHER, str(rig.run.root), code, str(rig.scratch)]
-    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    child = int(launcher.stdout.readline())
-    grandchild = int((rig.scratch / "pid").read_text())
-    launcher.kill()
-    launcher.wait()
-    assert gone(child)
-    assert gone(grandchild)
+    with launcher_of(rig, FAMILY.format(prelude=prelude, pass_fds=pass_fds)) as (launcher, child):
+        launcher.kill()
+        assert gone(child)
+        assert gone(int((rig.scratch / "pid").read_text()))
+
+
+def test_a_stopped_process_and_its_stopped_descendants_do_not_outlive_a_killed_launcher(rig: Rig) -> None:
+    with launcher_of(rig, STRAYS.format(then="time.sleep(600)")) as (launcher, child):
+        os.kill(child, signal.SIGSTOP)
+        launcher.kill()
+        assert gone(child)
+        assert gone(int((rig.scratch / "child").read_text()))
+
+
+def test_a_descendant_without_the_mark_is_found_by_its_session(rig: Rig) -> None:
+    """Who writes a title over its environment, as vLLM's engines do, has no mark any more."""
+    code = ADOPT + (
+        "child = subprocess.Popen(['sleep', '600'], env={}); (scratch / 'child').write_text(str(child.pid));"
+        "child.send_signal(signal.SIGSTOP); process.announce_ready(ready); time.sleep(600)"
+    )
+    with launcher_of(rig, code) as (launcher, child):
+        launcher.kill()
+        assert gone(child)
+        assert gone(int((rig.scratch / "child").read_text()))
+
+
+def test_a_sweeper_that_is_killed_is_replaced_while_its_launcher_lives(rig: Rig) -> None:
+    with launcher_of(rig, SERVE) as (launcher, child):
+        (first,) = sweepers(launcher.pid)
+        os.kill(first, signal.SIGTERM)  # which it ignores
+        os.kill(first, signal.SIGKILL)
+        assert gone(first)
+        deadline = time.monotonic() + PATIENCE_S
+        while not (second := sweepers(launcher.pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(child, signal.SIGSTOP)
+        launcher.kill()
+        assert gone(child)
+        assert gone(second[0])
+
+
+def sweepers(launcher: int) -> list[int]:
+    """The living children of a launcher that are sweepers."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in children if b"sweeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_a_killed_child_takes_its_grandchildren_along(rig: Rig) -> None:
@@ -421,3 +472,84 @@ def test_a_stopped_grandchild_in_a_session_of_its_own_does_not_outlive_the_proce
         rig.on_ready = rig.stop.set
         supervisor.run()
     assert gone(int((rig.scratch / "child").read_text()))
+
+
+# At its first start it hangs as it is told, later ones end with 0.
+HANGS = (
+    READY
+    + """
+from areal_core.launch import pulse
+first = not (scratch / "first").exists()
+(scratch / "first").touch()
+def work():
+    if first:
+        {how}
+work()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            r"has given no sign of life for 2 s \(launch.liveness_timeout_s\): T \(stopped\); \w+; "
+            r"its stacks can't be told: killed",
+            id="stopped",
+        ),
+        pytest.param(
+            "pulse.say('step 3: training'); time.sleep(600)",
+            r"has made no progress for 3 s \(launch.stall_timeout_s\): S \(sleeping\); step 3: training since \d+ s; "
+            r"its stacks are in .*role-0.log: killed",
+            id="no-progress",
+        ),
+    ],
+)
+def test_a_process_that_hangs_is_named_killed_and_started_again(rig: Rig, how: str, told: str) -> None:
+    rig.supervisor(HANGS.format(how=how), launch(restarts=1, liveness_timeout_s=2.0, stall_timeout_s=3.0)).run()
+    (line,) = [line for line in rig.lines if "restart" in line]
+    assert re.fullmatch(rf"role-0 {told}: restart 1 of 1", line)
+    assert ("in work" in rig.run.log_file("role").read_text()) == ("stacks are" in told)
+
+
+def test_a_process_that_hangs_and_has_no_restart_left_fails_with_its_diagnosis(rig: Rig) -> None:
+    code = HANGS.format(how="pulse.say('step 3: training'); time.sleep(600)")
+    with pytest.raises(
+        ProcessError, match=r"^role-0 has made no progress for 3 s .*: killed; .*role-0.log ends: .*work"
+    ):
+        rig.supervisor(code, launch(stall_timeout_s=3.0)).run()
+    assert all(gone(pid) for pid in pids(rig))
+
+
+# Number 1 fails at its first `times` starts.
+ONE_FAILS = (
+    READY
+    + """
+with (scratch / ready.stem).open("a") as file:
+    file.write("x")
+if ready.stem == "role-1" and (scratch / ready.stem).stat().st_size <= {times}:
+    sys.exit(3)
+time.sleep(600)
+"""
+)
+
+
+def test_others_go_on_without_one_whose_restarts_are_spent_until_one_has_come_back(rig: Rig) -> None:
+    rig.on_ready = lambda: rig.stop.set() if len(rig.ready) == 4 else None  # both, then twice number 1 again
+    rig.supervisor(ONE_FAILS.format(times=2), launch(restarts=1, restart_refill_s=2.0), count=2, spare=True).run()
+    first, spent, again = rig.lines
+    assert first == "role-1 exited with code 3: restart 1 of 1"
+    assert re.match(
+        r"role-1 exited with code 3, and its restarts are spent: 1 of 2 go on, it is started again in \d+ s; ", spent
+    )
+    assert again == "role-1 has a restart again: restart 1 of 1"
+
+
+def test_the_last_one_of_those_that_go_on_ends_the_role(rig: Rig) -> None:
+    code = READY + "time.sleep(0.5 * (ready.stem == 'role-0')); sys.exit(3)"
+    with pytest.raises(ProcessError, match=r"^role-0 exited with code 3; "):
+        rig.supervisor(code, launch(restarts=0), count=2, spare=True).run()
+    assert any(
+        re.match(r"role-1 exited .* restarts are spent: 1 of 2 go on, it has none; ", line) for line in rig.lines
+    )

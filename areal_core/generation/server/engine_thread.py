@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from areal_core.api.wire import ServerLoad
 from areal_core.generation.engines.engine import Generation, ServedEngine
+from areal_core.launch import pulse
 from areal_core.tracking.timeline import Activity, TimelineWriter
 
 T = TypeVar("T")
@@ -149,6 +150,7 @@ class EngineThread:
         try:
             while self._obey():
                 self._hand_over(self._engine.step())
+                pulse.progressed()
             self._doing.end()
         except BaseException as error:  # noqa: BLE001 - the thread's owner decides
             self._loop.call_soon_threadsafe(self._failed, error)
@@ -160,8 +162,11 @@ class EngineThread:
             if self._state is _State.DRAINING and not self._engine.running:  # finished, or aborted
                 self._pause()
             busy = self._engine.running or (self._engine.waiting and self._engine.admitting)
+            blocks = not busy or self.is_paused
+            doing = "paused" if self.is_paused else "sampling" if busy else "idle"
+            pulse.say(doing, waits_for=pulse.WORK if blocks else None)
             try:
-                command = self._commands.get(block=not busy or self.is_paused)
+                command = self._commands.get(block=blocks)
             except queue.Empty:
                 return True
             self._account()

@@ -33,7 +33,7 @@ from areal_core.generation.engines.engine import Generation, ServedEngine, read_
 from areal_core.generation.engines.registry import Options, make_engine
 from areal_core.generation.server.engine_thread import EngineThread
 from areal_core.generation.server.protocol import RequestError, parse_json, parse_request, parse_version, take
-from areal_core.launch import logs, process
+from areal_core.launch import logs, process, pulse
 from areal_core.models.spec import read_spec
 from areal_core.tracking.timeline import TimelineWriter
 
@@ -317,6 +317,7 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine) -> None:
         await web.TCPSite(runner, arguments.host, arguments.port).start()
         host, port = runner.addresses[0][:2]
         process.announce_ready(arguments.ready_file, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        pulse.follow(loop)
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

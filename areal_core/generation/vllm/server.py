@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -30,11 +31,12 @@ from areal_core.api.wire import MODEL_NAME, ROUTES_VERSION
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ProcessError
 from areal_core.generation.command_line import server_parser
-from areal_core.launch import logs, process
+from areal_core.launch import logs, process, pulse
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_LOOK_S = 5.0  # between two looks at vLLM's health
 _WARM_UP_S = 300.0  # the first request compiles what it needs
 _BATCHED_TOKENS = 8192  # on a CPU, in one step
 _END_S = 8.0  # between SIGTERM and SIGKILL to vLLM
@@ -216,11 +218,18 @@ def _serve(arguments: argparse.Namespace) -> None:
         if server.wait_until_it_serves(stop):
             server.warm_up(arguments.weight_version)
             process.announce_ready(arguments.ready_file, server.url)
+            pulse.say("serving vLLM")
+        next_look = time.monotonic()
         while not stop.wait(_POLL_S):
             if (code := server.process.poll()) is not None:
                 raise ProcessError(f"vLLM ended with code {code}")
             if log is not None:
                 log.new_lines()  # a look rotates it
+            if time.monotonic() >= next_look:
+                with contextlib.suppress(OSError):  # one that never answers again is found by its standstill
+                    _get(f"{server.url}/health")
+                    pulse.progressed()
+                next_look = time.monotonic() + _LOOK_S
     finally:
         server.end()
 

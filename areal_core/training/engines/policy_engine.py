@@ -22,6 +22,7 @@ from areal_core.algorithm.objectives import Tokens, find_objective
 from areal_core.algorithm.statistics import LossStats
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
+from areal_core.launch import pulse
 from areal_core.models.folders import ModelSpec, check_weights, weight_shapes
 from areal_core.training.batching.packing import Packed, idle
 from areal_core.training.distributed.ranks import RankGroup
@@ -232,6 +233,7 @@ class PolicyEngine(ABC):
         if self.lockstep:
             count = max(1, int(self.ranks.all_reduce_max(np.array([count]))[0]))
         for index in range(count):
+            pulse.progressed()
             yield index + 1 == count, microbatches[index] if index < len(microbatches) else None
 
     def _current(self, packed: Packed) -> Tensor:

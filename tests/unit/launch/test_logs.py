@@ -110,6 +110,34 @@ def test_an_uncaught_exception_is_a_record_too() -> None:
     assert plain(lines[2], "trainer-0")[-1] == "ValueError: no luck"
 
 
+@pytest.mark.parametrize(
+    ("code", "said_last"),
+    [
+        pytest.param(
+            "raise ExceptionGroup('tasks', [ValueError('x'), OSError(errno.ENOSPC, 'No space left on device', 'a/b')])",
+            "a disk is full: [Errno 28] No space left on device: 'a/b'",
+            id="os",
+        ),
+        pytest.param(
+            "database = sqlite3.connect(':memory:'); database.execute('PRAGMA max_page_count = 2')\n"
+            "database.execute('CREATE TABLE t (x)'); database.execute('INSERT INTO t VALUES (zeroblob(99999))')",
+            "a disk is full: database or disk is full",
+            id="sqlite",
+        ),
+        pytest.param(
+            "def write(): raise OSError(errno.EDQUOT, 'Disk quota exceeded')\n"
+            "thread = threading.Thread(target=write, name='writer'); thread.start(); thread.join(); sys.exit(1)",
+            "a disk is full, in writer: [Errno 122] Disk quota exceeded",
+            id="thread",
+        ),
+    ],
+)
+def test_a_full_disk_is_one_line(code: str, said_last: str) -> None:
+    status, lines = said(f"import errno, sqlite3, sys\n{code}", "text")
+    assert status == 1
+    assert [plain(line, "trainer-0") for line in lines] == [[f"areal: error: {said_last}"]]
+
+
 def test_a_launcher_keeps_what_it_says(tmp_path: Path) -> None:
     told: list[str] = []
     journal = Journal(tmp_path / "l.log", LaunchConfig(log_format="json"), Source("launcher"), told.append)

@@ -1,0 +1,133 @@
+"""What a process of a run says of itself: a small file, `pulse/<role>-<index>`, which a thread writes once a second.
+
+    main loop --say, waiting, progressed: in memory--> the beat's thread --a record a second--> file
+
+Each record is a beat: a process that is stopped, or that the kernel holds, has none. What it says of its work costs the
+main loop nothing. The launcher's side is `areal_core.launch.watchdog`; it compares records with earlier ones, so that
+clocks of several machines don't matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FOLDER = "AREAL_PULSE"  # in the environment: where processes of this run have their files
+WORK = "work"  # what an idle process waits for
+STORE = "the store"
+STARTING = "starting"
+_BEAT_S = 1.0
+_RECORD_BYTES = 512  # room for every record: on a full disk one can still be written over another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """One record of a process."""
+
+    pid: int
+    beats: int
+    turns: int | None  # beats that its event loop has answered; None: it has said nothing of one
+    progress: int  # steps, minibatches, tokens, groups, scores: whatever its main loop has got done
+    doing: str
+    waits_for: str | None  # a process, or a part of the run: while it waits it owes no progress
+
+
+class _Said:
+    """What this process has said last."""
+
+    progress = 0
+    doing = STARTING
+    waits_for: str | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    turns = 0
+
+
+_said = _Said()
+
+
+def start(file: Path) -> None:
+    """Begin to beat, in this process, which has one file for all of its life."""
+    threading.Thread(target=_beat, args=(file,), name="pulse", daemon=True).start()
+
+
+def follow(loop: asyncio.AbstractEventLoop) -> None:
+    """The main loop of this process is an event loop: from now on it has to turn."""
+    _said.loop = loop
+
+
+def progressed() -> None:
+    """The main loop has got something done, of what it does."""
+    _said.progress += 1
+
+
+def say(doing: str, *, waits_for: str | None = None) -> None:
+    """What the main loop does from now on, or whom it waits for; where that is something else, it has got on."""
+    if (doing, waits_for) != (_said.doing, _said.waits_for):
+        _said.doing, _said.waits_for = doing, waits_for
+        progressed()
+
+
+def ready() -> None:
+    """The start is over. A process that says nothing more owes no progress."""
+    if _said.doing == STARTING:
+        say("ready", waits_for=WORK)
+
+
+@contextmanager
+def waiting(for_whom: str, doing: str) -> Iterator[None]:
+    """Within, the main loop waits for somebody; afterwards it does again what it did."""
+    before = _said.doing, _said.waits_for
+    say(doing, waits_for=for_whom)
+    try:
+        yield
+    finally:
+        say(before[0], waits_for=before[1])
+
+
+def read(file: Path) -> Pulse | None:
+    """The last record; None where there is none, or where it is just being written."""
+    with suppress(OSError, ValueError, TypeError):
+        return Pulse(**json.loads(file.read_bytes()))
+    return None
+
+
+def _beat(file: Path) -> None:
+    beats = 0
+    while True:
+        beats += 1
+        turns = None
+        if (loop := _said.loop) is not None:
+            turns = _said.turns
+            with suppress(RuntimeError):  # it is closed: the process ends
+                loop.call_soon_threadsafe(_turn)
+        now = Pulse(
+            pid=os.getpid(),
+            beats=beats,
+            turns=turns,
+            progress=_said.progress,
+            doing=_said.doing,
+            waits_for=_said.waits_for,
+        )
+        with suppress(OSError):  # a beat that can't be written is missing, which is what its reader sees
+            _write(file, now)
+        time.sleep(_BEAT_S)
+
+
+def _write(file: Path, pulse: Pulse) -> None:
+    record = json.dumps(asdict(pulse)).encode().ljust(_RECORD_BYTES)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.pwrite(descriptor, record, 0)
+    finally:
+        os.close(descriptor)  # on a shared file system others see it from here on
+
+
+def _turn() -> None:
+    _said.turns += 1

@@ -1,0 +1,169 @@
+"""The launcher's look at the pulses of processes: which one is stopped or hangs, and what can be said of it.
+
+    liveness    a process has no beat: it is stopped, or the kernel holds it (launch.liveness_timeout_s)
+    progress    it is busy, and what it says of its work does not change, or its event loop does not turn
+                (launch.stall_timeout_s); one that waits for another owes no progress
+    standstill  all of them wait for each other, and nothing changes (launch.stall_timeout_s)
+
+Silence is counted over looks, each for a few seconds at most: a clock that jumps, or a launcher or a machine that was
+stopped for an hour, makes nobody silent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from areal_core.config.schema import LaunchConfig
+from areal_core.launch import pulse
+from areal_core.launch.pulse import Pulse
+
+SPECTATORS = ("tracker-", "rendezvous-")  # nothing waits for them
+LOOK_S = 1.0  # between two looks
+_BEATS_S = 5.0  # within which a process that is not silent has a beat
+_LOOK_MOST_S = 3.0  # that one look may count for
+
+
+class Looks:
+    """When to look, and the seconds since the look before, as far as they count."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+
+    def elapsed(self) -> float:
+        """0 while it is too early for another look."""
+        now = self._clock()
+        if now - self._last < LOOK_S:
+            return 0.0
+        self._last, elapsed = now, now - self._last
+        return min(elapsed, _LOOK_MOST_S)
+
+
+class Watchdog:
+    """Watches one process from its start on. Says nothing of one that has never had a pulse."""
+
+    def __init__(self, file: Path, pid: int, launch: LaunchConfig) -> None:
+        self._file = file
+        self._pid = pid
+        self._launch = launch
+        self._last: Pulse | None = None
+        self._silent_s = self._loop_s = 0.0  # since its last beat, since its event loop's last turn
+        self.still_s = 0.0  # since it has last got on
+
+    @property
+    def has_pulse(self) -> bool:
+        return self._last is not None
+
+    def look(self, elapsed_s: float) -> str | None:
+        """How it hangs, in words that follow its name; None while it does not. `elapsed_s`: since the last look."""
+        now, before = pulse.read(self._file), self._last
+        if now is None or now.pid != self._pid:
+            now = before  # none yet, or half written
+        if now is None:
+            return None
+        self._last = now
+        if before is None:
+            return None
+        self._silent_s = self._silent_s + elapsed_s if now.beats == before.beats else 0.0
+        heard_s = elapsed_s if self._silent_s <= _BEATS_S else 0.0  # of one that is silent no more is known
+        self._loop_s = self._loop_s + heard_s if now.turns == before.turns else 0.0
+        self.still_s = self.still_s + heard_s if now.progress == before.progress else 0.0
+        return self._hangs(now)
+
+    def _hangs(self, now: Pulse) -> str | None:
+        liveness_s, stall_s = self._launch.liveness_timeout_s, self._launch.stall_timeout_s
+        state, said = kernel_state(self._pid), described(now)
+        if self._silent_s > liveness_s:
+            return f"has given no sign of life for {liveness_s:g} s (launch.liveness_timeout_s): {state}; {said}"
+        if now.turns is not None and self._loop_s > stall_s:
+            how = f"has an event loop that stands still for {stall_s:g} s (launch.stall_timeout_s)"
+        elif now.waits_for is None and self.still_s > stall_s:
+            how = f"has made no progress for {stall_s:g} s (launch.stall_timeout_s)"
+        else:
+            return None
+        return f"{how}: {state}; {said} since {self.still_s:.0f} s"
+
+
+class Standstill:
+    """Watches all processes of a run, on whatever machine, by their pulses in its folder."""
+
+    def __init__(self, folder: Path, launch: LaunchConfig) -> None:
+        self._folder = folder
+        self._launch = launch
+        self._beats: dict[str, tuple[int, float]] = {}  # of every process the last one, and the seconds since
+        self._last: dict[str, tuple[int, int]] = {}  # pid and progress
+        self._still_s = 0.0
+
+    def look(self, elapsed_s: float) -> str | None:
+        """How the run stands still; None while it does not. One process that is busy, silent or waiting for the store
+        is enough for that: the first two have watchdogs of their own, and the store's requests have bounds."""
+        pulses = self._alive(elapsed_s)
+        waits = all(
+            said.waits_for not in (None, pulse.STORE) and self._beats[name][1] <= _BEATS_S
+            for name, said in pulses.items()
+        )
+        before, self._last = self._last, {name: (said.pid, said.progress) for name, said in pulses.items()}
+        self._still_s = self._still_s + elapsed_s if pulses and waits and self._last == before else 0.0
+        if self._still_s <= self._launch.stall_timeout_s:
+            return None
+        first = "trainer-0" if "trainer-0" in pulses else "controller-0"
+        return (
+            f"no process has got on for {self._launch.stall_timeout_s:g} s (launch.stall_timeout_s): "
+            f"{chain(pulses, first)}"
+        )
+
+    def _alive(self, elapsed_s: float) -> dict[str, Pulse]:
+        """Those whose last beat is not too old, but for spectators."""
+        living: dict[str, Pulse] = {}
+        for file in self._folder.iterdir():
+            name, said = file.name, pulse.read(file)
+            if said is None or name.startswith(SPECTATORS):
+                continue
+            beats, silent_s = self._beats.get(name, (0, 0.0))
+            silent_s = silent_s + elapsed_s if said.beats == beats else 0.0
+            self._beats[name] = said.beats, silent_s
+            if silent_s <= self._launch.liveness_timeout_s:
+                living[name] = said
+        return living
+
+
+def described(said: Pulse) -> str:
+    """What a process has said of itself, in words."""
+    return said.doing if said.waits_for is None else f"{said.doing}, waiting for {said.waits_for}"
+
+
+def kernel_state(pid: int) -> str:
+    """The state of a process of this machine, as the kernel has it: "T (stopped)"; "gone" where it has none."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return "gone"
+    return next(line.removeprefix("State:").strip() for line in lines if line.startswith("State:"))
+
+
+def is_stopped(pid: int) -> bool:
+    return kernel_state(pid).startswith(("T", "t"))
+
+
+def chain(pulses: Mapping[str, Pulse], first: str) -> str:
+    """The chain of who waits for whom, from the process `first` on, in words; its last link is what stands still.
+
+    `pulses` by the names of processes. A part of the run that several processes are, "generation", is the first of
+    them that is busy, or the first.
+    """
+    links: list[str] = []
+    name: str | None = first
+    while name is not None and name in pulses and all(not link.startswith(f"{name} ") for link in links):
+        said = pulses[name]
+        links.append(f"{name} {described(said)}")
+        name = _meant(said.waits_for, pulses)
+    return "; ".join(links)
+
+
+def _meant(waits_for: str | None, pulses: Mapping[str, Pulse]) -> str | None:
+    if waits_for is None or waits_for in pulses:
+        return waits_for
+    ones = sorted(name for name in pulses if name.rpartition("-")[0] == waits_for)
+    return next((name for name in ones if pulses[name].waits_for is None), ones[0] if ones else None)

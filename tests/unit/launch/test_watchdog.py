@@ -1,0 +1,161 @@
+"""What is concluded from pulses, written here by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from areal_core.config.schema import LaunchConfig
+from areal_core.launch import pulse
+from areal_core.launch.pulse import Pulse
+from areal_core.launch.watchdog import Looks, Standstill, Watchdog, chain, is_stopped, kernel_state
+
+LAUNCH = LaunchConfig(liveness_timeout_s=6.0, stall_timeout_s=20.0)
+BUSY = Pulse(pid=os.getpid(), beats=1, turns=None, progress=0, doing="step 3: training", waits_for=None)
+WAITS = dataclasses.replace(BUSY, doing="idle", waits_for="work")
+
+
+def put(folder: Path, name: str, said: Pulse) -> None:
+    (folder / name).write_text(json.dumps(dataclasses.asdict(said)))
+
+
+class Process:
+    """A process that says what it is told to, a record for each look."""
+
+    def __init__(self, folder: Path, said: Pulse) -> None:
+        self.file = folder / "trainer-0"
+        self.said = said
+        self.watchdog = Watchdog(self.file, said.pid, LAUNCH)
+
+    def looks(self, count: int, *, beats: int = 1, turns: int = 0, progress: int = 0) -> str | None:
+        """What `count` looks, one a second, find in the end; by so much does it get on between two of them."""
+        found = None
+        for _ in range(count):
+            its = self.said
+            its = dataclasses.replace(its, beats=its.beats + beats, progress=its.progress + progress)
+            self.said = its if its.turns is None else dataclasses.replace(its, turns=its.turns + turns)
+            put(self.file.parent, self.file.name, self.said)
+            found = self.watchdog.look(1.0)
+        return found
+
+
+def test_one_that_beats_and_gets_on_is_left_alone(tmp_path: Path) -> None:
+    assert Process(tmp_path, BUSY).looks(100, progress=1) is None
+
+
+def test_one_that_does_not_beat_is_found(tmp_path: Path) -> None:
+    process = Process(tmp_path, WAITS)
+    assert process.looks(7, beats=0) is None
+    state = kernel_state(os.getpid())
+    assert process.looks(1, beats=0) == (
+        f"has given no sign of life for 6 s (launch.liveness_timeout_s): {state}; idle, waiting for work"
+    )
+
+
+def test_one_that_is_busy_and_does_not_get_on_is_found(tmp_path: Path) -> None:
+    process = Process(tmp_path, BUSY)
+    assert process.looks(21) is None
+    found = process.looks(1)
+    assert found is not None
+    assert found.startswith("has made no progress for 20 s (launch.stall_timeout_s): ")
+    assert found.endswith("; step 3: training since 21 s")
+    assert process.looks(1, progress=1) is None
+
+
+def test_one_that_waits_owes_no_progress(tmp_path: Path) -> None:
+    assert Process(tmp_path, WAITS).looks(100) is None
+
+
+def test_an_event_loop_has_to_turn_whatever_its_process_waits_for(tmp_path: Path) -> None:
+    process = Process(tmp_path, dataclasses.replace(WAITS, turns=0))
+    assert process.looks(100, turns=1) is None
+    assert "has an event loop that stands still for 20 s" in str(process.looks(21))
+
+
+def test_the_pulse_of_another_process_does_not_count(tmp_path: Path) -> None:
+    process = Process(tmp_path, BUSY)
+    process.watchdog = Watchdog(process.file, BUSY.pid + 1, LAUNCH)
+    assert process.looks(100, beats=0) is None
+    assert not process.watchdog.has_pulse
+
+
+def test_a_clock_that_jumps_makes_nobody_silent() -> None:
+    """As that of a launcher that was stopped for an hour."""
+    now = [0.0]
+    looks = Looks(lambda: now[0])
+    now[0] = 0.9
+    assert looks.elapsed() == 0.0
+    now[0] = 1.0
+    assert looks.elapsed() == 1.0
+    now[0] = 3601.0
+    assert looks.elapsed() == 3.0
+
+
+def told(folder: Path, looks: int, *, beats: bool = True) -> str | None:
+    """What so many looks at the run find, one a second, in which its processes say nothing new."""
+    standstill, found = Standstill(folder, LAUNCH), None
+    for _ in range(looks):
+        for file in folder.iterdir():
+            said = pulse.read(file)
+            assert said is not None
+            put(folder, file.name, dataclasses.replace(said, beats=said.beats + beats))
+        found = standstill.look(1.0)
+    return found
+
+
+def test_a_run_in_which_all_wait_for_each_other_stands_still(tmp_path: Path) -> None:
+    put(tmp_path, "trainer-0", dataclasses.replace(BUSY, doing="step 4: no batch yet", waits_for="controller-0"))
+    put(tmp_path, "controller-0", dataclasses.replace(BUSY, doing="version 3", waits_for="generation"))
+    put(tmp_path, "generation-0", WAITS)
+    put(tmp_path, "tracker-0", BUSY)  # a spectator
+    assert told(tmp_path, 21) is None
+    assert told(tmp_path, 22) == (
+        "no process has got on for 20 s (launch.stall_timeout_s): trainer-0 step 4: no batch yet, waiting for "
+        "controller-0; controller-0 version 3, waiting for generation; generation-0 idle, waiting for work"
+    )
+
+
+@pytest.mark.parametrize("waits_for", [None, pulse.STORE])
+def test_a_run_does_not_stand_still_while_one_is_busy_or_waits_for_the_store(
+    tmp_path: Path, waits_for: str | None
+) -> None:
+    put(tmp_path, "controller-0", WAITS)
+    put(tmp_path, "trainer-0", dataclasses.replace(BUSY, waits_for=waits_for))
+    assert told(tmp_path, 100) is None
+
+
+def test_one_that_is_silent_is_left_to_its_own_watchdog(tmp_path: Path) -> None:
+    put(tmp_path, "controller-0", WAITS)
+    assert told(tmp_path, 100, beats=False) is None
+
+
+def test_a_chain_ends_where_it_comes_back() -> None:
+    pulses = {
+        "trainer-0": dataclasses.replace(BUSY, doing="waits", waits_for="controller-0"),
+        "controller-0": dataclasses.replace(BUSY, doing="waits", waits_for="trainer"),
+    }
+    assert chain(pulses, "trainer-0") == (
+        "trainer-0 waits, waiting for controller-0; controller-0 waits, waiting for trainer"
+    )
+
+
+def test_a_chain_leads_to_the_one_that_is_busy() -> None:
+    pulses = {"trainer-0": dataclasses.replace(WAITS, waits_for="trainer"), "trainer-1": BUSY}
+    assert chain(pulses, "trainer-0") == "trainer-0 idle, waiting for trainer; trainer-1 step 3: training"
+
+
+def test_the_kernels_state_of_a_process() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    assert is_stopped(process.pid)
+    assert kernel_state(process.pid) == "T (stopped)"
+    process.kill()
+    process.wait()
+    assert kernel_state(process.pid) == "gone"
