@@ -347,4 +347,5 @@ class _Tree:
             if number in folders:
                 self._write_folder(target / name, number, folders, chance)
             else:
-                (target / name).write_bytes(self._files[number].after(chance))
+                known = self._files.get(number, _File())  # none: who looks on has made it, as SQLite does
+                (target / name).write_bytes(known.after(chance))
