@@ -102,6 +102,14 @@ def _check_history(ledger: sqlite3.Connection, entries: list[dict[str, Any]], fi
     steps_of: dict[int, int] = {}  # group -> step
     current = 0
     for look in (*looks(entries), _last_look(ledger, incarnation)):
+        if look["kind"] == "moved":  # what came after the newest checkpoint is lost with the machine
+            batches = {step: groups for step, groups in batches.items() if step <= look["step"]}
+            versions = {version: sha256 for version, sha256 in versions.items() if version <= look["step"]}
+            steps_of = {group: step for group, step in steps_of.items() if step <= look["step"]}
+            current = -1
+            continue
+        if current == -1:
+            current = look["incarnation"]
         if look["incarnation"] < current:
             findings.lost.append(f"incarnation {current} was followed by {look['incarnation']}")
         if look["incarnation"] != current:
@@ -130,7 +138,7 @@ def _last_look(ledger: sqlite3.Connection, incarnation: int) -> dict[str, Any]:
     for row in ledger.execute("SELECT step, group_id FROM groups WHERE state = 'consumed' ORDER BY step, admission"):
         batches.setdefault(row[0], []).append(row[1])
     versions = dict(ledger.execute("SELECT version, sha256 FROM versions").fetchall())
-    return {"incarnation": incarnation, "batches": batches, "versions": versions, "gone": []}
+    return {"kind": "look", "incarnation": incarnation, "batches": batches, "versions": versions, "gone": []}
 
 
 def _check_staleness(ledger: sqlite3.Connection, config: dict[str, Any], findings: Findings) -> None:

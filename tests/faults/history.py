@@ -87,6 +87,11 @@ class History:
         self.write("power", cut=cut)
         self._last = Look()
 
+    def moved(self, step: int) -> None:
+        """The run's folder is lost; it goes on from what the checkpoint of `step` holds."""
+        self.write("moved", step=step)
+        self._last = Look()
+
     def write(self, kind: str, **values: Any) -> None:
         with self.file.open("a") as file:
             file.write(json.dumps({"kind": kind, "time": time.time(), "by": os.getpid(), **values}) + "\n")
@@ -106,9 +111,11 @@ class History:
 
 
 def looks(entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The looks among them, with numbers for keys again."""
+    """The looks and the moves among them, with numbers for keys again."""
     for entry in entries:
-        if entry["kind"] == "look":
+        if entry["kind"] == "moved":
+            yield entry
+        elif entry["kind"] == "look":
             yield {
                 **entry,
                 **{name: {int(k): v for k, v in entry[name].items()} for name in ("versions", "batches", "tokens")},

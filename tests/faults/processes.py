@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 import urllib.error
@@ -70,6 +71,7 @@ class Target:
         self.state, self._markers = folder / "state", folder / "markers"
         self._markers.mkdir(parents=True)
         self.config = _config(self.state, self.chance, scored=scored, tracked=tracked)
+        self.store = self.state / "store" / "runs" / _RUN
         self._points = {point.name: point for point in points}
         self._faults = [point.fault("kill", self._markers) for point in points]
         self._stack = ExitStack()
@@ -93,8 +95,9 @@ class Target:
         with patch.dict(os.environ, environment(self._faults, os.environ.get("PYTHONPATH", ""))):
             return self._stack.enter_context(Launched(self.config, _RUN))
 
-    def resume(self, **groups: dict[str, Any]) -> None:
-        """Launch the run again, with fields of its configuration changed, once nothing is left of the launcher before."""
+    def resume(self, *, move: bool = False, **groups: dict[str, Any]) -> None:
+        """Launch the run again, with fields of its configuration changed, once nothing is left of the launcher before.
+        `move`: on another machine, where its folder is not."""
         status = self.run.launcher.wait(_GONE_S)
         self._go_on(everything=True)
         deadline = time.monotonic() + _GONE_S
@@ -108,6 +111,10 @@ class Target:
         self._stack.close()  # kills what is left
         self._groups.clear()
         self._recoveries.clear()
+        if move:
+            steps = [file.parent.name[5:] for file in self.store.glob("checkpoints/step-*/manifest.json")]
+            shutil.rmtree(self.run.run.root)
+            self.history.moved(max(map(int, steps), default=0))
         self.config = changed(self.config.to_dict(), **groups)
         self.run = self._launch()
 
@@ -244,12 +251,18 @@ def strike(
     kinds: Sequence[str] = KINDS,
     scored: bool = True,
     tracked: bool = True,
+    moved: bool = False,
 ) -> Struck:
     """Run in the new `folder`; send `faults` signals to processes of these kinds, kinds and moments chosen by `seed`,
-    strike at `points`, then let the run come to its end, and check what there is."""
+    strike at `points`, then let the run come to its end, and check what there is. `moved`: before that it goes on on
+    another machine, under more of them."""
     target = Target(folder, seed, points, scored=scored, tracked=tracked)
     try:
         _faults(target, faults, kinds)
+        if moved:
+            target.strike("launcher", signal.SIGKILL)
+            target.resume(move=True)
+            _faults(target, len(KINDS), kinds)
         _end(target)
         (folder / "output.txt").write_text(target.result.output)
     finally:
@@ -301,8 +314,7 @@ def _end(target: Target) -> None:
         if target.run.launcher.poll() == 0:
             target.result.findings.orphans += target.left()
             run = target.run.run.root
-            store = target.state / "store" / "runs" / _RUN
-            found = check(run, store, target.history.entries(), steps=target.config.training.steps)
+            found = check(run, target.store, target.history.entries(), steps=target.config.training.steps)
             found.orphans += target.result.findings.orphans
             target.result.findings = found
             target.result.output += target.run.output()

@@ -3,8 +3,11 @@ Python process imports this file before anything else.
 
 AREAL_FAULTS is a JSON list of faults: `name`, `target` ("package.module:Qual.name"), `when` (enter or exit), `nth` (the
 call of it in one process, from 1), `process` (a pattern in the command line), `where` (a pattern in the arguments, or
-empty: calls that lack it do not count), `action` (kill, stop, exit, enospc, delay), and `marker`, a file: who makes it
-strikes, nobody else ever. Imports nothing before it knows that there is something to do here.
+empty: calls that lack it do not count), `action` and `marker`, a file: who makes it strikes, nobody else ever. With
+`chance` and `seed` every call from the `nth` on is struck with that probability, and the marker grows by a byte a time.
+
+Actions: kill, stop, exit; enospc and reset, errors that are raised; delay:SECONDS; echo: an earlier call of the same
+object is made once more. Imports nothing before it knows that there is something to do here.
 """
 
 import os
@@ -16,6 +19,7 @@ if os.environ.get("AREAL_FAULTS"):
     import importlib.util
     import inspect
     import json
+    import random
     import re
     import signal
     import sys
@@ -27,25 +31,41 @@ if os.environ.get("AREAL_FAULTS"):
             self.module, _, self.path = values["target"].partition(":")
             self.when, self.nth, self.where = values["when"], values["nth"], re.compile(values["where"])
             self.action, self.marker = values["action"], values["marker"]
+            self.chance = values.get("chance")
+            self.random = random.Random(f"{values.get('seed')} {values['name']} {_command}")
             self.calls = 0
+            self.earlier = {}  # object -> arguments of its calls
             self.lock = threading.Lock()
 
-        def reached(self, when, args, kwargs):
+        def reached(self, when, function, args, kwargs):
             if when != self.when or not self.where.search(repr((args, kwargs)) if self.where.pattern else ""):
                 return
             with self.lock:
                 self.calls += 1
-                if self.calls < self.nth:
+                again = self.again(args) if self.action == "echo" else None
+                if self.calls < self.nth or (self.action == "echo" and again is None) or not self.due():
                     return
-                try:
-                    fd = os.open(self.marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-                except FileExistsError:
-                    return
-                os.write(fd, str(os.getpid()).encode())
-                os.close(fd)
-            self.strike()
+            self.strike(function, again)
 
-        def strike(self):
+        def again(self, args):
+            """The arguments of an earlier call of the same object; None where there was none."""
+            earlier = self.earlier.setdefault(id(args[0]), [])
+            earlier.append(args)
+            return self.random.choice(earlier[:-1]) if len(earlier) > 1 else None
+
+        def due(self):
+            """Whether this call is struck; noted in the marker."""
+            if self.chance is not None and self.random.random() >= self.chance:
+                return False
+            try:
+                fd = os.open(self.marker, os.O_CREAT | os.O_APPEND | os.O_WRONLY | (self.chance is None and os.O_EXCL))
+            except FileExistsError:
+                return False
+            os.write(fd, b"!" if self.chance is not None else str(os.getpid()).encode())
+            os.close(fd)
+            return True
+
+        def strike(self, function, again):
             if self.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif self.action == "stop":
@@ -54,8 +74,22 @@ if os.environ.get("AREAL_FAULTS"):
                 os._exit(1)
             elif self.action == "enospc":
                 raise OSError(28, "No space left on device")
+            elif self.action == "reset":
+                raise self.reset()
+            elif self.action == "echo":
+                try:
+                    function(*again)
+                except Exception as error:  # noqa: BLE001 - nobody has asked for it
+                    sys.stderr.write(f"echo of {again[1:3]} refused: {error}\n")
             else:
                 time.sleep(float(self.action.removeprefix("delay:")))
+
+        def reset(self):
+            if not self.module.startswith("aiohttp"):
+                return ConnectionResetError(104, "Connection reset by peer")
+            import aiohttp
+
+            return aiohttp.ClientOSError(104, "Connection reset by peer")
 
         def wrap(self, module):
             *outer, name = self.path.split(".")
@@ -67,18 +101,18 @@ if os.environ.get("AREAL_FAULTS"):
 
                 @functools.wraps(function)
                 async def wrapped(*args, **kwargs):
-                    self.reached("enter", args, kwargs)
+                    self.reached("enter", function, args, kwargs)
                     result = await function(*args, **kwargs)
-                    self.reached("exit", args, kwargs)
+                    self.reached("exit", function, args, kwargs)
                     return result
 
             else:
 
                 @functools.wraps(function)
                 def wrapped(*args, **kwargs):
-                    self.reached("enter", args, kwargs)
+                    self.reached("enter", function, args, kwargs)
                     result = function(*args, **kwargs)
-                    self.reached("exit", args, kwargs)
+                    self.reached("exit", function, args, kwargs)
                     return result
 
             kind = type(found) if isinstance(found, (classmethod, staticmethod)) else lambda made: made
