@@ -38,7 +38,7 @@ class Point:
     when: str
     nth: int = 1
     where: str = ""
-    needs: str = ""  # what the run has to be for it to be reached: resumed, moved (to a new machine), tracked, scored
+    needs: str = ""  # what the run has to be for it to be reached: resumed, moved (to a new machine), tracked, scored, end (at its end)
 
     def resolve(self) -> Any:
         """The function. Raises ImportError or AttributeError where there is none."""
@@ -90,7 +90,7 @@ POINTS: list[Point] = [
         _around("version-recorded", CONTROLLER, "areal_core.controller.recorder:Recorder.published", 3),
         _around("join", CONTROLLER, "areal_core.controller.pool:GenerationPool.join"),
         _around("ledger-copied", CONTROLLER, "areal_core.controller.routes:snapshot"),
-        _around("summary", CONTROLLER, "areal_core.controller.recorder:Recorder.summary"),
+        _around("summary", CONTROLLER, "areal_core.controller.recorder:Recorder.summary", needs="end"),
     ),
     *_named(
         "update",
@@ -143,15 +143,15 @@ POINTS: list[Point] = [
         "trainer",
         _around("batch", TRAINER, f"{_CLIENT}.batch", 3),
         _around("group", TRAINER, f"{_CLIENT}.group", 6),
-        _around("model", TRAINER, "areal_core.models.folders:write_model"),
-        _around("finish", TRAINER, f"{_CLIENT}.finish"),
+        _around("model", TRAINER, "areal_core.models.folders:write_model", needs="end"),
+        _around("finish", TRAINER, f"{_CLIENT}.finish", needs="end"),
     ),
     *_named(
         "launcher",
         _around("folder", LAUNCHER, "areal_core.storage.rundir:RunDir.create"),
         _around("lock", LAUNCHER, "areal_core.run.prepare:sole_owner", needs="resumed"),
         _around("server-registered", LAUNCHER, "areal_core.run.registration:ServerRegistration._register"),
-        _around("close", LAUNCHER, "areal_core.run.launcher:Run._close_when_over", 2),
+        _around("close", LAUNCHER, "areal_core.run.launcher:Run._close_when_over", 2, needs="end"),
     ),
     *_named(
         "evaluator",

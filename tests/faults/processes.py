@@ -33,7 +33,8 @@ _START_S = 90.0  # for a run to be under way
 _RECOVERY_S = 90.0  # for a process to be back
 _GONE_S = 30.0  # for what a launcher has started to be gone after it
 _END_S = 180.0  # for a run to end once it may
-_LAUNCHES = 40  # of one run, at most
+_SETTLE_S = 15.0  # for the last points to be met
+_LAUNCHES = 60  # of one run, at most
 _MORE_STEPS = 3  # that a run makes once the faults are over
 _PAUSE_S = (0.3, 1.5)  # that a stopped process is left so
 
@@ -79,6 +80,7 @@ class Target:
         self._stopped: dict[int, float] = {}  # pid -> when it goes on
         self._groups: set[int] = set()  # process groups that were seen
         self.launches = 0
+        self.moved = False
         self._killed = False  # the launcher, by us
         self.history = History(folder / "history.jsonl", self.state / "runs" / _RUN / "ledger.sqlite")
         self.run = self._launch()
@@ -112,6 +114,7 @@ class Target:
         self._groups.clear()
         self._recoveries.clear()
         if move:
+            self.moved = True
             steps = [file.parent.name[5:] for file in self.store.glob("checkpoints/step-*/manifest.json")]
             shutil.rmtree(self.run.run.root)
             self.history.moved(max(map(int, steps), default=0))
@@ -260,6 +263,7 @@ def strike(
     try:
         _faults(target, faults, kinds)
         if moved:
+            _until(target, lambda: any(target.store.glob("checkpoints/*/manifest.json")), _START_S)
             target.strike("launcher", signal.SIGKILL)
             target.resume(move=True)
             _faults(target, len(KINDS), kinds)
@@ -288,7 +292,18 @@ def _faults(target: Target, faults: int, kinds: Sequence[str]) -> None:
         _until(target, lambda: False, pause_s)
         if target.chance.random() < 0.6:
             _until(target, lambda: not target.recovering, _RECOVERY_S)
-    _until(target, lambda: not target.missed, 3.0)
+    _settle(target)
+
+
+def _settle(target: Target) -> None:
+    """Wait, up to a bound, until the run has met the points that it can meet on its way."""
+    deadline = time.monotonic() + _SETTLE_S
+    needs = {"", "scored", "tracked", *(["resumed"] if target.launches > 1 else [])}
+    needs |= {"moved"} if target.moved else set()
+    while time.monotonic() < deadline and any(point.needs in needs for point in target.missed):
+        if target.over:
+            target.resume()
+        target.tick()
 
 
 def _until(target: Target, condition: Callable[[], bool], limit_s: float) -> bool:
