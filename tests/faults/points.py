@@ -38,7 +38,7 @@ class Point:
     when: str
     nth: int = 1
     where: str = ""
-    needs: str = ""  # what the run has to be for it to be reached: resumed, moved (to a new machine), tracked, scored, end (at its end)
+    needs: str = ""  # what the run has to be: resumed, moved (to a new machine), tracked, scored, at its end
 
     def resolve(self) -> Any:
         """The function. Raises ImportError or AttributeError where there is none."""
