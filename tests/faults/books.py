@@ -155,8 +155,9 @@ class _Run:
             self._ledger.publish(earlier)
 
     def _weights(self, step: int) -> dict[str, np.ndarray]:
-        """Of a version: of the prompts of all steps up to it."""
-        seen = [self._ledger.prompt_indices(one) for one in range(1, step + 1)]
+        """Of a version: of what all steps up to it were trained on."""
+        batches = [self._ledger.batch(number) for number in range(1, step + 1)]
+        seen = [[(group.group_id, group.lengths) for group in batch.groups] for batch in batches if batch]
         digest = hashlib.sha256(json.dumps(seen).encode()).digest()
         return {"w": np.frombuffer(digest[:16], np.uint8).astype(np.float32)}
 

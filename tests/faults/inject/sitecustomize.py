@@ -99,21 +99,23 @@ if os.environ.get("AREAL_FAULTS"):
 
             if inspect.iscoroutinefunction(function):
 
-                @functools.wraps(function)
-                async def wrapped(*args, **kwargs):
+                async def around(*args, **kwargs):
                     self.reached("enter", function, args, kwargs)
                     result = await function(*args, **kwargs)
                     self.reached("exit", function, args, kwargs)
                     return result
 
+                wrapped = around
             else:
 
-                @functools.wraps(function)
-                def wrapped(*args, **kwargs):
+                def directly(*args, **kwargs):
                     self.reached("enter", function, args, kwargs)
                     result = function(*args, **kwargs)
                     self.reached("exit", function, args, kwargs)
                     return result
+
+                wrapped = directly
+            functools.update_wrapper(wrapped, function)
 
             kind = type(found) if isinstance(found, (classmethod, staticmethod)) else lambda made: made
             setattr(holder, name, kind(wrapped))
