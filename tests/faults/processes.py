@@ -170,7 +170,7 @@ class Target:
     def strike(self, kind: str, signum: signal.Signals) -> bool:
         """Send a signal to a process of a kind; False where there is none now."""
         pid = self._pid(kind)
-        if pid is None or pid in self._stopped:
+        if pid is None or (pid in self._stopped and signum is signal.SIGSTOP):
             return False
         if kind == "launcher" and signum is signal.SIGKILL:
             self._killed = True
@@ -366,5 +366,5 @@ def _command(pid: int) -> bytes:
 
 def reachable(points: Iterable[Point], *, scored: bool, tracked: bool, moved: bool) -> list[Point]:
     """Those that a run of this kind can reach; all runs are resumed."""
-    there = {"": True, "resumed": True, "scored": scored, "tracked": tracked, "moved": moved}
+    there = {"": True, "resumed": True, "end": True, "scored": scored, "tracked": tracked, "moved": moved}
     return [point for point in points if there[point.needs]]
