@@ -1,0 +1,226 @@
+"""The independent checker: reads what a run has left, and finds whatever was promised and does not hold.
+
+It shares no code with areal_core: SQL, JSON, hashes and /proc, and the history (history.py) of what was seen while the
+run ran. Where areal_core and this file disagree on what a file means, one of them is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Collection, Iterable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tests.faults.history import looks
+
+_ETA = {"async": 2, "sync": 0}  # where rollout.max_staleness is not set
+
+
+@dataclass(slots=True)
+class Findings:
+    """What does not hold, in lines; nothing, where everything does."""
+
+    lost: list[str] = field(default_factory=list[str])  # batches and versions
+    used_twice: list[str] = field(default_factory=list[str])  # groups and prompts
+    staleness: list[str] = field(default_factory=list[str])  # groups beyond the bound, under `wait` and `drop`
+    tokens: list[str] = field(default_factory=list[str])  # a ledger that does not balance
+    versions: list[str] = field(default_factory=list[str])  # hashes that are not those that were published
+    checkpoints: list[str] = field(default_factory=list[str])  # files that are not what their manifest says
+    orphans: list[str] = field(default_factory=list[str])  # processes that nobody owns
+    unresumable: list[str] = field(default_factory=list[str])  # runs that did not come to their end
+    admitted_stale: int = 0  # groups beyond the bound under `admit`, where that is allowed
+
+    def problems(self) -> list[str]:
+        """All lines, each with what it is."""
+        return [
+            f"{found.name}: {line}"
+            for found in fields(self)
+            if found.name != "admitted_stale"
+            for line in getattr(self, found.name)
+        ]
+
+
+def check(run: Path, store: Path, entries: list[dict[str, Any]], *, steps: int) -> Findings:
+    """Check a run that should have come to its end after `steps` steps. `run` is its folder, `store` its part of the
+    store, and `entries` its history."""
+    findings = Findings()
+    if not (run / "summary.json").exists():
+        findings.unresumable.append(f"{run} has no summary.json")
+        return findings
+    with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
+        ledger.row_factory = sqlite3.Row
+        _check_batches(ledger, steps, findings)
+        _check_history(ledger, entries, findings)
+        _check_staleness(ledger, json.loads((run / "config.json").read_text()), findings)
+        _check_tokens(ledger, json.loads((run / "summary.json").read_text()), findings)
+        _check_weights(ledger, run / "weights", findings)
+        _check_checkpoints(ledger, store, steps, findings)
+    return findings
+
+
+def orphans(mark: str, groups: Collection[int] = ()) -> list[str]:
+    """Processes that have `mark` ("NAME=value") in their environment, or belong to one of these process groups."""
+    found: list[str] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            marked = mark.encode() in (entry / "environ").read_bytes().split(b"\0")
+            if marked or os.getpgid(int(entry.name)) in groups:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                if command:  # a zombie has none
+                    found.append(f"{entry.name} {command}")
+    return found
+
+
+def _check_batches(ledger: sqlite3.Connection, steps: int, findings: Findings) -> None:
+    """Every step has a batch, all of one size, and every version is published; no prompt is trained on twice."""
+    sizes = dict(ledger.execute("SELECT step, COUNT(*) FROM groups WHERE state = 'consumed' GROUP BY step").fetchall())
+    published = {row[0] for row in ledger.execute("SELECT version FROM versions")}
+    for step in range(1, steps + 1):
+        if step not in sizes:
+            findings.lost.append(f"step {step} has no batch")
+        elif sizes[step] != max(sizes.values()):
+            findings.lost.append(f"the batch of step {step} has {sizes[step]} groups, others {max(sizes.values())}")
+        if step not in published:
+            findings.lost.append(f"version {step} is not published")
+    twice = (
+        "SELECT prompt_index, COUNT(*) FROM groups WHERE state = 'consumed' GROUP BY prompt_index HAVING COUNT(*) > 1"
+    )
+    findings.used_twice += [f"prompt {prompt} in {count} groups" for prompt, count in ledger.execute(twice)]
+
+
+def _check_history(ledger: sqlite3.Connection, entries: list[dict[str, Any]], findings: Findings) -> None:
+    """Within an incarnation, a batch that was fixed and a version that was published stay what they were."""
+    incarnation = ledger.execute("SELECT incarnation FROM run").fetchone()[0]
+    batches: dict[int, list[int]] = {}
+    versions: dict[int, str] = {}
+    steps_of: dict[int, int] = {}  # group -> step
+    current = 0
+    for look in (*looks(entries), _last_look(ledger, incarnation)):
+        if look["kind"] == "moved":  # what came after the newest checkpoint is lost with the machine
+            batches = {step: groups for step, groups in batches.items() if step <= look["step"]}
+            versions = {version: sha256 for version, sha256 in versions.items() if version <= look["step"]}
+            steps_of = {group: step for group, step in steps_of.items() if step <= look["step"]}
+            current = -1
+            continue
+        if current == -1:
+            current = look["incarnation"]
+        if look["incarnation"] < current:
+            findings.lost.append(f"incarnation {current} was followed by {look['incarnation']}")
+        if look["incarnation"] != current:
+            batches, versions, steps_of, current = {}, {}, {}, look["incarnation"]
+        findings.lost += [f"the batch of step {step} was fixed, and was gone later" for step in look["gone"]]
+        for step, groups in look["batches"].items():
+            if batches.setdefault(step, groups) != groups:
+                findings.lost.append(f"the batch of step {step} was {batches[step]}, and {groups} later")
+            for group in groups:
+                if steps_of.setdefault(group, step) != step:
+                    findings.used_twice.append(f"group {group} in the batches of steps {steps_of[group]} and {step}")
+        for version, sha256 in look["versions"].items():
+            if versions.setdefault(version, sha256) != sha256:
+                findings.versions.append(f"version {version} was {versions[version]}, and {sha256} later")
+        batches.update(look["batches"])
+        versions.update(look["versions"])
+    last = _last_look(ledger, incarnation)
+    findings.lost += [f"the batch of step {step} is gone at the end" for step in batches if step not in last["batches"]]
+    findings.lost += [
+        f"version {version} is gone at the end" for version in versions if version not in last["versions"]
+    ]
+
+
+def _last_look(ledger: sqlite3.Connection, incarnation: int) -> dict[str, Any]:
+    batches: dict[int, list[int]] = {}
+    for row in ledger.execute("SELECT step, group_id FROM groups WHERE state = 'consumed' ORDER BY step, admission"):
+        batches.setdefault(row[0], []).append(row[1])
+    versions = dict(ledger.execute("SELECT version, sha256 FROM versions").fetchall())
+    return {"kind": "look", "incarnation": incarnation, "batches": batches, "versions": versions, "gone": []}
+
+
+def _check_staleness(ledger: sqlite3.Connection, config: dict[str, Any], findings: Findings) -> None:
+    """Step k trains on version k - 1; its oldest token is at most eta versions older."""
+    eta = config["rollout"]["max_staleness"]
+    eta = _ETA[config["mode"]] if eta is None else eta
+    rows = ledger.execute(
+        "SELECT group_id, step, min_version, max_version FROM groups WHERE state = 'consumed' ORDER BY step"
+    ).fetchall()
+    for group, step, oldest, newest in rows:
+        if newest > step - 1:
+            findings.staleness.append(f"group {group} of step {step} holds tokens of version {newest}, of the future")
+        if step - 1 - oldest <= eta:
+            continue
+        if config["rollout"]["policy"] == "admit":
+            findings.admitted_stale += 1
+        else:
+            findings.staleness.append(
+                f"group {group} of step {step} holds tokens of version {oldest}: staleness {step - 1 - oldest}, "
+                f"bound {eta}"
+            )
+
+
+def _check_tokens(ledger: sqlite3.Connection, summary: dict[str, Any], findings: Findings) -> None:
+    """The servers' count against that of the groups; the summary says the same as the ledger."""
+    states = dict(ledger.execute("SELECT state, SUM(tokens) FROM groups GROUP BY state").fetchall())
+    lost, unread = ledger.execute("SELECT SUM(lost_tokens), SUM(unread_tokens) FROM groups").fetchone()
+    generated, uncounted = ledger.execute("SELECT SUM(counted - joined), SUM(uncounted) FROM stays").fetchone()
+    accounted = sum(states.values()) + lost
+    if abs((generated or 0) - accounted) > unread + (uncounted or 0):
+        findings.tokens.append(
+            f"{generated} sampled by the servers, {accounted} by the groups; allowance {unread} + {uncounted}"
+        )
+    told = summary["tokens"]
+    if (told["consumed"], told["generated"]) != (states.get("consumed", 0), generated or 0):
+        findings.tokens.append(f"the summary says {told}, the ledger {states} and {generated} sampled")
+
+
+def _check_weights(ledger: sqlite3.Connection, folder: Path, findings: Findings) -> None:
+    """Versions whose folders are there, and which are not known to be damaged, are what was published."""
+    for version, sha256 in ledger.execute("SELECT version, sha256 FROM versions WHERE version > 0 AND NOT damaged"):
+        at = folder / f"v{version:06d}"
+        if not (at / "manifest.json").exists():
+            continue
+        found = _sha256(at / "model.safetensors")
+        if found != sha256 or json.loads((at / "manifest.json").read_text())["sha256"] != sha256:
+            findings.versions.append(f"version {version} was published as {sha256}, its file is {found}")
+
+
+def _check_checkpoints(ledger: sqlite3.Connection, store: Path, steps: int, findings: Findings) -> None:
+    """Files are what their manifest says, and a state makes the version that was published; the last step has one."""
+    published = dict(ledger.execute("SELECT version, sha256 FROM versions").fetchall())
+    manifests = sorted(store.glob("checkpoints/step-*/manifest.json"))
+    if not any(file.parent.name == f"step-{steps:06d}" for file in manifests):
+        findings.lost.append(f"there is no checkpoint of the last step, {steps}")
+    for file in manifests:
+        manifest = json.loads(file.read_text())
+        findings.checkpoints += _wrong_files(file.parent, manifest["files"])
+        if manifest["extra"]["version_sha256"] != published.get(manifest["step"]):
+            findings.checkpoints.append(f"{file.parent} is of a version that was not published")
+    if not list(store.glob("final/*.safetensors")):
+        findings.lost.append(f"{store}/final holds no model")
+
+
+def _wrong_files(folder: Path, entries: dict[str, dict[str, Any]]) -> Iterable[str]:
+    for name, entry in entries.items():
+        file = folder / name
+        if not file.exists():
+            yield f"{file} is missing"
+        elif file.stat().st_size != entry["bytes"] or _sha256(file) != entry["sha256"]:
+            yield f"{file} is not what its manifest says"
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "missing"
+
+
+def totals(found: Iterable[Findings]) -> Counter[str]:
+    """Lines of each kind, over several runs."""
+    total: Counter[str] = Counter()
+    for findings in found:
+        for one in fields(findings):
+            value = getattr(findings, one.name)
+            total[one.name] += value if isinstance(value, int) else len(value)
+    return total

@@ -1,0 +1,231 @@
+"""Faults of the store, in this process: checkpoints are saved, pruned and fetched by areal_core's own code on a file
+system that fails, tears, flips, loses, repeats and delays what it is given, as a seed says.
+
+What must hold: whatever is fetched is what was saved; the newest checkpoint that was committed and that nothing has
+damaged since is found, or a newer one; no payload is freed that a resume from there would replay.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import fsspec
+
+from areal_core.errors import StorageError
+from areal_core.storage import checkpoint
+from areal_core.storage.objects import Storage
+from tests.faults.checker import Findings
+
+KINDS = ("failed", "lost response", "torn", "cut short", "flipped", "missing", "late", "twice", "flapping")
+_SILENT = ("cut short", "flipped", "missing")  # the caller is told that all went well
+_EVERY = 2  # steps between two checkpoints
+_KEPT = 3
+_TRIES = 100  # of a resume under faults, at most
+_BURST = 6  # calls in a row that a flapping store fails, at most
+
+
+@dataclass(slots=True)
+class Stored:
+    """One run's checkpoints: the faults that befell them, and what came of it."""
+
+    seed: int
+    faults: Counter[str] = field(default_factory=Counter[str])
+    findings: Findings = field(default_factory=Findings)
+
+
+class FaultyFiles:
+    """A file system of fsspec, as `Storage` uses it, that strikes with probability `chance` at every call."""
+
+    def __init__(self, folder: Path, chance: random.Random, faults: Counter[str], *, probability: float) -> None:
+        self._files: Any = fsspec.filesystem("file", auto_mkdir=True)
+        self._folder = str(folder)
+        self._chance = chance
+        self._faults = faults
+        self.probability = probability
+        self._burst = 0  # calls that are still to fail
+        self._late: dict[str, int] = {}  # path -> listings that do not show it yet
+        self.damaged: set[str] = set()  # paths whose content is not what was put, until they are put again
+
+    def put_file(self, local: str, path: str) -> None:
+        self._put(Path(local).read_bytes(), path)
+
+    def pipe_file(self, path: str, data: bytes) -> None:
+        self._put(data, path)
+
+    def get_file(self, path: str, local: str) -> None:
+        self._call(lambda: self._files.get_file(path, local))
+
+    def cat_file(self, path: str) -> bytes:
+        return self._call(lambda: self._files.cat_file(path))
+
+    def exists(self, path: str) -> bool:
+        return self._call(lambda: self._files.exists(path))
+
+    def find(self, path: str, *, detail: bool) -> dict[str, Any]:
+        found: dict[str, Any] = self._call(lambda: self._files.find(path, detail=detail))
+        for late, left in list(self._late.items()):
+            found.pop(late, None)
+            self._late[late] = left - 1
+            if left == 1:
+                del self._late[late]
+        return found
+
+    def rm(self, path: str, *, recursive: bool) -> None:
+        self._call(lambda: self._files.rm(path, recursive=recursive))
+
+    @property
+    def late(self) -> bool:
+        """Something that was put is not listed yet."""
+        return bool(self._late)
+
+    def settle(self) -> None:
+        """No fault strikes any more, and what was late has arrived."""
+        self.probability, self._burst = 0.0, 0
+        self._late.clear()
+
+    def _kind(self, kinds: tuple[str, ...]) -> str | None:
+        if self._burst:
+            self._burst -= 1
+            self._faults["flapping"] += 1
+            return "failed"
+        if self._chance.random() >= self.probability:
+            return None
+        kind = self._chance.choice(kinds)
+        self._faults[kind] += 1
+        if kind == "flapping":
+            self._burst = self._chance.randrange(_BURST)
+            return "failed"
+        return kind
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        kind = self._kind(("failed", "lost response", "flapping"))
+        if kind == "failed":
+            raise TimeoutError
+        result = call()
+        if kind == "lost response":
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return result
+
+    def _put(self, data: bytes, path: str) -> None:
+        kind = self._kind(KINDS)
+        if kind == "failed":
+            raise TimeoutError
+        if kind != "missing":
+            self._files.pipe_file(path, self._spoilt(data, kind))
+        if kind == "twice":
+            self._files.pipe_file(path, data)
+        if kind == "late":
+            self._late[path] = self._chance.randrange(1, 4)
+        (self.damaged.add if kind in (*_SILENT, "torn") else self.damaged.discard)(path)
+        if kind in ("lost response", "torn"):
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+    def _spoilt(self, data: bytes, kind: str | None) -> bytes:
+        if kind in ("torn", "cut short"):
+            return data[: self._chance.randrange(len(data))]
+        if kind == "flipped":
+            place = self._chance.randrange(len(data))
+            return data[:place] + bytes([data[place] ^ (1 << self._chance.randrange(8))]) + data[place + 1 :]
+        return data
+
+
+class _Run:
+    """A run as its store sees it: what it saves, and what it goes on from."""
+
+    def __init__(self, folder: Path, seed: int, *, probability: float) -> None:
+        self.result = Stored(seed)
+        self._chance = random.Random(seed)
+        self._root = folder / "store"
+        self._scratch = folder / "scratch"
+        self._scratch.mkdir(parents=True)
+        self._files = FaultyFiles(self._root, self._chance, self.result.faults, probability=probability)
+        self._store = Storage(self._files, str(self._root), "s3://bucket/run", (OSError,))
+        self._committed: list[int] = []  # those that a caller was told of, and that were not pruned
+        self._freed = 0  # payloads up to this step
+
+    def run(self, checkpoints: int) -> Stored:
+        step = 0
+        for _ in range(checkpoints):
+            step += _EVERY
+            try:
+                self._save(step)
+            except StorageError:
+                step = self._resume()
+        self._files.settle()
+        self._resume()
+        return self.result
+
+    def _content(self, step: int) -> dict[str, bytes]:
+        """The files of a step: the same whenever they are made."""
+        chance = random.Random(f"{self.result.seed} {step}")
+        return {name: chance.randbytes(chance.randrange(1, 4000)) for name in (checkpoint.STATE, checkpoint.LEDGER)}
+
+    def _save(self, step: int) -> None:
+        """As the controller and the publisher do it."""
+        paths: dict[str, Path] = {}
+        for name, data in self._content(step).items():
+            paths[name] = self._scratch / name
+            paths[name].write_bytes(data)
+        ledger = paths.pop(checkpoint.LEDGER)
+        self._store.child(checkpoint.folder_name(step)).put_file(ledger, checkpoint.LEDGER)
+        extra = {"engine": {"updates": step}, checkpoint.VERSION: f"{step:064d}"}
+        uploaded = {checkpoint.LEDGER: checkpoint.describe(ledger)}
+        checkpoint.save(self._store, step, paths, extra, uploaded=uploaded)
+        self._committed = sorted({*self._committed, step})
+        kept = checkpoint.prune(self._store, _KEPT)
+        self._committed = self._committed[-_KEPT:]
+        self._freed = max(self._freed, kept)
+
+    def _resume(self) -> int:
+        """Go on from the newest checkpoint, as soon as the store lets us look; returns its step."""
+        found, late = None, False
+        for attempt in range(_TRIES):
+            late = self._files.late
+            if attempt == _TRIES - 1:
+                self._files.settle()
+            try:
+                found = checkpoint.fetch_newest(self._store, self._scratch / "fetched")
+                break
+            except StorageError as error:
+                if attempt == _TRIES - 1:
+                    self.result.findings.unresumable.append(f"seed {self.result.seed}: {error}")
+                    return self._committed[-1] if self._committed else 0
+        sound = [step for step in self._committed if not self._damaged(step)]
+        self._committed = sound  # the others are set aside, and made again
+        newest = sound[-1] if sound else 0
+        step = 0 if found is None else found[0].step
+        if found is not None:
+            self._compare(*found)
+        if step < newest and not late:
+            self.result.findings.lost.append(f"seed {self.result.seed}: {newest} was committed, {step} is found")
+        if step < self._freed and sound and not late:
+            self.result.findings.unresumable.append(
+                f"seed {self.result.seed}: payloads are freed up to {self._freed}, {step} is found"
+            )
+        return max(step, newest)
+
+    def _compare(self, info: checkpoint.CheckpointInfo, files: dict[str, Path]) -> None:
+        wanted = self._content(info.step)
+        told = (info.extra.get("engine"), info.extra.get(checkpoint.VERSION))
+        if {name: path.read_bytes() for name, path in files.items()} != wanted:
+            self.result.findings.checkpoints.append(
+                f"seed {self.result.seed}: {info.folder}, of step {info.step} as it says, holds other files"
+            )
+        elif told != ({"updates": info.step}, f"{info.step:064d}"):
+            self.result.findings.checkpoints.append(f"seed {self.result.seed}: {info.folder} says {told}")
+
+    def _damaged(self, step: int) -> bool:
+        folder = f"{self._root}/{checkpoint.folder_name(step)}/"
+        return any(path.startswith(folder) for path in self._files.damaged)
+
+
+def strike(folder: Path, seed: int, *, checkpoints: int = 12, probability: float = 0.12) -> Stored:
+    """Save this many checkpoints in the new `folder`, under faults; pauses between two tries take no time."""
+    with patch("time.sleep"):
+        return _Run(folder, seed, probability=probability).run(checkpoints)

@@ -1,0 +1,237 @@
+"""The checker notices every kind of violation: a small run's folder and store, doctored one way at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from areal_core.rollout.ledger import Selection, TrajectoryLedger
+from areal_core.types import GroupSummary, PolicyVersion
+from tests.faults.checker import Findings, check, orphans, totals
+from tests.faults.history import History
+
+_STEPS, _GROUPS, _TOKENS = 4, 2, 10  # a group's tokens
+_SELECTION = Selection(groups=_GROUPS, policy="wait", max_staleness=2, max_requeues=0)
+
+
+@dataclass
+class Left:
+    """What a run of four steps has left, and the history of it."""
+
+    run: Path
+    store: Path
+    history: History
+
+    def check(self) -> Findings:
+        return check(self.run, self.store, self.history.entries(), steps=_STEPS)
+
+    def sql(self, statement: str) -> None:
+        with closing(sqlite3.connect(self.run / "ledger.sqlite", isolation_level=None)) as ledger:
+            ledger.execute(statement)
+
+    def config(self, **rollout: object) -> None:
+        config = {"mode": "async", "rollout": {"policy": "wait", "max_staleness": None, **rollout}}
+        (self.run / "config.json").write_text(json.dumps(config))
+
+
+def _weights(left: Left, version: int) -> PolicyVersion:
+    """A version, and a checkpoint of it."""
+    data = f"weights {version}".encode()
+    sha256 = hashlib.sha256(data).hexdigest()
+    for folder, names in (
+        (left.run / "weights" / f"v{version:06d}", {"version": version, "sha256": sha256, "bytes": len(data)}),
+        (
+            left.store / "checkpoints" / f"step-{version:06d}",
+            {
+                "step": version,
+                "files": {"model.safetensors": {"bytes": len(data), "sha256": sha256}},
+                "extra": {"version_sha256": sha256},
+            },
+        ),
+    ):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(data)
+        (folder / "manifest.json").write_text(json.dumps(names))
+    return PolicyVersion(version=version, path=str(left.run / "weights" / f"v{version:06d}"), sha256=sha256)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Iterator[Left]:
+    made = Left(tmp_path / "run", tmp_path / "store", History(tmp_path / "history", tmp_path / "run" / "ledger.sqlite"))
+    (made.run / "weights").mkdir(parents=True)
+    (made.store / "final").mkdir(parents=True)
+    (made.store / "final" / "model.safetensors").write_bytes(b"final")
+    made.config()
+    ledger = TrajectoryLedger(made.run / "ledger.sqlite", group_size=1)
+    ledger.publish(PolicyVersion(version=0, path="base", sha256="base"))
+    ledger.counters.join("generation-0", "url", 0)
+    for step in range(1, _STEPS + 1):
+        for _ in range(_GROUPS):
+            summary = GroupSummary(
+                lengths=(_TOKENS,),
+                rewards=(1.0,),
+                tokens=_TOKENS,
+                min_version=step - 1,
+                max_version=step - 1,
+                outcomes={},
+                truncated=0,
+            )
+            ledger.ready(ledger.admit().group_id, summary, b"payload", version=step - 1)
+        assert ledger.fix_batch(step, _SELECTION)
+        ledger.publish(_weights(made, step))
+        made.history.look()
+    sampled = _STEPS * _GROUPS * _TOKENS
+    ledger.counters.report("generation-0", sampled, sampled)
+    made.history.look()
+    (made.run / "summary.json").write_text(json.dumps({"tokens": {"consumed": sampled, "generated": sampled}}))
+    yield made
+    ledger.close()
+
+
+def test_nothing_is_found_where_all_holds(left: Left) -> None:
+    assert left.check().problems() == []
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+DOCTORED: dict[str, tuple[str, Callable[[Left], object]]] = {
+    "a step has no batch": (
+        "lost",
+        lambda left: left.sql("UPDATE groups SET state = 'ready', step = NULL WHERE step = 4"),
+    ),
+    "a batch is short of a group": (
+        "lost",
+        lambda left: left.sql("UPDATE groups SET state = 'dropped', step = NULL WHERE group_id = 3"),
+    ),
+    "a batch has another group than when it was fixed": (
+        "lost",
+        lambda left: left.sql(
+            "UPDATE groups SET step = CASE group_id WHEN 3 THEN 3 WHEN 5 THEN 2 ELSE step END WHERE group_id IN (3, 5)"
+        ),
+    ),
+    "a version is gone": ("lost", lambda left: left.sql("DELETE FROM versions WHERE version = 3")),
+    "an incarnation is forgotten": (
+        "lost",
+        lambda left: (
+            left.sql("UPDATE run SET incarnation = 1"),
+            left.history.look(),
+            left.sql("UPDATE run SET incarnation = 0"),
+        ),
+    ),
+    "no checkpoint of the last step": (
+        "lost",
+        lambda left: (left.store / "checkpoints" / "step-000004" / "manifest.json").unlink(),
+    ),
+    "no final model": ("lost", lambda left: (left.store / "final" / "model.safetensors").unlink()),
+    "a prompt is trained on twice": (
+        "used_twice",
+        lambda left: left.sql("UPDATE groups SET prompt_index = 0 WHERE group_id = 8"),
+    ),
+    "a group is moved to another step": (
+        "used_twice",
+        lambda left: left.sql("UPDATE groups SET step = 4 WHERE group_id = 1"),
+    ),
+    "a group is too old": ("staleness", lambda left: left.sql("UPDATE groups SET min_version = 0 WHERE group_id = 8")),
+    "a group is of the future": (
+        "staleness",
+        lambda left: left.sql("UPDATE groups SET max_version = 4 WHERE group_id = 8"),
+    ),
+    "tokens are missing": ("tokens", lambda left: left.sql("UPDATE groups SET tokens = 9 WHERE group_id = 8")),
+    "servers sampled more": ("tokens", lambda left: left.sql("UPDATE stays SET counted = counted + 1")),
+    "a version was another one before": (
+        "versions",
+        lambda left: left.sql("UPDATE versions SET sha256 = 'other' WHERE version = 3"),
+    ),
+    "a version's file is damaged": (
+        "versions",
+        lambda left: flip(left.run / "weights" / "v000004" / "model.safetensors"),
+    ),
+    "a checkpoint's file is damaged": (
+        "checkpoints",
+        lambda left: flip(left.store / "checkpoints" / "step-000002" / "model.safetensors"),
+    ),
+    "a checkpoint's file is missing": (
+        "checkpoints",
+        lambda left: (left.store / "checkpoints" / "step-000002" / "model.safetensors").unlink(),
+    ),
+    "a checkpoint is of another version": (
+        "checkpoints",
+        lambda left: left.sql("UPDATE versions SET sha256 = 'other' WHERE version = 2"),
+    ),
+    "no summary": ("unresumable", lambda left: (left.run / "summary.json").unlink()),
+}
+
+
+@pytest.mark.parametrize(("kind", "doctor"), DOCTORED.values(), ids=DOCTORED)
+def test_a_violation_is_noticed(left: Left, kind: str, doctor: Callable[[Left], object]) -> None:
+    doctor(left)
+    assert getattr(left.check(), kind)
+
+
+def test_under_admit_groups_that_are_too_old_are_counted(left: Left) -> None:
+    left.config(policy="admit")
+    left.sql("UPDATE groups SET min_version = 0 WHERE group_id = 8")
+    findings = left.check()
+    assert (findings.problems(), findings.admitted_stale) == ([], 1)
+
+
+def test_the_bound_is_the_run_s_own(left: Left) -> None:
+    left.config(max_staleness=3)
+    left.sql("UPDATE groups SET min_version = 0 WHERE group_id = 8")
+    assert left.check().problems() == []
+
+
+def test_a_new_incarnation_may_fix_other_batches(left: Left) -> None:
+    left.sql("UPDATE run SET incarnation = 1")
+    left.sql("UPDATE groups SET step = CASE step WHEN 3 THEN 4 ELSE 3 END WHERE step >= 3")
+    left.sql("UPDATE groups SET min_version = 2, max_version = 2 WHERE step >= 3")
+    assert left.check().problems() == []
+
+
+def test_what_was_seen_after_power_was_lost_does_not_count(tmp_path: Path, left: Left) -> None:
+    place = 0
+    history = History(tmp_path / "other", left.run / "ledger.sqlite", place=lambda: place)
+    history.look()
+    place = 10
+    left.sql("UPDATE groups SET step = 9 WHERE step = 4")
+    history.look()
+    left.sql("UPDATE groups SET step = 4 WHERE step = 9")
+    left.history = history
+    assert left.check().lost
+    history.lost_power(5)
+    assert left.check().problems() == []
+
+
+def test_processes_that_are_left_are_found() -> None:
+    mark = f"AREAL_CHECKED={os.getpid()}"
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, env={**os.environ, "AREAL_CHECKED": str(os.getpid())}, start_new_session=True
+    ) as process:
+        while not orphans(mark):  # it is being executed
+            assert process.poll() is None
+        assert [line.split()[0] for line in orphans(mark)] == [str(process.pid)]
+        assert [line.split()[0] for line in orphans("NO=mark", [process.pid])] == [str(process.pid)]
+        process.kill()
+        process.wait()
+    assert orphans(mark, [process.pid]) == []
+
+
+def test_totals_of_several_runs(left: Left) -> None:
+    left.sql("UPDATE groups SET min_version = 0 WHERE group_id = 8")
+    total = totals([left.check(), left.check()])
+    assert (total["staleness"], total["lost"]) == (2, 0)
