@@ -78,6 +78,9 @@ def _belongs(run: RunDir, newest: CheckpointInfo) -> bool:
         return False
     try:
         with closing(TrajectoryLedger(run.ledger, group_size=run.config().algorithm.group_size)) as ledger:
+            if found := ledger.damage():
+                logger.warning("%s is damaged: %s", run.ledger, found)
+                return False
             if ledger.payloads.forgotten > newest.step:
                 return False  # the batches from there on can't be trained on again
             return ledger.versions.sha256(newest.step) == newest.extra[checkpoint.VERSION]

@@ -114,6 +114,11 @@ class TrajectoryLedger:
     def close(self) -> None:
         self._db.close()
 
+    def damage(self) -> str | None:
+        """What is wrong with the file, which may have been torn; None if nothing is. Reads all of it."""
+        found = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        return None if found == "ok" else str(found)
+
     # -- admission ---------------------------------------------------------------------------------------------
 
     @property
@@ -417,11 +422,12 @@ class TrajectoryLedger:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # SQLite itself has rolled back what met a full disk
+                self._db.execute("ROLLBACK")
             self._admitted_groups = admitted
             raise
-        self._db.execute("COMMIT")
 
 
 def snapshot(source: Path, target: Path, consumed: int | None = None) -> set[str]:
@@ -429,7 +435,8 @@ def snapshot(source: Path, target: Path, consumed: int | None = None) -> set[str
     consumed. Returns the names of the segments in which those that are left lie. Runs in any thread: it opens
     connections of its own."""
     target.unlink(missing_ok=True)
-    reader, writer = sqlite3.connect(source), sqlite3.connect(target, isolation_level=None)
+    reader = sqlite3.connect(f"{source.absolute().as_uri()}?mode=rw", uri=True)  # which makes no empty one
+    writer = sqlite3.connect(target, isolation_level=None)
     writer.row_factory = sqlite3.Row
     try:
         reader.backup(writer)

@@ -8,6 +8,7 @@ were fixed makes other versions.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import random
@@ -22,13 +23,15 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from areal_core.controller.payloads import DamagedPayloadError, PayloadStore
 from areal_core.controller.restore import forget_damaged, restore
+from areal_core.controller.snapshots import Snapshots
 from areal_core.errors import ArealError, LedgerError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.types import GroupSummary, PolicyVersion
+from areal_core.types import BatchManifest, GroupSummary, PolicyVersion
 from tests.faults.checker import Findings, check
 from tests.faults.history import History
 from tests.support.runs import tiny
@@ -36,6 +39,7 @@ from tests.support.runs import tiny
 _GROUPS = 3  # of a batch
 _ETA = 2
 _EVERY, _KEPT = 2, 2  # steps between checkpoints, and checkpoints that are kept
+_SEGMENT_BYTES = 700
 _FILLING = 100  # transactions that fill a disk
 _MOST_TOKENS = 20  # of a group
 _SELECTION = Selection(groups=_GROUPS, policy="wait", max_staleness=_ETA, max_requeues=1)
@@ -69,6 +73,7 @@ class _Run:
         self._older: Path | None = None  # a copy of the ledger, of some time ago
         self._scratch = folder / "scratch"
         self._scratch.mkdir()
+        self._loop = asyncio.new_event_loop()
         self._start()
 
     # -- a run ------------------------------------------------------------------------------------------------------
@@ -89,32 +94,64 @@ class _Run:
         forget_damaged(self._ledger)
         self._ledger.publish(weights.base_version(self._info.model_path))
         self._ledger.resume(_MOST_TOKENS)
+        self._payloads = PayloadStore(self.run.payloads, self._info.number, segment_bytes=_SEGMENT_BYTES)
+        self._snapshots = Snapshots(self.run, self._store, self._payloads, retain=False)
         if restored is not None:
             self._ledger.notes.forget(restored + 1)
         self._sampled = 0
         self._ledger.counters.join("generation-0", f"url-{self._starts}", 0)
-        found = checkpoint.fetch_newest(self._store, self._scratch / "fetched", last=self._ledger.versions.last())
-        self._step = 0 if found is None else found[0].step
-        if found is not None:
-            self._publish(self._step)
+        self._resume()
         for group in self._ledger.inflight():
             self._roll_out(group.group_id)
 
+    def _resume(self) -> None:
+        """As the trainer starts."""
+
+        def fetched(info: checkpoint.CheckpointInfo) -> object:
+            return checkpoint.fetch(self._store, info, self._scratch / "fetched", (checkpoint.WEIGHTS,))
+
+        found = checkpoint.newest_of(self._store, fetched, last=self._ledger.versions.last())
+        self._step = 0 if found is None else found[0].step
+        if found is not None:
+            self._publish(self._step)
+
     def _train(self) -> None:
         step = self._step + 1
+        if step <= self._ledger.payloads.forgotten:  # the controller ends, and another one restores
+            self._close()
+            self._start()
+            return
         while (batch := self._ledger.batch(step) or self._ledger.fix_batch(step, _SELECTION)) is None:
             self._roll_out(self._ledger.admit().group_id)
             while self._has_room() and self._chance.random() < 0.5:
                 self._roll_out(self._ledger.admit().group_id)
             self._stray(step)
         self.history.look()
-        for group in batch.groups:
-            self._ledger.payload(group.group_id)
+        if not self._read(batch):
+            self._resume()
+            return
         self._step = step
         self._publish(step)
         if step % _EVERY == 0:
             self._checkpoint(step)
         self.history.look()
+
+    def _read(self, batch: BatchManifest) -> bool:
+        """Read the payloads of a batch; where one is damaged, all that are start again, as in the controller."""
+        try:
+            for group in batch.groups:
+                self._loop.run_until_complete(self._payloads.read(self._ledger.payload(group.group_id)))
+            return True
+        except DamagedPayloadError:
+            for group_id, place in self._ledger.payloads.all().items():
+                try:
+                    self._loop.run_until_complete(self._payloads.read(place))
+                except DamagedPayloadError:
+                    self._ledger.lose(group_id)
+            forget_damaged(self._ledger)
+            self._ledger.notes.forget(self._ledger.versions.last() + 1)
+            self.history.moved(self._ledger.last_step())
+            return False
 
     def _has_room(self) -> bool:
         """Eq. 3, for one more group."""
@@ -135,10 +172,11 @@ class _Run:
             outcomes={},
             truncated=0,
         )
-        self._ledger.ready(group_id, summary, self._chance.randbytes(100), version=version)
+        place = self._loop.run_until_complete(self._payloads.append(self._chance.randbytes(100)))
+        self._ledger.ready(group_id, summary, place, version=version)
         self._ledger.counters.report("generation-0", self._sampled, self._ledger.tokens().accounted)
         if self._chance.random() < 0.1:
-            self._refused("ready twice", lambda: self._ledger.ready(group_id, summary, b"", version=version))
+            self._refused("ready twice", lambda: self._ledger.ready(group_id, summary, place, version=version))
 
     def _publish(self, step: int) -> None:
         made = weights.publish(self.run.weights, step, self._weights(step))
@@ -165,13 +203,16 @@ class _Run:
         state = self._scratch / "state.safetensors"
         tensors = self._weights(step)
         save_file({f"weight/{name}": array for name, array in tensors.items()}, state)
-        copy = self._scratch / "ledger-snapshot.sqlite"
-        snapshot(self.run.ledger, copy)
-        self._store.child(checkpoint.folder_name(step)).put_file(copy, checkpoint.LEDGER)
+        entries = self._loop.run_until_complete(self._snapshots.take(step, f"{self._starts}-{step}", 60.0))
+        assert entries is not None
+        uploaded, shared = (
+            {name: checkpoint.FileEntry(**entry) for name, entry in entries[kind].items()}
+            for kind in ("files", "shared")
+        )
         extra = {"engine": {}, "config": {}, checkpoint.VERSION: self._ledger.versions.sha256(step)}
-        uploaded = {checkpoint.LEDGER: checkpoint.describe(copy)}
-        checkpoint.save(self._store, step, {checkpoint.STATE: state}, extra, uploaded=uploaded)
-        self._ledger.free(checkpoint.prune(self._store, _KEPT))
+        checkpoint.save(self._store, step, {checkpoint.WEIGHTS: state}, extra, uploaded=uploaded, shared=shared)
+        self._ledger.free(checkpoint.prune(self._store, _KEPT, in_use=self._snapshots.in_use))
+        self._loop.run_until_complete(self._payloads.keep(self._ledger.payloads.segments()))
         if self._chance.random() < 0.2:
             self.result.faults["committed late"] += 1
             self._ledger.free(self._chance.randrange(max(1, step - _EVERY * _KEPT)))
@@ -217,7 +258,7 @@ class _Run:
         """All processes are gone; something may have happened to the files meanwhile."""
         files = [self.run.ledger.with_name(self.run.ledger.name + suffix) for suffix in ("", "-wal")]
         kept = {file: file.read_bytes() for file in files if file.exists()}  # as a killed process leaves them
-        self._ledger.close()
+        self._close()
         for file, data in kept.items():
             file.write_bytes(data)
         damage = self._chance.choice(list(_DAMAGE))
@@ -232,6 +273,10 @@ class _Run:
                 snapshot(self.run.ledger, self._older)
         self.damage.append(damage)
         self._start()
+
+    def _close(self) -> None:
+        self._payloads.close()
+        self._ledger.close()
 
     def crash(self) -> None:
         """Nothing is damaged."""
@@ -268,9 +313,14 @@ class _Run:
     def spoil_checkpoint(self) -> None:
         """Of the newest one; the one before is whole."""
         folders = sorted(file.parent for file in self.store.glob("checkpoints/step-*/manifest.json"))
-        files = [folders[-1] / name for name in (checkpoint.STATE, checkpoint.LEDGER)] if len(folders) > 1 else []
+        files = [folders[-1] / name for name in (checkpoint.WEIGHTS, checkpoint.LEDGER)] if len(folders) > 1 else []
         if files and all(file.exists() for file in files):
             self._spoil(self._chance.choice(files))
+
+    def spoil_payloads(self) -> None:
+        """A segment, of those that are here."""
+        if segments := sorted(self.run.payloads.glob("*.bin")):
+            self._spoil(self._chance.choice(segments))
 
     def _spoil(self, file: Path) -> None:
         data = file.read_bytes()
@@ -294,7 +344,8 @@ class _Run:
         summary = {"tokens": {"consumed": tokens.consumed, "generated": tokens.generated}}
         self.run.summary.write_text(json.dumps(summary))
         found = check(self.run.root, self.store, self.history.entries(), steps=self._step)
-        self._ledger.close()
+        self._close()
+        self._loop.close()
         found.lost += self.result.findings.lost
         self.result.findings = found
 
@@ -308,6 +359,7 @@ _DAMAGE: dict[str, Callable[[_Run], None]] = {
     "folder missing": _Run.lose_folder,
     "version spoilt": _Run.spoil_version,
     "checkpoint spoilt": _Run.spoil_checkpoint,
+    "payloads spoilt": _Run.spoil_payloads,
 }
 _LOSE_THE_LEDGER = ("ledger missing", "ledger torn", "ledger put back", "ledger's log torn", "folder missing")
 

@@ -192,11 +192,12 @@ def _check_checkpoints(ledger: sqlite3.Connection, store: Path, steps: int, find
     """Files are what their manifest says, and a state makes the version that was published; the last step has one."""
     published = dict(ledger.execute("SELECT version, sha256 FROM versions").fetchall())
     manifests = sorted(store.glob("checkpoints/step-*/manifest.json"))
-    if not any(file.parent.name == f"step-{steps:06d}" for file in manifests):
+    if not any(file.parent.name.partition(".")[0] == f"step-{steps:06d}" for file in manifests):
         findings.lost.append(f"there is no checkpoint of the last step, {steps}")
     for file in manifests:
         manifest = json.loads(file.read_text())
         findings.checkpoints += _wrong_files(file.parent, manifest["files"])
+        findings.checkpoints += _wrong_files(store, manifest["shared"])
         if manifest["extra"]["version_sha256"] != published.get(manifest["step"]):
             findings.checkpoints.append(f"{file.parent} is of a version that was not published")
     if not list(store.glob("final/*.safetensors")):

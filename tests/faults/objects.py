@@ -7,19 +7,19 @@ damaged since is found, or a newer one; no payload is freed that a resume from t
 
 from __future__ import annotations
 
+import errno
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
-
-import fsspec
 
 from areal_core.errors import StorageError
 from areal_core.storage import checkpoint
+from areal_core.storage.folder import Folder
 from areal_core.storage.objects import Storage
+from areal_core.storage.patience import Attempt, Clock, Patience
 from tests.faults.checker import Findings
 
 KINDS = ("failed", "lost response", "torn", "cut short", "flipped", "missing", "late", "twice", "flapping")
@@ -39,11 +39,10 @@ class Stored:
     findings: Findings = field(default_factory=Findings)
 
 
-class FaultyFiles:
-    """A file system of fsspec, as `Storage` uses it, that strikes with probability `chance` at every call."""
+class FaultyFiles(Folder):
+    """A kind of store, as `Storage` uses it, that strikes with probability `chance` at every request."""
 
     def __init__(self, folder: Path, chance: random.Random, faults: Counter[str], *, probability: float) -> None:
-        self._files: Any = fsspec.filesystem("file", auto_mkdir=True)
         self._folder = str(folder)
         self._chance = chance
         self._faults = faults
@@ -52,23 +51,24 @@ class FaultyFiles:
         self._late: dict[str, int] = {}  # path -> listings that do not show it yet
         self.damaged: set[str] = set()  # paths whose content is not what was put, until they are put again
 
-    def put_file(self, local: str, path: str) -> None:
-        self._put(Path(local).read_bytes(), path)
+    def put_file(self, local: Path, path: str, attempt: Attempt) -> int:
+        attempt(lambda: self._put(local.read_bytes(), path))
+        return local.stat().st_size
 
-    def pipe_file(self, path: str, data: bytes) -> None:
+    def put_bytes(self, path: str, data: bytes) -> None:
         self._put(data, path)
 
-    def get_file(self, path: str, local: str) -> None:
-        self._call(lambda: self._files.get_file(path, local))
+    def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
+        return attempt(lambda: self._call(lambda: super(FaultyFiles, self).get_file(path, local, lambda work: work())))
 
-    def cat_file(self, path: str) -> bytes:
-        return self._call(lambda: self._files.cat_file(path))
+    def get_bytes(self, path: str) -> bytes:
+        return self._call(lambda: super(FaultyFiles, self).get_bytes(path))
 
     def exists(self, path: str) -> bool:
-        return self._call(lambda: self._files.exists(path))
+        return self._call(lambda: super(FaultyFiles, self).exists(path))
 
-    def find(self, path: str, *, detail: bool) -> dict[str, Any]:
-        found: dict[str, Any] = self._call(lambda: self._files.find(path, detail=detail))
+    def sizes(self, path: str) -> dict[str, int]:
+        found = self._call(lambda: super(FaultyFiles, self).sizes(path))
         for late, left in list(self._late.items()):
             found.pop(late, None)
             self._late[late] = left - 1
@@ -76,8 +76,8 @@ class FaultyFiles:
                 del self._late[late]
         return found
 
-    def rm(self, path: str, *, recursive: bool) -> None:
-        self._call(lambda: self._files.rm(path, recursive=recursive))
+    def delete(self, path: str) -> None:
+        self._call(lambda: super(FaultyFiles, self).delete(path))
 
     @property
     def late(self) -> bool:
@@ -106,7 +106,7 @@ class FaultyFiles:
     def _call(self, call: Callable[[], Any]) -> Any:
         kind = self._kind(("failed", "lost response", "flapping"))
         if kind == "failed":
-            raise TimeoutError
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
         result = call()
         if kind == "lost response":
             raise ConnectionResetError(104, "Connection reset by peer")
@@ -115,11 +115,11 @@ class FaultyFiles:
     def _put(self, data: bytes, path: str) -> None:
         kind = self._kind(KINDS)
         if kind == "failed":
-            raise TimeoutError
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
         if kind != "missing":
-            self._files.pipe_file(path, self._spoilt(data, kind))
+            super().put_bytes(path, self._spoilt(data, kind))
         if kind == "twice":
-            self._files.pipe_file(path, data)
+            super().put_bytes(path, data)
         if kind == "late":
             self._late[path] = self._chance.randrange(1, 4)
         (self.damaged.add if kind in (*_SILENT, "torn") else self.damaged.discard)(path)
@@ -145,9 +145,18 @@ class _Run:
         self._scratch = folder / "scratch"
         self._scratch.mkdir(parents=True)
         self._files = FaultyFiles(self._root, self._chance, self.result.faults, probability=probability)
-        self._store = Storage(self._files, str(self._root), "s3://bucket/run", (OSError,))
+        # Pauses between two tries take no time; a burst of failures may outlast the patience.
+        patience = Patience(self._chance.choice((0.0, 1.0, 60.0)), Clock(self._now, self._sleep), quiet=True)
+        self._time = 0.0
+        self._store = Storage(self._files, str(self._root), "s3://bucket/run", patience)
         self._committed: list[int] = []  # those that a caller was told of, and that were not pruned
         self._freed = 0  # payloads up to this step
+
+    def _now(self) -> float:
+        return self._time
+
+    def _sleep(self, seconds: float) -> None:
+        self._time += seconds
 
     def run(self, checkpoints: int) -> Stored:
         step = 0
@@ -164,7 +173,7 @@ class _Run:
     def _content(self, step: int) -> dict[str, bytes]:
         """The files of a step: the same whenever they are made."""
         chance = random.Random(f"{self.result.seed} {step}")
-        return {name: chance.randbytes(chance.randrange(1, 4000)) for name in (checkpoint.STATE, checkpoint.LEDGER)}
+        return {name: chance.randbytes(chance.randrange(1, 4000)) for name in (checkpoint.WEIGHTS, checkpoint.LEDGER)}
 
     def _save(self, step: int) -> None:
         """As the controller and the publisher do it."""
@@ -173,7 +182,7 @@ class _Run:
             paths[name] = self._scratch / name
             paths[name].write_bytes(data)
         ledger = paths.pop(checkpoint.LEDGER)
-        self._store.child(checkpoint.folder_name(step)).put_file(ledger, checkpoint.LEDGER)
+        self._store.child(checkpoint.folder_name(step, 0)).put_file(ledger, checkpoint.LEDGER)
         extra = {"engine": {"updates": step}, checkpoint.VERSION: f"{step:064d}"}
         uploaded = {checkpoint.LEDGER: checkpoint.describe(ledger)}
         checkpoint.save(self._store, step, paths, extra, uploaded=uploaded)
@@ -190,7 +199,9 @@ class _Run:
             if attempt == _TRIES - 1:
                 self._files.settle()
             try:
-                found = checkpoint.fetch_newest(self._store, self._scratch / "fetched")
+                found = checkpoint.newest_of(
+                    self._store, lambda info: checkpoint.fetch(self._store, info, self._scratch / "fetched")
+                )
                 break
             except StorageError as error:
                 if attempt == _TRIES - 1:
@@ -221,11 +232,10 @@ class _Run:
             self.result.findings.checkpoints.append(f"seed {self.result.seed}: {info.folder} says {told}")
 
     def _damaged(self, step: int) -> bool:
-        folder = f"{self._root}/{checkpoint.folder_name(step)}/"
+        folder = f"{self._root}/{checkpoint.folder_name(step, 0)}/"
         return any(path.startswith(folder) for path in self._files.damaged)
 
 
 def strike(folder: Path, seed: int, *, checkpoints: int = 12, probability: float = 0.12) -> Stored:
-    """Save this many checkpoints in the new `folder`, under faults; pauses between two tries take no time."""
-    with patch("time.sleep"):
-        return _Run(folder, seed, probability=probability).run(checkpoints)
+    """Save this many checkpoints in the new `folder`, under faults."""
+    return _Run(folder, seed, probability=probability).run(checkpoints)

@@ -89,7 +89,11 @@ POINTS: list[Point] = [
         _around("batch-recorded", CONTROLLER, "areal_core.controller.recorder:Recorder.batch_fixed", 3),
         _around("version-recorded", CONTROLLER, "areal_core.controller.recorder:Recorder.published", 3),
         _around("join", CONTROLLER, "areal_core.controller.pool:GenerationPool.join"),
-        _around("ledger-copied", CONTROLLER, "areal_core.controller.routes:snapshot"),
+        _around("payload-stored", CONTROLLER, "areal_core.controller.payloads:PayloadStore._flush", 6),
+        _around("segment-sealed", CONTROLLER, "areal_core.controller.payloads:PayloadStore._seal"),
+        _around("payload-uploaded", CONTROLLER, f"{_STORE}.put_file", where=r"'payloads/"),
+        _around("segments-deleted", CONTROLLER, "areal_core.controller.payloads:PayloadStore._delete"),
+        _around("ledger-copied", CONTROLLER, "areal_core.controller.snapshots:snapshot"),
         _around("summary", CONTROLLER, "areal_core.controller.recorder:Recorder.summary", needs="end"),
     ),
     *_named(
@@ -101,7 +105,7 @@ POINTS: list[Point] = [
     ),
     *_named(
         "restore",
-        _around("fetched", CONTROLLER, "areal_core.storage.checkpoint:fetch_newest", needs="moved"),
+        _around("fetched", CONTROLLER, "areal_core.storage.checkpoint:newest_of", needs="moved"),
         _around("rewound", CONTROLLER, f"{_LEDGER}.rewind", needs="moved"),
         _around("version", CONTROLLER, "areal_core.storage.weights:publish", needs="moved"),
         _around("damage-marked", CONTROLLER, "areal_core.controller.restore:forget_damaged", needs="resumed"),
@@ -128,7 +132,7 @@ POINTS: list[Point] = [
     *_named(
         "checkpoint",
         _around("ledger", TRAINER, f"{_CLIENT}.snapshot"),
-        _around("state", TRAINER, f"{_STORE}.put_file", where=r"'state\.safetensors'"),
+        _around("state", TRAINER, f"{_STORE}.put_file", where=r"'weights\.safetensors'"),
         _around("manifest", TRAINER, f"{_STORE}.put_bytes", where=r"'manifest\.json'"),
         _around("committed", TRAINER, f"{_CLIENT}.committed"),
         _around("fetched", TRAINER, "areal_core.storage.checkpoint:fetch", needs="resumed"),
@@ -136,8 +140,8 @@ POINTS: list[Point] = [
     ),
     *_named(
         "prune",
-        _around("manifest-deleted", TRAINER, f"{_STORE}.delete", where=r"'checkpoints/step-\d+/manifest\.json'"),
-        _around("folder-deleted", TRAINER, f"{_STORE}.delete", where=r"'checkpoints/step-\d+'"),
+        _around("manifest-deleted", CONTROLLER, f"{_STORE}.delete", where=r"'checkpoints/step-[\d.]+/manifest\.json'"),
+        _around("folder-deleted", CONTROLLER, f"{_STORE}.delete", where=r"'checkpoints/step-[\d.]+'"),
     ),
     *_named(
         "trainer",
@@ -149,7 +153,9 @@ POINTS: list[Point] = [
     *_named(
         "launcher",
         _around("folder", LAUNCHER, "areal_core.storage.rundir:RunDir.create"),
-        _around("lock", LAUNCHER, "areal_core.run.prepare:sole_owner", needs="resumed"),
+        _around("lease", LAUNCHER, "areal_core.storage.lease:Lease.acquire"),
+        _around("lease-released", LAUNCHER, "areal_core.storage.lease:Lease.release"),
+        _around("numbered", LAUNCHER, "areal_core.storage.rundir:RunDir.numbered", needs="resumed"),
         _around("server-registered", LAUNCHER, "areal_core.run.registration:ServerRegistration._register"),
         _around("close", LAUNCHER, "areal_core.run.launcher:Run._close_when_over", 2, needs="end"),
     ),

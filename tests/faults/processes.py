@@ -115,7 +115,9 @@ class Target:
         self._recoveries.clear()
         if move:
             self.moved = True
-            steps = [file.parent.name[5:] for file in self.store.glob("checkpoints/step-*/manifest.json")]
+            steps = [
+                file.parent.name[5:].partition(".")[0] for file in self.store.glob("checkpoints/step-*/manifest.json")
+            ]
             shutil.rmtree(self.run.run.root)
             self.history.moved(max(map(int, steps), default=0))
         self.config = changed(self.config.to_dict(), **groups)

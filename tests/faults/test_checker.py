@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
+from areal_core.rollout.payloads import Place
 from areal_core.types import GroupSummary, PolicyVersion
 from tests.faults.checker import Findings, check, orphans, totals
 from tests.faults.history import History
@@ -44,6 +45,9 @@ class Left:
         (self.run / "config.json").write_text(json.dumps(config))
 
 
+_PLACE = Place(segment="1", start=0, bytes=1, crc32=0)
+
+
 def _weights(left: Left, version: int) -> PolicyVersion:
     """A version, and a checkpoint of it."""
     data = f"weights {version}".encode()
@@ -51,10 +55,11 @@ def _weights(left: Left, version: int) -> PolicyVersion:
     for folder, names in (
         (left.run / "weights" / f"v{version:06d}", {"version": version, "sha256": sha256, "bytes": len(data)}),
         (
-            left.store / "checkpoints" / f"step-{version:06d}",
+            left.store / "checkpoints" / f"step-{version:06d}.1",
             {
                 "step": version,
                 "files": {"model.safetensors": {"bytes": len(data), "sha256": sha256}},
+                "shared": {},
                 "extra": {"version_sha256": sha256},
             },
         ),
@@ -86,7 +91,7 @@ def left(tmp_path: Path) -> Iterator[Left]:
                 outcomes={},
                 truncated=0,
             )
-            ledger.ready(ledger.admit().group_id, summary, b"payload", version=step - 1)
+            ledger.ready(ledger.admit().group_id, summary, _PLACE, version=step - 1)
         assert ledger.fix_batch(step, _SELECTION)
         ledger.publish(_weights(made, step))
         made.history.look()
@@ -134,7 +139,7 @@ DOCTORED: dict[str, tuple[str, Callable[[Left], object]]] = {
     ),
     "no checkpoint of the last step": (
         "lost",
-        lambda left: (left.store / "checkpoints" / "step-000004" / "manifest.json").unlink(),
+        lambda left: (left.store / "checkpoints" / "step-000004.1" / "manifest.json").unlink(),
     ),
     "no final model": ("lost", lambda left: (left.store / "final" / "model.safetensors").unlink()),
     "a prompt is trained on twice": (
@@ -162,11 +167,11 @@ DOCTORED: dict[str, tuple[str, Callable[[Left], object]]] = {
     ),
     "a checkpoint's file is damaged": (
         "checkpoints",
-        lambda left: flip(left.store / "checkpoints" / "step-000002" / "model.safetensors"),
+        lambda left: flip(left.store / "checkpoints" / "step-000002.1" / "model.safetensors"),
     ),
     "a checkpoint's file is missing": (
         "checkpoints",
-        lambda left: (left.store / "checkpoints" / "step-000002" / "model.safetensors").unlink(),
+        lambda left: (left.store / "checkpoints" / "step-000002.1" / "model.safetensors").unlink(),
     ),
     "a checkpoint is of another version": (
         "checkpoints",
