@@ -2,7 +2,8 @@
 
 Processes of real runs are killed and stopped, at random and at every named point; machines lose power; stores, files
 and messages fail, tear, flip, repeat and come late under areal_core's own code. docs/reliability.md tells how, what is
-promised, and what this can't show. `--short` takes a few minutes; every part is reproducible by its seed.
+promised, and what this can't show. `--short` takes a few minutes. A seed repeats what happens in one
+process exactly (objects); of real runs it repeats the choices, not the moments at which they meet the run.
 """
 
 from __future__ import annotations
