@@ -49,7 +49,7 @@ class PayloadStore:
         self._number = number
         self._segment_bytes = segment_bytes
         try:
-            folder.mkdir(exist_ok=True)
+            durable.make(folder)
             names = sorted(file.stem for file in folder.glob(f"*{SUFFIX}"))
         except OSError as error:
             raise StorageError(f"can't use {folder}: {error.strerror}") from error

@@ -38,7 +38,7 @@ def restore(run: RunDir, storage: Storage) -> int | None:
 
     def fetched(info: CheckpointInfo) -> dict[str, Path]:
         checkpoint.fetch_shared(storage, info, run.payloads)
-        return checkpoint.fetch(storage, info, run.root / "restored", (checkpoint.WEIGHTS, checkpoint.LEDGER))
+        return checkpoint.fetch(storage, info, run.root / "restored", (checkpoint.WEIGHTS, info.ledger))
 
     found = checkpoint.newest_of(storage, fetched)
     if found is None:
@@ -52,13 +52,13 @@ def restore(run: RunDir, storage: Storage) -> int | None:
     weight = load_file(files[checkpoint.WEIGHTS])
     tensors = {name.removeprefix("weight/"): array for name, array in weight.items()}
     version = weights.publish(run.weights, info.step, tensors, dtype=run.config().training.dtype)
-    with closing(TrajectoryLedger(files[checkpoint.LEDGER], group_size=run.config().algorithm.group_size)) as ledger:
+    with closing(TrajectoryLedger(files[info.ledger], group_size=run.config().algorithm.group_size)) as ledger:
         ledger.rewind(version.version)  # it was copied after the trainer's state, and may know more
         ledger.publish(version)
     if run.ledger.exists():
         kept = _set_aside(run)
         logger.warning("the ledger is not that of the checkpoint of step %d; it is kept as %s", newest.step, kept.name)
-    durable.replace(files[checkpoint.LEDGER], run.ledger)
+    durable.replace(files[info.ledger], run.ledger)
     shutil.rmtree(run.root / "restored")
     logger.info("restored the ledger from the checkpoint of step %d", info.step)
     return info.step

@@ -41,6 +41,7 @@ from areal_core.rewards.worker import GroupJob, GroupSession, RewardPool
 from areal_core.rollout.controller import RolloutController, Signal
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.rollout.notes import Ending
+from areal_core.storage import durable
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.storage.weights import base_version
@@ -84,6 +85,7 @@ class Service:
         self.storage = Storage.open(self.info.checkpoint_url, store.endpoint_url, store.patience_s)
         restored = restore(run, self.storage)
         self.ledger = TrajectoryLedger(run.ledger, group_size=self.config.algorithm.group_size)
+        durable.sync(run.root)  # it has the name of a new ledger
         forget_damaged(self.ledger)
         self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
         self.ledger.resume(self.config.algorithm.group_size * self.config.task.max_new_tokens)

@@ -59,11 +59,11 @@ class Snapshots:
             segments = await asyncio.to_thread(snapshot, self._run.ledger, copy, consumed)
             await self._payloads.seal()
             self.in_use = frozenset(_shared(segment) for segment in segments)
-            return await asyncio.to_thread(self._upload, step, copy, sorted(segments))
+            return await asyncio.to_thread(self._upload, step, job, copy, sorted(segments))
         finally:
             copy.unlink(missing_ok=True)
 
-    def _upload(self, step: int, copy: Path, segments: list[str]) -> dict[str, Any]:
+    def _upload(self, step: int, job: str, copy: Path, segments: list[str]) -> dict[str, Any]:
         there = self._storage.sizes(checkpoint.PAYLOADS)
         for segment in segments:
             name, file = _shared(segment), self._payloads.file(segment)
@@ -71,11 +71,12 @@ class Snapshots:
             if there.get(name) != entry.bytes:
                 self._storage.put_file(file, name)
             self._uploaded[name] = entry
-        self._storage.child(checkpoint.folder_name(step, self._number)).put_file(copy, checkpoint.LEDGER)
+        ledger = checkpoint.ledger_name(job)
+        self._storage.child(checkpoint.folder_name(step, self._number)).put_file(copy, ledger)
         shared = {name: self._uploaded[name] for name in map(_shared, segments)}
         self._uploaded = dict(shared)
         return {
-            "files": {checkpoint.LEDGER: dataclasses.asdict(checkpoint.describe(copy))},
+            "files": {ledger: dataclasses.asdict(checkpoint.describe(copy))},
             "shared": {name: dataclasses.asdict(entry) for name, entry in shared.items()},
         }
 

@@ -28,10 +28,10 @@ from areal_core.types import FORMAT
 
 WEIGHTS = "weights.safetensors"  # the policy's, as the training engine holds them
 OPTIMIZER = "optimizer.safetensors"  # the rest of the training engine's arrays
-LEDGER = "ledger.sqlite"  # the controller's snapshot
 PAYLOADS = "payloads"  # folder of the files that checkpoints share: what the ledger's groups have to be trained on
 VERSION = "version_sha256"  # in a manifest's `extra`: the hash of the version that its state makes
 _ROOT = "checkpoints"
+_LEDGER = "ledger-"
 _MANIFEST = "manifest.json"
 _SEAL = "sha256"  # in a manifest: of all else in it
 _SET_ASIDE = "manifest.damaged.json"
@@ -63,6 +63,19 @@ class CheckpointInfo:
     def folder(self) -> str:
         """Its name in the run's store."""
         return folder_name(self.step, self.number)
+
+    @property
+    def ledger(self) -> str:
+        """The name of the controller's snapshot. Raises KeyError where there is none."""
+        for name in self.files:
+            if name.startswith(_LEDGER):
+                return name
+        raise KeyError(_LEDGER)
+
+
+def ledger_name(job: str) -> str:
+    """The name of the snapshot that a job makes: no other one, come late, takes its place."""
+    return f"{_LEDGER}{job}.sqlite"
 
 
 def folder_name(step: int, number: int) -> str:

@@ -14,6 +14,14 @@ def replace(scratch: Path, path: Path) -> None:
     sync(path.parent)
 
 
+def make(folder: Path) -> None:
+    """Make a folder, and those above it, so that their names outlive the machine. Raises OSError."""
+    if not folder.is_dir():
+        make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
 def sync(path: Path) -> None:
     """Have what a file holds, or what a folder names, reach the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -98,7 +98,7 @@ class Folder:
 
 
 def _replace(path: Path, write: Callable[[Path], int]) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    durable.make(path.parent)
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_SCRATCH}")
     try:
         size = write(scratch)

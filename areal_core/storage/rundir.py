@@ -51,6 +51,7 @@ class RunDir:
         """Make the folder, or adopt that of an earlier start of this run, and write what the processes will read.
         `kind` is the folder that it lies in: runs, or evaluations, which have servers and no more."""
         run = cls(Path(config.state_dir).absolute() / kind / info.run_id)
+        durable.make(run.root)
         for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline):
             folder.mkdir(parents=True, exist_ok=True)
         write_json(run.root / "config.json", config.to_dict(), synced=True)

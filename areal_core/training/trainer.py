@@ -262,7 +262,7 @@ class Trainer:
 
     def _meet(self) -> None:
         """Wait for ranks that wait for the store: as long as these do, and a collective's time on top."""
-        with pulse.waiting("trainer", f"step {self.step}: all ranks meet"):
+        with pulse.waiting("trainer", "all ranks meet"):
             self.ranks.meet(self.config.storage.patience_s + self.config.training.collective_timeout_s)
 
     def _finish(self, reason: str) -> None:

@@ -89,7 +89,10 @@ class _Run:
     def _start(self) -> None:
         """As the controller and the trainer start."""
         self._starts += 1
+        self._info = self.run.numbered(self._starts)  # each time another launcher
         restored = restore(self.run, self._store)
+        if restored is not None:
+            self.history.moved(restored)
         self._ledger = TrajectoryLedger(self.run.ledger, group_size=1)
         forget_damaged(self._ledger)
         self._ledger.publish(weights.base_version(self._info.model_path))
@@ -147,7 +150,8 @@ class _Run:
                 try:
                     self._loop.run_until_complete(self._payloads.read(place))
                 except DamagedPayloadError:
-                    self._ledger.lose(group_id)
+                    if self._ledger.payloads.get(group_id) == place:
+                        self._ledger.lose(group_id)
             forget_damaged(self._ledger)
             self._ledger.notes.forget(self._ledger.versions.last() + 1)
             self.history.moved(self._ledger.last_step())
@@ -210,8 +214,10 @@ class _Run:
             for kind in ("files", "shared")
         )
         extra = {"engine": {}, "config": {}, checkpoint.VERSION: self._ledger.versions.sha256(step)}
-        checkpoint.save(self._store, step, {checkpoint.WEIGHTS: state}, extra, uploaded=uploaded, shared=shared)
-        self._ledger.free(checkpoint.prune(self._store, _KEPT, in_use=self._snapshots.in_use))
+        files = {checkpoint.WEIGHTS: state}
+        checkpoint.save(self._store, step, files, extra, number=self._starts, uploaded=uploaded, shared=shared)
+        in_use = self._snapshots.in_use
+        self._ledger.free(checkpoint.prune(self._store, _KEPT, number=self._starts, in_use=in_use))
         self._loop.run_until_complete(self._payloads.keep(self._ledger.payloads.segments()))
         if self._chance.random() < 0.2:
             self.result.faults["committed late"] += 1
@@ -269,8 +275,10 @@ class _Run:
             self.history.moved(0 if newest is None else newest.step)
         if self._chance.random() < 0.5:
             self._older = self._scratch / "older.sqlite"
-            with suppress(sqlite3.Error):
+            try:
                 snapshot(self.run.ledger, self._older)
+            except sqlite3.Error:  # it is gone, or torn
+                self._older.unlink(missing_ok=True)
         self.damage.append(damage)
         self._start()
 
@@ -313,7 +321,7 @@ class _Run:
     def spoil_checkpoint(self) -> None:
         """Of the newest one; the one before is whole."""
         folders = sorted(file.parent for file in self.store.glob("checkpoints/step-*/manifest.json"))
-        files = [folders[-1] / name for name in (checkpoint.WEIGHTS, checkpoint.LEDGER)] if len(folders) > 1 else []
+        files = [file for file in folders[-1].iterdir() if file.name != "manifest.json"] if len(folders) > 1 else []
         if files and all(file.exists() for file in files):
             self._spoil(self._chance.choice(files))
 

@@ -24,6 +24,7 @@ from tests.faults.checker import Findings
 
 KINDS = ("failed", "lost response", "torn", "cut short", "flipped", "missing", "late", "twice", "flapping")
 _SILENT = ("cut short", "flipped", "missing")  # the caller is told that all went well
+_LEDGER = checkpoint.ledger_name("1")
 _EVERY = 2  # steps between two checkpoints
 _KEPT = 3
 _TRIES = 100  # of a resume under faults, at most
@@ -173,7 +174,7 @@ class _Run:
     def _content(self, step: int) -> dict[str, bytes]:
         """The files of a step: the same whenever they are made."""
         chance = random.Random(f"{self.result.seed} {step}")
-        return {name: chance.randbytes(chance.randrange(1, 4000)) for name in (checkpoint.WEIGHTS, checkpoint.LEDGER)}
+        return {name: chance.randbytes(chance.randrange(1, 4000)) for name in (checkpoint.WEIGHTS, _LEDGER)}
 
     def _save(self, step: int) -> None:
         """As the controller and the publisher do it."""
@@ -181,10 +182,10 @@ class _Run:
         for name, data in self._content(step).items():
             paths[name] = self._scratch / name
             paths[name].write_bytes(data)
-        ledger = paths.pop(checkpoint.LEDGER)
-        self._store.child(checkpoint.folder_name(step, 0)).put_file(ledger, checkpoint.LEDGER)
+        ledger = paths.pop(_LEDGER)
+        self._store.child(checkpoint.folder_name(step, 0)).put_file(ledger, _LEDGER)
         extra = {"engine": {"updates": step}, checkpoint.VERSION: f"{step:064d}"}
-        uploaded = {checkpoint.LEDGER: checkpoint.describe(ledger)}
+        uploaded = {_LEDGER: checkpoint.describe(ledger)}
         checkpoint.save(self._store, step, paths, extra, uploaded=uploaded)
         self._committed = sorted({*self._committed, step})
         kept = checkpoint.prune(self._store, _KEPT)

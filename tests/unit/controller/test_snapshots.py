@@ -72,8 +72,8 @@ async def test_a_job_takes_as_long_as_the_store_does(run: Run) -> None:
     run.gate.set()
     entries = await run.snapshots.take(step, "a", 30.0)
     assert entries is not None
-    assert list(entries["files"]) == ["ledger.sqlite"]
-    assert run.puts == ["checkpoints/step-000001.3/ledger.sqlite"]
+    assert list(entries["files"]) == ["ledger-a.sqlite"]
+    assert run.puts == ["checkpoints/step-000001.3/ledger-a.sqlite"]
     assert await run.snapshots.take(step, "a", 30.0) == entries  # whose response was lost
     assert len(run.puts) == 1
 
@@ -87,7 +87,7 @@ async def test_one_job_at_a_time(run: Run) -> None:
     assert len(list(run.dir.root.glob("ledger-snapshot-*.sqlite"))) == 1
     run.gate.set()
     assert await again is not None
-    assert run.puts == ["checkpoints/step-000001.3/ledger.sqlite"] * 2
+    assert run.puts == [f"checkpoints/step-000001.3/ledger-{job}.sqlite" for job in "ab"]
     assert not list(run.dir.root.glob("ledger-snapshot-*"))
 
 

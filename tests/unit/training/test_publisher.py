@@ -44,10 +44,10 @@ class Controller:
 
     def snapshot(self, step: int) -> dict[str, Any]:
         self.calls.append(("snapshot", step))
-        self._storage.child(checkpoint.folder_name(step, 0)).put_bytes(checkpoint.LEDGER, b"ledger")
+        self._storage.child(checkpoint.folder_name(step, 0)).put_bytes("ledger-a.sqlite", b"ledger")
         self._storage.put_bytes("payloads/a.bin", b"a")
         return {
-            "files": {checkpoint.LEDGER: {"bytes": 6, "sha256": "0" * 64}},
+            "files": {"ledger-a.sqlite": {"bytes": 6, "sha256": "0" * 64}},
             "shared": {"payloads/a.bin": {"bytes": 1, "sha256": "0" * 64}},
         }
 
