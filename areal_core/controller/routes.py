@@ -86,7 +86,7 @@ class Routes:
         try:
             return web.Response(body=await self._run.payloads.read(place))
         except DamagedPayloadError as error:
-            await self._run.lose_damaged(error)
+            await self._run.lose_damaged(group_id, error)
             raise
 
     async def _publish(self, request: web.Request) -> web.Response:

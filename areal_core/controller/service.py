@@ -154,10 +154,13 @@ class Service:
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    async def lose_damaged(self, error: ArealError) -> None:
-        """A payload is damaged: all that are, are dropped, and what depends on them starts again. The trainer asks for
-        its batch anew once it has failed."""
+    async def lose_damaged(self, group_id: int, error: ArealError) -> None:
+        """The payload of a group is damaged: all that are, are dropped, but for those of earlier batches, which the
+        trainer has passed; what depends on them starts again. The trainer asks for its batch anew once it has
+        failed."""
         logger.warning("%s", error)
+        if (step := self.ledger.step_of(group_id)) is not None:
+            self.ledger.free(step - 1)
         for group_id, place in self.ledger.payloads.all().items():
             try:
                 await self.payloads.read(place)

@@ -260,6 +260,10 @@ class TrajectoryLedger:
             raise LedgerError(f"group_id: no payload is kept for group {group_id}")
         return place
 
+    def step_of(self, group_id: int) -> int | None:
+        """The step that has consumed a group; None while none has."""
+        return self._row(group_id)["step"]
+
     def summaries(self, step: int) -> list[GroupSummary]:
         """The summaries of the groups of a fixed batch, oldest first."""
         rows = self._db.execute("SELECT * FROM groups WHERE step = ? ORDER BY admission", (step,)).fetchall()

@@ -70,6 +70,7 @@ class _Run:
         self.history = History(folder / "history.jsonl", self.run.ledger)
         self._starts = 0
         self.damage: list[str] = []  # what happened between two starts
+        self._spoilt: set[str] = set()  # files that were damaged, which nobody may have had to read since
         self._older: Path | None = None  # a copy of the ledger, of some time ago
         self._scratch = folder / "scratch"
         self._scratch.mkdir()
@@ -90,9 +91,10 @@ class _Run:
         """As the controller and the trainer start."""
         self._starts += 1
         self._info = self.run.numbered(self._starts)  # each time another launcher
+        had = self.run.ledger.exists()
         restored = restore(self.run, self._store)
-        if restored is not None:
-            self.history.moved(restored)
+        if restored is not None or not had:  # nothing is left where no checkpoint is whole any more either
+            self.history.moved(restored or 0)
         self._ledger = TrajectoryLedger(self.run.ledger, group_size=1)
         forget_damaged(self._ledger)
         self._ledger.publish(weights.base_version(self._info.model_path))
@@ -146,6 +148,7 @@ class _Run:
                 self._loop.run_until_complete(self._payloads.read(self._ledger.payload(group.group_id)))
             return True
         except DamagedPayloadError:
+            self._ledger.free(batch.step - 1)
             for group_id, place in self._ledger.payloads.all().items():
                 try:
                     self._loop.run_until_complete(self._payloads.read(place))
@@ -277,7 +280,8 @@ class _Run:
             self._older = self._scratch / "older.sqlite"
             try:
                 snapshot(self.run.ledger, self._older)
-            except sqlite3.Error:  # it is gone, or torn
+                TrajectoryLedger(self._older, group_size=1).close()
+            except (sqlite3.Error, LedgerError):  # it is gone, or torn
                 self._older.unlink(missing_ok=True)
         self.damage.append(damage)
         self._start()
@@ -331,6 +335,7 @@ class _Run:
             self._spoil(self._chance.choice(segments))
 
     def _spoil(self, file: Path) -> None:
+        self._spoilt.add(str(file))
         data = file.read_bytes()
         how = self._chance.choice(("torn", "flipped", "missing"))
         if how == "missing":
@@ -354,6 +359,7 @@ class _Run:
         found = check(self.run.root, self.store, self.history.entries(), steps=self._step)
         self._close()
         self._loop.close()
+        found.checkpoints = [line for line in found.checkpoints if line.split(" ")[0] not in self._spoilt]
         found.lost += self.result.findings.lost
         self.result.findings = found
 
