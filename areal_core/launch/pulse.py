@@ -10,6 +10,7 @@ clocks of several machines don't matter.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import threading
@@ -53,8 +54,10 @@ _said = _Said()
 
 
 def start(file: Path) -> None:
-    """Begin to beat, in this process, which has one file for all of its life."""
-    threading.Thread(target=_beat, args=(file,), name="pulse", daemon=True).start()
+    """Begin to beat, in this process, which has one file for all of its life. The first beat is its own: one that is
+    stopped before its thread has run is missed all the same."""
+    _beat(file, 1)
+    threading.Thread(target=_go_on, args=(file,), name="pulse", daemon=True).start()
 
 
 def follow(loop: asyncio.AbstractEventLoop) -> None:
@@ -98,26 +101,28 @@ def read(file: Path) -> Pulse | None:
     return None
 
 
-def _beat(file: Path) -> None:
-    beats = 0
-    while True:
-        beats += 1
-        turns = None
-        if (loop := _said.loop) is not None:
-            turns = _said.turns
-            with suppress(RuntimeError):  # it is closed: the process ends
-                loop.call_soon_threadsafe(_turn)
-        now = Pulse(
-            pid=os.getpid(),
-            beats=beats,
-            turns=turns,
-            progress=_said.progress,
-            doing=_said.doing,
-            waits_for=_said.waits_for,
-        )
-        with suppress(OSError):  # a beat that can't be written is missing, which is what its reader sees
-            _write(file, now)
+def _go_on(file: Path) -> None:
+    for beats in itertools.count(2):
         time.sleep(_BEAT_S)
+        _beat(file, beats)
+
+
+def _beat(file: Path, beats: int) -> None:
+    turns = None
+    if (loop := _said.loop) is not None:
+        turns = _said.turns
+        with suppress(RuntimeError):  # it is closed: the process ends
+            loop.call_soon_threadsafe(_turn)
+    now = Pulse(
+        pid=os.getpid(),
+        beats=beats,
+        turns=turns,
+        progress=_said.progress,
+        doing=_said.doing,
+        waits_for=_said.waits_for,
+    )
+    with suppress(OSError):  # a beat that can't be written is missing, which is what its reader sees
+        _write(file, now)
 
 
 def _write(file: Path, pulse: Pulse) -> None:
