@@ -115,6 +115,7 @@ class Launch:
             grace_s=_WORKER_GRACE_S + 2 * GRACE_S,
             cwd=ROOT,
             pass_fds=(report,),
+            outlives=owner == "up",
         )
         os.close(report)
 

@@ -76,18 +76,21 @@ def start(
     cwd: Path | None = None,
     pass_fds: tuple[int, ...] = (),
     foreign: bool = False,
+    outlives: bool = False,
 ) -> Child:
     """Start a process. `environment` is added to this process's; `grace_s` is its time to end in order once this
-    process is gone. One of a `foreign` program, which knows nothing of `process.adopt`, gets its first tie here: then
-    this process must have a single thread. Raises OSError."""
-    sweeper.check()
+    process is gone. One that `outlives` this process is nobody's to sweep away. One of a `foreign` program, which knows
+    nothing of `process.adopt`, gets its first tie here: then this process must have a single thread. Raises OSError."""
+    mark = {} if outlives else sweeper.mark
+    if not outlives:
+        sweeper.check()
     read_end, write_end = os.pipe()
     try:
         with log.path.open("ab") as output:
             popen = subprocess.Popen(
                 argv,
                 cwd=cwd,
-                env={**os.environ, **environment, **sweeper.mark, **process.tie(read_end, grace_s)},
+                env={**os.environ, **environment, **mark, **process.tie(read_end, grace_s)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -100,7 +103,8 @@ def start(
         raise
     finally:
         os.close(read_end)
-    sweeper.add(popen.pid, grace_s)
+    if not outlives:
+        sweeper.add(popen.pid, grace_s)
     return Child(name, popen, os.pidfd_open(popen.pid), write_end, log)
 
 

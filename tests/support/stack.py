@@ -37,7 +37,10 @@ def brought_up(state: Path, **settings: str) -> Iterator[Up]:
     finally:
         ended = run_python(state, "flows.stack", "down")
         assert ended.returncode == 0, ended.stderr
-        assert processes_of(state) == {}
+        deadline = time.monotonic() + _TIMEOUT_S  # what it has killed may be on its way out
+        while (left := processes_of(state)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == {}
 
 
 class Up:

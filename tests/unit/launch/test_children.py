@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -65,3 +66,27 @@ def test_a_program_that_is_absent_leaves_no_descriptor_open(tmp_path: Path) -> N
     with pytest.raises(FileNotFoundError):
         children.start("x", ["/nowhere"], log=LogFile(tmp_path / "x.log", 10**6, 1), environment={}, grace_s=1.0)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_outlives_its_launcher_is_not_swept_away(tmp_path: Path) -> None:
+    """As what `make up` leaves running does; one of the usual kind goes with it."""
+    code = f"""
+import subprocess
+import sys
+from pathlib import Path
+from areal_core.launch import children
+from areal_core.launch.logs import LogFile
+for name in ("stays", "goes"):
+    log = LogFile(Path({str(tmp_path)!r}) / name, 10**6, 1)
+    argv = [sys.executable, "-c", "import time; time.sleep(600)"]
+    child = children.start(name, argv, log=log, environment={{}}, grace_s=0.1, outlives=name == "stays")
+    print(child.pid, flush=True)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    stays, goes = map(int, told.stdout.split())
+    deadline = time.monotonic() + PATIENCE_S
+    while exists(goes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not exists(goes)
+    assert exists(stays)
+    os.kill(stays, signal.SIGKILL)
