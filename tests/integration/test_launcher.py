@@ -44,7 +44,8 @@ def config(root: Path, **fields: Any) -> RunConfig:
 
 
 def folder(settings: RunConfig, **info: Any) -> RunDir:
-    return RunDir.create(settings, RunInfo(run_id="r", model_path="/models/base", checkpoint_url="/store/r", **info))
+    url = f"{settings.state_dir}/store/r"
+    return RunDir.create(settings, RunInfo(run_id="r", model_path="/models/base", checkpoint_url=url, **info))
 
 
 SUMMARY = RunSummary(
@@ -369,7 +370,7 @@ def test_ready_files_of_earlier_processes_are_removed(tmp_path: Path) -> None:
 
 def test_a_run_has_one_launcher_at_a_time(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> None:
     played = stage({"trainer": "fails"}, launch={"stop_timeout_s": 1.0})
-    monkeypatch.setattr("areal_core.run.prepare._OWNER_S", -1.0)
+    monkeypatch.setattr("areal_core.run.ownership._OWNER_S", -1.0)
     with pytest.raises(ProcessError, match="run_id: r is running already"):
         Run(played.dir, log=played.lines.append)
     played.play()
