@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import sqlite3
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -382,14 +382,17 @@ def _cancelling() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def server_routes(servers: GenerationPool, newest: Newest) -> list[web.RouteDef]:
+def server_routes(
+    servers: GenerationPool, newest: Newest, published: Callable[[], Awaitable[None]]
+) -> list[web.RouteDef]:
     """Routes by which launchers, the evaluator and people list servers and have them join and leave; `newest` is the
-    version for a new server."""
+    version for a new server, which waits until it is `published`."""
 
     async def join(request: web.Request) -> web.Response:
         body = await request.json()
         try:
             async with asyncio.timeout(body.get("timeout_s")):
+                await published()
                 await servers.join(body["name"], body["url"], newest)
         except TimeoutError:
             return web.Response(status=204)

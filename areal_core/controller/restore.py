@@ -67,9 +67,14 @@ def restore(run: RunDir, storage: Storage) -> int | None:
 def forget_damaged(ledger: TrajectoryLedger) -> None:
     """Mark the newest versions whose weights are not what was published, which no server could load: the trainer makes
     them again, from its checkpoint."""
-    while (newest := ledger.versions.newest()) is not None and newest.version and not weights.is_whole(newest):
-        logger.warning("version %d is damaged, and will be published again", newest.version)
-        ledger.versions.mark_damaged(newest.version)
+    for number in range(ledger.versions.last(), 0, -1):
+        version = ledger.versions.get(number)
+        if version is None:
+            continue
+        if weights.is_whole(version):
+            return
+        logger.warning("version %d is damaged, and will be published again", number)
+        ledger.versions.mark_damaged(number)
 
 
 def _belongs(run: RunDir, newest: CheckpointInfo) -> bool:

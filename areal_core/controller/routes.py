@@ -30,15 +30,16 @@ class Routes:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[_errors_as_lines], client_max_size=64 * 2**20)
+        newest = self._run.ledger.versions.newest
         app.add_routes(
             [
                 web.get("/health", self._health),
                 web.get("/status", self._status),
-                *server_routes(self._run.servers, self._run.newest),
+                *server_routes(self._run.servers, newest, self._run.published),
                 web.get("/batch/{step}", self._batch),
                 web.get("/groups/{group_id}", self._group),
                 web.post("/versions", self._publish),
-                *transfer_routes(self._run.servers.transfer, self._run.newest),
+                *transfer_routes(self._run.servers.transfer, newest),
                 web.get("/evaluation", self._evaluation),
                 web.post("/evaluations", self._evaluated),
                 web.post("/metrics", self._metrics),

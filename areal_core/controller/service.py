@@ -47,7 +47,7 @@ from areal_core.storage.rundir import RunDir, write_json
 from areal_core.storage.weights import base_version
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
-from areal_core.types import PolicyVersion, Prompt, RunSummary, TokenLedger
+from areal_core.types import Prompt, RunSummary, TokenLedger
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 5.0  # between two looks at the generation servers' health
@@ -144,10 +144,10 @@ class Service:
         """A training prompt as the policy is fed it, special tokens included."""
         return self.tokenizer.decode(self.source.prompt(index).token_ids, special=True)
 
-    def newest(self) -> PolicyVersion:
-        version = self.ledger.versions.newest()
-        assert version is not None
-        return version
+    async def published(self) -> None:
+        """Wait until the newest version can be loaded: its weights may be damaged, and are made again then."""
+        while self.ledger.versions.newest() is None:
+            await self.changed.wait()
 
     def fail(self, error: ArealError) -> None:
         """End this process: another one starts from what is stored."""

@@ -36,7 +36,7 @@ class Transfer:
         self._group: tuple[Server, ...] = ()  # members of the trainer's group, in the order of their ranks
         self._update: Update | None = None  # the one that the trainer began last
 
-    async def group(self, version: PolicyVersion) -> dict[str, Any]:
+    async def group(self, version: PolicyVersion | None) -> dict[str, Any]:
         """What the trainer has to know before it sends a version: whether any server lacks it, whether the group is
         open to all of them, and how many processes they have."""
         servers = self._registry.at_work
@@ -118,7 +118,7 @@ class Transfer:
             raise GenerationError(f"the transfer of version {update.version.version} was given up meanwhile")
 
 
-def transfer_routes(transfer: Transfer, newest: Callable[[], PolicyVersion]) -> list[web.RouteDef]:
+def transfer_routes(transfer: Transfer, newest: Callable[[], PolicyVersion | None]) -> list[web.RouteDef]:
     """The controller as one vLLM server, as vLLM's trainer-side engine sees it. What is sent is the `newest` version:
     the trainer publishes it before it sends it, and an older one that it makes once more is needed nowhere."""
 
@@ -126,7 +126,8 @@ def transfer_routes(transfer: Transfer, newest: Callable[[], PolicyVersion]) -> 
         version = newest()
         found = await transfer.group(version)
         return web.json_response(
-            found | {"needed": found["needed"] and version.version == int(request.query["version"])}
+            found
+            | {"needed": found["needed"] and version is not None and version.version == int(request.query["version"])}
         )
 
     async def open_(request: web.Request) -> web.Response:
@@ -134,7 +135,9 @@ def transfer_routes(transfer: Transfer, newest: Callable[[], PolicyVersion]) -> 
         return web.json_response({})
 
     async def begin(_: web.Request) -> web.Response:
-        await transfer.begin(newest())
+        if (version := newest()) is None:
+            raise GenerationError("an older version than the newest one is needed nowhere")
+        await transfer.begin(version)
         return web.json_response({})
 
     async def receive(request: web.Request) -> web.Response:

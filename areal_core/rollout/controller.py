@@ -255,7 +255,8 @@ class RolloutController:
     # -- the coroutines ----------------------------------------------------------------------------------------
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
-        while self._finished is None and self._behind():
+        # Those in flight were admitted for the newest version: what an older one samples would be too old.
+        while self._finished is None and self._engine.version < self._ledger.versions.last():
             await self._changed.wait()
         if self._finished is None:
             for group in self._ledger.inflight():
@@ -270,15 +271,9 @@ class RolloutController:
     def _has_room(self) -> bool:
         completions = (len(self._generating) + 1) * self._group_size
         capacity = self._engine.capacity
-        if self._replaced or self._behind() or capacity == 0 or (self._generating and completions > capacity):
+        if self._replaced or capacity == 0 or (self._generating and completions > capacity):
             return False
         return self._gate.admits(self._group_size, admitted=self._ledger.admitted, version=self._engine.version)
-
-    def _behind(self) -> bool:
-        """Whether versions that were published can't be loaded, and are still to be made again: what older ones sample
-        until then would be too old."""
-        newest = self._ledger.versions.newest()
-        return newest is not None and newest.version < self._ledger.versions.last()
 
     def _start(self, tasks: asyncio.TaskGroup, group: AdmittedGroup) -> None:
         task = tasks.create_task(self._rollout(group), name=f"group-{group.group_id}")

@@ -28,9 +28,9 @@ class PublishedVersions:
         db.executescript(_SCHEMA)
 
     def newest(self) -> PolicyVersion | None:
-        """The highest version that can be loaded."""
-        highest = self._db.execute("SELECT MAX(version) FROM versions WHERE NOT damaged").fetchone()[0]
-        return None if highest is None else self.get(highest)
+        """The highest version; None if there is none, or it is damaged: what an older one sampled until it is published
+        again would be too old."""
+        return self.get(self.last())
 
     def get(self, version: int) -> PolicyVersion | None:
         """What was published under a number, if it can be loaded."""

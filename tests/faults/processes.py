@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -20,11 +21,14 @@ from unittest.mock import patch
 
 from areal_core.config.schema import RunConfig
 from tests.faults.checker import Findings, check, orphans
+from tests.faults.disk import Clock, compiler
 from tests.faults.history import History
 from tests.faults.points import Point, environment
 from tests.support.runs import MARK, Launched, changed, tiny
 
-KINDS = ("trainer", "controller", "generation", "reward", "evaluator", "evaluation", "tracker", "launcher")
+KINDS = ("trainer", "rank", "controller", "generation", "reward", "evaluator", "evaluation", "tracker", "launcher")
+_PLACES = {"rank": ("trainer", 1)}  # the second one of a role
+_REPEATED = ("trainer", "controller", "generation", "reward", "launcher")
 TIMED = ("trainer", "controller", "generation")  # kinds whose recovery is timed
 ENDLESS = 100_000  # steps of a run that is ended by other means
 _RUN = "r"
@@ -37,6 +41,7 @@ _SETTLE_S = 15.0  # for the last points to be met
 _LAUNCHES = 60  # of one run, at most
 _MORE_STEPS = 3  # that a run makes once the faults are over
 _PAUSE_S = (0.3, 1.5)  # that a stopped process is left so
+_JUMPS_S = (-30 * 86400.0, -3600.0, -1.0, 1.0, 60.0, 3600.0, 30 * 86400.0)  # by which the wall clock is wrong
 
 
 @dataclass(slots=True)
@@ -45,6 +50,7 @@ class Struck:
 
     seed: int
     faults: Counter[str] = field(default_factory=Counter[str])  # by kind of process and signal
+    jumps: int = 0  # of the wall clock
     points: set[str] = field(default_factory=set[str])  # that were struck
     recovery_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     ends: list[str] = field(default_factory=list[str])  # last lines of launchers that nobody had killed
@@ -64,15 +70,15 @@ class _Recovery:
 class Target:
     """A run under faults, across its launchers."""
 
-    def __init__(self, folder: Path, seed: int, points: Sequence[Point] = (), *, scored: bool, tracked: bool) -> None:
-        """A run in the new `folder` that is struck at `points`, whenever they are reached. `scored` and `tracked`: it
-        has an evaluator with a server, and a tracker."""
+    def __init__(self, folder: Path, seed: int, config: RunConfig, points: Sequence[Point] = ()) -> None:
+        """A run whose state is below the new `folder`, and which is struck at `points`, whenever they are reached."""
         self.chance = random.Random(seed)
         self.result = Struck(seed)
-        self.state, self._markers = folder / "state", folder / "markers"
+        self.state, self._markers = Path(config.state_dir), folder / "markers"
         self._markers.mkdir(parents=True)
-        self.config = _config(self.state, self.chance, scored=scored, tracked=tracked)
+        self.config = config
         self.store = self.state / "store" / "runs" / _RUN
+        self._clock = Clock(folder / "clock") if compiler() else None
         self._points = {point.name: point for point in points}
         self._faults = [point.fault("kill", self._markers) for point in points]
         self._stack = ExitStack()
@@ -94,7 +100,8 @@ class Target:
         self.launches += 1
         self._killed = False
         self.history.write("launch", steps=self.config.training.steps)
-        with patch.dict(os.environ, environment(self._faults, os.environ.get("PYTHONPATH", ""))):
+        clock = self._clock.environment() if self._clock else {}
+        with patch.dict(os.environ, environment(self._faults, os.environ.get("PYTHONPATH", "")) | clock):
             return self._stack.enter_context(Launched(self.config, _RUN))
 
     def resume(self, *, move: bool = False, **groups: dict[str, Any]) -> None:
@@ -137,9 +144,9 @@ class Target:
                 self.result.points.add(name)
                 self._note(_kind(point), "SIGKILL", point=name)
         self._go_on()
-        for role in ("controller", "trainer", "generation", "evaluator", "evaluation", "tracker"):
+        for kind in ("controller", "trainer", "rank", "generation", "evaluator", "evaluation", "tracker"):
             with suppress(OSError, ValueError):
-                self._groups.add(os.getpgid(self.run.last_pid(role)))
+                self._groups.add(os.getpgid(self._last_pid(kind)))
         now = time.monotonic()
         for recovery in list(self._recoveries):
             if recovery.progressed():
@@ -184,6 +191,14 @@ class Target:
             return True
         return False
 
+    def jump(self) -> None:
+        """The wall clock of all processes is wrong from now on, by another amount."""
+        if self._clock is not None:
+            seconds = self.chance.choice(_JUMPS_S)
+            self._clock.jump(seconds)
+            self.result.jumps += 1
+            self.history.write("jump", seconds=seconds)
+
     def _note(self, kind: str, signum: str, **about: Any) -> None:
         self.result.faults[f"{kind} {signum}"] += 1
         self.history.write("fault", process=kind, signal=signum, **about)
@@ -217,7 +232,7 @@ class Target:
             return None if self.over else self.run.launcher.pid
         try:
             if kind != "reward":
-                pid = self.run.last_pid(kind)
+                pid = self._last_pid(kind)
                 return pid if str(self.run.run.root).encode() in _command(pid) else None
             workers = [
                 pid for pid in self.run.children(self.run.last_pid("controller")) if b"spawn_main" in _command(pid)
@@ -225,6 +240,10 @@ class Target:
             return self.chance.choice(workers) if workers else None
         except (OSError, ValueError):
             return None
+
+    def _last_pid(self, kind: str) -> int:
+        role, index = _PLACES.get(kind, (kind, 0))
+        return self.run.last_pid(role, index)
 
     def _trained(self) -> int:
         """Steps that were trained, replayed ones too."""
@@ -257,11 +276,15 @@ def strike(
     scored: bool = True,
     tracked: bool = True,
     moved: bool = False,
+    ranks: int = 1,
 ) -> Struck:
-    """Run in the new `folder`; send `faults` signals to processes of these kinds, kinds and moments chosen by `seed`,
-    strike at `points`, then let the run come to its end, and check what there is. `moved`: before that it goes on on
-    another machine, under more of them."""
-    target = Target(folder, seed, points, scored=scored, tracked=tracked)
+    """Run in the new `folder`, with this many ranks, an evaluator with a server where it is `scored`, and a tracker
+    where it is `tracked`; send `faults` signals to processes of these kinds, kinds and moments chosen by `seed`, strike
+    at `points`, then let the run come to its end, and check what there is. `moved`: before that it goes on on another
+    machine, under more of them."""
+    policy = random.Random(seed).choice(("wait", "drop", "admit"))
+    config = _config(folder / "state", policy, scored=scored, tracked=tracked, ranks=ranks)
+    target = Target(folder, seed, config, points)
     try:
         _faults(target, faults, kinds)
         if moved:
@@ -276,6 +299,37 @@ def strike(
     return target.result
 
 
+def repeat(folder: Path, seed: int, kills: int, *, steps: int) -> tuple[Struck, bool]:
+    """A synchronous run of so many steps in the new `folder`, undisturbed, and again under `kills` kills of its
+    processes, kinds and moments chosen by `seed`: what was found, and whether both made the same weights and optimizer
+    states, to the bit."""
+    with Launched(_synchronous(folder / "alone" / "state", steps), _RUN) as alone:
+        alone.finished()
+    target = Target(folder / "killed", seed, _synchronous(folder / "killed" / "state", steps))
+    try:
+        left = kills
+        while left and not (target.over and target.run.launcher.poll() == 0):
+            if target.over:
+                target.resume()
+            if _until(target, target.working, _START_S):
+                _until(target, lambda: False, target.chance.uniform(0.0, 1.5))
+                left -= target.strike(target.chance.choice(_REPEATED), signal.SIGKILL)
+        if left:
+            target.result.findings.unresumable.append(f"seed {seed}: the run ended before the last {left} kills")
+        _to_the_end(target)
+    finally:
+        target.close()
+    stores = (folder / one / "state" / "store" / "runs" / _RUN for one in ("alone", "killed"))
+    return target.result, len({_final(store, steps) for store in stores}) == 1
+
+
+def _final(store: Path, steps: int) -> tuple[str, ...]:
+    """Hashes of the final model, and of the state of the last step."""
+    (state,) = store.glob(f"checkpoints/step-{steps:06d}.*")
+    files = (store / "final" / "model.safetensors", state / "weights.safetensors", state / "optimizer.safetensors")
+    return tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+
+
 def _faults(target: Target, faults: int, kinds: Sequence[str]) -> None:
     """Strike until there were enough faults; then make sure that all points that can be reached now were."""
     order: list[str] = []
@@ -286,6 +340,8 @@ def _faults(target: Target, faults: int, kinds: Sequence[str]) -> None:
                 target.strike("launcher", signal.SIGKILL)
             target.resume()
             continue
+        if target.chance.random() < 0.3:
+            target.jump()
         order = order or target.chance.sample(list(kinds), len(kinds))
         signum = signal.SIGKILL if target.chance.random() < 0.7 else signal.SIGSTOP
         if target.strike(order.pop(), signum):
@@ -324,6 +380,11 @@ def _end(target: Target) -> None:
     seen = target.history.look()
     last = max((*(seen.batches if seen else ()), target.run.step()))
     target.resume(training={"steps": last + _MORE_STEPS})
+    _to_the_end(target)
+
+
+def _to_the_end(target: Target) -> None:
+    """Launch the run until it has come to its end, and check it."""
     for _ in range(_LAUNCHES):
         if not _until(target, lambda: target.over, _END_S) and not target.over:
             break
@@ -333,6 +394,7 @@ def _end(target: Target) -> None:
             run = target.run.run.root
             found = check(run, target.store, target.history.entries(), steps=target.config.training.steps)
             found.orphans += target.result.findings.orphans
+            found.unresumable += target.result.findings.unresumable
             target.result.findings = found
             target.result.output += target.run.output()
             return
@@ -342,13 +404,28 @@ def _end(target: Target) -> None:
     target.result.findings.unresumable.append(f"seed {target.result.seed}: {(lines or ['nothing'])[-1]}")
 
 
-def _config(state: Path, chance: random.Random, *, scored: bool, tracked: bool) -> RunConfig:
+def _config(state: Path, policy: str, *, scored: bool, tracked: bool, ranks: int) -> RunConfig:
     return tiny(
         state,
-        rollout={"batch_size": 16, "policy": chance.choice(("wait", "drop", "admit")), "request_timeout_s": 20.0},
-        training={"steps": ENDLESS, "checkpoint_every": 4, "keep_checkpoints": 2, "ranks": 1},
+        rollout={"batch_size": 16, "policy": policy, "request_timeout_s": 20.0},
+        training={"steps": ENDLESS, "checkpoint_every": 4, "keep_checkpoints": 2, "ranks": ranks},
         evaluation={"enabled": scored, "every": 20} | ({"servers": 2} if scored else {}),
         tracking={"enabled": tracked, "flush_timeout_s": 2.0},
+        launch={"restarts": 1000, "stop_timeout_s": 3.0},
+    )
+
+
+def _synchronous(state: Path, steps: int) -> RunConfig:
+    """One that learns: were all rewards the same, so would be all weights."""
+    return tiny(
+        state,
+        mode="sync",
+        model={"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 64},
+        warmup={"worked_steps": 60, "direct_steps": 10},
+        rollout={"batch_size": 16},
+        training={"steps": steps, "minibatches": 2, "checkpoint_every": 4, "ranks": 1, "learning_rate": 3e-3},
+        generation={"servers": 1, "deterministic": True},
+        evaluation={"enabled": False},
         launch={"restarts": 1000, "stop_timeout_s": 3.0},
     )
 

@@ -317,6 +317,37 @@ def test_a_restarted_controller_sends_running_groups_again_under_the_same_seeds(
         assert engine.seeds[f"group-{group_id}-0"] == trajectory_seed(5, prompt_index, 0)
 
 
+def test_groups_in_flight_wait_until_servers_have_the_newest_version_again():
+    """It is damaged, and made again: what an older one sampled for them would be too old."""
+    _, _, engine, ledger, controller = build(5, steps=5, eta=0)
+    ledger.publish(PolicyVersion(version=1, path="v1", sha256="1"))
+    ledger.engine_limit = lambda: 16
+    group = ledger.admit().group_id
+    ledger.versions.mark_damaged(1)
+    load = engine.load_version
+
+    async def slowly(version: PolicyVersion) -> None:
+        await asyncio.sleep(1.0)
+        await load(version)
+
+    engine.load_version = slowly
+
+    async def main() -> None:
+        running = asyncio.ensure_future(controller.run())
+        await asyncio.sleep(5.0)
+        assert controller.running_groups == 0
+        controller.publish(PolicyVersion(version=1, path="v1", sha256="1"))
+        await asyncio.sleep(0.5)
+        assert controller.running_groups == 0
+        await asyncio.sleep(0.6)
+        assert f"group-{group}-0" in engine.seeds
+        controller.finish("steps")
+        await running
+
+    run_virtual(main())
+    assert engine.version == 1
+
+
 def test_an_incarnation_starts_running_groups_again():
     _, _, engine, ledger, controller = build(11, steps=6, eta=1)
 

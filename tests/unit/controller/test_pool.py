@@ -608,9 +608,13 @@ async def test_nothing_is_left_of_a_pool_that_is_closed_in_the_middle_of_it_all(
             await asyncio.sleep(0.001)
 
 
+async def waited(event):
+    await event.wait()
+
+
 async def test_over_http_a_join_that_takes_its_time_is_asked_for_again(servers, pool):
-    app = web.Application()
-    app.add_routes(server_routes(pool, lambda: version(1)))
+    app, published = web.Application(), asyncio.Event()
+    app.add_routes(server_routes(pool, lambda: version(1), lambda: waited(published)))
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -621,6 +625,8 @@ async def test_over_http_a_join_that_takes_its_time_is_asked_for_again(servers, 
             async with http.post("/servers", json={"name": "a", "url": servers[0].url} | more) as response:
                 return response.status
 
+        assert (await join(timeout_s=0.05), pool.registry.servers) == (204, ())  # the newest version is still to come
+        published.set()
         assert [await join(timeout_s=0.05) for _ in range(2)] == [204, 204]
         servers[0].hanging.clear()
         assert (await join(), pool.capacity) == (200, 10)

@@ -203,6 +203,9 @@ async def test_what_a_trainer_makes_once_more_is_needed_nowhere(pool):
         assert [await needed(number) for number in (11, 12, 13)] == [False] * 3
         newest = PolicyVersion(version=13, path="/weights/13", sha256="other")
         assert [await needed(number) for number in (12, 13)] == [False, True]
+        newest = None  # damaged, and to be made again
+        assert [await needed(number) for number in (12, 13)] == [False, False]
+        assert not (await http.post(f"{url}/transfer/start_weight_update", raise_for_status=False)).ok
 
 
 async def test_who_does_not_get_the_version_in_time_is_taken_out(pool):
