@@ -75,6 +75,7 @@ class Trainer:
             backend="cpu:gloo,cuda:nccl" if self.config.launch.accelerator == "cuda" else "gloo",
         )
         weights = read_weights(run.info().model_path, self.spec)
+        torch.manual_seed(self.config.seed)  # a part of the state, which is the same however often a run starts anew
         self.engine = make_engine(self.config, self.spec, weights, self.ranks)
         self.publisher = Publisher(run, self.config, self.storage, self._sender()) if rank == 0 else None
         self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint

@@ -12,8 +12,9 @@ from unittest.mock import patch
 
 from tests.faults.checker import Findings, check
 from tests.faults.history import History
+from tests.faults.learning import learning
 from tests.faults.points import EVALUATOR, LAUNCHER, TRAINER, environment
-from tests.support.runs import Launched, tiny
+from tests.support.runs import Launched
 
 _CALL = "areal_core.api.controller_client:ControllerClient._call"
 _CLIENTS = f"{TRAINER}|{EVALUATOR}|{LAUNCHER}"  # of the controller
@@ -35,11 +36,9 @@ def strike(folder: Path, seed: int, *, steps: int = 60) -> Messages:
     result = Messages(seed)
     markers, state = folder / "markers", folder / "state"
     markers.mkdir(parents=True)
-    config = tiny(
+    config = learning(
         state,
-        rollout={"batch_size": 16},
         training={"steps": steps, "checkpoint_every": 5, "keep_checkpoints": 3},
-        evaluation={"enabled": False},
         launch={"restarts": 1000, "stop_timeout_s": 3.0},
     )
 

@@ -13,7 +13,8 @@ from areal_core.config.schema import RunConfig
 from tests.faults.checker import Findings, check
 from tests.faults.disk import Disk
 from tests.faults.history import History
-from tests.support.runs import Launched, tiny
+from tests.faults.learning import learning
+from tests.support.runs import Launched
 
 STEPS = 30
 _RUN_S = 120.0  # for a run of seconds to lose its power, or to end
@@ -35,11 +36,10 @@ class PowerOffs:
 def config_of(state: Path, seed: int) -> RunConfig:
     """A run of seconds; the policy of its batches is chosen by the seed."""
     policy = random.Random(seed).choice(("wait", "drop", "admit"))
-    return tiny(
+    return learning(
         state,
-        rollout={"batch_size": 16, "policy": policy},
+        rollout={"policy": policy},
         training={"steps": STEPS, "checkpoint_every": 3, "keep_checkpoints": 2},
-        evaluation={"enabled": False},
     )
 
 

@@ -23,8 +23,9 @@ from areal_core.config.schema import RunConfig
 from tests.faults.checker import Findings, check, orphans
 from tests.faults.disk import Clock, compiler
 from tests.faults.history import History
+from tests.faults.learning import learning
 from tests.faults.points import Point, environment
-from tests.support.runs import MARK, Launched, changed, tiny
+from tests.support.runs import MARK, Launched, changed
 
 KINDS = ("trainer", "rank", "controller", "generation", "reward", "evaluator", "evaluation", "tracker", "launcher")
 _PLACES = {"rank": ("trainer", 1)}  # the second one of a role
@@ -307,15 +308,12 @@ def repeat(folder: Path, seed: int, kills: int, *, steps: int) -> tuple[Struck, 
         alone.finished()
     target = Target(folder / "killed", seed, _synchronous(folder / "killed" / "state", steps))
     try:
-        left = kills
-        while left and not (target.over and target.run.launcher.poll() == 0):
-            if target.over:
-                target.resume()
-            if _until(target, target.working, _START_S):
-                _until(target, lambda: False, target.chance.uniform(0.0, 1.5))
-                left -= target.strike(target.chance.choice(_REPEATED), signal.SIGKILL)
-        if left:
-            target.result.findings.unresumable.append(f"seed {seed}: the run ended before the last {left} kills")
+        for step in sorted(target.chance.sample(range(1, steps - 1), kills)):
+            kind = target.chance.choice(_REPEATED)
+            while not (target.working() and target.run.step() >= step and target.strike(kind, signal.SIGKILL)):
+                if target.over:
+                    target.resume()
+                target.tick()
         _to_the_end(target)
     finally:
         target.close()
@@ -405,9 +403,9 @@ def _to_the_end(target: Target) -> None:
 
 
 def _config(state: Path, policy: str, *, scored: bool, tracked: bool, ranks: int) -> RunConfig:
-    return tiny(
+    return learning(
         state,
-        rollout={"batch_size": 16, "policy": policy, "request_timeout_s": 20.0},
+        rollout={"policy": policy, "request_timeout_s": 20.0},
         training={"steps": ENDLESS, "checkpoint_every": 4, "keep_checkpoints": 2, "ranks": ranks},
         evaluation={"enabled": scored, "every": 20} | ({"servers": 2} if scored else {}),
         tracking={"enabled": tracked, "flush_timeout_s": 2.0},
@@ -416,16 +414,11 @@ def _config(state: Path, policy: str, *, scored: bool, tracked: bool, ranks: int
 
 
 def _synchronous(state: Path, steps: int) -> RunConfig:
-    """One that learns: were all rewards the same, so would be all weights."""
-    return tiny(
+    return learning(
         state,
         mode="sync",
-        model={"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 64},
-        warmup={"worked_steps": 60, "direct_steps": 10},
-        rollout={"batch_size": 16},
-        training={"steps": steps, "minibatches": 2, "checkpoint_every": 4, "ranks": 1, "learning_rate": 3e-3},
+        training={"steps": steps, "checkpoint_every": 4},
         generation={"servers": 1, "deterministic": True},
-        evaluation={"enabled": False},
         launch={"restarts": 1000, "stop_timeout_s": 3.0},
     )
 
