@@ -56,19 +56,19 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], *, synced: bool = True) -> None:
-        """`synced`: a record outlives the machine as soon as it is added; else the process."""
+        """`synced`: a record outlives the machine as soon as it is added; else the process, and a file that the machine
+        has not left whole is begun anew."""
         self.path = path
         self._synced = synced
         self._records: dict[int, Record] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_bytes().split(b"\n") if path.exists() else []
-            whole = [line for line in lines[:-1] if line]  # what follows the last end of a line was cut off
-            if whole:
-                self._check(whole[0], about)
-            for line in whole[1:]:
-                record = _parse(line)
-                self._records[record.problem] = record
+            try:
+                whole = self._read(about)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                if synced or isinstance(error, ConfigError):
+                    raise
+                whole, self._records = list[bytes](), {}
             self._file = path.open("ab")
             self._file.truncate(sum(len(line) + 1 for line in whole))
             if not whole:
@@ -105,6 +105,17 @@ class RecordFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _read(self, about: Mapping[str, Any]) -> list[bytes]:
+        """The whole lines of the file."""
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        whole = [line for line in lines[:-1] if line]  # what follows the last end of a line was cut off
+        if whole:
+            self._check(whole[0], about)
+        for line in whole[1:]:
+            record = _parse(line)
+            self._records[record.problem] = record
+        return whole
 
     def _check(self, line: bytes, about: Mapping[str, Any]) -> None:
         before, now = dict(leaves(orjson.loads(line))), dict(leaves(orjson.loads(orjson.dumps(about))))

@@ -88,11 +88,14 @@ class Activity:
 
 
 def read_timeline(folder: Path) -> list[Span]:
-    """All spans of a run, by their start. A last line that a killed process left unfinished is no span."""
+    """All spans of a run, by their start. Lines that a killed process left unfinished, or of which a loss of power left
+    parts, are no spans."""
     spans: list[Span] = []
     for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_text().splitlines(keepends=True):
-            if line.startswith("[") and line.endswith("]\n"):
+        for line in file.read_text(errors="replace").splitlines():
+            try:
                 kind, start_s, end_s, step, cpu_s = json.loads(line)
-                spans.append(Span(process=file.stem, kind=kind, start_s=start_s, end_s=end_s, step=step, cpu_s=cpu_s))
+            except ValueError:
+                continue
+            spans.append(Span(process=file.stem, kind=kind, start_s=start_s, end_s=end_s, step=step, cpu_s=cpu_s))
     return sorted(spans, key=lambda span: span.start_s)

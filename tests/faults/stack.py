@@ -1,7 +1,7 @@
 """Faults of what surrounds a run in `make train`: Prefect's server, its worker, the flow run's process, and MLflow.
 
-Each is stopped for a moment, which costs nothing; then one is killed. MLflow's death costs the view alone; any other
-ends the command in order, and the run goes on where it ended under a launcher of its own.
+Each is stopped for a moment, which costs nothing; then one is killed. The death of MLflow or of Prefect's server costs
+the view alone; any other ends the command in order, and the run goes on where it ended under a launcher of its own.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def strike(folder: Path, killed: str) -> Surroundings:
                 before = _step(history)
                 _wait(lambda before=before: _step(history) > before)
             _signal(result, state, killed, signal.SIGKILL)
-            if killed == "mlflow":
+            if killed in ("mlflow", "prefect"):  # which the run goes on without
                 before = _step(history)
                 _wait(lambda: _step(history) > before + 2)
                 process.terminate()

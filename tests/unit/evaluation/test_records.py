@@ -54,6 +54,27 @@ def test_a_line_that_was_cut_off_is_dropped_and_written_again(tmp_path, lost):
     assert file.read_bytes() == whole
 
 
+@pytest.mark.parametrize("torn", [0, 1])
+def test_what_a_loss_of_power_has_torn_is_begun_anew_where_nothing_is_synced(tmp_path, torn):
+    file = tmp_path / "b.jsonl"
+    with RecordFile(file, ABOUT, synced=False) as records:
+        records.add(record(0))
+        records.add(record(1))
+    whole = file.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    lines[torn] = bytes(len(lines[torn]) - 1) + b"\n"
+    file.write_bytes(b"".join(lines))
+    with pytest.raises(StorageError):
+        RecordFile(file, ABOUT)
+    with RecordFile(file, ABOUT, synced=False) as again:
+        assert again.records == []
+        again.add(record(0))
+        again.add(record(1))
+    assert file.read_bytes() == whole
+    with pytest.raises(ConfigError, match="seed"):
+        RecordFile(file, {**ABOUT, "seed": 2}, synced=False)
+
+
 def test_a_first_line_that_was_cut_off_is_written_again(tmp_path):
     file = tmp_path / "b.jsonl"
     file.write_bytes(b'{"benchm')

@@ -28,6 +28,8 @@ def test_a_restarted_process_goes_on_in_its_file_and_half_a_line_is_no_span(tmp_
         TimelineWriter(tmp_path / "trainer-0.jsonl").span("train", start, start + 0.5)
     with (tmp_path / "trainer-0.jsonl").open("a") as file:
         file.write('["train", 3.0, 3.')
+        file.write('["wait", 4.0, 5.0, 1, null]\n' + "\0" * 9 + "]\n")  # as a disk without power leaves it
+        file.write('["train", 6.0')
     assert [span.kind for span in read_timeline(tmp_path)] == ["train", "train"]
     assert isinstance(read_timeline(tmp_path)[0], Span)
     assert read_timeline(tmp_path / "nothing") == []
