@@ -58,28 +58,32 @@ class Retention:
         """A checkpoint is complete: older ones are deleted, and the payloads of steps that no run will be replayed
         from. It takes its time, in the background, and what fails is done with the next one."""
         if self._pruning is None or self._pruning.done():
-            self._pruning = asyncio.ensure_future(self._prune())
+            self._pruning = asyncio.ensure_future(self._pruned())
 
     async def settled(self) -> None:
         """Wait until that is done."""
         if self._pruning is not None:
             await asyncio.wait([self._pruning])
 
-    async def _prune(self) -> None:
+    async def _pruned(self) -> None:
         try:
-            oldest = await asyncio.to_thread(
-                checkpoint.prune,
-                self._storage,
-                self._config.training.keep_checkpoints,
-                number=self._number,
-                kept_too=self._kept_too,
-                in_use=self._snapshots.in_use,
-            )
-            if self._config.rollout.retain == "uncommitted":
-                self._ledger.free(oldest)
-            await self._payloads.keep(self._ledger.payloads.segments())
+            async with self._snapshots.exclusive:
+                await self._prune()
         except (StorageError, OSError) as error:
             logger.warning("what is no longer needed stays for now: %s", error)
+
+    async def _prune(self) -> None:
+        oldest = await asyncio.to_thread(
+            checkpoint.prune,
+            self._storage,
+            self._config.training.keep_checkpoints,
+            number=self._number,
+            kept_too=self._kept_too,
+            in_use=self._snapshots.in_use,
+        )
+        if self._config.rollout.retain == "uncommitted":
+            self._ledger.free(oldest)
+        await self._payloads.keep(self._ledger.payloads.segments())
 
     def _kept_too(self, steps: Sequence[int]) -> Collection[int]:
         """Of the steps that have a complete checkpoint, those whose checkpoints are kept however old they get."""

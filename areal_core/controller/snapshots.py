@@ -34,6 +34,9 @@ class Snapshots:
         self._job: tuple[str, asyncio.Task[dict[str, Any]]] | None = None  # the last one
         self._uploaded: dict[str, FileEntry] = {}  # segments, by name in the store
         self.in_use: frozenset[str] = frozenset()  # of these, what a checkpoint is about to refer to
+        # Held by a job, and by whoever deletes what is neither in use nor in a checkpoint: in an outage that takes long
+        # enough for further checkpoints to come, which it would not know of.
+        self.exclusive = asyncio.Lock()
         for copy in run.root.glob(f"{_COPY}*"):  # a killed controller's
             copy.unlink()
 
@@ -54,14 +57,15 @@ class Snapshots:
         if before is not None:
             await asyncio.wait([before])
         copy = self._run.root / f"{_COPY}{job}.sqlite"
-        try:
-            consumed = None if self._retain else step
-            segments = await asyncio.to_thread(snapshot, self._run.ledger, copy, consumed)
-            await self._payloads.seal()
-            self.in_use = frozenset(_shared(segment) for segment in segments)
-            return await asyncio.to_thread(self._upload, step, job, copy, sorted(segments))
-        finally:
-            copy.unlink(missing_ok=True)
+        async with self.exclusive:
+            try:
+                consumed = None if self._retain else step
+                segments = await asyncio.to_thread(snapshot, self._run.ledger, copy, consumed)
+                await self._payloads.seal()
+                self.in_use = frozenset(_shared(segment) for segment in segments)
+                return await asyncio.to_thread(self._upload, step, job, copy, sorted(segments))
+            finally:
+                copy.unlink(missing_ok=True)
 
     def _upload(self, step: int, job: str, copy: Path, segments: list[str]) -> dict[str, Any]:
         there = self._storage.sizes(checkpoint.PAYLOADS)

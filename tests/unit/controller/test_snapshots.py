@@ -7,13 +7,19 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+from areal_core.config.schema import load
+from areal_core.controller.evaluations import EvaluationSchedule
 from areal_core.controller.payloads import PayloadStore
+from areal_core.controller.recorder import Recorder
+from areal_core.controller.retention import Retention
 from areal_core.controller.snapshots import Snapshots
 from areal_core.errors import StorageError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
+from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage, Transfer
 from areal_core.storage.rundir import RunDir
 from areal_core.types import GroupSummary, Outcome
@@ -110,6 +116,60 @@ async def test_segments_are_uploaded_once_and_only_those_that_are_needed(run: Ru
         "payloads/000003-000003.bin",
         "payloads/000003-000004.bin",
     ]
+
+
+async def test_what_is_deleted_while_checkpoints_come_is_none_of_theirs(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store goes away just when it has said which checkpoints there are."""
+    config = load({"training": {"keep_checkpoints": 3}})
+    recorder, schedule = MagicMock(spec=Recorder, evaluations=[]), MagicMock(spec=EvaluationSchedule)
+    retention = Retention(
+        config,
+        3,
+        ledger=run.ledger,
+        recorder=recorder,
+        schedule=schedule,
+        storage=run.storage,
+        payloads=run.payloads,
+        snapshots=run.snapshots,
+    )
+    away, looked, back, sizes = threading.Event(), threading.Event(), threading.Event(), Storage.sizes
+
+    def look(self: Storage, prefix: str = "") -> dict[str, int]:
+        if prefix == checkpoint.PAYLOADS and away.is_set():
+            away.clear()
+            looked.set()
+            assert back.wait(30.0)
+        return sizes(self, prefix)
+
+    monkeypatch.setattr(Storage, "sizes", look)
+
+    async def commit(step: int) -> None:
+        entries = await run.snapshots.take(step, f"job-{step}", 30.0)
+        assert entries is not None
+        uploaded, shared = (
+            {name: checkpoint.FileEntry(**entry) for name, entry in entries[kind].items()}
+            for kind in ("files", "shared")
+        )
+        checkpoint.save(run.storage, step, {}, {}, number=3, uploaded=uploaded, shared=shared)
+
+    for _ in range(5):
+        await run.step()
+        await run.payloads.seal()
+    await commit(1)
+    away.set()
+    retention.committed()
+    await asyncio.to_thread(looked.wait, 30.0)
+    asyncio.get_running_loop().call_later(0.3, back.set)
+    for step in (2, 3):
+        await commit(step)
+        await run.step()
+        await run.payloads.seal()
+    await retention.settled()
+    newest = checkpoint.newest(run.storage)
+    assert newest is not None
+    assert (newest.step, len(newest.shared)) == (3, 3)
 
 
 async def test_a_failed_job_is_an_error_and_the_next_one_is_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
