@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _harness
-from tests.faults import books, messages, objects, power_offs, processes, stack
+from tests.faults import books, messages, objects, outages, power_offs, processes, stack
 from tests.faults.checker import Findings, totals
 from tests.faults.points import POINTS, Point
+from tests.support import radosgw
 
-PARTS = ("processes", "surroundings", "power", "objects", "messages")
+PARTS = ("processes", "repeated", "surroundings", "outages", "power", "objects", "messages")
 _POINTS_A_RUN = 26
 _FAULTS_A_RUN = 22  # at random
 _LOSSES_A_RUN = 5
@@ -42,9 +43,12 @@ class Chaos:
         self.points: set[str] = set()
         self.recovery_s: dict[str, list[float]] = {kind: [] for kind in processes.TIMED}
         self.power_offs = 0
+        self.clock_jumps = 0
+        self.comparison: dict[str, Any] = {}
 
     def processes(self) -> None:
-        """Runs with evaluator and tracker by turns, until every point was struck and there were faults enough."""
+        """Runs with evaluator, tracker and several ranks by turns, until every point was struck and there were faults
+        enough."""
         wanted = 40 if self._short else 260
         left = list(POINTS)
         random.Random(self._seed).shuffle(left)
@@ -62,15 +66,25 @@ class Chaos:
                 scored=scored or turn % 2 == 0,
                 tracked=tracked or turn % 4 == 0,
                 moved=moved,
+                ranks=1 + turn % 2,
             )
             left = [point for point in left if point.name not in found.points]
             left = left[len(points) - len(found.points) :] + left[: len(points) - len(found.points)]
             self.process_faults += found.faults
             self.points |= found.points
+            self.clock_jumps += found.jumps
             for kind, seconds in found.recovery_s.items():
                 self.recovery_s[kind] += seconds
             self._note(f"processes, run {turn}: {sum(found.faults.values())} faults", found.findings, found.ends)
         _harness.tell(f"points that were not reached: {', '.join(sorted(_names(left))) or 'none'}")
+
+    def repeated(self) -> None:
+        """A run whose processes are killed, against one that nobody disturbs."""
+        kills, steps = (5, 40) if self._short else (20, 120)
+        found, same = processes.repeat(self._folder / "repeated", self._seed, kills, steps=steps)
+        self.process_faults += found.faults
+        self.comparison = {"kills": found.faults.total(), "steps": steps, "bit_identical": same}
+        self._note(f"repeated: {self.comparison}", found.findings, found.ends)
 
     def surroundings(self) -> None:
         """Prefect's server, worker and flow run, and MLflow."""
@@ -78,6 +92,16 @@ class Chaos:
             found = stack.strike(self._folder / f"surroundings-{killed}", killed)
             self.process_faults += found.faults
             self._note(f"surroundings, {killed} killed: {sum(found.faults.values())} faults", found.findings)
+
+    def outages(self) -> None:
+        """The S3 server of a run."""
+        if lack := radosgw.missing():
+            _harness.tell(f"outages: left out: {lack}")
+            return
+        for turn in range(1 if self._short else 3):
+            found = outages.strike(self._folder / f"outages-{turn}", self._seed + turn, 6)
+            self.process_faults += found.faults
+            self._note(f"outages, run {turn}: {found.faults.total()} faults", found.findings)
 
     def power(self) -> None:
         wanted, turn = (5 if self._short else 50), 0
@@ -115,6 +139,8 @@ class Chaos:
             "points_known": len(POINTS),
             "object_faults": sum(self.object_faults.values()),
             "power_offs": self.power_offs,
+            "clock_jumps": self.clock_jumps,
+            "repeated": self.comparison,
             "lost": total["lost"] + total["versions"] + total["checkpoints"] + total["tokens"],
             "used_twice": total["used_twice"],
             "staleness_violations": total["staleness"],
