@@ -4,8 +4,8 @@
 
 A small model makes a step in a fraction of a second, so that what leaks a little a step shows. Everything is looked at
 every few seconds; the last line compares the median of the second third of all looks with that of the last third, and
-tells the change as a share of the former, where there was any. What is kept of every step or score (books, spans, metrics,
-logs) grows by its nature: of that the last line tells the bytes a step.
+tells the change as a share of the former, where there was any. What is kept of every step or score (books, spans,
+metrics, logs) grows by its nature: of that the last line tells the bytes a step.
 """
 
 from __future__ import annotations
