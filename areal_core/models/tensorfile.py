@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import deserialize
 
 _NAMES = {"float32": "F32", "float64": "F64", "int32": "I32", "int64": "I64", "uint8": "U8", "bool": "BOOL"}
-_DTYPES = {kind: np.dtype(name) for name, kind in _NAMES.items()}
+DTYPES = {kind: np.dtype(name) for name, kind in _NAMES.items()}  # by their names in files
 _ALIGNMENT = 8  # of the header, in bytes
 _PIECE = 1 << 24  # elements converted at once
 
@@ -69,7 +69,7 @@ def read_tensors(data: bytes) -> dict[str, NDArray[Any]]:
     tensors: dict[str, NDArray[Any]] = {}
     for name, view in deserialize(data):
         half = view["dtype"] == "BF16"
-        flat = np.frombuffer(view["data"], np.uint16 if half else _DTYPES[view["dtype"]])
+        flat = np.frombuffer(view["data"], np.uint16 if half else DTYPES[view["dtype"]])
         tensors[name] = (from_bfloat16(flat) if half else flat).reshape(view["shape"])
     return tensors
 

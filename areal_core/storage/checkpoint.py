@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ WEIGHTS = "weights.safetensors"  # the policy's, as the training engine holds th
 OPTIMIZER = "optimizer.safetensors"  # the rest of the training engine's arrays
 PAYLOADS = "payloads"  # folder of the files that checkpoints share: what the ledger's groups have to be trained on
 VERSION = "version_sha256"  # in a manifest's `extra`: the hash of the version that its state makes
+BLOCK_BYTES = 8 * 2**20
 _ROOT = "checkpoints"
 _LEDGER = "ledger-"
 _MANIFEST = "manifest.json"
@@ -47,6 +49,7 @@ class FileEntry:
 
     bytes: int
     sha256: str
+    crc32: list[int]  # of every BLOCK_BYTES of it, in their order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,17 +123,21 @@ def save(
 
 def describe(path: Path) -> FileEntry:
     """Size and hash of a local file. Raises StorageError when it can't be read."""
+    digest, crc32 = hashlib.sha256(), list[int]()
     try:
         with path.open("rb") as file:
-            return FileEntry(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+                crc32.append(zlib.crc32(block))
+            return FileEntry(bytes=file.tell(), sha256=digest.hexdigest(), crc32=crc32)
     except OSError as error:
         raise StorageError(f"can't read {path}: {error.strerror}") from error
 
 
-def newest(storage: Storage) -> CheckpointInfo | None:
-    """The newest complete checkpoint; broken ones are skipped with a line in the log. Raises StorageError for one of
-    another format."""
-    return next(_complete(storage), None)
+def newest(storage: Storage, *, last: int | None = None) -> CheckpointInfo | None:
+    """The newest complete checkpoint, of step `last` at most; broken ones are skipped with a line in the log. Raises
+    StorageError for one of another format."""
+    return next((info for info in _complete(storage) if last is None or info.step <= last), None)
 
 
 def at(storage: Storage, step: int, number: int) -> CheckpointInfo:
@@ -164,23 +171,23 @@ def fetch_shared(storage: Storage, info: CheckpointInfo, folder: Path) -> None:
             durable.sync(folder)
 
 
-def newest_of(
-    storage: Storage, fetched: Callable[[CheckpointInfo], T], *, last: int | None = None
-) -> tuple[CheckpointInfo, T] | None:
-    """The newest checkpoint, of step `last` at most, that is what its manifest says, and what `fetched` makes of it;
-    None where there is none. Those for which that raises DamagedError are set aside, with a line in the log: nobody
-    takes them again."""
+def newest_of(storage: Storage, fetched: Callable[[CheckpointInfo], T]) -> tuple[CheckpointInfo, T] | None:
+    """The newest checkpoint that is what its manifest says, and what `fetched` makes of it; None where there is none.
+    Those for which that raises DamagedError are set aside."""
     for info in _complete(storage):
-        if last is not None and info.step > last:
-            continue
         try:
             return info, fetched(info)
         except DamagedError as error:
-            _log.warning("%s; it is set aside, and an older one is taken", error)
-            target = storage.child(info.folder)
-            target.put_bytes(_SET_ASIDE, target.get_bytes(_MANIFEST))
-            target.delete(_MANIFEST)
+            set_aside(storage, info, str(error))
     return None
+
+
+def set_aside(storage: Storage, info: CheckpointInfo, reason: str) -> None:
+    """A checkpoint is damaged: nobody takes it again."""
+    _log.warning("%s; it is set aside, and an older one is taken", reason)
+    target = storage.child(info.folder)
+    target.put_bytes(_SET_ASIDE, target.get_bytes(_MANIFEST))
+    target.delete(_MANIFEST)
 
 
 def prune(

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file
 
 from areal_core.algorithm.advantages import advantages_of
 from areal_core.api.controller_client import ControllerClient
@@ -31,7 +30,8 @@ from areal_core.models.folders import read_spec, read_weights, write_model
 from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint, lease
 from areal_core.storage.checkpoint import CheckpointInfo
-from areal_core.storage.objects import Storage
+from areal_core.storage.objects import DamagedError, Storage
+from areal_core.storage.parts import read_tensors
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.batching.feed import BatchFeed
@@ -227,29 +227,42 @@ class Trainer:
     def _resume(self) -> int:
         """Load the newest checkpoint that is whole and that the controller knows; returns its step, 0 without one. Its
         version is published once more."""
+        while (info := self._newest()) is not None:
+            if (state := self._read(info)) is None:
+                continue
+            self.engine.load_state(state)
+            logger.info("resumed from the checkpoint of step %d", info.step)
+            tensors = self.engine.weights()
+            if self.publisher is not None:
+                self.publisher.again(info.step, tensors)
+            return info.step
+        return 0
 
-        def loaded(info: CheckpointInfo) -> EngineState:
-            names = (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)
-            files = checkpoint.fetch(self.storage, info, self.run_dir.root / f"resume-{self.rank}", names)
-            arrays = {name: array for file in files.values() for name, array in load_file(file).items()}
-            return EngineState(arrays=arrays, scalars=info.extra["engine"])
+    def _newest(self) -> CheckpointInfo | None:
+        """Collective. What rank 0 finds."""
+        found = checkpoint.newest(self.storage) if self.rank == 0 else None
+        if found is not None and found.step > (known := self.controller.status().step):
+            found = checkpoint.newest(self.storage, last=known)
+        self._meet()
+        taken = np.array([0, 0] if found is None else [found.step, found.number])
+        step, number = self.ranks.all_reduce_max(taken).tolist()
+        return found if self.rank == 0 or not step else checkpoint.at(self.storage, step, number)
 
-        found = None
-        if self.rank == 0 and checkpoint.newest(self.storage) is not None:
-            found = checkpoint.newest_of(self.storage, loaded, last=self.controller.status().step)
+    def _read(self, info: CheckpointInfo) -> EngineState | None:
+        """Collective. What this rank holds of a checkpoint's state; None where what any rank reads is damaged."""
+        damage, read = "", None
+        try:
+            read = read_tensors(self.storage, info, (checkpoint.WEIGHTS, checkpoint.OPTIMIZER), self.engine.parts())
+        except DamagedError as error:
+            damage = str(error)
+            logger.warning("%s", damage)
         self._meet()
-        taken = np.array([0, 0] if found is None else [found[0].step, found[0].number])
-        step, number = self.ranks.all_reduce_max(taken).tolist()  # the others take what rank 0 has found
-        if not step:
-            return 0
-        state = loaded(checkpoint.at(self.storage, step, number)) if found is None else found[1]
-        self._meet()
-        self.engine.load_state(state)
-        logger.info("resumed from the checkpoint of step %d", step)
-        tensors = self.engine.weights()
-        if self.publisher is not None:
-            self.publisher.again(step, tensors)
-        return step
+        if self.ranks.all_reduce_max(np.array([int(read is None)]))[0]:
+            if self.rank == 0:
+                checkpoint.set_aside(self.storage, info, damage or f"{info.folder}: another rank has found damage")
+            return None
+        assert read is not None
+        return EngineState(arrays=read.arrays, shapes=read.shapes, scalars=info.extra["engine"])
 
     def _checkpoint(self) -> None:
         if self.publisher is not None:

@@ -52,6 +52,14 @@ def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Pat
     newest = checkpoint.newest(Storage.open(str(tmp_path / "store" / "runs" / "r")))
     assert newest is not None
     assert (newest.step, newest.extra["engine"]) == (2, {"updates": 4})
+    store = {"url": str(tmp_path / "store")}
+    for steps, ranks, stage in ((3, 1, 1), (4, 2, 2)):  # on other machines, where other ranks read what they hold
+        changed = training | {"steps": steps, "ranks": ranks, "zero_stage": stage}
+        there, lines = tmp_path / str(steps), list[str]()
+        config = small(there, storage=store, training=changed, evaluation={"enabled": False})
+        summary = execute(config, run_id="r", log=lines.append)
+        assert (summary.steps, summary.incarnation) == (steps, 0)
+        assert f"trainer-0: resumed from the checkpoint of step {steps - 1}" in lines
 
 
 def test_a_run_whose_token_ledger_does_not_balance_fails_once_its_model_is_safe(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
@@ -121,6 +120,13 @@ class DeepSpeedEngine(PolicyEngine):
             arrays |= {f"{kind}/{name}": values for name, values in self._gathered(kind).items()}
         return EngineState(arrays=arrays if self.ranks.rank == 0 else {}, scalars={"updates": self.updates})
 
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """All ranks hold the weights up to stage 2, and the moments at stage 0."""
+        kinds = {0: (), 3: (_WEIGHT, *_MOMENTS)}.get(self._stage, _MOMENTS)
+        return {
+            f"{kind}/{name}": self._part(parameter) for kind in kinds for name, parameter in self._parameters.items()
+        }
+
     def load_state(self, state: EngineState) -> None:
         check_state(state, self.spec)
         if self._stage == 3:
@@ -162,15 +168,29 @@ class DeepSpeedEngine(PolicyEngine):
             safe_set_full_fp32_param(parameter, values)  # of nothing at stage 0
         elif self._stage == 0:
             self._optimiser.state[parameter][kind].copy_(values)
-        else:
-            safe_set_full_optimizer_state(parameter, values, kind)
+        elif (mapping := _mapping(parameter)) is not None:
+            mapping.get_hp_fragment(kind).copy_(self._own(parameter, values))
+
+    def _part(self, parameter: Any) -> tuple[int, int]:
+        """Elements of a parameter, or of its moments, that this rank holds where they are partitioned. At stage 3 every
+        rank has an equal part of each parameter, before that of all of them, end to end."""
+        if self._stage == 3:
+            size, there = parameter.ds_tensor.numel(), parameter.ds_numel
+            return min(size * self.ranks.rank, there), min(size * (self.ranks.rank + 1), there)
+        if (mapping := _mapping(parameter)) is None:
+            return 0, 0
+        address = mapping.lp_fragment_address
+        return address.start, address.start + address.numel
+
+    def _own(self, parameter: Any, values: Tensor) -> Tensor:
+        """This rank's part of whole values; values that are no more than that stay as they are."""
+        start, stop = self._part(parameter)
+        return values if len(values.flatten()) == stop - start else values.flatten()[start:stop]
 
     def _put_partition(self, parameter: Any, kind: str, values: Tensor) -> None:
-        """At stage 3 every rank has an equal part of each parameter; the last ones are padded with zeros."""
-        size = parameter.ds_tensor.numel()
-        start = size * self.ranks.rank
-        part = values.flatten()[start : start + size]
-        part = nn.functional.pad(part, (0, size - len(part)))
+        """At stage 3 the last parts are padded with zeros."""
+        part = self._own(parameter, values).flatten()
+        part = nn.functional.pad(part, (0, parameter.ds_tensor.numel() - len(part)))
         if kind == _WEIGHT:
             parameter.ds_tensor.data.copy_(part)
             safe_set_local_fp32_param(parameter, part)
@@ -290,6 +310,11 @@ def _start(device: torch.device) -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def _mapping(parameter: Any) -> Any:
+    """Of DeepSpeed's: what this rank's optimiser holds of a parameter at stages 1 and 2; None for nothing."""
+    return parameter._hp_mapping
 
 
 def _present(tensor: Tensor | None) -> Tensor:

@@ -99,6 +99,9 @@ class EmulatedTrainingEngine:
         arrays: dict[str, NDArray[Any]] = {f"weight/{name}": array for name, array in self._weights.items()}
         return EngineState(arrays=arrays, scalars={"updates": self._updates})
 
+    def parts(self) -> Mapping[str, tuple[int, int]]:
+        return {}
+
     def load_state(self, state: EngineState) -> None:
         for name, array in self._weights.items():
             saved = state.arrays.get(f"weight/{name}")

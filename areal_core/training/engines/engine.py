@@ -138,8 +138,9 @@ class StepStats:
 class EngineState:
     """All that an engine's next steps depend on; the same on every rank."""
 
-    arrays: dict[str, NDArray[Any]]  # weights, optimiser moments, RNG
+    arrays: dict[str, NDArray[Any]]  # weights, optimiser moments, RNG; parts of them are flat
     scalars: dict[str, int]  # fit for JSON
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])  # of those with a part here
 
 
 class Sender(Protocol):
@@ -194,8 +195,14 @@ class TrainingEngine(Protocol):
         """Collective. A copy of the state, to be saved; on ranks other than 0 it may be empty."""
         ...
 
+    def parts(self) -> Mapping[str, tuple[int, int]]:
+        """Of arrays of a saved state that this rank holds no more than a part of: the elements, flat, from the first up
+        to the second number."""
+        ...
+
     def load_state(self, state: EngineState) -> None:
-        """Go on from a saved state. Raises ModelError when it is of another model."""
+        """Go on from a saved state, whose arrays are whole or such parts. Raises ModelError when it is of another
+        model."""
         ...
 
     def close(self) -> None:

@@ -47,8 +47,9 @@ def check_state(state: EngineState, spec: ModelSpec) -> None:
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         for name, shape in weight_shapes(spec).items():
             values = state.arrays.get(f"{kind}/{name}")
-            if values is None or values.shape != shape:
-                found = "nothing" if values is None else f"shape {list(values.shape)}"
+            there = None if values is None else state.shapes.get(f"{kind}/{name}", values.shape)
+            if there != shape:
+                found = "nothing" if there is None else f"shape {list(there)}"
                 raise ModelError(f"{kind}/{name}: expected shape {list(shape)} in the saved state, got {found}")
 
 
@@ -125,6 +126,9 @@ class PolicyEngine(ABC):
 
     @abstractmethod
     def load_state(self, state: EngineState) -> None: ...
+
+    def parts(self) -> Mapping[str, tuple[int, int]]:
+        return {}
 
     # -- a step ------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import zlib
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def save(
 
 
 def entry(data: bytes) -> checkpoint.FileEntry:
-    return checkpoint.FileEntry(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return checkpoint.FileEntry(bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), crc32=[zlib.crc32(data)])
 
 
 def newest_step(store: Storage) -> int | None:
@@ -67,7 +68,7 @@ def test_files_of_another_process_are_part_of_it(store: Storage, tmp_path: Path)
 
 
 def test_promised_file_that_is_not_there_prevents_the_commit(store: Storage, tmp_path: Path) -> None:
-    missing = checkpoint.FileEntry(bytes=6, sha256="0" * 64)
+    missing = checkpoint.FileEntry(bytes=6, sha256="0" * 64, crc32=[0])
 
     with pytest.raises(StorageError, match=r"not committed: ledger\.sqlite is missing"):
         checkpoint.save(store, 5, {}, {}, uploaded={"ledger.sqlite": missing})
@@ -164,11 +165,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(
 def test_a_checkpoint_that_is_newer_than_asked_for_is_left_alone(store: Storage, tmp_path: Path) -> None:
     for step in (1, 2):
         save(store, tmp_path, step)
-    found = checkpoint.newest_of(store, lambda info: info.step, last=1)
-    assert found is not None
-    assert found == (checkpoint.at(store, 1, 0), 1)
+    assert checkpoint.newest(store, last=1) == checkpoint.at(store, 1, 0)
     assert newest_step(store) == 2
-    assert checkpoint.newest_of(store, lambda info: info.step, last=0) is None
+    assert checkpoint.newest(store, last=0) is None
     with pytest.raises(StorageError, match=r"step-000007\.0: there is no complete checkpoint"):
         checkpoint.at(store, 7, 0)
 

@@ -1,0 +1,105 @@
+"""Parts of a checkpoint's tensors, read where they lie: a rank downloads what it holds, and no more.
+
+A manifest has a CRC-32 of every block of a file, so that parts of one are checked without the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_core.models.tensorfile import DTYPES
+from areal_core.storage.checkpoint import BLOCK_BYTES, CheckpointInfo, FileEntry
+from areal_core.storage.objects import DamagedError, Storage
+
+Part = tuple[int, int]  # elements of a tensor, flat, from the first up to the second
+_AT_ONCE = 8  # requests
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Tensors, or parts of them."""
+
+    arrays: dict[str, NDArray[Any]]  # whole ones in their shape, parts flat
+    shapes: dict[str, tuple[int, ...]]  # of whole tensors
+
+
+def read_tensors(
+    storage: Storage, info: CheckpointInfo, names: Collection[str], parts: Mapping[str, Part] | None = None
+) -> Tensors:
+    """The tensors in these safetensors files of a checkpoint; of those that `parts` names, that part. Raises
+    StorageError, and DamagedError where what is read is not what was written."""
+    found = Tensors({}, {})
+    source = storage.child(info.folder)
+    for name in names:
+        _File(source, name, info.files[name]).read(parts or {}, found)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Bytes of a file, and where they go."""
+
+    start: int
+    stop: int
+    target: NDArray[np.uint8]
+
+
+class _File:
+    def __init__(self, source: Storage, name: str, entry: FileEntry) -> None:
+        self._source = source
+        self._name = name
+        self._entry = entry
+
+    def read(self, parts: Mapping[str, Part], found: Tensors) -> None:
+        length = int.from_bytes(self._bytes(0, 8), "little")
+        header = json.loads(self._bytes(8, 8 + length))
+        wanted: list[_Wanted] = []
+        for name, tensor in header.items():
+            if name == "__metadata__":
+                continue
+            shape, dtype = tuple(tensor["shape"]), DTYPES[tensor["dtype"]]
+            begin = 8 + length + tensor["data_offsets"][0]
+            first, last = parts.get(name, (0, int(np.prod(shape))))
+            array = np.empty(last - first, dtype)
+            found.arrays[name] = array if name in parts else array.reshape(shape)
+            found.shapes[name] = shape
+            wanted.append(_Wanted(begin + first * dtype.itemsize, begin + last * dtype.itemsize, array.view(np.uint8)))
+        self._fill([one for one in wanted if one.start < one.stop])
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        target = np.empty(stop - start, np.uint8)
+        self._fill([_Wanted(start, stop, target)])
+        return target.tobytes()
+
+    def _fill(self, wanted: list[_Wanted]) -> None:
+        """Read each block that anything is wanted of, once, and check it."""
+        by_block: dict[int, list[_Wanted]] = {}
+        for one in wanted:
+            for block in range(one.start // BLOCK_BYTES, (one.stop - 1) // BLOCK_BYTES + 1):
+                by_block.setdefault(block, []).append(one)
+
+        def fill(block: int) -> None:
+            start = block * BLOCK_BYTES
+            data = self._source.get_range(self._name, start, min(start + BLOCK_BYTES, self._entry.bytes))
+            if block >= len(self._entry.crc32) or zlib.crc32(data) != self._entry.crc32[block]:
+                raise DamagedError(
+                    f"checkpoint {self._source.url}/{self._name} is damaged: the {len(data)} bytes from {start} on are "
+                    "not those that its manifest tells of"
+                )
+            for one in by_block[block]:
+                low, high = max(start, one.start), min(start + len(data), one.stop)
+                one.target[low - one.start : high - one.start] = np.frombuffer(data, np.uint8)[
+                    low - start : high - start
+                ]
+
+        with ThreadPoolExecutor(_AT_ONCE, "read") as threads:
+            for _ in threads.map(fill, sorted(by_block)):
+                pass
