@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import signal
 import sqlite3
@@ -82,12 +83,12 @@ class Soak:
                     "SELECT COUNT(*) FROM groups WHERE state = ?", (state,)
                 ).fetchone()[0]
         for name, root in (("run", self._folder), ("store", self._store)):
-            for file in root.rglob("*"):
-                with suppress(FileNotFoundError):
-                    if file.is_file():
+            for folder, _, files in os.walk(root):  # which may lose folders meanwhile
+                for file in (Path(folder, one) for one in files):
+                    with suppress(FileNotFoundError):
                         kind = file.relative_to(root).parts[0].partition(".")[0] if name == "run" else "objects"
-                        seen[f"files/{name} {kind}"] += 1
                         seen[f"bytes/{name} {kind}"] += file.stat().st_size
+                        seen[f"files/{name} {kind}"] += 1
         if seen["step"]:
             self.looks.append(dict(seen))
 
