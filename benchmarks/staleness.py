@@ -44,7 +44,7 @@ from areal_core.generation.engines.embedded import Engine
 from areal_core.models.folders import read_spec, read_weights
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.worker import GroupJob, ScoredGroup, score_group
-from areal_core.rollout.controller import trajectory_seed
+from areal_core.rollout.turns import trajectory_seed
 from areal_core.run.base_model import base_model
 from areal_core.run.preflight import preflight
 from areal_core.storage import weights

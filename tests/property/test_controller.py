@@ -21,8 +21,9 @@ from areal_core.errors import (
     RewardWorkerError,
     RunFinished,
 )
-from areal_core.rollout.controller import RolloutController, trajectory_seed
+from areal_core.rollout.controller import RolloutController
 from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
+from areal_core.rollout.turns import trajectory_seed
 from areal_core.types import BatchManifest, Completion, GenerationRequest, GroupState, PolicyVersion
 from tests.support.rollout import FIRST_TOKEN, FakeEngine, FakePayloads, FakeRewards, Prompts
 from tests.support.virtual import run_virtual
