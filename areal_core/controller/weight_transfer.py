@@ -125,10 +125,8 @@ def transfer_routes(transfer: Transfer, newest: Callable[[], PolicyVersion | Non
     async def group(request: web.Request) -> web.Response:
         version = newest()
         found = await transfer.group(version)
-        return web.json_response(
-            found
-            | {"needed": found["needed"] and version is not None and version.version == int(request.query["version"])}
-        )
+        asked = version is not None and version.version == int(request.query["version"])
+        return web.json_response(found | {"needed": asked and found["needed"]})
 
     async def open_(request: web.Request) -> web.Response:
         await transfer.open((await request.json())["init_info"])

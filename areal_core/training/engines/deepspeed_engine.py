@@ -183,13 +183,14 @@ class DeepSpeedEngine(PolicyEngine):
         return address.start, address.start + address.numel
 
     def _own(self, parameter: Any, values: Tensor) -> Tensor:
-        """This rank's part of whole values; values that are no more than that stay as they are."""
+        """This rank's part of values, flat, which are whole or no more than that."""
         start, stop = self._part(parameter)
-        return values if len(values.flatten()) == stop - start else values.flatten()[start:stop]
+        flat = values.flatten()
+        return flat if len(flat) == stop - start else flat[start:stop]
 
     def _put_partition(self, parameter: Any, kind: str, values: Tensor) -> None:
         """At stage 3 the last parts are padded with zeros."""
-        part = self._own(parameter, values).flatten()
+        part = self._own(parameter, values)
         part = nn.functional.pad(part, (0, parameter.ds_tensor.numel() - len(part)))
         if kind == _WEIGHT:
             parameter.ds_tensor.data.copy_(part)
