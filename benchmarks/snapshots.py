@@ -2,9 +2,10 @@
 
     make bench NAME=snapshots ARGS="--runs 3"
 
-`blocked_share`: of the default run's RL wall time, what the trainer stood still for its checkpoints: what lies between
-the end of a step's training and what follows, beyond the median of steps that make none. They are written in the
-background; `background_share` adds all of that time, as if it took a core that the training wanted.
+Default runs in turns: as they are, with a checkpoint at every step, and with none but the last. `cost_share`: the RL wall
+time that a checkpoint adds, from the second arm and the third, as a share of the steps between two of the default's; in
+the background it takes time from the cores, and from the disk. `blocked_share`: what the trainer of the first arm stood
+still for them: what lies between the end of a step's training and what follows, beyond the median of steps without one.
 
 `s_per_gb`: a checkpoint of the state of SmolLM2 (135M parameters: weights and two moments in float32), from arrays in
 memory to a committed folder, against `raw_s_per_gb`, one file of as many bytes written and synced by `dd` to the same
@@ -44,24 +45,34 @@ def main() -> None:
 
 
 def _training(runs: int, overrides: list[str]) -> dict[str, Any]:
+    arms = {
+        "default": [],
+        "each": ["training.checkpoint_every=1"],
+        "never": [f"training.checkpoint_every={_harness.NEVER}"],
+    }
+    walls: dict[str, list[float]] = {arm: [] for arm in arms}
     blocked: list[float] = []
-    background: list[float] = []
-    every = 0
-    for seed in range(1, runs + 1):
-        with _harness.scratch_runs() as scratch:
-            config = compose("cpu-async", [*scratch, f"seed={seed}", *overrides])
-            wall_s = execute(config, run_id="r", log=_harness.tell).rl_wall_s
-            every = config.training.checkpoint_every
-            spans = read_timeline(run_folder(config, "r").timeline)
-        stood_s = _stood_still(spans, every)
-        saving_s = sum(span.end_s - span.start_s for span in spans if span.kind == "checkpoint")
-        blocked.append(stood_s / wall_s)
-        background.append((stood_s + saving_s) / wall_s)
-        _harness.tell(f"seed {seed}: {stood_s:.3f} s blocked, {saving_s:.3f} s in the background, of {wall_s:.1f} s")
+    every = steps = 0
+    with _harness.scratch_runs() as scratch:
+        for turn in range(runs + 1):  # the first turn warms up the base model, and does not count
+            for arm in _harness.in_turns(list(arms), turn):
+                config = compose("cpu-async", [*scratch, f"seed={max(turn, 1)}", *arms[arm], *overrides])
+                wall_s = execute(config, run_id=f"{turn}-{arm}", log=_harness.tell).rl_wall_s
+                if not turn:
+                    continue
+                walls[arm].append(wall_s)
+                if arm == "default":
+                    every, steps = config.training.checkpoint_every, config.training.steps
+                    stood_s = _stood_still(read_timeline(run_folder(config, f"{turn}-{arm}").timeline), every)
+                    blocked.append(stood_s / wall_s)
+    added_s = [(each - never) / (steps - 1) for each, never in zip(walls["each"], walls["never"], strict=True)]
+    step_s = statistics.median(walls["never"]) / steps
     return {
+        "cost_share": round(statistics.median(added_s) / (every * step_s), 4),
+        "added_ms": [round(1000 * seconds, 1) for seconds in added_s],
         "blocked_share": round(statistics.median(blocked), 5),
-        "background_share": round(statistics.median(background), 5),
         "every_steps": every,
+        "wall_s": {arm: [round(wall_s, 1) for wall_s in values] for arm, values in walls.items()},
     }
 
 
