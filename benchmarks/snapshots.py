@@ -2,10 +2,11 @@
 
     make bench NAME=snapshots ARGS="--runs 3"
 
-Default runs in turns: as they are, with a checkpoint at every step, and with none but the last. `cost_share`: the RL wall
-time that a checkpoint adds, from the second arm and the third, as a share of the steps between two of the default's; in
-the background it takes time from the cores, and from the disk. `blocked_share`: what the trainer of the first arm stood
-still for them: what lies between the end of a step's training and what follows, beyond the median of steps without one.
+Default runs in turns: as they are, with a checkpoint at every step, and with none but the last. `cost_share`: the RL
+wall time that a checkpoint adds, from the second arm and the third, as a share of the steps between two of the
+default's; in the background it takes time from the cores, and from the disk. `blocked_share`: what the trainer of the
+first arm stood still for them: what lies between the end of a step's training and what follows, beyond the median of
+steps without one.
 
 `s_per_gb`: a checkpoint of the state of SmolLM2 (135M parameters: weights and two moments in float32), from arrays in
 memory to a committed folder, against `raw_s_per_gb`, one file of as many bytes written and synced by `dd` to the same

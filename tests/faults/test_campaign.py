@@ -47,6 +47,16 @@ def test_a_run_under_kills_and_stops_of_its_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.recovery
 @pytest.mark.cpu_seconds(60)
+def test_a_run_whose_processes_are_killed_makes_the_same_weights(tmp_path: Path) -> None:
+    struck, same = processes.repeat(tmp_path, 3, 4, steps=16)
+    assert struck.findings.problems() == [], struck.output
+    assert struck.faults.total() == 4
+    assert same
+
+
+@pytest.mark.slow
+@pytest.mark.recovery
+@pytest.mark.cpu_seconds(60)
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 def test_a_run_that_loses_power(tmp_path: Path) -> None:
     found = power_offs.lose_power(tmp_path / "run", 1, 2)
