@@ -47,8 +47,8 @@ class Controller:
         self._storage.child(checkpoint.folder_name(step, 0)).put_bytes("ledger-a.sqlite", b"ledger")
         self._storage.put_bytes("payloads/a.bin", b"a")
         return {
-            "files": {"ledger-a.sqlite": {"bytes": 6, "sha256": "0" * 64}},
-            "shared": {"payloads/a.bin": {"bytes": 1, "sha256": "0" * 64}},
+            "files": {"ledger-a.sqlite": {"bytes": 6, "sha256": "0" * 64, "crc32": [0]}},
+            "shared": {"payloads/a.bin": {"bytes": 1, "sha256": "0" * 64, "crc32": [0]}},
         }
 
     def committed(self, step: int) -> None:
