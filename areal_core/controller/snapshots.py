@@ -1,13 +1,15 @@
 """Snapshots of the ledger for the trainer's checkpoints: jobs, which take as long as the store takes.
 
 A job copies the ledger, seals the segments in which the copy's payloads lie, and uploads what the store does not have
-of both. One runs at a time, each with a file of its own; a trainer that was restarted meanwhile has another one made.
+of both. One runs at a time; a trainer that was restarted meanwhile has another one made. Each puts a file of its own
+into the store, also where an old request for it comes once more: what a checkpoint holds by then stays what it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +65,11 @@ class Snapshots:
                 segments = await asyncio.to_thread(snapshot, self._run.ledger, copy, consumed)
                 await self._payloads.seal()
                 self.in_use = frozenset(_shared(segment) for segment in segments)
-                return await asyncio.to_thread(self._upload, step, job, copy, sorted(segments))
+                return await asyncio.to_thread(self._upload, step, copy, sorted(segments))
             finally:
                 copy.unlink(missing_ok=True)
 
-    def _upload(self, step: int, job: str, copy: Path, segments: list[str]) -> dict[str, Any]:
+    def _upload(self, step: int, copy: Path, segments: list[str]) -> dict[str, Any]:
         there = self._storage.sizes(checkpoint.PAYLOADS)
         for segment in segments:
             name, file = _shared(segment), self._payloads.file(segment)
@@ -75,7 +77,7 @@ class Snapshots:
             if there.get(name) != entry.bytes:
                 self._storage.put_file(file, name)
             self._uploaded[name] = entry
-        ledger = checkpoint.ledger_name(job)
+        ledger = checkpoint.ledger_name(secrets.token_hex(8))  # never that of another: a job may be asked for once more
         self._storage.child(checkpoint.folder_name(step, self._number)).put_file(copy, ledger)
         shared = {name: self._uploaded[name] for name in map(_shared, segments)}
         self._uploaded = dict(shared)

@@ -76,9 +76,9 @@ class CheckpointInfo:
         raise KeyError(_LEDGER)
 
 
-def ledger_name(job: str) -> str:
-    """The name of the snapshot that a job makes: no other one, come late, takes its place."""
-    return f"{_LEDGER}{job}.sqlite"
+def ledger_name(unique: str) -> str:
+    """The name of a snapshot of the ledger."""
+    return f"{_LEDGER}{unique}.sqlite"
 
 
 def folder_name(step: int, number: int) -> str:

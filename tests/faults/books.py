@@ -29,7 +29,8 @@ from areal_core.controller.snapshots import Snapshots
 from areal_core.errors import ArealError, LedgerError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.storage import checkpoint, weights
-from areal_core.storage.objects import Storage
+from areal_core.storage.objects import DamagedError, Storage
+from areal_core.storage.parts import read_tensors
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.types import BatchManifest, GroupSummary, PolicyVersion
 from tests.faults.checker import Findings, check
@@ -111,12 +112,13 @@ class _Run:
 
     def _resume(self) -> None:
         """As the trainer starts."""
-
-        def fetched(info: checkpoint.CheckpointInfo) -> object:
-            return checkpoint.fetch(self._store, info, self._scratch / "fetched", (checkpoint.WEIGHTS,))
-
-        found = checkpoint.newest_of(self._store, fetched, last=self._ledger.versions.last())
-        self._step = 0 if found is None else found[0].step
+        while (found := checkpoint.newest(self._store, last=self._ledger.versions.last())) is not None:
+            try:
+                read_tensors(self._store, found, (checkpoint.WEIGHTS,))
+                break
+            except DamagedError as error:
+                checkpoint.set_aside(self._store, found, str(error))
+        self._step = 0 if found is None else found.step
         if found is not None:
             self._publish(self._step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -78,8 +79,8 @@ async def test_a_job_takes_as_long_as_the_store_does(run: Run) -> None:
     run.gate.set()
     entries = await run.snapshots.take(step, "a", 30.0)
     assert entries is not None
-    assert list(entries["files"]) == ["ledger-a.sqlite"]
-    assert run.puts == ["checkpoints/step-000001.3/ledger-a.sqlite"]
+    (ledger,) = entries["files"]
+    assert run.puts == [f"checkpoints/step-000001.3/{ledger}"]
     assert await run.snapshots.take(step, "a", 30.0) == entries  # whose response was lost
     assert len(run.puts) == 1
 
@@ -93,8 +94,20 @@ async def test_one_job_at_a_time(run: Run) -> None:
     assert len(list(run.dir.root.glob("ledger-snapshot-*.sqlite"))) == 1
     run.gate.set()
     assert await again is not None
-    assert run.puts == [f"checkpoints/step-000001.3/ledger-{job}.sqlite" for job in "ab"]
+    assert len(set(run.puts)) == len(run.puts) == 2
     assert not list(run.dir.root.glob("ledger-snapshot-*"))
+
+
+async def test_a_request_that_comes_once_more_much_later_changes_nothing(run: Run) -> None:
+    first = await run.snapshots.take(await run.step(), "a", 30.0)
+    assert await run.snapshots.take(await run.step(), "b", 30.0) is not None
+    again = await run.snapshots.take(1, "a", 30.0)
+    assert first is not None
+    assert again is not None
+    assert first["files"].keys() != again["files"].keys()
+    stored = run.storage.child("checkpoints/step-000001.3")
+    for name, entry in {**first["files"], **again["files"]}.items():
+        assert hashlib.sha256(stored.get_bytes(name)).hexdigest() == entry["sha256"]
 
 
 async def test_segments_are_uploaded_once_and_only_those_that_are_needed(run: Run) -> None:
