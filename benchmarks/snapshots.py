@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_core.models.spec import ModelSpec, weight_shapes
 from areal_core.models.tensorfile import write_tensors
 from areal_core.run.launcher import execute, run_folder
 from areal_core.storage import checkpoint
@@ -34,7 +35,22 @@ from areal_core.tracking.timeline import Span, read_timeline
 from benchmarks import _harness
 from flows.compose import compose
 
-_HIDDEN, _LAYERS, _KV, _INNER, _VOCABULARY = 576, 30, 192, 1536, 49152  # of SmolLM2-135M, whose embeddings are tied
+_SMOLLM2 = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    hidden_size=576,
+    layers=30,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    rope_theta=100_000.0,
+    rms_eps=1e-5,
+    qkv_bias=False,
+    tie_embeddings=True,
+    context=2048,
+    eos_token_ids=(2,),
+)
 _TURNS = 3
 
 
@@ -89,7 +105,7 @@ def _pretrained() -> dict[str, Any]:
     made = np.random.default_rng(0)
     weights: dict[str, NDArray[Any]] = {}
     states: dict[str, NDArray[Any]] = {}
-    for name, shape in _shapes().items():
+    for name, shape in weight_shapes(_SMOLLM2).items():
         weights[f"weight/{name}"] = made.standard_normal(shape, dtype=np.float32)
         for moment in ("exp_avg", "exp_avg_sq"):
             states[f"{moment}/{name}"] = made.standard_normal(shape, dtype=np.float32)
@@ -123,24 +139,6 @@ def _raw(file: Path, size_gb: float) -> float:
     seconds = time.monotonic() - since
     file.unlink()
     return seconds
-
-
-def _shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"embed": (_VOCABULARY, _HIDDEN), "norm": (_HIDDEN,)}
-    for layer in range(_LAYERS):
-        for name, shape in {
-            "q": (_HIDDEN, _HIDDEN),
-            "k": (_KV, _HIDDEN),
-            "v": (_KV, _HIDDEN),
-            "o": (_HIDDEN, _HIDDEN),
-            "gate": (_INNER, _HIDDEN),
-            "up": (_INNER, _HIDDEN),
-            "down": (_HIDDEN, _INNER),
-            "norm_1": (_HIDDEN,),
-            "norm_2": (_HIDDEN,),
-        }.items():
-            shapes[f"{layer}.{name}"] = shape
-    return shapes
 
 
 if __name__ == "__main__":

@@ -76,7 +76,10 @@ class Soak:
                     seen[f"memory MB/{role}"] += process.memory_info().rss / 2**20
                     seen[f"handles/{role}"] += process.num_fds()
                     seen[f"threads/{role}"] += process.num_threads()
-        with suppress(sqlite3.Error), closing(self._database("ledger.sqlite")) as ledger:
+        with (
+            suppress(sqlite3.Error),
+            closing(sqlite3.connect(f"file:{self._folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger,
+        ):
             seen["step"] = ledger.execute("SELECT COALESCE(MAX(version), 0) FROM versions").fetchone()[0]
             for state in _STATES:
                 seen[f"queues/{state} groups"] = ledger.execute(
@@ -91,9 +94,6 @@ class Soak:
                         seen[f"files/{name} {kind}"] += 1
         if seen["step"]:
             self.looks.append(dict(seen))
-
-    def _database(self, name: str) -> sqlite3.Connection:
-        return sqlite3.connect(f"file:{self._folder / name}?mode=ro", uri=True)
 
     def result(self) -> dict[str, Any]:
         """Changes from the second third to the last one, and what books take."""

@@ -57,10 +57,11 @@ class _File:
         self._source = source
         self._name = name
         self._entry = entry
+        self._head: dict[int, bytes] = {}  # blocks that the header lies in, and with it the first tensors
 
     def read(self, parts: Mapping[str, Part], found: Tensors) -> None:
-        length = int.from_bytes(self._bytes(0, 8), "little")
-        header = json.loads(self._bytes(8, 8 + length))
+        length = int.from_bytes(self._start(8), "little")
+        header = json.loads(self._start(8 + length)[8:])
         wanted: list[_Wanted] = []
         for name, tensor in header.items():
             if name == "__metadata__":
@@ -74,32 +75,37 @@ class _File:
             wanted.append(_Wanted(begin + first * dtype.itemsize, begin + last * dtype.itemsize, array.view(np.uint8)))
         self._fill([one for one in wanted if one.start < one.stop])
 
-    def _bytes(self, start: int, stop: int) -> bytes:
-        target = np.empty(stop - start, np.uint8)
-        self._fill([_Wanted(start, stop, target)])
-        return target.tobytes()
+    def _start(self, length: int) -> bytes:
+        """The first bytes."""
+        for block in range(len(self._head), (length - 1) // BLOCK_BYTES + 1):
+            self._head[block] = self._block(block)
+        return b"".join(self._head.values())[:length]
+
+    def _block(self, number: int) -> bytes:
+        """A block, checked."""
+        start = number * BLOCK_BYTES
+        data = self._source.get_range(self._name, start, min(start + BLOCK_BYTES, self._entry.bytes))
+        if zlib.crc32(data) != self._entry.crc32[number]:
+            raise DamagedError(
+                f"checkpoint {self._source.url}/{self._name} is damaged: the {len(data)} bytes from {start} on are "
+                "not those that its manifest tells of"
+            )
+        return data
 
     def _fill(self, wanted: list[_Wanted]) -> None:
-        """Read each block that anything is wanted of, once, and check it."""
+        """Read each block that anything is wanted of, once."""
         by_block: dict[int, list[_Wanted]] = {}
         for one in wanted:
-            for block in range(one.start // BLOCK_BYTES, (one.stop - 1) // BLOCK_BYTES + 1):
-                by_block.setdefault(block, []).append(one)
+            for number in range(one.start // BLOCK_BYTES, (one.stop - 1) // BLOCK_BYTES + 1):
+                by_block.setdefault(number, []).append(one)
 
-        def fill(block: int) -> None:
-            start = block * BLOCK_BYTES
-            data = self._source.get_range(self._name, start, min(start + BLOCK_BYTES, self._entry.bytes))
-            if block >= len(self._entry.crc32) or zlib.crc32(data) != self._entry.crc32[block]:
-                raise DamagedError(
-                    f"checkpoint {self._source.url}/{self._name} is damaged: the {len(data)} bytes from {start} on are "
-                    "not those that its manifest tells of"
-                )
-            for one in by_block[block]:
+        def fill(number: int) -> None:
+            data = np.frombuffer(self._head.get(number) or self._block(number), np.uint8)
+            start = number * BLOCK_BYTES
+            for one in by_block[number]:
                 low, high = max(start, one.start), min(start + len(data), one.stop)
-                one.target[low - one.start : high - one.start] = np.frombuffer(data, np.uint8)[
-                    low - start : high - start
-                ]
+                one.target[low - one.start : high - one.start] = data[low - start : high - start]
 
         with ThreadPoolExecutor(_AT_ONCE, "read") as threads:
             for _ in threads.map(fill, sorted(by_block)):
-                pass
+                pass  # which raises what a block has raised

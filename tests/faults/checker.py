@@ -46,6 +46,15 @@ class Findings:
         ]
 
 
+@dataclass(slots=True)
+class Outcome:
+    """What was done to a run, or to what is around it, and what came of it."""
+
+    faults: Counter[str] = field(default_factory=Counter[str])
+    findings: Findings = field(default_factory=Findings)
+    output: str = ""  # of its launchers
+
+
 def check(run: Path, store: Path, entries: list[dict[str, Any]], *, steps: int) -> Findings:
     """Check a run that should have come to its end after `steps` steps. `run` is its folder, `store` its part of the
     store, and `entries` its history."""

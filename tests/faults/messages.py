@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.faults.checker import Findings, check
+from tests.faults.checker import Outcome, check
 from tests.faults.history import History
 from tests.faults.learning import learning
 from tests.faults.points import EVALUATOR, LAUNCHER, TRAINER, environment
@@ -22,18 +20,9 @@ _END_S = 240.0
 _RUN = "r"
 
 
-@dataclass(slots=True)
-class Messages:
-    """One run: what befell its messages, and what came of it."""
-
-    seed: int
-    faults: Counter[str] = field(default_factory=Counter[str])
-    findings: Findings = field(default_factory=Findings)
-
-
-def strike(folder: Path, seed: int, *, steps: int = 60) -> Messages:
+def strike(folder: Path, seed: int, *, steps: int = 60) -> Outcome:
     """Run in the new `folder`, to its end, under faults chosen by `seed`."""
-    result = Messages(seed)
+    result = Outcome()
     markers, state = folder / "markers", folder / "state"
     markers.mkdir(parents=True)
     config = learning(

@@ -6,13 +6,11 @@ import os
 import random
 import subprocess
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
 from areal_core.storage.objects import Storage
-from tests.faults.checker import Findings, check
+from tests.faults.checker import Outcome, check
 from tests.faults.history import History
 from tests.faults.learning import learning
 from tests.support.radosgw import RadosGateway
@@ -26,20 +24,10 @@ _AWAY_S = (0.3, 6.0)
 _PAUSE_S = 2.0  # at most, between two outages
 
 
-@dataclass(slots=True)
-class Outages:
-    """One run: what was done to its store, and what came of it."""
-
-    seed: int
-    faults: Counter[str] = field(default_factory=Counter[str])
-    findings: Findings = field(default_factory=Findings)
-    output: str = ""
-
-
-def strike(folder: Path, seed: int, outages: int) -> Outages:
+def strike(folder: Path, seed: int, outages: int) -> Outcome:
     """Run in the new `folder`; `outages` times, by a choice of `seed`, have the gateway killed and started again, or
     stopped and go on; kill the run in the last one, and let it come to its end from what the store holds."""
-    chance, result, state = random.Random(seed), Outages(seed), folder / "state"
+    chance, result, state = random.Random(seed), Outcome(), folder / "state"
     (folder / "gateway").mkdir(parents=True)
     with RadosGateway(folder / "gateway") as gateway, patch.dict(os.environ, gateway.credentials):
         config = learning(

@@ -11,16 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from areal_core.config.schema import load_file
 from flows.stack import ROOT
-from tests.faults.checker import Findings, check
+from tests.faults.checker import Outcome, check
 from tests.faults.history import History
 from tests.support.control import environment, processes_of, tiny
 from tests.support.runs import Launched, changed, kill_all
@@ -38,21 +36,11 @@ _PAUSE_S = 1.0
 _MORE_STEPS = 3
 
 
-@dataclass(slots=True)
-class Surroundings:
-    """One command: what was done to it, and what came of it."""
-
-    killed: str
-    faults: Counter[str] = field(default_factory=Counter[str])
-    findings: Findings = field(default_factory=Findings)
-    output: str = ""
-
-
-def strike(folder: Path, killed: str) -> Surroundings:
+def strike(folder: Path, killed: str) -> Outcome:
     """Stop each kind for a moment, kill the one that is named, and bring the run to its end, in the new `folder`."""
     state = folder / "state"
     state.mkdir(parents=True)
-    result = Surroundings(killed)
+    result = Outcome()
     command = [sys.executable, "-m", "flows.train", "--steps", "10000", *tiny(state)]
     with (folder / "output.txt").open("w+") as output:
         process = subprocess.Popen(
@@ -82,11 +70,11 @@ def strike(folder: Path, killed: str) -> Surroundings:
             kill_all(lambda: processes_of(state))
             process.wait()
             result.output = Path(output.name).read_text()
-    _resume(result, run, history)
+    _resume(result, killed, run, history)
     return result
 
 
-def _resume(result: Surroundings, run: Path, history: History) -> None:
+def _resume(result: Outcome, killed: str, run: Path, history: History) -> None:
     """The run goes on without all that, a few steps to its end."""
     config = load_file(run / "config.json")
     steps = max(int(file.parent.name[1:]) for file in run.glob("weights/v*/manifest.json")) + 2 * _MORE_STEPS
@@ -94,7 +82,7 @@ def _resume(result: Surroundings, run: Path, history: History) -> None:
         status = launched.launcher.wait(_WAIT_S)
         output = launched.output()
     if status:
-        result.findings.unresumable.append(f"{result.killed}: {output.splitlines()[-1]}")
+        result.findings.unresumable.append(f"{killed}: {output.splitlines()[-1]}")
         return
     store = Path(config.storage.url) / "runs" / run.name
     found = check(run, store, history.entries(), steps=steps)
@@ -107,7 +95,7 @@ def _step(history: History) -> int:
     return max(seen.versions, default=0) if seen else 0
 
 
-def _signal(result: Surroundings, state: Path, kind: str, signum: signal.Signals) -> None:
+def _signal(result: Outcome, state: Path, kind: str, signum: signal.Signals) -> None:
     """Send it to the processes of a kind."""
     for pid, line in processes_of(state).items():
         if KINDS[kind] in line:

@@ -140,7 +140,9 @@ class EngineState:
 
     arrays: dict[str, NDArray[Any]]  # weights, optimiser moments, RNG; parts of them are flat
     scalars: dict[str, int]  # fit for JSON
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])  # of those with a part here
+    shapes: dict[str, tuple[int, ...]] = field(
+        default_factory=dict[str, tuple[int, ...]]
+    )  # of whole arrays, where parts of them may be here
 
 
 class Sender(Protocol):
