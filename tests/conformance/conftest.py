@@ -23,12 +23,6 @@ def server(request, published, tmp_path_factory):
 
 
 @pytest.fixture
-def length(server):
-    """Tokens of a completion that an update finds unfinished: the embedded server is far quicker."""
-    return {"embedded": 1500, "vllm": 1200}[server.kind]
-
-
-@pytest.fixture
 async def client(server, published):
     """A client of a server that runs the base weights and nothing else."""
     client = GenerationClient(server.url)

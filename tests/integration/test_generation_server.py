@@ -35,13 +35,13 @@ def published(tmp_path_factory):
 def server(published, tmp_path_factory):
     ready = tmp_path_factory.mktemp("ready") / "r.json"
     with serving("embedded", published.base, ready, "--slots", SLOTS) as server:
-        yield server.url
+        yield server
 
 
 @pytest.fixture
 async def client(server, published):
     """A client of a server that runs the base weights and nothing else."""
-    client = GenerationClient(server)
+    client = GenerationClient(server.url)
     await client.identify()
     yield client
     await client.abort_all()
@@ -51,18 +51,19 @@ async def client(server, published):
 
 @pytest.fixture
 async def http(server):
-    async with aiohttp.ClientSession(server) as session:
+    async with aiohttp.ClientSession(server.url) as session:
         yield session
 
 
-async def test_running_completions_keep_their_slots_through_updates(client, published):
+async def test_running_completions_keep_their_slots_through_updates(client, server, published):
     asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=1500, seed=i, stop_token_ids=()) for i in range(5)]
-    calls = [asyncio.ensure_future(client.generate(item)) for item in asked]
-    for version in (1, 2):
-        before = (await until(client, lambda load: load.running == SLOTS)).generated_tokens
-        await until(client, lambda load: load.generated_tokens > before + 500)  # noqa: B023 - awaited here
-        await client.load_version(published.versions[version], "recompute")
-    load = await client.load()
+    with server.slowed():
+        calls = [asyncio.ensure_future(client.generate(item)) for item in asked]
+        for version in (1, 2):
+            before = (await until(client, lambda load: load.running == SLOTS)).generated_tokens
+            await until(client, lambda load: load.generated_tokens > before + 500)  # noqa: B023 - awaited here
+            await client.load_version(published.versions[version], "recompute")
+        load = await client.load()
     assert load.running == SLOTS
     assert load.recomputed_tokens > SLOTS * 20
     await until(client, lambda load: load.recompute_ms > 0)  # before the next step
@@ -75,11 +76,12 @@ async def test_running_completions_keep_their_slots_through_updates(client, publ
     assert (0, 1, 2) in seen
 
 
-async def test_an_update_that_waits_for_running_completions_does_not_wait_for_others(client, published):
-    asked = request("r", n=20, max_tokens=400, stop_token_ids=())  # four completions start later
-    call = asyncio.ensure_future(client.generate(asked))
-    await until(client, lambda load: load.running == SLOTS)
-    await client.load_version(published.versions[1], "wait")
+async def test_an_update_that_waits_for_running_completions_does_not_wait_for_others(client, server, published):
+    asked = request("r", n=20, max_tokens=150, stop_token_ids=())  # four completions start later
+    with server.slowed():
+        call = asyncio.ensure_future(client.generate(asked))
+        await until(client, lambda load: load.running == SLOTS)
+        await client.load_version(published.versions[1], "wait")
     completions = parse_generation(await call)
     assert [np.unique(completion.versions).tolist() for completion in completions] == [[0]] * SLOTS + [[1]] * 4
     for completion in completions:

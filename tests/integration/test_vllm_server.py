@@ -41,7 +41,7 @@ def vllm(model, ready):
     """A server that is ready; nothing of it is left after the block."""
     process = start("vllm", model, ready)
     try:
-        yield Server(kind="vllm", url=url_of(process, ready, "vllm"), process=process)
+        yield Server(kind="vllm", url=url_of(process, ready, "vllm"), process=process, ready=ready)
     finally:
         process.kill()
         process.communicate()

@@ -25,6 +25,7 @@ from areal_core.generation.client import GenerationClient
 from areal_core.models.folders import ModelSpec
 from areal_core.storage import weights as versions
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
+from tests.support import slow
 from tests.support.generation import LLAMA_GQA, Reference, weights, write
 
 CONTEXT = 4096
@@ -39,7 +40,8 @@ LONG = 4000  # tokens: a completion that outlasts whatever a test does meanwhile
 EXACT = 1.0  # deviation that rounding allows
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 REQUIRE_VLLM = "AREAL_REQUIRE_VLLM"
-_MODULES = {"embedded": "areal_core.generation.server.routes", "vllm": "areal_core.generation.vllm.server"}
+_MODULES = {"embedded": "tests.support.slow", "vllm": "areal_core.generation.vllm.server"}
+_SLOW_VLLM = "--logits-processors tests.support.slow_vllm:Slow"
 _START_S = {"embedded": 60, "vllm": 300}
 _END_S = 30
 
@@ -51,6 +53,17 @@ class Server:
     kind: str  # embedded or vllm
     url: str
     process: subprocess.Popen[str]
+    ready: Path
+
+    @contextlib.contextmanager
+    def slowed(self) -> Iterator[None]:
+        """A block in which every decode step takes a while, so that nothing in it comes after a completion's end."""
+        file = _slow_while(self.ready)
+        file.touch()
+        try:
+            yield
+        finally:
+            file.unlink()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,15 +93,20 @@ def start(kind: str, model: Path, ready: Path, *options: object) -> subprocess.P
     if kind == "vllm":
         require_vllm()
         log = ("--log-file", ready.with_suffix(".log"))
-        options = ("--python", VLLM_PYTHON, "--context", CONTEXT, "--slots", SLOTS, *log, *options)
+        given = ("--context", CONTEXT, "--slots", SLOTS, f"--arguments={_SLOW_VLLM}")
+        options = ("--python", VLLM_PYTHON, *given, *log, *options)
     command = [sys.executable, "-m", _MODULES[kind], "--model", model, "--ready-file", ready, *options]
     return subprocess.Popen(
         list(map(str, command)),
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", slow.FILE: str(_slow_while(ready))},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def _slow_while(ready: Path) -> Path:
+    return ready.with_suffix(".slow")
 
 
 def url_of(process: subprocess.Popen[str], ready: Path, kind: str = "embedded") -> str:
@@ -105,7 +123,7 @@ def serving(kind: str, model: Path, ready: Path, *options: object) -> Iterator[S
     """A server until the end of the block; it must end by SIGTERM, with status 0 and with all that it started."""
     process = start(kind, model, ready, *options)
     try:
-        yield Server(kind=kind, url=url_of(process, ready, kind), process=process)
+        yield Server(kind=kind, url=url_of(process, ready, kind), process=process, ready=ready)
     finally:
         process.terminate()
         _, errors = process.communicate(timeout=_END_S)
