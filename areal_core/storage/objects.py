@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from areal_core.storage.bucket import Bucket
 
 T = TypeVar("T")
-_OPEN_S = 8.0  # a wrong endpoint is found before a run starts; a live one responds sooner
+_OPEN_S = 8.0  # of tries: two requests that a silent endpoint lets time out
 _TOLD_BYTES = 8 * 2**20  # from which on a transfer is worth a line
 _log = logging.getLogger(__name__)
 

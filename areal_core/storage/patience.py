@@ -48,7 +48,8 @@ class Clock:
 class Patience:
     """Of everybody who uses one store: threads may wait side by side, and it is told once.
 
-    `limit_s` bounds each piece of work, from its first try on; 0: it is tried once. A `quiet` one logs nothing.
+    `limit_s` bounds each piece of work, from its first try on, but for a second try: it was perhaps this process that
+    stood still, not the store. 0: work is tried once. A `quiet` one logs nothing.
     """
 
     def __init__(self, limit_s: float, clock: Clock | None = None, *, quiet: bool = False) -> None:
@@ -71,7 +72,7 @@ class Patience:
         try:
             return work()
         except failures.errors as error:
-            if not failures.transient(error) or self.clock.now() - started >= self.limit_s:
+            if not failures.transient(error) or not self.limit_s:
                 raise
             reason = failures.reason(error)
         with self._wait(what, reason):

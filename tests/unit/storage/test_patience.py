@@ -87,6 +87,18 @@ def test_without_patience_it_is_tried_once(caplog: pytest.LogCaptureFixture) -> 
     assert (work.tries, time.slept, told(caplog)) == (1, [], [])
 
 
+def test_a_process_that_stood_still_for_longer_tries_once_more() -> None:
+    time = VirtualClock()
+
+    def stand_still() -> str:
+        if time.clock.now() < 2 * _LIMIT_S:
+            time.clock.sleep(2 * _LIMIT_S)
+            raise TimeoutError(110, "Connection timed out")
+        return "done"
+
+    assert Patience(_LIMIT_S, time.clock).run(stand_still, "write x", Folder()) == "done"
+
+
 def test_a_wait_ends_with_what_is_here_to_stay(caplog: pytest.LogCaptureFixture) -> None:
     time, work = VirtualClock(), Failing(full(), OSError(30, "Read-only file system"))
     patience = Patience(_LIMIT_S, time.clock)
