@@ -55,6 +55,12 @@ def test_only_what_the_tests_ask_for_tells_a_mutant():
     assert not benchmark.differs(problem, source.replace("number + 1", "number + 2"))
     assert benchmark.differs(problem, source.replace("== 0", "== 1"))
     assert benchmark.differs(problem, source.replace("return {d", "return [d").replace("0}", "0]"))
+
+
+@needs_sandbox
+@pytest.mark.attacks
+def test_a_mutant_without_an_end_differs():
+    [problem] = [problem for problem in benchmark.problems(None) if problem["task_id"] == "own/2"]
     assert benchmark.differs(problem, "def divisors(number):\n    while True: pass\n")
 
 
