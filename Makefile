@@ -14,9 +14,9 @@ VLLM_SETUP := .venv-vllm/.plugin
 TASKS_SETUP := $(VENV)/.reasoning-gym
 SMOLLM2 := .areal/models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-# Processes that run tests, a file each: they wait more than they compute, so one more than the cores of a small machine.
-WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
+# Processes that run tests, a file each: they wait a lot, so more than the cores of a small machine.
+WORKERS ?= $(if $(filter test,$@),4,3)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
 # A run is a dozen processes and the tests are hundreds: each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -47,7 +47,7 @@ evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## a model on 
 	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(SETUP) extras ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
-	$(PYTEST) -m 'not gpu and not s3 and not vllm and not chaos and not hosts and not recovery and not attacks and not pretrained' $(ARGS)
+	$(PYTEST) -m 'not gpu and not s3 and not vllm and not chaos and not hosts and not recovery and not attacks and not dear and not pretrained' $(ARGS)
 
 test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## the same, processes that end and join, hostile programs, vLLM's own server on a CPU, machines that are network namespaces (as root)
 	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not chaos' -rs $(ARGS)

@@ -1,5 +1,6 @@
 """What all tests share: threads, examples, the order of files, and what every test cost."""
 
+import gc
 import os
 
 # One thread a process, as in a run: workers of pytest share the cores, and sums do not depend on how many there are.
@@ -30,6 +31,7 @@ _TOGETHER = (*_SHARING, "tests/unit/comparison", "tests/unit/flows")  # or what 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()
     config.pluginmanager.register(CpuSeconds())
 
 
@@ -51,3 +53,10 @@ class _Scheduling(LoadScopeScheduling):
         if (folder := str(Path(file).parent)) in _TOGETHER:
             return f"{folder} of vllm" if "[vllm" in nodeid else folder
         return file
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collections of garbage need not go through it, while it is imported or later."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()

@@ -52,6 +52,7 @@ def _evaluate(state: Path, name: str) -> None:
     evaluate({"chains": config(state)}, name=name)
 
 
+@pytest.mark.recovery
 def test_killed_and_asked_for_again_it_comes_to_the_same(state):
     file = state / "evaluations" / "killed" / "chains.jsonl"
     process = spawn.Process(target=_evaluate, args=(state, "killed"))

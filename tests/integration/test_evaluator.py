@@ -53,7 +53,10 @@ def own_engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, RunCon
     return scored_run(tmp_path_factory.mktemp("own"), servers=1)
 
 
-@pytest.mark.parametrize("servers", [pytest.param(2, id="servers of its own"), pytest.param(0, id="a lent one")])
+@pytest.mark.parametrize(
+    "servers",
+    [pytest.param(2, id="servers of its own", marks=pytest.mark.dear), pytest.param(0, id="a lent one")],
+)
 def test_scores_do_not_depend_on_what_they_are_from(
     own_engine: tuple[RunDir, RunConfig], tmp_path: Path, servers: int
 ) -> None:
@@ -86,6 +89,7 @@ def test_every_version_has_its_scores_a_table_and_a_page(own_engine: tuple[RunDi
         assert found[0].prompt in file.with_suffix(".html").read_text()
 
 
+@pytest.mark.recovery
 def test_an_evaluator_that_dies_leaves_the_run_its_server(tmp_path: Path) -> None:
     config = tiny(
         tmp_path,

@@ -93,6 +93,7 @@ def test_a_ledger_that_cannot_be_read_gives_way_to_the_checkpoints(config: RunCo
         pytest.param(lambda data: _flipped(data), id="flipped"),
     ],
 )
+@pytest.mark.recovery
 def test_the_newest_version_is_damaged(config: RunConfig, damage: Callable[[bytes], bytes]) -> None:
     run = killed(config, 4)
     newest = weights.newest(run.weights)

@@ -42,7 +42,7 @@ def small(root: Path, *, warm: bool = True, **groups: dict[str, Any]) -> RunConf
     return tiny(root / "state", warm=warm, **merged)
 
 
-@pytest.mark.recovery
+@pytest.mark.dear
 @pytest.mark.cpu_seconds(80)
 def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Path) -> None:
     training = {"engine": "deepspeed", "zero_stage": 3, "ranks": 2, "checkpoint_every": 1}
