@@ -1,10 +1,11 @@
-"""What the trainer does with a batch whose numbers are no longer finite."""
+"""What the trainer does with a batch whose numbers are not finite, and with a checkpoint that is damaged for others."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file
 
 from areal_core.errors import DivergenceError
 from areal_core.run.prepare import prepare
+from areal_core.storage import checkpoint
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.metrics import StepTimes
 from areal_core.training.trainer import Trainer
@@ -65,3 +67,30 @@ def test_skipping_goes_on_with_the_batch_saved_but_not_for_ever(tmp_path: Path) 
         one._learn(broken(6), times())
     saved = sorted(path.name for path in (tmp_path / "runs/r/diverged").iterdir())
     assert saved == [f"step-{step:06d}-rank-0.safetensors" for step in (1, 2, 4, 5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "others", "newest"),
+    [
+        pytest.param(0, ([0, 0], [1], [0, 0], [0]), 1, id="rank 0 sets it aside"),
+        pytest.param(1, ([2, 0], [1], [1, 0], [0]), 2, id="another one leaves that to it"),
+    ],
+)
+def test_what_another_rank_finds_damaged_no_rank_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, others: tuple[list[int], ...], newest: int
+) -> None:
+    """`others`: what is the largest of the other ranks, at each of the collectives."""
+    one = trainer(tmp_path, "stop")
+    state = one.engine.state()
+    assert one.publisher is not None
+    for step in (1, 2):
+        checkpoint.save(one.storage, step, one.publisher._written(state), {"engine": state.scalars})
+    one.rank, one.publisher = rank, None
+    said = iter(others)
+    monkeypatch.setattr(one.ranks, "all_reduce_max", lambda values: np.maximum(values, next(said)))
+    monkeypatch.setattr(one.controller, "status", lambda: SimpleNamespace(step=2))
+    assert one._resume() == 1
+    assert next(said, None) is None
+    left = checkpoint.newest(one.storage)
+    assert left is not None
+    assert left.step == newest
