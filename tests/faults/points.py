@@ -135,7 +135,7 @@ POINTS: list[Point] = [
         _around("state", TRAINER, f"{_STORE}.put_file", where=r"'weights\.safetensors'"),
         _around("manifest", TRAINER, f"{_STORE}.put_bytes", where=r"'manifest\.json'"),
         _around("committed", TRAINER, f"{_CLIENT}.committed"),
-        _around("fetched", TRAINER, "areal_core.storage.checkpoint:fetch", needs="resumed"),
+        _around("read", TRAINER, "areal_core.storage.parts:read_tensors", needs="resumed"),
         _around("durable", TRAINER, "areal_core.storage.durable:replace", where="manifest"),
     ),
     *_named(
