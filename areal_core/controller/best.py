@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_core.errors import StorageError
+from areal_core.storage import weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.types import Evaluation, PolicyVersion
@@ -21,15 +22,14 @@ def export(run: RunDir, storage: Storage, version: PolicyVersion, card: str) -> 
     """Put a version into the store as a model folder beside the final model, whose tokenizer and settings it shares;
     returns its URL. Raises StorageError."""
     final, best = storage.child("final"), storage.child("best")
-    weights = Path(version.path) / _WEIGHTS
-    if not weights.exists():
-        raise StorageError(f"{weights}: version {version.version} is not here")
+    if not weights.is_whole(version):
+        raise StorageError(f"{version.path}: version {version.version} is gone or damaged")
     scratch = run.root / "best"
     scratch.mkdir(exist_ok=True)
     for name in final.list():
         if not name.endswith(".safetensors") and name != "README.md":
             final.get_file(name, scratch / name)
             best.put_file(scratch / name, name)
-    best.put_file(weights, _WEIGHTS)
+    best.put_file(Path(version.path) / _WEIGHTS, _WEIGHTS)
     best.put_bytes("README.md", card.encode())
     return best.url

@@ -12,6 +12,7 @@ import itertools
 import logging
 import shutil
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -65,16 +66,20 @@ def restore(run: RunDir, storage: Storage) -> int | None:
 
 
 def forget_damaged(ledger: TrajectoryLedger) -> None:
-    """Mark the newest versions whose weights are not what was published, which no server could load: the trainer makes
-    them again, from its checkpoint."""
-    for number in range(ledger.versions.last(), 0, -1):
-        version = ledger.versions.get(number)
-        if version is None:
-            continue
-        if weights.is_whole(version):
-            return
-        logger.warning("version %d is damaged, and will be published again", number)
-        ledger.versions.mark_damaged(number)
+    """Mark the versions whose weights are not what was published, which no server could load: a loss of power may have
+    torn any of those that are here. The newest have to be here as well; the trainer makes them again, from its
+    checkpoint."""
+    known = ledger.versions.loadable()
+    here = [version for version in known if Path(version.path).exists()]
+    with ThreadPoolExecutor() as readers:
+        whole = {
+            version for version, is_whole in zip(here, readers.map(weights.is_whole, here), strict=True) if is_whole
+        }
+    newest = max((version.version for version in whole), default=0)
+    for version in known:
+        if version not in whole and (version in here or version.version > newest):
+            logger.warning("version %d is damaged: %s", version.version, version.path)
+            ledger.versions.mark_damaged(version.version)
 
 
 def _belongs(run: RunDir, newest: CheckpointInfo) -> bool:

@@ -263,8 +263,11 @@ class Service:
         """Have the best version registered, which is put into the store unless it is the final one. The base model is
         nobody's result."""
         best = best_of(self.recorder.evaluations)
-        version = None if best is None else self.ledger.versions.get(best.version)
-        if best is None or version is None or version.version == 0:
+        if best is None or best.version == 0:
+            return
+        version = self.ledger.versions.get(best.version)
+        if version is None:
+            logger.warning("the best version is not kept: version %d is damaged", best.version)
             return
         url = summary.model_url
         if version.version != summary.steps:

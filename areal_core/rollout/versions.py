@@ -39,6 +39,13 @@ class PublishedVersions:
         ).fetchone()
         return None if row is None else PolicyVersion(**dict(row))
 
+    def loadable(self) -> list[PolicyVersion]:
+        """All that the trainer has published and that are not damaged, in their order."""
+        rows = self._db.execute(
+            "SELECT version, path, sha256 FROM versions WHERE version > 0 AND NOT damaged ORDER BY version"
+        )
+        return [PolicyVersion(**dict(row)) for row in rows]
+
     def last(self) -> int:
         """The highest number, damaged or not; 0 if none is published."""
         return int(self._db.execute("SELECT COALESCE(MAX(version), 0) FROM versions").fetchone()[0])

@@ -89,6 +89,8 @@ class Folder:
             shutil.rmtree(path)
         else:
             Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # a loss of power undoes no deletion and keeps a later one
+            durable.sync(Path(path).parent)
 
     def sweep(self, path: str, now: float) -> None:
         """Remove what killed writers have left below `path` more than a day before `now`, by the clock of the disk."""

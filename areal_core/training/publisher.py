@@ -95,20 +95,20 @@ class Publisher:
 
     def _publish(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         start = time.monotonic()
-        version, released = self._announce(step, tensors)
+        version = self._announce(step, tensors)
         if self._sender is not None:
             self._sender.send(version, tensors)
-        weights.release(self._run.weights, released)
         end = time.monotonic()
         self._timeline.span("publish", start, end, step)
         row = MetricRow(key="time/publish_s", step=step, value=end - start, time_s=time.time())
         self._publishing_controller.metrics([row])
 
-    def _announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> tuple[PolicyVersion, list[int]]:
-        """The version, and those that are no longer needed."""
+    def _announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> PolicyVersion:
+        """The version; those that are no longer needed are deleted."""
         version = weights.publish(self._run.weights, step, tensors, dtype=self._config.training.dtype)
         self._published[step] = version.sha256
-        return version, self._publishing_controller.announce(version)
+        weights.release(self._run.weights, self._publishing_controller.announce(version))
+        return version
 
     def _checkpoint(self, step: int, state: EngineState) -> None:
         start = time.monotonic()

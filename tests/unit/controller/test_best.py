@@ -15,7 +15,7 @@ from areal_core.models.spec import read_spec
 from areal_core.storage import weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.types import Evaluation, PolicyVersion
+from areal_core.types import Evaluation
 from tests.support.models import write_tiny
 
 
@@ -47,6 +47,18 @@ def test_it_becomes_a_model_folder_beside_the_final_one(tmp_path: Path) -> None:
     assert (best / "README.md").read_text() == "the best one"
     found = read_arrays(best, spec)
     assert all((found[name] == array).all() for name, array in changed.items())
-    gone = PolicyVersion(version=6, path=str(tmp_path / "weights" / "v000006"), sha256="")
-    with pytest.raises(StorageError, match=r"v000006/model\.safetensors: version 6 is not here"):
-        export(run, Storage.open(str(tmp_path / "store")), gone, "")
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_a_version_that_is_not_what_was_scored_becomes_none(tmp_path: Path, damage: str) -> None:
+    final = write_tiny(tmp_path / "store" / "final")
+    version = weights.publish(tmp_path / "weights", 6, read_arrays(final, read_spec(final)))
+    if damage == "gone":
+        weights.release(tmp_path / "weights", [6])
+    else:
+        file = Path(version.path) / "model.safetensors"
+        file.write_bytes(bytes(file.stat().st_size))
+    run = RunDir.create(load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="", checkpoint_url=""))
+    with pytest.raises(StorageError, match=r"v000006: version 6 is gone or damaged"):
+        export(run, Storage.open(str(tmp_path / "store")), version, "")
+    assert not (tmp_path / "store" / "best").exists()

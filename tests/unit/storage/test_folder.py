@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from typing import Any
 
 import pytest
 
+import areal_core
 from areal_core.errors import StorageError
 from areal_core.storage import durable
 from areal_core.storage.folder import Folder
 from areal_core.storage.objects import Storage
 from areal_core.storage.patience import Patience
+from tests.faults.disk import Disk, compiler
 from tests.support.virtual import VirtualClock
 
 _NOBODY = 65534
@@ -174,3 +177,30 @@ def test_what_killed_writers_have_left_is_removed_after_a_day(tmp_path: Path) ->
     assert list(store.list()) == ["a/name"]
     Storage.open(str(tmp_path))
     assert sorted(file.name for file in (tmp_path / "a").iterdir()) == ["name", "name.young.part"]
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+def test_a_loss_of_power_brings_back_no_manifest_of_a_checkpoint_that_is_half_deleted(tmp_path: Path) -> None:
+    program = """from pathlib import Path
+from areal_core.storage import checkpoint
+from areal_core.storage.objects import Storage
+store = Storage.open("store")
+for step in (1, 2):
+    Path("state").write_text("state")
+    checkpoint.save(store, step, {name: Path("state") for name in ("a", "b", "c")}, {})
+checkpoint.prune(store, 1)
+"""
+    (tmp_path / "root").mkdir()
+    disk = Disk(tmp_path / "root", tmp_path / "logs")
+    environment = {**os.environ, **disk.environment(), "PYTHONPATH": str(Path(areal_core.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", program], cwd=disk.root, env=environment, check=True)
+    begun = max(record.sequence for record in disk.records() if record.data == b"manifest.json")  # its deletion
+    half = 0
+    for cut in range(begun, disk.now() + 1):
+        for seed in range(40):
+            image = tmp_path / f"image-{cut}-{seed}"
+            disk.image(image, cut, seed)
+            left = {file.name for file in (image / "store").glob("checkpoints/step-000001.0/*")}
+            assert "manifest.json" not in left or {"a", "b", "c"} <= left
+            half += 0 < len(left) < 4
+    assert half
