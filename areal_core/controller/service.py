@@ -257,6 +257,7 @@ class Service:
         await self._register_best(summary)
         values = dataclasses.asdict(summary)
         self.recorder.document("summary", summary.steps, values)
+        self.ledger.sync()
         write_json(self.run_dir.summary, values, synced=True)
 
     async def _register_best(self, summary: RunSummary) -> None:

@@ -7,7 +7,7 @@ committed checkpoint no longer needs it. The token ledger compares the tokens of
 
 Batches are fixed by step: the first call for a step picks its groups; every later call, also after a restart, gives the
 same ones. What a batch was fixed with outlives the machine before anybody trains on it; all else that a loss of power
-takes happened after that, and happens again.
+takes happened after that, and happens again. What the run ends with outlives it too (`sync`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from areal_core.rollout.counters import ServerCounters
 from areal_core.rollout.notes import RunNotes
 from areal_core.rollout.payloads import PayloadIndex, Place
 from areal_core.rollout.versions import PublishedVersions
+from areal_core.storage import durable
 from areal_core.types import (
     FORMAT,
     BatchGroup,
@@ -95,6 +96,7 @@ class TrajectoryLedger:
     of another format."""
 
     def __init__(self, path: Path | str, *, group_size: int) -> None:
+        self._path = Path(path)
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.row_factory = sqlite3.Row
         found = self._value("PRAGMA user_version")
@@ -113,6 +115,12 @@ class TrajectoryLedger:
 
     def close(self) -> None:
         self._db.close()
+
+    def sync(self) -> None:
+        """Have all that was written outlive the machine: SQLite's log, since it syncs itself what it takes out of it.
+        Raises OSError."""
+        durable.sync(self._path.with_name(f"{self._path.name}-wal"))
+        durable.sync(self._path.parent)
 
     def damage(self) -> str | None:
         """What is wrong with the file, which may have been torn; None if nothing is. Reads all of it."""

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from areal_core.errors import StorageError
 from areal_core.models.spec import weights_sha256
 from areal_core.models.tensorfile import read_tensors, write_tensors
+from areal_core.storage import durable
 from areal_core.storage.rundir import write_json
 from areal_core.types import PolicyVersion
 
@@ -114,6 +115,16 @@ def release(folder: Path, versions: Iterable[int]) -> None:
     for path in released.intersection(folder.iterdir()):
         (path / _MANIFEST).unlink(missing_ok=True)  # first: half a version must not look like one
         shutil.rmtree(path, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Have the versions in `folder`, and no others, outlive the machine: those of a run that ends, which nobody will
+    make again. Raises StorageError."""
+    try:
+        for path in (*folder.glob("v*/*"), *folder.glob("v*"), folder):
+            durable.sync(path)
+    except OSError as error:
+        raise StorageError(f"can't sync {error.filename or folder}: {error.strerror}") from error
 
 
 def version_folder(folder: Path, version: int) -> Path:

@@ -93,6 +93,12 @@ class Publisher:
         self._publishing.drain()
         self._saving.drain()
 
+    def settle(self) -> None:
+        """Wait until everything is published and committed, and outlives the machine: once a run has ended, nobody
+        publishes its versions again. Raises StorageError."""
+        self.drain()
+        weights.sync(self._run.weights)
+
     def _publish(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         start = time.monotonic()
         version = self._announce(step, tensors)

@@ -286,7 +286,7 @@ class Trainer:
         tensors = self.engine.weights()
         with pulse.waiting(pulse.STORE, "saving the last checkpoint and the model"):
             if self.publisher is not None:
-                self.publisher.drain()
+                self.publisher.settle()
                 self.controller.finish(reason, self.step, self._save_model(tensors))
 
     def _save_model(self, weights: Mapping[str, Float32Array]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from tests.support.runs import Launched
 STEPS = 30
 _RUN_S = 120.0  # for a run of seconds to lose its power, or to end
 _LOOK_S = 0.02
+_IMAGES = 8  # of a run that has ended
 _RUN = "r"
 
 
@@ -77,7 +79,20 @@ def lose_power(folder: Path, seed: int, losses: int, *, strict: bool = False) ->
         result.losses += 1
     if not result.findings.unresumable:
         result.findings = check(run.run.root, state / "store" / "runs" / _RUN, history.entries(), steps=STEPS)
+        for ended in _after_the_end(disk, folder, chance, strict=strict):
+            entries = history.entries()
+            result.findings.add(check(ended / "runs" / _RUN, ended / "store" / "runs" / _RUN, entries, steps=STEPS))
     return result
+
+
+def _after_the_end(disk: Disk, folder: Path, chance: random.Random, *, strict: bool) -> Iterator[Path]:
+    """What the disk may hold when power is lost once the run has ended: nobody will make anything again."""
+    summary = [record.sequence for record in disk.records() if record.data.endswith(b"\0summary.json")]
+    for number in range(_IMAGES if summary else 0):
+        image = folder / f"ended-{number}"
+        disk.image(image, chance.randrange(max(summary), disk.now() + 1), chance.randrange(2**31), strict=strict)
+        if (image / "runs" / _RUN / "summary.json").exists():
+            yield image
 
 
 def _until(run: Launched, history: History, chance: random.Random | None) -> int | None:
