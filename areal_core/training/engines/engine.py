@@ -140,9 +140,8 @@ class EngineState:
 
     arrays: dict[str, NDArray[Any]]  # weights, optimiser moments, RNG; parts of them are flat
     scalars: dict[str, int]  # fit for JSON
-    shapes: dict[str, tuple[int, ...]] = field(
-        default_factory=dict[str, tuple[int, ...]]
-    )  # of whole arrays, where parts of them may be here
+    # Of whole arrays, where parts of them may be here.
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 class Sender(Protocol):
