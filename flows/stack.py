@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from areal_core.config.fields import refuse_credentials
+from areal_core.config.groups import MLFLOW_CREDENTIALS
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch import children, process
 from areal_core.launch.supervisor import FileLock
@@ -204,6 +206,8 @@ def _start(services: Services, owner: Owner) -> Stack:
     """Start what the environment doesn't name, all at once, and wait until all of it responds."""
     before = _remembered()
     prefect_api, mlflow_uri = os.environ.get("PREFECT_API_URL"), os.environ.get("MLFLOW_TRACKING_URI")
+    refuse_credentials("PREFECT_API_URL", prefect_api, "PREFECT_API_AUTH_STRING is for them")
+    refuse_credentials("MLFLOW_TRACKING_URI", mlflow_uri, MLFLOW_CREDENTIALS)
     probes: dict[str, Callable[[], bool]] = {"worker": WORKER_READY.exists}
     worker = [sys.executable, "-m", "flows.worker"]
     if prefect_api is None and "PREFECT_PROFILE" not in os.environ:

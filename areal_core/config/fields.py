@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from areal_core.config import renamed
 from areal_core.errors import ConfigError
@@ -107,6 +108,13 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> Any:
     if high is not None and value > high:
         raise ConfigError(f"{name}: must be at most {high}, got {value}")
     return value
+
+
+def refuse_credentials(name: str, address: str | None, instead: str) -> None:
+    """Raise ConfigError where an address holds a user or a password: settings are written down, sent and shown. The
+    line does not repeat them; `instead` says where they belong."""
+    if address is not None and "@" in urlsplit(address).netloc:
+        raise ConfigError(f"{name}: must hold no user or password; {instead}")
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

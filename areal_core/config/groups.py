@@ -8,7 +8,7 @@ import ipaddress
 import shlex
 from dataclasses import dataclass, field
 
-from areal_core.config.fields import bounded, choice
+from areal_core.config.fields import bounded, choice, refuse_credentials
 from areal_core.config.plugins import check_name
 from areal_core.errors import ConfigError
 
@@ -27,6 +27,7 @@ TASKS = {  # and the verifier that their gold answers are written for
     "rows": "mathematics",
     "reasoning_gym": "reasoning_gym",
 }
+MLFLOW_CREDENTIALS = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, are for them"
 _VLLM_TEMPERATURE = 2.0
 
 
@@ -278,6 +279,10 @@ class StorageConfig:
     patience_s: float = bounded(1800.0, low=0.0)  # that one which fails for a while is tried again
     lease_s: float = bounded(30.0, low=1.0)  # after which a launcher that is silent, on another machine, counts as dead
 
+    def check(self) -> None:
+        for name, address in (("url", self.url), ("endpoint_url", self.endpoint_url)):
+            refuse_credentials(f"storage.{name}", address, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are for them")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
@@ -287,6 +292,9 @@ class TrackingConfig:
     table_every: int = bounded(5, low=1)  # steps between two tables of sampled trajectories and staleness pictures
     flush_timeout_s: float = bounded(60.0, above=0.0)
     batch_metrics: str | None = None  # import path of a function of one's own: package.module:function
+
+    def check(self) -> None:
+        refuse_credentials("tracking.uri", self.uri, MLFLOW_CREDENTIALS)
 
 
 @dataclass(frozen=True, kw_only=True)

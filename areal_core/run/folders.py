@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from areal_core.config.fields import refuse_credentials
+from areal_core.config.groups import MLFLOW_CREDENTIALS
 from areal_core.config.schema import RunConfig
 from areal_core.storage.rundir import RunDir
 
@@ -17,10 +19,14 @@ def run_folder(config: RunConfig, run_id: str) -> RunDir:
 
 
 def tracking_uri(config: RunConfig) -> str | None:
-    """Where MLflow is: tracking.uri, MLFLOW_TRACKING_URI, or a SQLite file in the state folder; None when off."""
+    """Where MLflow is: tracking.uri, MLFLOW_TRACKING_URI, or a SQLite file in the state folder; None when off. Raises
+    ConfigError where the variable holds credentials."""
     if not config.tracking.enabled:
         return None
-    if uri := config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"):
+    if config.tracking.uri:
+        return config.tracking.uri
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        refuse_credentials("MLFLOW_TRACKING_URI", uri, MLFLOW_CREDENTIALS)
         return uri
     folder = Path(config.state_dir).absolute() / "mlflow"
     folder.mkdir(parents=True, exist_ok=True)

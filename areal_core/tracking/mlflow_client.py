@@ -274,13 +274,13 @@ def _check_file(uri: str) -> None:
             with closing(sqlite3.connect(uri.removeprefix("sqlite:///"), timeout=2.0)) as database:
                 database.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:
-            raise TrackingError(f"tracking.uri: can't write to {uri}: {error}") from error
+            raise TrackingError(f"tracking.uri: can't write to {shown(uri)}: {error}") from error
 
 
 def _check_scheme(uri: str) -> None:
     if not _is_database(uri) and urlsplit(uri).scheme not in ("http", "https"):
         raise TrackingError(
-            f"tracking.uri: {uri!r} is not supported; use http(s)://host:port of an MLflow server or sqlite:////path/mlflow.db"
+            f"tracking.uri: {shown(uri)!r} is not supported; use http(s)://host:port of an MLflow server or sqlite:////path/mlflow.db"
         )
 
 

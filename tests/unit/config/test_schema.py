@@ -84,6 +84,26 @@ def test_a_task_that_can_not_be_read_is_refused(task: dict[str, Any], said: str)
 @pytest.mark.parametrize(
     ("values", "said"),
     [
+        ({"tracking": {"uri": "https://me:hunter2@mlflow.example.org"}}, "tracking.uri: must hold no user or password"),
+        ({"tracking": {"uri": "https://token@mlflow.example.org"}}, "tracking.uri: must hold no user or password"),
+        ({"storage": {"url": "s3://key:hunter2@bucket/areal"}}, "storage.url: must hold no user or password"),
+        (
+            {"storage": {"endpoint_url": "http://key:hunter2@127.0.0.1:9000"}},
+            "storage.endpoint_url: must hold no user or password; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are for",
+        ),
+    ],
+)
+def test_credentials_in_an_address_are_refused_and_not_repeated(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(values)
+    assert str(caught.value).startswith(said)
+    assert "hunter2" not in str(caught.value)
+    assert "token@" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
         ({"generation": {"sleep": True}}, "generation.sleep: must be false with mode=async"),
         (
             {"generation": {"engine": "vllm", "transfer": "nccl"}},

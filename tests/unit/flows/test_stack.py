@@ -113,6 +113,17 @@ def test_servers_that_the_environment_names_are_not_started(state: Path, monkeyp
     assert (made.prefect_api, made.mlflow_uri) == ("https://theirs/api", "https://theirs")
 
 
+@pytest.mark.parametrize("variable", ["PREFECT_API_URL", "MLFLOW_TRACKING_URI"])
+def test_credentials_in_an_address_of_the_environment(
+    variable: str, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be in stack.json, and on the terminal."""
+    monkeypatch.setenv(variable, "https://me:hunter2@theirs/api")
+    with pytest.raises(ConfigError, match=f"^{variable}: must hold no user or password; ") as refused:
+        stack._start(Services(cwd=state, logs=state), "up")
+    assert "hunter2" not in str(refused.value)
+
+
 def test_a_stack_runs_only_while_its_lock_is_held(state: Path) -> None:
     assert stack.running() is None
     told = {"owner": "up", "pid": 1, "prefect_api": "http://127.0.0.1:1/api", "mlflow_uri": "http://127.0.0.1:2"}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import load
+from areal_core.errors import ConfigError
 from areal_core.run.folders import run_folder, tracking_uri
 from tests.support.runs import changed
 
@@ -26,3 +27,7 @@ def test_tracking_uri(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker")
     assert tracking_uri(on) == "http://tracker"
     assert tracking_uri(changed(base, tracking={"enabled": True, "uri": "http://mine"})) == "http://mine"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:hunter2@tracker")
+    with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI: must hold no user or password; ") as refused:
+        tracking_uri(on)
+    assert "hunter2" not in str(refused.value)
