@@ -43,7 +43,7 @@ from areal_core.types import RunSummary
 from flows.compose import configure
 from flows.page import CancelUnheard, Progress, told
 from flows.run_result import result_markdown, result_rows
-from flows.shared import HOPELESS, PROGRESS, RESULT, Experiment, Minutes, Mode, Natural, Positive, Share
+from flows.shared import HOPELESS, PROGRESS, RESULT, Experiment, Minutes, Mode, Natural, Positive, Share, run_title
 
 SUMMARY = "areal-summary"  # key of an artifact
 
@@ -53,7 +53,12 @@ _END_S = 60.0  # for the roles of a run that was stopped
 _ROLE_THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Prefect's own annotations do not admit it
 
 
-@flow(name="areal", retries=_RETRIES, task_runner=_ROLE_THREADS)
+@flow(
+    name="areal",
+    flow_run_name=lambda: run_title(flow_run.parameters),
+    retries=_RETRIES,
+    task_runner=_ROLE_THREADS,
+)
 def areal(
     experiment: Experiment = "cpu-async",
     mode: Mode | None = None,

@@ -45,7 +45,7 @@ from flows.comparison.record import Comparison, read_comparison
 from flows.comparison.report import metrics, result_table, result_title, write_report
 from flows.comparison.trials import TrialResult, load_result, one_line, run_trial
 from flows.page import Progress, told
-from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural
+from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural, run_title
 
 if TYPE_CHECKING:
     from areal_core.tracking.outbox import EndStatus
@@ -59,7 +59,7 @@ _PROGRESS_INTERVAL_S = 2.0
 _REASONS = 3  # of failed trials, in the state of the flow run
 
 
-@flow(name="areal-compare")
+@flow(name="areal-compare", flow_run_name=lambda: run_title(flow_run.parameters))
 def areal_compare(
     experiment: Experiment = "cpu-async",
     arms: dict[str, list[str]] = DEFAULT_ARMS,

@@ -28,10 +28,10 @@ from areal_core.run.folders import tracking_uri
 from flows.benchmarks import benchmark_configs
 from flows.page import Progress, told
 from flows.run_result import run_page
-from flows.shared import PLACES, PROGRESS, RESULT, Natural, Positive
+from flows.shared import PLACES, PROGRESS, RESULT, Natural, Positive, run_title
 
 
-@flow(name="areal-evaluate")
+@flow(name="areal-evaluate", flow_run_name=lambda: run_title(flow_run.parameters))
 def areal_evaluate(
     model: str,
     benchmarks: Annotated[list[str], Field(min_length=1)],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -22,3 +24,19 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Minutes = Annotated[float, Field(gt=0.0)]
+
+_TITLE_LENGTH = 200  # characters
+
+
+def run_title(parameters: Mapping[str, Any]) -> str:
+    """What a flow run is called: its experiment or model, then all that was chosen besides."""
+    given = {name: value for name, value in parameters.items() if value not in (None, [], {})}
+    overrides = given.pop("overrides", [])
+    subject = given.pop("experiment", None) or PurePath(given.pop("model", "")).name
+    chosen = [f"{name.replace('_', ' ')} {_listed(value)}" for name, value in given.items()]
+    title = ": ".join(part for part in (subject, ", ".join([*chosen, *overrides])) if part)
+    return title if len(title) <= _TITLE_LENGTH else f"{title[: _TITLE_LENGTH - 3]}..."
+
+
+def _listed(value: Any) -> str:
+    return " ".join(str(each) for each in value) if isinstance(value, list | dict) else str(value)

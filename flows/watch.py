@@ -26,7 +26,7 @@ from rich.table import Table
 
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from flows import stack
-from flows.shared import PLACES, PROGRESS, RESULT
+from flows.shared import PLACES, PROGRESS, RESULT, run_title
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -88,11 +88,17 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
         deployed = client.read_deployment_by_name(deployment)
         # However often it is called, it makes one flow run, and returns that one.
         create = partial(
-            client.create_flow_run_from_deployment, deployed.id, parameters=parameters, idempotency_key=uuid4().hex
+            client.create_flow_run_from_deployment,
+            deployed.id,
+            name=run_title(parameters),
+            parameters=parameters,
+            idempotency_key=uuid4().hex,
         )
         try:
             flow_run = create()
-            console.print(f"Flow run [bold]{flow_run.name}[/]  {url_for(flow_run) or ''}\n{up.pages}", soft_wrap=True)
+            console.print(
+                f"Flow run [bold]{escape(flow_run.name)}[/]  {url_for(flow_run) or ''}\n{up.pages}", soft_wrap=True
+            )
             flow_run = _watch(client, flow_run.id, console, news)
         except KeyboardInterrupt:
             _cancel(client, create().id, console)  # it may have come between the server's run and its response

@@ -64,10 +64,12 @@ class _Client:
     def read_deployment_by_name(self, name: str) -> Any:
         return SimpleNamespace(id=uuid4())
 
-    def create_flow_run_from_deployment(self, deployment_id: UUID, *, parameters: Any, idempotency_key: str) -> Any:
+    def create_flow_run_from_deployment(
+        self, deployment_id: UUID, *, name: str, parameters: Any, idempotency_key: str
+    ) -> Any:
         made = self.runs.setdefault(idempotency_key, uuid4())
         self._interrupt("create")  # made, and not yet known here
-        return SimpleNamespace(id=made, name="a-run")
+        return SimpleNamespace(id=made, name=name)
 
     def read_flow_run(self, flow_run_id: UUID) -> Any:
         self._interrupt("read")
