@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.complete
 TRL_SETUP := .venv-trl/.complete
 MUTANTS_SETUP := .venv-mutants/.complete
+CHECKOV_SETUP := .venv-checkov/.complete
 VLLM_INSTALLED := .venv-vllm/.complete
 VLLM_SETUP := .venv-vllm/.plugin
 TASKS_SETUP := $(VENV)/.reasoning-gym
@@ -24,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench control clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
@@ -47,10 +48,10 @@ evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## a model on 
 	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(SETUP) extras ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
-	$(PYTEST) -m 'not gpu and not s3 and not vllm and not chaos and not hosts and not recovery and not attacks and not dear and not pretrained' $(ARGS)
+	$(PYTEST) -m 'not gpu and not s3 and not cloud and not vllm and not chaos and not hosts and not recovery and not attacks and not dear and not pretrained' $(ARGS)
 
 test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## the same, processes that end and join, hostile programs, vLLM's own server on a CPU, machines that are network namespaces (as root)
-	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not chaos' -rs $(ARGS)
+	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not cloud and not chaos' -rs $(ARGS)
 
 test-vllm: $(SETUP) $(VLLM_SETUP) ## what needs vLLM's own server, on a CPU: ARGS= goes to pytest
 	AREAL_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m 'vllm and not chaos' $(ARGS)
@@ -60,6 +61,9 @@ test-hosts: $(SETUP) ## one run across machines that are network namespaces, as 
 
 test-s3: $(SETUP) radosgw ## the store and whole runs on a real S3 server, Ceph's (as root, or installed): ARGS= goes to pytest
 	AREAL_REQUIRE_S3=1 $(BIN)/python -m pytest -m s3 -rs tests/s3 $(ARGS)
+
+test-cloud: $(SETUP) $(CHECKOV_SETUP) ## nodes made and ended by the real terraform on an emulated cloud: ARGS= goes to pytest
+	$(BIN)/python -m pytest -m cloud -rs tests/cloud $(ARGS)
 
 test-gpu: $(SETUP) ## the CUDA path, on a machine with a GPU: ARGS= goes to pytest
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
@@ -94,6 +98,17 @@ advise: $(SETUP) ## how a run's devices would better be partitioned, by its own 
 bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) $(if $(filter smollm2,$(or $(NAME),smollm2)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(filter verifiers,$(or $(NAME),verifiers)),sandbox) ## every benchmark that needs no GPU, or one: NAME=
 	@for name in $(or $(NAME),$(filter-out gpu_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))); do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit; done
+
+# Where nothing of a cloud is yet, its state is a file.
+TERRAFORM ?= terraform
+CONTROL := $(CURDIR)/.areal/control
+control: ## what outlives runs on AWS, network, store, Prefect and MLflow: VARS=file.tfvars ACTION=plan|apply|destroy|output
+	@command -v '$(TERRAFORM)' > /dev/null || $(call refuse,$(TERRAFORM) is not on the PATH; TERRAFORM= names terraform 1.11 or tofu 1.10$(,) or newer)
+	@[ '$(ACTION)' = output ] || [ -f '$(VARS)' ] || $(call refuse,VARS: must be a file of what infra/terraform/control/variables.tf asks for$(,) got '$(VARS)')
+	@mkdir -p '$(CONTROL)'
+	@export TF_DATA_DIR='$(CONTROL)/.terraform' && cd infra/terraform/control \
+	  && '$(TERRAFORM)' init -input=false -backend-config=path='$(CONTROL)/terraform.tfstate' > /dev/null \
+	  && '$(TERRAFORM)' $(or $(ACTION),apply) $(if $(filter output,$(ACTION)),,-var-file='$(abspath $(VARS))')
 
 clean: ## remove caches and build leftovers; .venv and .areal stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
@@ -155,6 +170,12 @@ $(SMOLLM2): | $(SETUP)
 $(MUTANTS_SETUP): requirements/mutants.txt | $(SETUP)
 	@$(PYTHON) -m venv .venv-mutants
 	@.venv-mutants/bin/pip install -qq --requirement requirements/mutants.txt
+	@touch $@
+
+# In an environment of its own: it pins what others pin otherwise.
+$(CHECKOV_SETUP): requirements/checkov.txt | $(SETUP)
+	@$(PYTHON) -m venv .venv-checkov
+	@.venv-checkov/bin/pip install -qq --requirement requirements/checkov.txt
 	@touch $@
 
 $(TRL_SETUP): requirements/trl.txt | $(SETUP)

@@ -20,8 +20,9 @@ settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-_FIRST = ("integration", "conformance", "hosts", "chaos")  # folders of processes, which take longest
+_FIRST = ("integration", "conformance", "hosts", "cloud", "chaos")  # folders of processes, which take longest
 _SHARING = (
+    "tests/cloud",
     "tests/conformance",
     "tests/hosts",
     "tests/s3",

@@ -1,0 +1,195 @@
+"""`python -m flows.control FILE`: the servers that outlive runs: Prefect's and MLflow's, on a Postgres of their own.
+
+FILE is what the machine was told when it booted (`infra/terraform/modules/control/user_data.sh.tftpl`). All three are
+started and watched by this process, as the user that it runs as. Postgres listens on a socket in a folder that is this
+user's alone, and so takes no password; the other two listen on the machine's address and take nobody without one, which
+they get through their environment. It ends when one of them can't be started any more; who started it tries again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from areal_core.errors import ConfigError, ProcessError
+from areal_core.run.command import run_command
+from flows.parameters import secret_values
+from flows.services import MARK, Services
+from flows.stack import ROOT
+
+_DATABASES = ("prefect", "mlflow", "mlflow_users")
+_RESTARTS = 5
+_PROBE_S = 5.0
+_MLFLOW_PASSWORD = 12  # characters that MLflow asks for
+_READ = "READ"  # what every user of MLflow may do with what others have made
+
+
+class Control(msgspec.Struct, forbid_unknown_fields=True):
+    """What the machine is told when it boots. None of it is secret."""
+
+    address: str  # of this machine, that the servers listen on
+    state: str  # folder of the database, logs and Prefect's home; it outlives the machine
+    artifacts: str  # where MLflow keeps them, s3://bucket/prefix
+    region: str
+    prefect_secret: str  # name of the parameter that holds user:password
+    mlflow_secret: str  # of that which holds the password of MLflow's user `admin`
+    prefect_port: int = 4200
+    mlflow_port: int = 5000
+
+
+def read(path: Path) -> Control:
+    """Raises ConfigError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Control)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+class Database:
+    """A Postgres of this user's own. Raises ProcessError where it can't be had."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data, self.sockets = folder / "data", folder / "sockets"
+        newest = max(
+            Path("/usr/lib/postgresql").glob("*/bin"), key=lambda found: float(found.parent.name), default=None
+        )
+        if newest is None and shutil.which("postgres") is None:
+            raise ProcessError("Postgres is not here (on Debian: apt install postgresql)")
+        self._programs = "" if newest is None else f"{newest}/"
+        self.sockets.mkdir(parents=True, exist_ok=True)
+        self.sockets.chmod(0o700)
+        if not (self.data / "PG_VERSION").exists():
+            self._run(
+                "initdb", "--pgdata", str(self.data), "--auth", "trust", "--encoding", "UTF8", "--locale", "C.UTF-8"
+            )
+
+    @property
+    def argv(self) -> list[str]:
+        options = ("listen_addresses=", f"unix_socket_directories={self.sockets}", "max_connections=200")
+        return [f"{self._programs}postgres", "-D", str(self.data), *(word for each in options for word in ("-c", each))]
+
+    def responds(self) -> bool:
+        return self._ask("pg_isready", "--quiet", "--host", str(self.sockets)).returncode == 0
+
+    def create(self, name: str) -> None:
+        """Make a database, unless it is there."""
+        there = self._run("psql", "--host", str(self.sockets), "--list", "--tuples-only", "--no-align", "postgres")
+        if name not in {line.partition("|")[0] for line in there.splitlines()}:
+            self._run("createdb", "--host", str(self.sockets), name)
+
+    def url(self, name: str, driver: str = "postgresql") -> str:
+        return f"{driver}:///{name}?host={self.sockets}"
+
+    def _run(self, program: str, *arguments: str) -> str:
+        ended = self._ask(program, *arguments)
+        if ended.returncode:
+            raise ProcessError(f"{program}: {' '.join((ended.stderr or ended.stdout).split())}")
+        return ended.stdout
+
+    def _ask(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([f"{self._programs}{program}", *arguments], capture_output=True, text=True)
+
+
+def serve(control: Control) -> None:
+    """Until asked to stop. Raises ProcessError, ConfigError, StorageError."""
+    asked = {"prefect": control.prefect_secret, "mlflow": control.mlflow_secret}
+    passwords = secret_values(control.region, asked)
+    if len(passwords["mlflow"]) < _MLFLOW_PASSWORD:
+        raise ConfigError(f"{control.mlflow_secret}: must have {_MLFLOW_PASSWORD} characters at least")
+    state = Path(control.state)
+    logs = state / "logs"
+    logs.mkdir(exist_ok=True)
+    database = Database(state / "postgres")
+    users = state / "mlflow.ini"
+    users.write_text(_mlflow_users(database))
+    with Services(cwd=ROOT, logs=logs) as services:
+        services.start("postgres", database.argv, {}, restarts=_RESTARTS)
+        services.until_ready({"postgres": database.responds})
+        for name in _DATABASES:
+            database.create(name)
+        services.start(
+            "prefect-server",
+            _module("prefect", "server", "start", "--host", control.address, "--port", str(control.prefect_port)),
+            {
+                "DO_NOT_TRACK": "1",
+                "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+                "PREFECT_HOME": str(state / "prefect"),
+                "PREFECT_API_DATABASE_CONNECTION_URL": database.url("prefect", "postgresql+asyncpg"),
+                "PREFECT_SERVER_API_AUTH_STRING": passwords["prefect"],
+            },
+            restarts=_RESTARTS,
+        )
+        services.start(
+            "mlflow",
+            _module(
+                *("mlflow", "server", "--host", control.address, "--port", str(control.mlflow_port)),
+                *("--backend-store-uri", database.url("mlflow"), "--artifacts-destination", control.artifacts),
+                *("--app-name", "basic-auth", "--workers", "2"),
+            ),
+            {
+                "MLFLOW_AUTH_CONFIG_PATH": str(users),
+                "MLFLOW_AUTH_ADMIN_USERNAME": "admin",
+                "MLFLOW_AUTH_ADMIN_PASSWORD": passwords["mlflow"],
+                "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32),
+                "MLFLOW_DISABLE_TELEMETRY": "true",
+                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            },
+            restarts=_RESTARTS,
+        )
+        services.until_ready(
+            {
+                "prefect-server": lambda: _responds(f"http://{control.address}:{control.prefect_port}/api/health"),
+                "mlflow": lambda: _responds(f"http://{control.address}:{control.mlflow_port}/health"),
+            }
+        )
+        print("Prefect and MLflow respond.", flush=True)
+        for line in services.watch():
+            print(line, file=sys.stderr, flush=True)
+
+
+def _module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, *arguments]
+
+
+def _mlflow_users(database: Database) -> str:
+    settings: Mapping[str, str] = {
+        "default_permission": _READ,
+        "database_uri": database.url("mlflow_users"),
+        "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
+    }
+    return "[mlflow]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
+
+
+def _responds(url: str) -> bool:
+    """Whether a server is there; one that asks for a password is."""
+    try:
+        urllib.request.urlopen(url, timeout=_PROBE_S).close()
+    except urllib.error.HTTPError as refused:
+        return refused.code == 401
+    except OSError:
+        return False
+    return True
+
+
+def main() -> int:
+    return run_command(_run)
+
+
+def _run() -> None:
+    if len(sys.argv) != 2:
+        raise ConfigError("usage: python -m flows.control FILE")
+    os.environ[MARK] = secrets.token_hex(8)
+    serve(read(Path(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+variable "name" {
+  description = "What the network's parts are called, and its control plane."
+  type        = string
+}
+
+variable "cidr" {
+  description = "Addresses of the network; a /20 holds a few thousand nodes."
+  type        = string
+  default     = "10.64.0.0/20"
+
+  validation {
+    condition     = can(cidrsubnet(var.cidr, 4, 15)) && try(tonumber(split("/", var.cidr)[1]) <= 24, false)
+    error_message = "cidr: must be an IPv4 block of /24 or larger, as 10.64.0.0/20."
+  }
+}
+
+variable "zones" {
+  description = "Availability zones that nodes may be in, one private subnet each."
+  type        = list(string)
+
+  validation {
+    condition     = length(var.zones) >= 1 && length(var.zones) <= 6 && length(distinct(var.zones)) == length(var.zones)
+    error_message = "zones: must be one to six different availability zones, as [\"us-east-1a\"]."
+  }
+}

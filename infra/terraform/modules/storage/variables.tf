@@ -1,0 +1,26 @@
+variable "bucket" {
+  description = "Name of the bucket, unique in the world."
+  type        = string
+
+  validation {
+    condition     = can(regex("^[a-z0-9][a-z0-9-]{1,61}[a-z0-9]$", var.bucket))
+    error_message = "bucket: must be 3 to 63 lowercase letters, digits and hyphens."
+  }
+}
+
+variable "noncurrent_days" {
+  description = "Days for which what was deleted or replaced can be brought back."
+  type        = number
+  default     = 7
+
+  validation {
+    condition     = var.noncurrent_days >= 1 && floor(var.noncurrent_days) == var.noncurrent_days
+    error_message = "noncurrent_days: must be a whole number, 1 at least."
+  }
+}
+
+variable "kms_key_arn" {
+  description = "A key of yours that objects are encrypted with; null: S3's own."
+  type        = string
+  default     = null
+}

@@ -1,0 +1,149 @@
+# Of one run. But for `foundation`, which the root module `control` gives, nothing here is about this cloud.
+
+variable "run" {
+  description = "Id of the run."
+  type        = string
+
+  validation {
+    condition     = can(regex("^[a-z0-9][a-z0-9.-]{0,39}$", var.run)) # with a role's name, IAM takes 64
+    error_message = "run: must be up to 40 lowercase letters, digits, dots and hyphens, the first one a letter or digit."
+  }
+}
+
+variable "nodes" {
+  description = <<-EOT
+    Nodes by role, generation and trainer: how many; which GPU and how many a node (none, t4, a10g, l4, l40s, a100-40,
+    a100-80, h100, h200); whether they may be reclaimed, and what one may cost an hour then, in dollars; GiB of disk.
+  EOT
+  type = map(object({
+    count     = number
+    gpu       = optional(string, "h100")
+    gpus      = optional(number, 8)
+    spot      = optional(bool, false)
+    max_price = optional(number)
+    disk_gib  = optional(number, 200)
+  }))
+
+  validation {
+    condition     = length(var.nodes) > 0 && alltrue([for role in keys(var.nodes) : contains(["generation", "trainer"], role)])
+    error_message = "nodes: must be of the roles generation and trainer."
+  }
+  validation {
+    condition     = alltrue([for pool in var.nodes : pool.count >= 0 && pool.count <= 256 && floor(pool.count) == pool.count])
+    error_message = "nodes: count must be a whole number from 0 to 256."
+  }
+  validation {
+    condition     = alltrue([for pool in var.nodes : contains(keys(local.types), "${pool.gpus}x${pool.gpu}")])
+    error_message = "nodes: no machine has so many (gpus) of that GPU (gpu); there are ${join(", ", keys(local.types))}."
+  }
+  validation {
+    condition     = alltrue([for pool in var.nodes : pool.max_price == null || (pool.spot && try(pool.max_price > 0, false))])
+    error_message = "nodes: max_price must be above 0, and is for spot nodes: the others have a price."
+  }
+  validation {
+    condition     = alltrue([for pool in var.nodes : pool.disk_gib >= 50 && pool.disk_gib <= 16384])
+    error_message = "nodes: disk_gib must be from 50 to 16384."
+  }
+}
+
+variable "lease" {
+  description = "Whose the run's resources are, and when nodes end by themselves, whatever happens elsewhere (RFC 3339, UTC)."
+  type = object({
+    owner      = string
+    expires_at = string
+  })
+
+  validation {
+    condition     = can(timeadd(var.lease.expires_at, "0s")) && endswith(var.lease.expires_at, "Z")
+    error_message = "lease: expires_at must be a time in UTC, as 2030-01-31T12:00:00Z."
+  }
+  validation {
+    condition     = can(regex("^[A-Za-z0-9 _.:/=+@-]{1,128}$", var.lease.owner))
+    error_message = "lease: owner must be 1 to 128 letters, digits, spaces or _.:/=+@-."
+  }
+}
+
+variable "prefect" {
+  description = "Where the nodes' workers take their work from: the API's address, and a work pool; queues are named RUN-ROLE."
+  type = object({
+    api_url   = string
+    work_pool = string
+  })
+
+  validation {
+    condition     = can(regex("^https?://[^/@\\s]+/", var.prefect.api_url))
+    error_message = "prefect: api_url must be an address without credentials, as http://10.64.0.5:4200/api."
+  }
+}
+
+variable "environment" {
+  description = "Environment variables of the nodes' processes; none of them secret."
+  type        = map(string)
+  default     = {}
+
+  validation {
+    condition     = alltrue([for name in keys(var.environment) : can(regex("^[A-Z][A-Z0-9_]*$", name))])
+    error_message = "environment: must be named as environment variables, as MLFLOW_TRACKING_URI."
+  }
+  validation {
+    condition     = alltrue([for name in keys(var.environment) : !can(regex("PASSWORD|SECRET|TOKEN|AUTH|KEY", name))])
+    error_message = "environment: a password, secret, token or key belongs into secrets, by the name of its parameter."
+  }
+}
+
+variable "secrets" {
+  description = "Environment variables of the nodes' processes whose values are secret: the SSM parameter of each."
+  type        = map(string)
+  default     = {}
+
+  validation {
+    condition     = alltrue([for name in keys(var.secrets) : can(regex("^[A-Z][A-Z0-9_]*$", name))])
+    error_message = "secrets: must be named as environment variables, as PREFECT_API_AUTH_STRING."
+  }
+  validation {
+    condition     = alltrue([for parameter in values(var.secrets) : can(regex("^/[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*$", parameter))])
+    error_message = "secrets: must be names of parameters, as /areal/prefect-auth, never the secrets themselves."
+  }
+}
+
+variable "software" {
+  description = "The checkout with its environment: its path, and a script that makes it where the image has none."
+  type = object({
+    path    = optional(string, "/opt/areal")
+    install = optional(string, "echo 'The image has no environment, and software.install is empty.' >&2; exit 1")
+  })
+  default = {}
+
+  validation {
+    condition     = can(regex("^/[A-Za-z0-9_./-]+$", var.software.path))
+    error_message = "software: path must be absolute, of letters, digits and _.-/."
+  }
+}
+
+variable "image" {
+  description = "Image that the nodes boot: Linux on x86-64 with the GPUs' driver, bash and systemd."
+  type        = string
+}
+
+variable "zone" {
+  description = "Where all nodes of the run are; null: the first zone of the foundation."
+  type        = string
+  default     = null
+}
+
+variable "fast_network" {
+  description = "Whether machines that have a network of their own between GPUs get it, side by side."
+  type        = bool
+  default     = true
+}
+
+variable "foundation" {
+  description = "The output `foundation` of the root module `control`."
+  type = object({
+    region      = string
+    vpc_id      = string
+    subnets     = map(string)
+    bucket      = string
+    kms_key_arn = optional(string)
+  })
+}

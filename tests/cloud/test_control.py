@@ -1,0 +1,148 @@
+"""The servers that outlive runs: real ones, on a real Postgres, as the control plane's machine starts them."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from flows.control import Control, read
+from flows.stack import ROOT
+from tests.support.cloud import MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, SECRET, Cloud, free_port
+from tests.support.terraform import CREDENTIALS, REGION, Root
+
+pytestmark = [
+    pytest.mark.cloud,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")), reason="needs Postgres: apt install postgresql"
+    ),
+]
+
+_TIMEOUT_S = 120.0
+# Postgres refuses to run as root: in a user namespace root is somebody else.
+_AS_ANOTHER = ["unshare", "--user", "--map-user=1", "--map-group=1"] if os.geteuid() == 0 else []
+
+
+class Servers:
+    """A context: `python -m flows.control`, ready."""
+
+    def __init__(self, folder: Path, cloud: Cloud) -> None:
+        self.told = Control(
+            address="127.0.0.1",
+            state=str(folder / "state"),
+            artifacts=f"file://{folder}/artifacts",
+            region=REGION,
+            prefect_secret=PARAMETER,
+            mlflow_secret=MLFLOW_PARAMETER,
+            prefect_port=free_port(),
+            mlflow_port=free_port(),
+        )
+        Path(self.told.state).mkdir(exist_ok=True)
+        (folder / "control.json").write_bytes(msgspec.json.encode(self.told))
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_", "AWS_"))
+        }
+        self._log = (folder / "control.log").open("a+")
+        self.process = subprocess.Popen(
+            [*_AS_ANOTHER, sys.executable, "-m", "flows.control", str(folder / "control.json")],
+            cwd=ROOT,
+            env=kept | CREDENTIALS | {"AWS_ENDPOINT_URL": cloud.endpoint},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def __enter__(self) -> Servers:
+        deadline = time.monotonic() + _TIMEOUT_S
+        begun = self._log.tell()
+        while "Prefect and MLflow respond." not in self.output()[begun:]:
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.2)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(_TIMEOUT_S) == 0, self.output()
+        self._log.close()
+
+    def output(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def prefect(self, method: str, path: str, password: str | None, **body: object) -> httpx.Response:
+        return self._ask(method, f"http://127.0.0.1:{self.told.prefect_port}/api{path}", password, body)
+
+    def mlflow(self, method: str, path: str, password: str | None, **body: object) -> httpx.Response:
+        return self._ask(method, f"http://127.0.0.1:{self.told.mlflow_port}/api/2.0/mlflow{path}", password, body)
+
+    def _ask(self, method: str, url: str, password: str | None, body: object) -> httpx.Response:
+        headers = {} if password is None else {"Authorization": f"Basic {base64.b64encode(password.encode()).decode()}"}
+        return httpx.request(method, url, headers=headers, json=body or None, timeout=60)
+
+
+@pytest.mark.cpu_seconds(60)
+def test_they_take_nobody_without_a_password_and_keep_what_they_know(cloud: Cloud, tmp_path: Path) -> None:
+    with Servers(tmp_path, cloud) as servers:
+        for password in (None, "admin:wrong-password", "admin:"):
+            assert servers.prefect("POST", "/work_pools/filter", password).status_code == 401
+            assert servers.mlflow("POST", "/experiments/create", password, name="stolen").status_code == 401
+        made = servers.prefect("POST", "/work_pools/", SECRET, name="areal-nodes", type="process")
+        assert made.status_code == 201
+        assert servers.mlflow("POST", "/experiments/create", f"admin:{MLFLOW_SECRET}", name="areal").status_code == 200
+    with Servers(tmp_path, cloud) as again:
+        pools = again.prefect("POST", "/work_pools/filter", SECRET).json()
+        assert [pool["name"] for pool in pools] == ["areal-nodes"]
+        found = again.mlflow("GET", "/experiments/get-by-name?experiment_name=areal", f"admin:{MLFLOW_SECRET}")
+        assert found.json()["experiment"]["name"] == "areal"
+    for secret in (SECRET, MLFLOW_SECRET):
+        told = [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+        assert told == []
+
+
+def test_what_the_machine_runs_when_it_boots(control: Root, cloud: Cloud, tmp_path: Path) -> None:
+    """Its commands are recorded where they would change this machine."""
+    (instance,) = (
+        instance
+        for reservation in cloud.client("ec2").describe_instances()["Reservations"]
+        for instance in reservation["Instances"]
+        if {"Key": "Name", "Value": "areal-control"} in instance["Tags"]
+    )
+    attribute = cloud.client("ec2").describe_instance_attribute(InstanceId=instance["InstanceId"], Attribute="userData")
+    text = base64.b64decode(attribute["UserData"]["Value"]).decode()
+    assert SECRET not in text
+    assert MLFLOW_SECRET not in text
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("apt-get", "blkid", "mount", "id", "chown", "systemctl"):
+        (commands / name).write_text(f'#!/bin/sh\necho "{name} $@" >> {tmp_path}/ran\n')
+        (commands / name).chmod(0o755)
+    for place in ("/etc/", "/srv/areal", "/dev/disk/"):
+        text = (
+            text.replace(f"'{place}", f"'{tmp_path}{place}")
+            .replace(f" {place}", f" {tmp_path}{place}")
+            .replace(f"={place}", f"={tmp_path}{place}")
+        )
+    disk = tmp_path / "dev/disk/by-id"
+    disk.mkdir(parents=True)
+    (tmp_path / "etc/systemd/system").mkdir(parents=True)
+    volume = next(line for line in text.splitlines() if line.startswith("disk=")).rpartition("/")[2]
+    (disk / volume).touch()
+    (tmp_path / "user-data").write_text(text)
+    settings = os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"}
+    ran = subprocess.run(
+        ["bash", str(tmp_path / "user-data")], env=settings, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = read(tmp_path / "etc/areal/control.json")
+    assert (told.address, told.artifacts) == (instance["PrivateIpAddress"], "s3://areal-emulated/mlflow")
+    unit = (tmp_path / "etc/systemd/system/areal-control.service").read_text()
+    assert f"ExecStart={ROOT}/.venv/bin/python -m flows.control " in unit
+    assert (tmp_path / "ran").read_text().splitlines()[-1] == "systemctl enable --now areal-control"

@@ -1,0 +1,53 @@
+"""The modules of infra/terraform: their form, what a scanner says of them, and their own tests, for which the provider
+is mocked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from flows.stack import ROOT
+from tests.support.terraform import INFRA, Terraform
+
+CHECKOV = ROOT / ".venv-checkov" / "bin" / "checkov"
+pytestmark = [pytest.mark.cloud, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def terraform(tmp_path_factory: pytest.TempPathFactory) -> Terraform:
+    return Terraform(tmp_path_factory.mktemp("modules") / "terraform")
+
+
+def test_all_files_are_formatted(terraform: Terraform) -> None:
+    assert terraform.done(".", "fmt", "-check", "-recursive") == ""
+
+
+@pytest.mark.cpu_seconds(60)
+def test_the_tests_of_the_modules_hold(terraform: Terraform) -> None:
+    terraform.init(".")
+    ended = terraform.run(".", "test", "-json")
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    runs = {
+        (said["test_run"]["path"], said["test_run"]["run"]): said["test_run"]["status"]
+        for said in lines
+        if said["type"] == "test_run" and said["test_run"]["progress"] == "complete"
+    }
+    reasons = "\n".join(
+        f"{said['@message']}: {said['diagnostic'].get('detail')}" for said in lines if said["type"] == "diagnostic"
+    )
+    assert set(runs.values()) == {"pass"}, reasons
+    assert len(runs) == sum(path.read_text().count('\nrun "') for path in (INFRA / "tests").glob("*.tftest.hcl"))
+    assert ended.returncode == 0
+
+
+@pytest.mark.skipif(not CHECKOV.exists(), reason="needs checkov, which `make test-cloud` sets up")
+def test_a_scanner_finds_nothing_that_is_not_explained() -> None:
+    command = [str(CHECKOV), "-d", str(INFRA), "--framework", "terraform", "--skip-download", "--output", "json"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=300).stdout)
+    results = found["results"]
+    assert results["passed_checks"]
+    assert [(check["check_id"], check["resource"]) for check in results["failed_checks"]] == []
+    reasons = {check["check_id"]: check["check_result"]["suppress_comment"] for check in results["skipped_checks"]}
+    assert [check for check, reason in reasons.items() if len(reason) < 30] == []
