@@ -30,7 +30,6 @@ _DATABASES = ("prefect", "mlflow", "mlflow_users")
 _RESTARTS = 5
 _PROBE_S = 5.0
 _MLFLOW_PASSWORD = 12  # characters that MLflow asks for
-_READ = "READ"  # what every user of MLflow may do with what others have made
 
 
 class Control(msgspec.Struct, forbid_unknown_fields=True):
@@ -67,10 +66,8 @@ class Database:
         self._programs = "" if newest is None else f"{newest}/"
         self.sockets.mkdir(parents=True, exist_ok=True)
         self.sockets.chmod(0o700)
-        if not (self.data / "PG_VERSION").exists():
-            self._run(
-                "initdb", "--pgdata", str(self.data), "--auth", "trust", "--encoding", "UTF8", "--locale", "C.UTF-8"
-            )
+        if not self.data.exists():
+            self._make()
 
     @property
     def argv(self) -> list[str]:
@@ -88,6 +85,13 @@ class Database:
 
     def url(self, name: str, driver: str = "postgresql") -> str:
         return f"{driver}:///{name}?host={self.sockets}"
+
+    def _make(self) -> None:
+        """The folder is whole or not there, whenever this process may be killed."""
+        part = self.data.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        self._run("initdb", "--pgdata", str(part), "--auth", "trust", "--encoding", "UTF8", "--locale", "C.UTF-8")
+        part.rename(self.data)
 
     def _run(self, program: str, *arguments: str) -> str:
         ended = self._ask(program, *arguments)
@@ -162,7 +166,7 @@ def _module(name: str, *arguments: str) -> list[str]:
 
 def _mlflow_users(database: Database) -> str:
     settings: Mapping[str, str] = {
-        "default_permission": _READ,
+        "default_permission": "READ",  # of what others have made
         "database_uri": database.url("mlflow_users"),
         "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
     }

@@ -12,6 +12,7 @@ from typing import Any
 INFRA = Path(__file__).resolve().parents[2] / "infra" / "terraform"
 REQUIRE_CLOUD = "AREAL_REQUIRE_CLOUD"  # set: a machine that lacks terraform fails these tests instead of skipping them
 PLUGINS = "AREAL_TERRAFORM_PLUGINS"  # names a folder that mirrors the provider, where it is not found by looking
+_PROVIDER = "registry.terraform.io/hashicorp/aws"
 REGION = "us-east-1"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "emulated", "AWS_SECRET_ACCESS_KEY": "emulated", "AWS_DEFAULT_REGION": REGION}
 
@@ -39,8 +40,11 @@ def mirror() -> Path | None:
     """The folder that holds the provider, as `terraform init -plugin-dir` takes it."""
     if named := os.environ.get(PLUGINS):
         return Path(named)
-    levels = ("/*/registry.terraform.io", "/*/*/registry.terraform.io", "/*/*/*/*/registry.terraform.io")
-    return next((found.parent for level in levels for found in Path("/").glob(level.lstrip("/"))), None)
+    usual = (Path.home() / ".terraform.d", *(Path(share) / "share/terraform" for share in ("/usr/local", "/usr")))
+    near = (found.parent for level in ("*", "*/*") for found in Path("/").glob(f"{level}/registry.terraform.io"))
+    return next(
+        (folder for folder in (*(folder / "plugins" for folder in usual), *near) if (folder / _PROVIDER).is_dir()), None
+    )
 
 
 def missing() -> str | None:
