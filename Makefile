@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench control clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench control nodes clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
@@ -109,6 +109,10 @@ control: ## what outlives runs on AWS, network, store, Prefect and MLflow: VARS=
 	@export TF_DATA_DIR='$(CONTROL)/.terraform' && cd infra/terraform/control \
 	  && '$(TERRAFORM)' init -input=false -backend-config=path='$(CONTROL)/terraform.tfstate' > /dev/null \
 	  && '$(TERRAFORM)' $(or $(ACTION),apply) $(if $(filter output,$(ACTION)),,-var-file='$(abspath $(VARS))')
+
+nodes: $(SETUP) ## the nodes of a run on AWS: VARS=file.yaml ACTION=plan|apply|hosts|destroy YES=1 REPLACE="generation-0"
+	@[ -f '$(VARS)' ] || $(call refuse,VARS: must be a file of what infra/terraform/run/variables.tf asks for$(,) got '$(VARS)')
+	@$(BIN)/python -m flows.nodes_command '$(or $(ACTION),plan)' '$(VARS)' $(if $(YES),--yes) $(if $(REPLACE),--replace $(REPLACE))
 
 clean: ## remove caches and build leftovers; .venv and .areal stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage

@@ -71,5 +71,9 @@ class ProcessError(ArealError):
     """A process of the run died, hung or never became ready, and its restarts are spent."""
 
 
+class ProvisionError(ArealError):
+    """Nodes could not be had, or given back; the message is the provisioner's."""
+
+
 class RunFinished(ArealError):  # noqa: N818 - an ending, not a failure
     """The run has ended: no further batch will be served. The message is the reason."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 
+from flows.provision import terraform
+from flows.provision.nodes import Nodes
 from flows.stack import ROOT
 from tests.support.cloud import (
     BUCKET,
@@ -23,13 +27,20 @@ from tests.support.cloud import (
     POOL,
     RUN,
     SECRET,
-    STATE,
     Cloud,
     emulated,
     free_port,
     until_it_responds,
 )
-from tests.support.terraform import REGION, REQUIRE_CLOUD, Root, missing
+from tests.support.terraform import (
+    CREDENTIALS,
+    REGION,
+    REQUIRE_CLOUD,
+    Root,
+    emulated_infra,
+    mirror,
+    missing,
+)
 
 _lack = cache(missing)
 
@@ -52,18 +63,25 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
 
 @pytest.fixture(scope="session")
-def control(cloud: Cloud, tmp_path_factory: pytest.TempPathFactory) -> Root:
+def infra(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return emulated_infra(tmp_path_factory.mktemp("infra") / "terraform")
+
+
+@pytest.fixture(scope="session")
+def control(cloud: Cloud, infra: Path) -> Root:
     """The root module `control`, applied. Tests leave it there: it ends with the emulated cloud."""
-    variables = {
-        "region": REGION,
-        "zones": [f"{REGION}a", f"{REGION}b"],
-        "bucket": BUCKET,
-        "image": cloud.image(),
-        "secrets": {"prefect": PARAMETER, "mlflow": MLFLOW_PARAMETER},
-        "software": {"path": str(ROOT)},
-    }
-    root = Root(tmp_path_factory.mktemp("control") / "terraform", "control", cloud.endpoint, variables)
-    root.apply()
+    root = Root(infra / "control", AWS_ENDPOINT_URL=cloud.endpoint, **CREDENTIALS)
+    root.init()
+    root.apply(
+        {
+            "region": REGION,
+            "zones": [f"{REGION}a", f"{REGION}b"],
+            "bucket": BUCKET,
+            "image": cloud.image(),
+            "secrets": {"prefect": PARAMETER, "mlflow": MLFLOW_PARAMETER},
+            "software": {"path": str(ROOT)},
+        }
+    )
     # The emulated cloud does not look at the condition of a denial, which is that a request is not encrypted.
     cloud.client("s3").delete_bucket_policy(Bucket=BUCKET)
     return root
@@ -98,11 +116,10 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectCli
 
 @pytest.fixture(scope="session")
 def nodes(
-    cloud: Cloud, control: Root, prefect: SyncPrefectClient, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Root]:
-    """The root module `run`, applied: two spot nodes that generate and one that trains. In the end it is destroyed, and
-    nothing may be left."""
-    variables = {
+    cloud: Cloud, infra: Path, control: Root, prefect: SyncPrefectClient, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Nodes]:
+    """Two spot nodes that generate and one that trains. In the end they are ended, and nothing may be left."""
+    request = {
         "run": RUN,
         "nodes": {
             "generation": {"count": 2, "gpu": "none", "gpus": 0, "spot": True, "max_price": 0.2},
@@ -113,15 +130,19 @@ def nodes(
         "secrets": {"PREFECT_API_AUTH_STRING": PARAMETER},
         "software": {"path": str(ROOT)},
         "image": cloud.image(),
-        "foundation": control.output("foundation"),
     }
-    backend = (
-        *(f"bucket={BUCKET}", f"key={STATE}", f"region={REGION}"),
-        *("use_path_style=true", "skip_credentials_validation=true", "skip_metadata_api_check=true"),
-    )
-    root = Root(tmp_path_factory.mktemp("run") / "terraform", "run", cloud.endpoint, variables, *backend)
-    root.apply()
-    yield root
-    root.destroy()
+    state = tmp_path_factory.mktemp("state")
+    (state / "control").mkdir()
+    shutil.copy(infra / "control" / "terraform.tfstate", state / "control")
+    environment = {"AWS_ENDPOINT_URL": cloud.endpoint, "TF_CLI_CONFIG_FILE": "/dev/null", **CREDENTIALS}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(terraform, "INFRA", infra)
+        for name, value in (environment | {terraform.PLUGINS: str(mirror())}).items():
+            patched.setenv(name, value)
+        with Nodes(request, state, lock_timeout_s=1) as made:
+            made.apply(made.plan())
+            yield made
+            made.apply(made.plan_end())
+            assert made.hosts() == []
     assert cloud.left() == {}
     assert json.loads(cloud.state())["resources"] == []

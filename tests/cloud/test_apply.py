@@ -3,90 +3,129 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
+from areal_core.errors import ProvisionError
+from flows import nodes_command
+from flows.provision.nodes import Nodes
+from flows.provision.terraform import Change, Plan
 from tests.support.cloud import BUCKET, RUN, SECRET, STATE, Cloud, tags_of
-from tests.support.terraform import Root
 
 pytestmark = [pytest.mark.cloud, pytest.mark.slow]
 
 
-def test_the_nodes_that_were_asked_for(nodes: Root, cloud: Cloud) -> None:
+def address(name: str) -> str:
+    return f'module.nodes["{name.rpartition("-")[0]}"].aws_instance.node["{name}"]'
+
+
+def made_or_ended(plan: Plan) -> list[Change]:
+    """Changes in place are left out: the emulated cloud forgets this and that, which is then to be put again."""
+    return [change for change in plan.changes if change.action != "update"]
+
+
+def ids(cloud: Cloud) -> dict[str, str]:
+    return {name: instance["InstanceId"] for name, instance in cloud.instances(RUN).items()}
+
+
+def test_the_nodes_that_were_asked_for(nodes: Nodes, cloud: Cloud) -> None:
     instances = cloud.instances(RUN)
-    assert {host["name"]: (host["role"], host["id"], host["address"]) for host in nodes.output("hosts")} == {
-        name: (name.rpartition("-")[0], instance["InstanceId"], instance["PrivateIpAddress"])
-        for name, instance in instances.items()
+    assert [(host.name, host.role, host.spot) for host in nodes.hosts()] == [
+        ("generation-0", "generation", True),
+        ("generation-1", "generation", True),
+        ("trainer-0", "trainer", False),
+    ]
+    assert {host.name: (host.id, host.address) for host in nodes.hosts()} == {
+        name: (instance["InstanceId"], instance["PrivateIpAddress"]) for name, instance in instances.items()
     }
-    assert sorted(instances) == ["generation-0", "generation-1", "trainer-0"]
     spot = cloud.template("generation")["InstanceMarketOptions"]
     assert (spot["MarketType"], spot["SpotOptions"]["MaxPrice"]) == ("spot", "0.2")
     assert "InstanceMarketOptions" not in cloud.template("trainer")
     (interface,) = cloud.template("trainer")["NetworkInterfaces"]
     assert interface["AssociatePublicIpAddress"] is False
+    tags = {"areal:run": RUN, "areal:owner": "somebody@example.org", "areal:expires": "2037-01-31T12:00:00Z"}
     for instance in instances.values():
-        assert (
-            tags_of(instance).items()
-            >= {
-                "areal:run": RUN,
-                "areal:owner": "somebody@example.org",
-                "areal:expires": "2037-01-31T12:00:00Z",
-            }.items()
-        )
+        assert tags_of(instance).items() >= tags.items()
 
 
-def test_nothing_is_made_or_ended_without_a_reason(nodes: Root) -> None:
-    assert nodes.planned() == {}
+def test_nothing_is_made_or_ended_without_a_reason(nodes: Nodes) -> None:
+    assert made_or_ended(nodes.plan()) == []
 
 
-def test_a_node_that_was_reclaimed_comes_back_alone(nodes: Root, cloud: Cloud) -> None:
-    before = cloud.instances(RUN)
-    cloud.client("ec2").terminate_instances(InstanceIds=[before["generation-1"]["InstanceId"]])
-    assert nodes.planned() == {'module.nodes["generation"].aws_instance.node["generation-1"]': ["create"]}
-    nodes.do("apply", "-input=false", "next")
-    after = cloud.instances(RUN)
+def test_a_node_that_was_reclaimed_comes_back_alone(nodes: Nodes, cloud: Cloud) -> None:
+    before = ids(cloud)
+    cloud.client("ec2").terminate_instances(InstanceIds=[before["generation-1"]])
+    plan = nodes.plan()
+    assert made_or_ended(plan) == [Change(address("generation-1"), "create")]
+    nodes.apply(plan)
+    after = ids(cloud)
     assert sorted(after) == sorted(before)
-    assert {name for name in after if after[name]["InstanceId"] != before[name]["InstanceId"]} == {"generation-1"}
+    assert {name for name in after if after[name] != before[name]} == {"generation-1"}
+    with pytest.raises(ProvisionError, match=r"^terraform apply: Saved plan is stale: "):
+        nodes.apply(plan)  # others have changed what it was made for
 
 
-def test_a_node_that_is_bad_is_replaced_alone(nodes: Root) -> None:
-    address = 'module.nodes["generation"].aws_instance.node["generation-0"]'
-    assert list(nodes.planned(f"-replace={address}")) == [address]
+def test_a_node_that_is_bad_is_replaced_alone(nodes: Nodes) -> None:
+    assert made_or_ended(nodes.plan(replace=["generation-0"])) == [Change(address("generation-0"), "replace")]
 
 
-def test_a_longer_lease_touches_no_node_that_runs(nodes: Root, cloud: Cloud) -> None:
-    before = cloud.instances(RUN)
-    nodes.apply("-var", 'lease={"owner": "somebody@example.org", "expires_at": "2037-02-28T12:00:00Z"}')
-    after = cloud.instances(RUN)
-    nodes.apply()
-    assert {name: node["InstanceId"] for name, node in after.items()} == {
-        name: node["InstanceId"] for name, node in before.items()
-    }
-    assert {tags_of(node)["areal:expires"] for node in after.values()} == {"2037-02-28T12:00:00Z"}
+def test_a_longer_lease_touches_no_node_that_runs(nodes: Nodes, cloud: Cloud) -> None:
+    before, lease = ids(cloud), nodes.variables["lease"]
+    nodes.variables["lease"] = lease | {"expires_at": "2037-02-28T12:00:00Z"}
+    try:
+        nodes.apply(nodes.plan())
+        expiries = {tags_of(instance)["areal:expires"] for instance in cloud.instances(RUN).values()}
+    finally:
+        nodes.variables["lease"] = lease
+        nodes.apply(nodes.plan())
+    assert ids(cloud) == before
+    assert expiries == {"2037-02-28T12:00:00Z"}
 
 
-def test_one_process_writes_the_state_of_a_run(nodes: Root, cloud: Cloud) -> None:
+def test_one_process_writes_the_state_of_a_run(nodes: Nodes, cloud: Cloud) -> None:
     store = cloud.client("s3")
-    lock = {
-        "ID": "1b9ff9a8",
-        "Operation": "OperationTypeApply",
-        "Who": "somebody@elsewhere",
-        "Created": "2030-01-31T12:00:00Z",
-    }
+    lock = {"ID": "1b9ff9a8", "Operation": "OperationTypeApply", "Who": "somebody@elsewhere"}
+    lock["Created"] = "2030-01-31T12:00:00Z"
     store.put_object(Bucket=BUCKET, Key=f"{STATE}.tflock", Body=json.dumps(lock).encode())
-    refused = nodes.attempt("apply", "-input=false", "-auto-approve")
+    with pytest.raises(ProvisionError, match=r"^terraform plan: Error acquiring the state lock: .*somebody@elsewhere"):
+        nodes.plan()
     store.delete_object(Bucket=BUCKET, Key=f"{STATE}.tflock")
-    assert refused.returncode != 0
-    assert "Error acquiring the state lock" in refused.stderr
-    assert "somebody@elsewhere" in refused.stderr
 
 
-def test_what_is_stored_is_versioned_and_encrypted(nodes: Root, cloud: Cloud) -> None:
+def test_what_is_wrong_is_said_in_a_line(nodes: Nodes) -> None:
+    asked = nodes.variables["nodes"]
+    nodes.variables["nodes"] = {"trainer": {"count": 1, "gpu": "h100", "gpus": 5}}
+    try:
+        with pytest.raises(
+            ProvisionError, match=r"^terraform plan: Invalid value for variable: nodes: no machine has "
+        ):
+            nodes.plan()
+    finally:
+        nodes.variables["nodes"] = asked
+
+
+def test_another_command_of_this_machine_is_refused(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nodes.yaml"
+    file.write_text(yaml.safe_dump(nodes.variables))
+    monkeypatch.setattr(nodes_command, "STATE", nodes.folder.parents[1])
+    monkeypatch.setattr(sys, "argv", ["nodes", "hosts", str(file)])
+    assert nodes_command.main() == 1
+    assert "another command is at its nodes on this machine" in capsys.readouterr().err
+
+
+def test_what_is_stored_is_versioned_and_encrypted(nodes: Nodes, cloud: Cloud) -> None:
     store = cloud.client("s3")
     assert store.get_bucket_versioning(Bucket=BUCKET)["Status"] == "Enabled"
     assert store.head_object(Bucket=BUCKET, Key=STATE)["ServerSideEncryption"] == "AES256"
 
 
-def test_secrets_are_neither_in_the_state_nor_in_what_nodes_are_told(nodes: Root, cloud: Cloud) -> None:
+def test_secrets_are_neither_in_the_state_nor_in_what_nodes_are_told(nodes: Nodes, cloud: Cloud) -> None:
     assert SECRET not in cloud.state().decode()
     assert all(SECRET not in cloud.user_data(role) for role in ("generation", "trainer"))
+    files = [path for path in (nodes.folder / "copy").rglob("*") if path.is_file()]
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []

@@ -13,8 +13,9 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import Worker
 
+from flows.provision.nodes import Nodes
 from tests.support.cloud import PARAMETER, POOL, RUN, SECRET, Cloud
-from tests.support.terraform import CREDENTIALS, Root
+from tests.support.terraform import CREDENTIALS
 
 pytestmark = [pytest.mark.cloud, pytest.mark.slow]
 
@@ -77,7 +78,7 @@ class Node:
 
 
 def test_its_worker_comes_and_its_end_is_set(
-    nodes: Root, cloud: Cloud, prefect: SyncPrefectClient, tmp_path: Path
+    nodes: Nodes, cloud: Cloud, prefect: SyncPrefectClient, tmp_path: Path
 ) -> None:
     with Node(cloud.user_data("generation"), cloud, tmp_path) as node:
         worker = node.worker(prefect)
@@ -92,7 +93,7 @@ def test_its_worker_comes_and_its_end_is_set(
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET in path.read_text(errors="replace")]
 
 
-def test_a_secret_that_there_is_not(nodes: Root, cloud: Cloud, tmp_path: Path) -> None:
+def test_a_secret_that_there_is_not(nodes: Nodes, cloud: Cloud, tmp_path: Path) -> None:
     told = cloud.user_data("generation").replace(PARAMETER, "/areal/another")
     with Node(told, cloud, tmp_path) as node:
         assert node.ended() == 2
@@ -100,7 +101,7 @@ def test_a_secret_that_there_is_not(nodes: Root, cloud: Cloud, tmp_path: Path) -
     assert (tmp_path / "shutdown").exists()  # it ends all the same
 
 
-def test_an_image_without_the_environment(nodes: Root, cloud: Cloud, tmp_path: Path) -> None:
+def test_an_image_without_the_environment(nodes: Nodes, cloud: Cloud, tmp_path: Path) -> None:
     told = cloud.user_data("generation").replace(f"{os.getcwd()}/.venv", f"{tmp_path}/none/.venv")
     with Node(told, cloud, tmp_path) as node:
         assert node.ended() == 1

@@ -4,30 +4,30 @@ is mocked."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from flows.provision.terraform import INFRA
 from flows.stack import ROOT
-from tests.support.terraform import INFRA, Terraform
+from tests.support.terraform import Root
 
 CHECKOV = ROOT / ".venv-checkov" / "bin" / "checkov"
-pytestmark = [pytest.mark.cloud, pytest.mark.slow]
+# The last file of the folder: what its tests share ends here.
+pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.cpu_seconds(60)]
 
 
-@pytest.fixture(scope="module")
-def terraform(tmp_path_factory: pytest.TempPathFactory) -> Terraform:
-    return Terraform(tmp_path_factory.mktemp("modules") / "terraform")
+def test_all_files_are_formatted() -> None:
+    assert Root(INFRA).do("fmt", "-check", "-recursive") == ""
 
 
-def test_all_files_are_formatted(terraform: Terraform) -> None:
-    assert terraform.done(".", "fmt", "-check", "-recursive") == ""
-
-
-@pytest.mark.cpu_seconds(60)
-def test_the_tests_of_the_modules_hold(terraform: Terraform) -> None:
-    terraform.init(".")
-    ended = terraform.run(".", "test", "-json")
+def test_the_tests_of_the_modules_hold(tmp_path: Path) -> None:
+    shutil.copytree(INFRA, tmp_path / "terraform")
+    terraform = Root(tmp_path / "terraform")
+    terraform.init()
+    ended = terraform.run("test", "-json")
     lines = [json.loads(line) for line in ended.stdout.splitlines()]
     runs = {
         (said["test_run"]["path"], said["test_run"]["run"]): said["test_run"]["status"]

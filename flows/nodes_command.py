@@ -1,0 +1,97 @@
+"""`make nodes`: the nodes of a run in a cloud, planned, made, listed and ended by hand.
+
+    python -m flows.nodes_command plan|apply|hosts|destroy FILE [--yes] [--replace NAME ...]
+
+FILE is YAML: what infra/terraform/run/variables.tf asks for. Of what `make control` has made nothing need be said.
+Exit status: 0 done; 1 it could not be done, or was not wanted; 2 a setting is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from areal_core.errors import ConfigError, ProvisionError
+from areal_core.run.command import Parser, run_command
+from flows.provision.nodes import Host, Nodes
+from flows.provision.terraform import Plan
+from flows.stack import STATE
+
+
+def main() -> int:
+    return run_command(_run)
+
+
+def _run() -> None:
+    options = _parse()
+    console = Console(highlight=False)
+    with Nodes(read(options.file), STATE, log=lambda line: console.print(line, markup=False, soft_wrap=True)) as nodes:
+        if options.action in ("plan", "apply", "destroy"):
+            plan = nodes.plan_end() if options.action == "destroy" else nodes.plan(replace=options.replace)
+            _show(plan, console)
+            if options.action != "plan" and plan.changes:
+                _confirm(f"Run {nodes.run}: {plan}.", options.yes)
+                nodes.apply(plan)
+        if options.action in ("apply", "hosts"):
+            _list(nodes.hosts(), console)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A request from a file of YAML. Raises ConfigError."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must hold what infra/terraform/run/variables.tf asks for, as name: value")
+    return _plain(values)
+
+
+def _plain(value: Any) -> Any:
+    """YAML reads a time where one stands; Terraform wants its text."""
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if value.tzinfo else value.isoformat()
+    return value
+
+
+def _confirm(what: str, sure: bool) -> None:
+    if not sure and not (sys.stdin.isatty() and input(f"{what} Type yes to do it: ") == "yes"):
+        raise ProvisionError("nothing was changed: it takes a yes, or --yes (YES=1)")
+
+
+def _show(plan: Plan, console: Console) -> None:
+    for change in plan.changes:
+        console.print(f"{change.action:8} {change.address}", markup=False, soft_wrap=True)
+    console.print(f"Plan: {plan}.", markup=False)
+
+
+def _list(hosts: list[Host], console: Console) -> None:
+    for host in hosts:
+        spot = "spot" if host.spot else "on demand"
+        line = f"{host.name:14} {host.address:15} {host.id:19} {host.type:14} {spot}"
+        console.print(line, markup=False, soft_wrap=True)
+    if not hosts:
+        console.print("No nodes.")
+
+
+def _parse() -> argparse.Namespace:
+    parser = Parser(prog="make nodes", description="The nodes of a run in a cloud.")
+    parser.add_argument("action", choices=("plan", "apply", "hosts", "destroy"))
+    parser.add_argument("file", type=Path, help="YAML: what infra/terraform/run/variables.tf asks for")
+    parser.add_argument("--yes", action="store_true", help="do what is planned without asking")
+    parser.add_argument("--replace", nargs="*", default=[], metavar="NAME", help="hosts to make anew, as generation-0")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

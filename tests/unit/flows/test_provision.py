@@ -1,0 +1,281 @@
+"""Terraform's program as this project drives it: what it is told, what becomes of what it says. A script stands in for
+it here; tests/cloud has the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.errors import ConfigError, ProcessError, ProvisionError
+from flows import nodes_command
+from flows.provision import terraform
+from flows.provision.nodes import Nodes
+from flows.provision.terraform import Change, Terraform
+
+CHANGES = [
+    ("a.made", ["create"]),
+    ("a.kept", ["no-op"]),
+    ("a.read", ["read"]),
+    ("a.anew", ["delete", "create"]),
+    ("a.ended", ["delete"]),
+    ("a.changed", ["update"]),
+]
+REQUEST: dict[str, Any] = {"run": "r", "foundation": {"bucket": "b", "region": "us-east-1"}}
+_TIMEOUT_S = 20.0
+
+Says = Callable[[str], Path]  # what the script is to do, in Python; returns where it notes how it was called
+
+
+@pytest.fixture(autouse=True)
+def python_s_own_signals() -> Iterator[None]:
+    """Commands of this package, here and in other files, put handlers of their own in their place."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
+    def install(body: str = "") -> Path:
+        calls, program = tmp_path / "calls", tmp_path / "terraform"
+        shown = json.dumps({"resource_changes": [{"address": a, "change": {"actions": b}} for a, b in CHANGES]})
+        program.write_text(
+            f"#!{sys.executable}\nimport json, os, signal, sys, time\ncommand = sys.argv[1]\n"
+            f"open({str(calls)!r}, 'a').write(json.dumps(sys.argv[1:]) + chr(10))\n"
+            f"def say(**said): print(json.dumps(said), flush=True)\n{body}\n"
+            f"print({shown!r} if command == 'show' else '{{}}')\n"
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv(terraform.BINARY, str(program))
+        return calls
+
+    return install
+
+
+def called(calls: Path) -> list[list[str]]:
+    return [json.loads(line) for line in calls.read_text().splitlines()]
+
+
+def made(tmp_path: Path, **options: Any) -> Terraform:
+    root = Terraform("run", tmp_path / "work", backend={"bucket": "b", "key": "k"}, **options)
+    root.init()
+    return root
+
+
+def test_only_what_was_planned_is_applied(says: Says, tmp_path: Path) -> None:
+    calls = says()
+    root = made(tmp_path)
+    first, second = root.plan({"run": "r"}), root.plan({"run": "r"}, replace=["a.b"])
+    assert first.changes == (
+        Change("a.made", "create"),
+        Change("a.anew", "replace"),
+        Change("a.ended", "delete"),
+        Change("a.changed", "update"),
+    )
+    assert str(first) == "1 to create, 1 to delete, 1 to replace, 1 to update"
+    root.apply(first)
+    init, plan, _, again, _, apply = called(calls)
+    assert init[-2:] == ["-backend-config=bucket=b", "-backend-config=key=k"]
+    assert f"-out={first.path}" in plan
+    assert "-replace=a.b" in again
+    assert apply[-1] == str(first.path) != str(second.path)
+
+
+def test_variables_are_told_by_a_file(says: Says, tmp_path: Path) -> None:
+    says()
+    made(tmp_path).plan({"run": "r", "nodes": {"trainer": {"count": 1}}})
+    told = tmp_path / "work" / "copy" / "run" / "given.auto.tfvars.json"
+    assert json.loads(told.read_text()) == {"run": "r", "nodes": {"trainer": {"count": 1}}}
+
+
+def test_errors_are_one_line_in_its_own_words(says: Says, tmp_path: Path) -> None:
+    says(
+        "if command == 'apply':\n"
+        "  warning = {'severity': 'warning', 'summary': 'Old', 'detail': ''}\n"
+        "  quota = {'severity': 'error', 'summary': 'creating EC2 Instance', 'detail': 'VcpuLimitExceeded:\\n of 0.'}\n"
+        "  rule = {'severity': 'error', 'summary': 'Invalid value', 'detail': 'nodes: no.\\n\\n"
+        "This was checked by the validation rule at variables.tf:29.'}\n"
+        "  for each in (warning, quota, quota, rule): say(type='diagnostic', diagnostic=each)\n"
+        "  sys.exit(1)"
+    )
+    root = made(tmp_path)
+    with pytest.raises(ProvisionError) as failed:
+        root.apply(root.plan({}))
+    assert (
+        str(failed.value)
+        == "terraform apply: creating EC2 Instance: VcpuLimitExceeded: of 0.; Invalid value: nodes: no."
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("print('panic: no schema', file=sys.stderr); sys.exit(11)", "terraform init: panic: no schema"),
+        ("sys.exit(3)", "terraform init: exited with code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "terraform init: exited with code -9"),
+    ],
+)
+def test_a_failure_without_words_of_its_own(says: Says, tmp_path: Path, body: str, said: str) -> None:
+    says(body)
+    with pytest.raises(ProvisionError) as failed:
+        made(tmp_path)
+    assert str(failed.value) == said
+
+
+def test_what_it_changes_is_told(says: Says, tmp_path: Path) -> None:
+    says(
+        "say(type='version', **{'@message': 'Terraform 1.11.4'})\n"
+        "for action, what in (('read', 'data.c: Refreshing...'), ('create', 'a.b: Creating...')):\n"
+        "  say(type='apply_start', hook={'action': action}, **{'@message': what})"
+    )
+    lines: list[str] = []
+    made(tmp_path, log=lines.append)
+    assert lines == ["terraform: a.b: Creating..."]
+
+
+def test_a_program_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(terraform.BINARY, "no-such-program")
+    with pytest.raises(ConfigError, match=r"^no-such-program is not on the PATH: needs terraform 1\.11 or tofu 1\.10"):
+        made(tmp_path)
+
+
+# It ends in order, which takes it a moment, once it is asked to by the signal that it gets.
+_ENDS_IN_ORDER = """
+def end(signum, _):
+    time.sleep(0.3)
+    open({note!r}, 'w').write(signal.Signals(signum).name)
+    sys.exit(1)
+if command == 'apply':
+    for signum in (signal.SIGINT, signal.SIGTERM): signal.signal(signum, end)
+    open({note!r}, 'w').write('at it')
+    while True: time.sleep(0.05)
+"""
+
+
+def until(note: Path, text: str) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not (note.exists() and note.read_text() == text):
+        assert time.monotonic() < deadline, note.read_text() if note.exists() else "nothing"
+        time.sleep(0.02)
+
+
+def test_it_ends_in_order_when_this_process_is_interrupted(says: Says, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    says(_ENDS_IN_ORDER.format(note=str(note)))
+    root = made(tmp_path)
+    plan = root.plan({})
+
+    def interrupt() -> None:
+        until(note, "at it")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        root.apply(plan)
+    interrupting.join()
+    assert note.read_text() == "SIGINT"  # and it was waited for
+
+
+def test_it_ends_in_order_when_this_process_is_killed(says: Says, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    says(_ENDS_IN_ORDER.format(note=str(note)))
+    program = (
+        "import sys; from pathlib import Path; from flows.provision.terraform import Terraform\n"
+        "root = Terraform('run', Path(sys.argv[1]), backend={})\nroot.init()\nroot.apply(root.plan({}))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "work")]
+    owner = subprocess.Popen(command, cwd=Path(terraform.__file__).parents[2])
+    try:
+        until(note, "at it")
+    finally:
+        owner.kill()
+        owner.wait()
+    until(note, "SIGTERM")
+
+
+def test_what_control_has_made_need_not_be_said(says: Says, tmp_path: Path) -> None:
+    says()
+    foundation = {"bucket": "b", "region": "eu-west-1", "vpc_id": "vpc-1"}
+    (tmp_path / "control").mkdir()
+    outputs = {"foundation": {"value": foundation}, "prefect_api_url": {"value": "http://10.64.0.10:4200/api"}}
+    (tmp_path / "control" / "terraform.tfstate").write_text(json.dumps({"outputs": outputs}))
+    with Nodes({"run": "r"}, tmp_path) as nodes:
+        assert nodes.variables == {
+            "run": "r",
+            "foundation": foundation,
+            "prefect": {"api_url": "http://10.64.0.10:4200/api", "work_pool": "areal-nodes"},
+        }
+        assert nodes.hosts() == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"), [({}, "run: must be the id"), ({"run": "r"}, "foundation: must be what")]
+)
+def test_a_request_that_lacks_something(says: Says, tmp_path: Path, request_: dict[str, Any], said: str) -> None:
+    says()
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        Nodes(request_, tmp_path)
+
+
+def test_one_command_at_a_time(says: Says, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says()
+    monkeypatch.setattr("flows.provision.nodes._BUSY_S", 0.1)
+    with (
+        Nodes(REQUEST, tmp_path),
+        pytest.raises(ProcessError, match=r"^run r: another command is at its nodes on this machine$"),
+    ):
+        Nodes(REQUEST, tmp_path)
+    with Nodes(REQUEST, tmp_path):
+        pass
+
+
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, *options: str) -> int:
+    file = tmp_path / "nodes.yaml"
+    file.write_text("run: r\nfoundation: {bucket: b, region: us-east-1}\nlease: {expires_at: 2037-01-31T12:00:00Z}\n")
+    monkeypatch.setattr(nodes_command, "STATE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["nodes", action, str(file), *options])
+    return nodes_command.main()
+
+
+def test_the_command_shows_a_plan_and_applies_it_once_it_is_wanted(
+    says: Says, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = says()
+    assert command(tmp_path, monkeypatch, "plan") == 0
+    assert "create   a.made" in capsys.readouterr().out
+    assert command(tmp_path, monkeypatch, "apply") == 1  # nobody is there to say yes
+    assert "nothing was changed" in capsys.readouterr().err
+    assert not [call for call in called(calls) if call[0] == "apply"]
+    assert command(tmp_path, monkeypatch, "apply", "--yes") == 0
+    assert "No nodes." in capsys.readouterr().out
+    assert command(tmp_path, monkeypatch, "destroy", "--yes") == 0
+    assert len([call for call in called(calls) if call[0] == "apply"]) == 2
+    assert [call for call in called(calls) if "-destroy" in call]
+
+
+def test_the_command_reads_a_time_as_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.yaml"
+    file.write_text("lease: {expires_at: 2037-01-31T14:00:00+02:00}\nzones: [a]\n")
+    assert nodes_command.read(file) == {"lease": {"expires_at": "2037-01-31T12:00:00Z"}, "zones": ["a"]}
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [", None])
+def test_a_file_that_is_no_request(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "nodes.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"nodes\.yaml: "):
+        nodes_command.read(file)
