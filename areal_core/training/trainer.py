@@ -104,10 +104,10 @@ class Trainer:
             if manifest.step <= replayed:
                 # Should its weights not be those that were published before, batches of later steps are assembled
                 # anew (a new incarnation): no rank may fetch one before.
-                with pulse.waiting("trainer", f"step {self.step}: it is made again"):
+                with pulse.waiting("trainer", f"step {self.step}: it is made again"), self.ranks.held_up():
                     if self.publisher is not None:
                         self.publisher.drain()
-                    self._meet()
+                self._meet()
                 feed.ahead()
         self._finish(reason)
         self.engine.close()
@@ -240,9 +240,10 @@ class Trainer:
 
     def _newest(self) -> CheckpointInfo | None:
         """Collective. What rank 0 finds."""
-        found = checkpoint.newest(self.storage) if self.rank == 0 else None
-        if found is not None and found.step > (known := self.controller.status().step):
-            found = checkpoint.newest(self.storage, last=known)
+        with self.ranks.held_up():
+            found = checkpoint.newest(self.storage) if self.rank == 0 else None
+            if found is not None and found.step > (known := self.controller.status().step):
+                found = checkpoint.newest(self.storage, last=known)
         self._meet()
         taken = np.array([0, 0] if found is None else [found.step, found.number])
         step, number = self.ranks.all_reduce_max(taken).tolist()
@@ -252,7 +253,8 @@ class Trainer:
         """Collective. What this rank holds of a checkpoint's state; None where what any rank reads is damaged."""
         damage, read = "", None
         try:
-            read = read_tensors(self.storage, info, (checkpoint.WEIGHTS, checkpoint.OPTIMIZER), self.engine.parts())
+            with self.ranks.held_up():
+                read = read_tensors(self.storage, info, (checkpoint.WEIGHTS, checkpoint.OPTIMIZER), self.engine.parts())
         except DamagedError as error:
             damage = str(error)
             logger.warning("%s", damage)
@@ -266,7 +268,7 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         if self.publisher is not None:
-            with pulse.waiting(pulse.STORE, f"step {self.step}: a checkpoint is being written"):
+            with pulse.waiting(pulse.STORE, f"step {self.step}: a checkpoint is being written"), self.ranks.held_up():
                 self.publisher.make_room()
         self._meet()
         state = self.engine.state()
@@ -275,9 +277,9 @@ class Trainer:
         self._saved = self.step
 
     def _meet(self) -> None:
-        """Wait for ranks that wait for the store: as long as these do, and a collective's time on top."""
+        """Wait for ranks that are held up, as long as these are."""
         with pulse.waiting("trainer", "all ranks meet"):
-            self.ranks.meet(self.config.storage.patience_s + self.config.training.collective_timeout_s)
+            self.ranks.meet()
 
     def _finish(self, reason: str) -> None:
         """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended."""

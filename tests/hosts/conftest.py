@@ -65,3 +65,5 @@ def cluster(network: Network, store: str, state: Path, request: pytest.FixtureRe
     )
     with Cluster(network, config, request.function.__name__.removeprefix("test_")) as running:
         yield running
+    for host in ADDRESSES:  # one that a failed test has left cut off
+        network.join(host)

@@ -26,7 +26,7 @@ print(newest and newest.step, *sorted(storage.sizes("final")))
 
 def missed(host: str) -> str:
     rank = TRAINS.index(host)
-    return f"rank {rank} (host {ADDRESSES[host]}) did not reach all_reduce "
+    return f"rank {rank} (host {ADDRESSES[host]}) did not reach "
 
 
 def test_a_run_across_machines(cluster: Cluster) -> None:
@@ -72,7 +72,7 @@ def test_a_rank_that_dies_and_one_that_hangs(cluster: Cluster) -> None:
     again = [cluster.pid("trainer", rank, but=ranks[rank]) for rank in range(2)]
     cluster.until_step(cluster.step() + 2)
     os.kill(again[1], signal.SIGSTOP)
-    named = re.escape(missed(SECOND)) + r"\d+ within 10 s \(training\.collective_timeout_s\)"
+    named = re.escape(missed(SECOND)) + r".* within 10 s \(training\.collective_timeout_s\)"
     cluster.wait_for("rank 0 names rank 1", lambda: re.search(named, cluster.output(FIRST)))
     cluster.says(SECOND, f"Sending process {again[1]} closing signal SIGTERM")
     os.kill(again[1], signal.SIGCONT)  # else torchrun kills it 30 s later

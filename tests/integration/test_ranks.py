@@ -33,9 +33,9 @@ class Ranks:
         where = where or str(self._folder / "rendezvous")
         self._start(rank, summing, rank, size, where, self._folder / "go", join_s)
 
-    def start_meeting(self, rank: int, size: int, patience_s: float) -> None:
+    def start_meeting(self, rank: int, size: int, *, held_up: bool) -> None:
         rendezvous = str(self._folder / "rendezvous")
-        self._start(rank, meeting, rank, size, rendezvous, self._folder / "go", PATIENCE_S, patience_s)
+        self._start(rank, meeting, rank, size, rendezvous, self._folder / "go", PATIENCE_S, held_up)
 
     def _start(self, rank: int, work: Callable[..., None], *arguments: object) -> None:
         environment = {"AREAL_ADDRESS": f"10.0.0.{rank}", "GLOO_SOCKET_IFNAME": "lo"}
@@ -181,14 +181,22 @@ def test_rendezvous_of_ranks(tmp_path: Path) -> None:
 
 def test_a_rank_that_waits_for_the_store_is_waited_for(ranks: Ranks) -> None:
     for rank in range(2):
-        ranks.start_meeting(rank, 2, PATIENCE_S)
+        ranks.start_meeting(rank, 2, held_up=True)
     assert ranks.lines(1) == ["here"]
     time.sleep(1.5 * TIMEOUT_S)  # which no collective waits
     ranks.go()
     assert ranks.lines(0, 2)[1] == ranks.lines(1, 2)[1] == "sum 1.0 2.0"
 
 
-def test_a_rank_that_waits_for_the_store_for_too_long_is_named(ranks: Ranks) -> None:
+@pytest.mark.parametrize("held_up", [False, True], ids=["silent", "held up, and stopped"])
+def test_a_rank_that_can_not_say_that_it_waits_is_named(ranks: Ranks, held_up: bool) -> None:
+    """As one whose machine is cut off while it waits for the store."""
     for rank in range(2):
-        ranks.start_meeting(rank, 2, 1.0)
-    assert ranks.error(1) == "rank 0 (host 10.0.0.0) was not there within 1 s (storage.patience_s)"
+        ranks.start_meeting(rank, 2, held_up=held_up)
+    assert ranks.lines(0) == ["here"]
+    if held_up:
+        time.sleep(1.5 * TIMEOUT_S)
+        ranks.signal(0, signal.SIGSTOP)
+    assert ranks.error(1) == (
+        "rank 0 (host 10.0.0.0) did not reach the others, and said nothing, within 4 s (training.collective_timeout_s)"
+    )

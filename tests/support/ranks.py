@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +29,15 @@ def summing(rank: int, size: int, where: str, go: Path, join_s: float) -> None:
         sys.exit(f"{error}")
 
 
-def meeting(rank: int, size: int, where: str, go: Path, join_s: float, patience_s: float) -> None:
-    """A rank that meets the others before it sums. Rank 0 comes once `go` exists."""
+def meeting(rank: int, size: int, where: str, go: Path, join_s: float, held_up: bool) -> None:
+    """A rank that meets the others before it sums. Rank 0 comes once `go` exists, and may say so until then."""
     try:
         group = RankGroup(rank, size, rendezvous=Path(where), timeout_s=TIMEOUT_S, join_s=join_s)
         print("here")
-        while rank == 0 and not go.exists():
-            time.sleep(0.01)
-        group.meet(patience_s)
+        with group.held_up() if held_up and rank == 0 else nullcontext():
+            while rank == 0 and not go.exists():
+                time.sleep(0.01)
+        group.meet()
         print("sum", *group.all_reduce_sum(np.array([rank, 1.0])))
         group.close()
     except ProcessError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 RENDEZVOUS = "AREAL_RENDEZVOUS"  # "<address>:<port>" of the rendezvous of ranks on several machines
 ADDRESS = "AREAL_ADDRESS"  # of the machine that a rank is on, for error messages
 _JOIN_S = 120.0  # for all ranks of a group to join
+_BEAT_S = 1.0  # at most, between two signs of a rank that is held up
 _GRACE_S = 3.0  # for the other ranks to report that a collective failed
 
 
@@ -64,6 +66,7 @@ class RankGroup:
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
+        self._beat_s = min(_BEAT_S, timeout_s / 4)
         self._collectives = self._meetings = 0  # so far
         if size > 1:
             assert rendezvous is not None
@@ -95,18 +98,63 @@ class RankGroup:
         """Wait until every rank is here."""
         self.all_reduce_sum(np.zeros(1))
 
-    def meet(self, timeout_s: float) -> None:
-        """Wait until every rank is here, for longer than for a collective: one of them waits for the store."""
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Around what may take this rank long and is not its fault, as a store that is away: the others wait for it at
+        the next `meet`, however long that is, while it can say so. Not collective."""
+        if self.size == 1:
+            yield
+            return
+        done = threading.Event()
+        saying = threading.Thread(target=self._say_so, args=(done,), name="held up", daemon=True)
+        saying.start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def meet(self) -> None:
+        """Wait until every rank is here. One that is held up is waited for as long as it says so; one that is neither
+        here nor says anything is waited for as long as in a collective."""
         if self.size == 1:
             return
         self._meetings += 1
         keys = [f"met/{self._meetings}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], "")
+        heard, since = "", time.monotonic()
+        while not self._are_there(keys):
+            if (said := _bounded(self._said)) is None:
+                raise ProcessError(f"rank {self.rank} has lost the rendezvous, where it waits for the other ranks")
+            if said != heard:
+                heard, since = said, time.monotonic()
+            elif time.monotonic() - since > self._timeout_s:
+                missing = _bounded(lambda: self._named(keys)) or "(unknown)"
+                bound = f"within {self._timeout_s:g} s (training.collective_timeout_s)"
+                raise ProcessError(f"{missing} did not reach the others, and said nothing, {bound}")
+
+    def _are_there(self, keys: list[str]) -> bool:
+        """Whether all ranks are; waits for a while."""
         try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            missing = _bounded(lambda: self._named(keys)) or "(unknown)"
-            raise ProcessError(f"{missing} was not there within {timeout_s:g} s (storage.patience_s)") from error
+            self._store.wait(keys, timedelta(seconds=self._beat_s))
+        except RuntimeError:  # not yet, or the store is lost, which the next look finds out
+            return False
+        return True
+
+    def _say_so(self, done: threading.Event) -> None:
+        """Have the others see that this rank is held up: short waits cost nothing."""
+        count = 0
+        while not done.wait(self._beat_s):
+            count += 1
+            try:
+                self._store.set(f"held-up/{self.rank}", f"{self._meetings}/{count}")
+            except RuntimeError as error:
+                logger.warning("the rendezvous failed: %s", _one_line(error))
+                return
+
+    def _said(self) -> str:
+        """What ranks that are held up have said."""
+        keys = [f"held-up/{rank}" for rank in range(self.size)]
+        return " ".join(self._store.get(key).decode() if self._store.check([key]) else "-" for key in keys)
 
     def all_reduce_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """The largest over ranks, elementwise."""
