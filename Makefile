@@ -100,14 +100,17 @@ bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit; done
 
 # Where nothing of a cloud is yet, its state is a file.
-TERRAFORM ?= terraform
-CONTROL := $(CURDIR)/.areal/control
+TERRAFORM := $(or $(AREAL_TERRAFORM),terraform)
+CONTROL := $(abspath $(or $(AREAL_STATE_DIR),.areal)/control)
 control: ## what outlives runs on AWS, network, store, Prefect and MLflow: VARS=file.tfvars ACTION=plan|apply|destroy|output
-	@command -v '$(TERRAFORM)' > /dev/null || $(call refuse,$(TERRAFORM) is not on the PATH; TERRAFORM= names terraform 1.11 or tofu 1.10$(,) or newer)
-	@[ '$(ACTION)' = output ] || [ -f '$(VARS)' ] || $(call refuse,VARS: must be a file of what infra/terraform/control/variables.tf asks for$(,) got '$(VARS)')
+	@command -v '$(TERRAFORM)' > /dev/null \
+	  || $(call refuse,$(TERRAFORM) is not on the PATH: needs terraform 1.11 or tofu 1.10$(,) or newer (AREAL_TERRAFORM names one))
+	@[ '$(ACTION)' = output ] || [ -f '$(VARS)' ] \
+	  || $(call refuse,VARS: must be a file of what infra/terraform/control/variables.tf asks for$(,) got '$(VARS)')
 	@mkdir -p '$(CONTROL)'
 	@export TF_DATA_DIR='$(CONTROL)/.terraform' && cd infra/terraform/control \
-	  && '$(TERRAFORM)' init -input=false -backend-config=path='$(CONTROL)/terraform.tfstate' > /dev/null \
+	  && '$(TERRAFORM)' init -input=false $(if $(AREAL_TERRAFORM_PLUGINS),-plugin-dir='$(AREAL_TERRAFORM_PLUGINS)') \
+	    -backend-config=path='$(CONTROL)/terraform.tfstate' > /dev/null \
 	  && '$(TERRAFORM)' $(or $(ACTION),apply) $(if $(filter output,$(ACTION)),,-var-file='$(abspath $(VARS))')
 
 nodes: $(SETUP) ## the nodes of a run on AWS: VARS=file.yaml ACTION=plan|apply|hosts|destroy YES=1 REPLACE="generation-0"

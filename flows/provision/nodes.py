@@ -59,7 +59,11 @@ class Nodes:
         )
 
     def __enter__(self) -> Nodes:
-        self._terraform.init()
+        try:
+            self._terraform.init()
+        except BaseException:
+            self._lock.release()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -238,7 +238,11 @@ def test_one_command_at_a_time(says: Says, tmp_path: Path, monkeypatch: pytest.M
         pytest.raises(ProcessError, match=r"^run r: another command is at its nodes on this machine$"),
     ):
         Nodes(REQUEST, tmp_path)
-    with Nodes(REQUEST, tmp_path):
+    says("if command == 'init': sys.exit(3)")
+    with pytest.raises(ProvisionError), Nodes(REQUEST, tmp_path):
+        pass
+    says()
+    with Nodes(REQUEST, tmp_path):  # nobody holds what has failed or ended
         pass
 
 
