@@ -13,8 +13,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,13 +20,12 @@ import msgspec
 
 from areal_core.errors import ConfigError, ProcessError
 from areal_core.run.command import run_command
-from flows.parameters import secret_values
+from flows.machine import secret_values, told
 from flows.services import MARK, Services
-from flows.stack import ROOT
+from flows.stack import MLFLOW_ENVIRONMENT, ROOT, responds
 
 _DATABASES = ("prefect", "mlflow", "mlflow_users")
 _RESTARTS = 5
-_PROBE_S = 5.0
 _MLFLOW_PASSWORD = 12  # characters that MLflow asks for
 
 
@@ -43,14 +40,6 @@ class Control(msgspec.Struct, forbid_unknown_fields=True):
     mlflow_secret: str  # of that which holds the password of MLflow's user `admin`
     prefect_port: int = 4200
     mlflow_port: int = 5000
-
-
-def read(path: Path) -> Control:
-    """Raises ConfigError."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Control)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 class Database:
@@ -144,15 +133,14 @@ def serve(control: Control) -> None:
                 "MLFLOW_AUTH_ADMIN_USERNAME": "admin",
                 "MLFLOW_AUTH_ADMIN_PASSWORD": passwords["mlflow"],
                 "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32),
-                "MLFLOW_DISABLE_TELEMETRY": "true",
-                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+                **MLFLOW_ENVIRONMENT,
             },
             restarts=_RESTARTS,
         )
         services.until_ready(
             {
-                "prefect-server": lambda: _responds(f"http://{control.address}:{control.prefect_port}/api/health"),
-                "mlflow": lambda: _responds(f"http://{control.address}:{control.mlflow_port}/health"),
+                "prefect-server": lambda: responds(f"http://{control.address}:{control.prefect_port}/api/health"),
+                "mlflow": lambda: responds(f"http://{control.address}:{control.mlflow_port}/health"),
             }
         )
         print("Prefect and MLflow respond.", flush=True)
@@ -173,26 +161,13 @@ def _mlflow_users(database: Database) -> str:
     return "[mlflow]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
 
 
-def _responds(url: str) -> bool:
-    """Whether a server is there; one that asks for a password is."""
-    try:
-        urllib.request.urlopen(url, timeout=_PROBE_S).close()
-    except urllib.error.HTTPError as refused:
-        return refused.code == 401
-    except OSError:
-        return False
-    return True
-
-
 def main() -> int:
     return run_command(_run)
 
 
 def _run() -> None:
-    if len(sys.argv) != 2:
-        raise ConfigError("usage: python -m flows.control FILE")
     os.environ[MARK] = secrets.token_hex(8)
-    serve(read(Path(sys.argv[1])))
+    serve(told(Control))
 
 
 if __name__ == "__main__":

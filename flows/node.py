@@ -12,14 +12,12 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
-from areal_core.errors import ConfigError
 from areal_core.run.command import run_command
-from flows.parameters import secret_values
+from flows.machine import secret_values, told
 
 
 class Prefect(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,14 +38,6 @@ class Node(msgspec.Struct, forbid_unknown_fields=True):
     prefect: Prefect
     environment: dict[str, str]
     secrets: dict[str, str]  # environment variable -> name of the parameter that holds its value
-
-
-def read(path: Path) -> Node:
-    """Raises ConfigError."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Node)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def worker(node: Node, secrets: Mapping[str, str]) -> NoReturn:
@@ -71,9 +61,7 @@ def main() -> int:
 
 
 def _run() -> None:
-    if len(sys.argv) != 2:
-        raise ConfigError("usage: python -m flows.node FILE")
-    node = read(Path(sys.argv[1]))
+    node = told(Node)
     worker(node, secret_values(node.region, node.secrets))
 
 

@@ -215,13 +215,13 @@ def _start(services: Services, owner: Owner) -> Stack:
         prefect_api = f"http://127.0.0.1:{port}/api"
         argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
         services.start("prefect-server", argv, prefect_environment(prefect_api), restarts=_PREFECT_RESTARTS)
-        probes["prefect-server"] = lambda: _responds(f"{prefect_api}/health")
+        probes["prefect-server"] = lambda: responds(f"{prefect_api}/health")
         worker.append(SOLE)
     if mlflow_uri is None:
         port = _port("MLFLOW_PORT", 5000, before.get("mlflow_uri"))
         mlflow_uri = f"http://127.0.0.1:{port}"
-        services.start("mlflow", _mlflow_argv(port), _MLFLOW_ENVIRONMENT, needed=False)
-        probes["mlflow"] = lambda: _responds(f"{mlflow_uri}/health")
+        services.start("mlflow", _mlflow_argv(port), MLFLOW_ENVIRONMENT, needed=False)
+        probes["mlflow"] = lambda: responds(f"{mlflow_uri}/health")
     stack = Stack(owner=owner, pid=os.getpid(), prefect_api=prefect_api, mlflow_uri=mlflow_uri)
     WORKER_READY.unlink(missing_ok=True)
     services.start("worker", worker, stack.environment, _WORKER_GRACE_S, sessions=True)
@@ -229,7 +229,7 @@ def _start(services: Services, owner: Owner) -> Stack:
     return stack
 
 
-_MLFLOW_ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+MLFLOW_ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
 def _mlflow_argv(port: int) -> list[str]:
@@ -311,7 +311,8 @@ def _any_ports() -> Iterator[int]:
         yield port
 
 
-def _responds(url: str) -> bool:
+def responds(url: str) -> bool:
+    """Whether a server is there and healthy."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return response.status == 200

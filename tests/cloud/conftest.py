@@ -18,7 +18,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 
 from flows.provision import terraform
 from flows.provision.nodes import Nodes
-from flows.stack import ROOT
+from flows.stack import ROOT, responds
 from tests.support.cloud import (
     BUCKET,
     MLFLOW_PARAMETER,
@@ -29,9 +29,9 @@ from tests.support.cloud import (
     SECRET,
     Cloud,
     emulated,
-    free_port,
-    until_it_responds,
 )
+from tests.support.mlflow_server import free_port, until
+from tests.support.needs import skip_without
 from tests.support.terraform import (
     CREDENTIALS,
     REGION,
@@ -46,11 +46,7 @@ _lack = cache(missing)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip here, not in a fixture: pytest then tells the reason once, not for every test."""
-    if lack := _lack():
-        if os.environ.get(REQUIRE_CLOUD):
-            pytest.fail(f"{lack}; {REQUIRE_CLOUD} is set")
-        pytest.skip(lack)
+    skip_without(_lack(), REQUIRE_CLOUD)
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +101,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectCli
         subprocess.Popen(command, env=kept | settings, stdout=output, stderr=output) as server,
     ):
         try:
-            until_it_responds(f"http://127.0.0.1:{port}/api/health", log)
+            until(lambda: responds(f"http://127.0.0.1:{port}/api/health"), f"Prefect's server; its log: {log}")
             with SyncPrefectClient(f"http://127.0.0.1:{port}/api", auth_string=SECRET) as client:
                 client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
                 client.request("POST", f"/work_pools/{POOL}/queues", json={"name": f"{RUN}-generation"})

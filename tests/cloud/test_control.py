@@ -14,9 +14,10 @@ import httpx
 import msgspec
 import pytest
 
-from flows.control import Control, read
+from flows.control import Control
 from flows.stack import ROOT
-from tests.support.cloud import MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, SECRET, Cloud, free_port
+from tests.support.cloud import MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, SECRET, Cloud
+from tests.support.mlflow_server import free_port
 from tests.support.terraform import CREDENTIALS, REGION, Root
 
 pytestmark = [
@@ -141,7 +142,7 @@ def test_what_the_machine_runs_when_it_boots(control: Root, cloud: Cloud, tmp_pa
         ["bash", str(tmp_path / "user-data")], env=settings, capture_output=True, text=True, timeout=60
     )
     assert ran.returncode == 0, ran.stderr
-    told = read(tmp_path / "etc/areal/control.json")
+    told = msgspec.json.decode((tmp_path / "etc/areal/control.json").read_bytes(), type=Control)
     assert (told.address, told.artifacts) == (instance["PrivateIpAddress"], "s3://areal-emulated/mlflow")
     unit = (tmp_path / "etc/systemd/system/areal-control.service").read_text()
     assert f"ExecStart={ROOT}/.venv/bin/python -m flows.control " in unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from areal_core.config.schema import load
 from tests.support.hosts import ADDRESSES, HEAD_NODE, REQUIRE_HOSTS, Cluster, Network, missing
+from tests.support.needs import skip_without
 from tests.support.runs import TINY
 
 # Ranks that start again on a busy machine are seconds apart, and every vain wait costs a restart.
@@ -22,11 +22,7 @@ _lack = cache(missing)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip here, not in a fixture: pytest then tells the reason once, not for every test."""
-    if lack := _lack():
-        if os.environ.get(REQUIRE_HOSTS):
-            pytest.fail(f"{lack}; {REQUIRE_HOSTS} is set")
-        pytest.skip(lack)
+    skip_without(_lack(), REQUIRE_HOSTS)
 
 
 @pytest.fixture(scope="session")

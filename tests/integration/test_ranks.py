@@ -33,9 +33,9 @@ class Ranks:
         where = where or str(self._folder / "rendezvous")
         self._start(rank, summing, rank, size, where, self._folder / "go", join_s)
 
-    def start_meeting(self, rank: int, size: int, *, held_up: bool) -> None:
-        rendezvous = str(self._folder / "rendezvous")
-        self._start(rank, meeting, rank, size, rendezvous, self._folder / "go", PATIENCE_S, held_up)
+    def start_meeting(self, rank: int, size: int, *, held_up: bool, where: str | None = None) -> None:
+        where = where or str(self._folder / "rendezvous")
+        self._start(rank, meeting, rank, size, where, self._folder / "go", PATIENCE_S, held_up)
 
     def _start(self, rank: int, work: Callable[..., None], *arguments: object) -> None:
         environment = {"AREAL_ADDRESS": f"10.0.0.{rank}", "GLOO_SOCKET_IFNAME": "lo"}
@@ -179,9 +179,13 @@ def test_rendezvous_of_ranks(tmp_path: Path) -> None:
     assert rendezvous_of_ranks(by_torchrun | {"AREAL_ATTEMPT": "4f"}, tmp_path) == "10.0.0.1:700/10.0.0.3:4711"
 
 
-def test_a_rank_that_waits_for_the_store_is_waited_for(ranks: Ranks) -> None:
+@pytest.mark.parametrize("machines", ["one", "several"])
+def test_a_rank_that_waits_for_the_store_is_waited_for(
+    ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path, machines: str
+) -> None:
+    place = where(rendezvous, tmp_path) if machines == "several" else None
     for rank in range(2):
-        ranks.start_meeting(rank, 2, held_up=True)
+        ranks.start_meeting(rank, 2, held_up=True, where=place)
     assert ranks.lines(1) == ["here"]
     time.sleep(1.5 * TIMEOUT_S)  # which no collective waits
     ranks.go()

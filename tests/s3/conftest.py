@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,17 +12,15 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from areal_core.storage.objects import Storage
+from tests.support.needs import skip_without
 from tests.support.radosgw import REQUIRE_S3, RadosGateway, missing
 
 _lack = cache(missing)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip here, not in a fixture: pytest then tells the reason once, not for every test."""
-    if item.get_closest_marker("s3") and (lack := _lack()):
-        if os.environ.get(REQUIRE_S3):
-            pytest.fail(f"{lack}; {REQUIRE_S3} is set")
-        pytest.skip(lack)
+    if item.get_closest_marker("s3"):
+        skip_without(_lack(), REQUIRE_S3)
 
 
 @dataclass(frozen=True)

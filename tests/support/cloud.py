@@ -5,17 +5,16 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import boto3
 
+from flows.stack import responds
+from tests.support.mlflow_server import free_port, until
 from tests.support.terraform import CREDENTIALS, REGION
 
 BUCKET = "areal-emulated"
@@ -23,7 +22,6 @@ RUN, POOL = "cpu-async-0123456789ab", "areal-nodes"
 STATE = f"terraform/runs/{RUN}.tfstate"  # where terraform keeps the run's, in the bucket
 MLFLOW_PARAMETER, MLFLOW_SECRET = "/areal/mlflow-password", "planted-password"
 PARAMETER, SECRET = "/areal/prefect-auth", "admin:planted-secret"
-_START_S = 60.0
 
 
 class Cloud:
@@ -97,25 +95,7 @@ def emulated(folder: Path) -> Iterator[Cloud]:
     settings = os.environ | {"MOTO_IAM_LOAD_MANAGED_POLICIES": "true"}
     with log.open("wb") as output, subprocess.Popen(command, env=settings, stdout=output, stderr=output) as server:
         try:
-            until_it_responds(f"{endpoint}/moto-api/", log)
+            until(lambda: responds(f"{endpoint}/moto-api/"), f"moto's server; its log: {log}")
             yield Cloud(endpoint)
         finally:
             server.terminate()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def until_it_responds(url: str, log: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while True:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-        except OSError:
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        else:
-            return

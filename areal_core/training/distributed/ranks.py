@@ -32,6 +32,8 @@ RENDEZVOUS = "AREAL_RENDEZVOUS"  # "<address>:<port>" of the rendezvous of ranks
 ADDRESS = "AREAL_ADDRESS"  # of the machine that a rank is on, for error messages
 _JOIN_S = 120.0  # for all ranks of a group to join
 _BEAT_S = 1.0  # at most, between two signs of a rank that is held up
+_LOOK_S = 0.01  # between two looks whether all ranks are there
+_ALL_THERE = ""
 _GRACE_S = 3.0  # for the other ranks to report that a collective failed
 
 
@@ -122,8 +124,8 @@ class RankGroup:
         keys = [f"met/{self._meetings}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], "")
         heard, since = "", time.monotonic()
-        while not self._are_there(keys):
-            if (said := _bounded(self._said)) is None:
+        while (said := _bounded(lambda: self._news(keys))) != _ALL_THERE:
+            if said is None:
                 raise ProcessError(f"rank {self.rank} has lost the rendezvous, where it waits for the other ranks")
             if said != heard:
                 heard, since = said, time.monotonic()
@@ -132,13 +134,15 @@ class RankGroup:
                 bound = f"within {self._timeout_s:g} s (training.collective_timeout_s)"
                 raise ProcessError(f"{missing} did not reach the others, and said nothing, {bound}")
 
-    def _are_there(self, keys: list[str]) -> bool:
-        """Whether all ranks are; waits for a while."""
-        try:
-            self._store.wait(keys, timedelta(seconds=self._beat_s))
-        except RuntimeError:  # not yet, or the store is lost, which the next look finds out
-            return False
-        return True
+    def _news(self, keys: list[str]) -> str:
+        """That all ranks are there, or, after a while, what those that are held up have said so far."""
+        deadline = time.monotonic() + self._beat_s
+        while not self._store.check(keys):  # a wait in vain would leave torch's warnings in the log
+            if time.monotonic() > deadline:
+                said = [f"held-up/{rank}" for rank in range(self.size)]
+                return " ".join(self._store.get(key).decode() if self._store.check([key]) else "-" for key in said)
+            time.sleep(_LOOK_S)
+        return _ALL_THERE
 
     def _say_so(self, done: threading.Event) -> None:
         """Have the others see that this rank is held up: short waits cost nothing."""
@@ -150,11 +154,6 @@ class RankGroup:
             except RuntimeError as error:
                 logger.warning("the rendezvous failed: %s", _one_line(error))
                 return
-
-    def _said(self) -> str:
-        """What ranks that are held up have said."""
-        keys = [f"held-up/{rank}" for rank in range(self.size)]
-        return " ".join(self._store.get(key).decode() if self._store.check([key]) else "-" for key in keys)
 
     def all_reduce_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """The largest over ranks, elementwise."""

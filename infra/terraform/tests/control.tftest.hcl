@@ -1,15 +1,7 @@
 # What the control plane's machine would be, without a cloud.
 
 mock_provider "aws" {
-  mock_data "aws_partition" {
-    defaults = { partition = "aws" }
-  }
-  mock_data "aws_region" {
-    defaults = { name = "us-east-1" }
-  }
-  mock_data "aws_caller_identity" {
-    defaults = { account_id = "123456789012" }
-  }
+  source = "./tests/mocks"
 }
 
 variables {

@@ -1,18 +1,7 @@
 # What the nodes of one role would be, without a cloud.
 
 mock_provider "aws" {
-  mock_data "aws_ec2_instance_type" {
-    defaults = { efa_supported = true, efa_maximum_interfaces = 4 }
-  }
-  mock_resource "aws_iam_instance_profile" {
-    defaults = { arn = "arn:aws:iam::123456789012:instance-profile/node" }
-  }
-  mock_data "aws_ami" {
-    defaults = { root_device_name = "/dev/xvda" }
-  }
-  mock_resource "aws_launch_template" {
-    defaults = { id = "lt-0123456789abcdef0" }
-  }
+  source = "./tests/mocks"
 }
 
 variables {

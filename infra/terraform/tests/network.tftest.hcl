@@ -1,9 +1,7 @@
 # What the network would be, without a cloud.
 
 mock_provider "aws" {
-  mock_data "aws_region" {
-    defaults = { name = "us-east-1" }
-  }
+  source = "./tests/mocks"
 }
 
 variables {

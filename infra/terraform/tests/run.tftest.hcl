@@ -1,24 +1,7 @@
 # What a run's nodes may do, who may talk to them, and what is refused, without a cloud.
 
 mock_provider "aws" {
-  mock_data "aws_ec2_instance_type" {
-    defaults = { efa_supported = false, efa_maximum_interfaces = 0 }
-  }
-  mock_data "aws_partition" {
-    defaults = { partition = "aws" }
-  }
-  mock_data "aws_caller_identity" {
-    defaults = { account_id = "123456789012" }
-  }
-  mock_resource "aws_iam_instance_profile" {
-    defaults = { arn = "arn:aws:iam::123456789012:instance-profile/node" }
-  }
-  mock_data "aws_ami" {
-    defaults = { root_device_name = "/dev/xvda" }
-  }
-  mock_resource "aws_launch_template" {
-    defaults = { id = "lt-0123456789abcdef0" }
-  }
+  source = "./tests/mocks"
 }
 
 variables {

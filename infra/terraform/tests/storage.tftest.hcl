@@ -1,9 +1,7 @@
 # What the store would be, without a cloud.
 
 mock_provider "aws" {
-  mock_resource "aws_s3_bucket" {
-    defaults = { arn = "arn:aws:s3:::areal-test" }
-  }
+  source = "./tests/mocks"
 }
 
 variables {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from areal_core.errors import ConfigError
-from flows import control
+from flows import control, machine
 
 
 def told(state: Path) -> control.Control:
@@ -28,7 +29,9 @@ def test_a_password_that_mlflow_would_refuse(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_told_wrongly(tmp_path: Path) -> None:
-    (tmp_path / "control.json").write_text('{"address": "127.0.0.1"}')
+def test_what_was_told_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "control.json"
+    file.write_text('{"address": "127.0.0.1"}')
+    monkeypatch.setattr(sys, "argv", ["control.py", str(file)])
     with pytest.raises(ConfigError, match=r"control\.json: Object missing required field `state`"):
-        control.read(tmp_path / "control.json")
+        machine.told(control.Control)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ import pytest
 from moto import mock_aws
 
 from areal_core.errors import ConfigError, StorageError
-from flows import node
-from flows.parameters import secret_values
+from flows import machine, node
+from flows.machine import secret_values
 
 TOLD: dict[str, Any] = {
     "run": "run-1",
@@ -28,10 +28,15 @@ TOLD: dict[str, Any] = {
 }
 
 
-def told(tmp_path: Path, **changes: Any) -> Path:
-    path = tmp_path / "node.json"
-    path.write_text(json.dumps(TOLD | changes))
-    return path
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., node.Node]:
+    def tell(**changes: Any) -> node.Node:
+        path = tmp_path / "node.json"
+        path.write_text(json.dumps(TOLD | changes))
+        monkeypatch.setattr(sys, "argv", ["node.py", str(path)])
+        return machine.told(node.Node)
+
+    return tell
 
 
 @pytest.fixture
@@ -42,17 +47,17 @@ def parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield boto3.client("ssm", region_name="us-east-1")
 
 
-def test_more_secrets_than_one_request_may_name(tmp_path: Path, parameters: Any) -> None:
+def test_more_secrets_than_one_request_may_name(told: Callable[..., node.Node], parameters: Any) -> None:
     secrets = {f"SECRET_{number}": f"/areal/{number}" for number in range(23)}
     for variable, name in secrets.items():
         parameters.put_parameter(Name=name, Value=f"value of {variable}", Type="SecureString")
-    read = node.read(told(tmp_path, secrets=secrets))
+    read = told(secrets=secrets)
     assert secret_values(read.region, read.secrets) == {variable: f"value of {variable}" for variable in secrets}
 
 
-def test_secrets_that_there_are_not(tmp_path: Path, parameters: Any) -> None:
+def test_secrets_that_there_are_not(told: Callable[..., node.Node], parameters: Any) -> None:
     parameters.put_parameter(Name="/areal/a", Value="x", Type="SecureString")
-    read = node.read(told(tmp_path, secrets={"A": "/areal/a", "B": "/areal/b"}))
+    read = told(secrets={"A": "/areal/a", "B": "/areal/b"})
     with pytest.raises(ConfigError, match=r"^secrets: there is no parameter /areal/b in us-east-1$"):
         secret_values(read.region, read.secrets)
 
@@ -73,16 +78,16 @@ def test_a_parameter_store_that_does_not_say(monkeypatch: pytest.MonkeyPatch) ->
         ({"rolle": "trainer"}, "unknown field `rolle`"),
     ],
 )
-def test_what_was_told_wrongly(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
+def test_what_was_told_wrongly(told: Callable[..., node.Node], changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=r"node\.json: Object ") as refused:
-        node.read(told(tmp_path, **changes))
+        told(**changes)
     assert line in str(refused.value)
 
 
-def test_it_becomes_the_worker_of_its_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_becomes_the_worker_of_its_queue(told: Callable[..., node.Node], monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *arguments: became.extend(arguments))
-    node.worker(node.read(told(tmp_path)), {"PREFECT_API_AUTH_STRING": "planted"})
+    node.worker(told(), {"PREFECT_API_AUTH_STRING": "planted"})
     program, argv, environment = became
     assert program == sys.executable
     assert "planted" not in " ".join(argv)  # which everybody on the machine can read
