@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from areal_core.errors import StorageError
 from areal_core.storage import durable
-from areal_core.storage.objects import DamagedError, Storage
+from areal_core.storage.objects import DamagedError, MissingError, Storage
 from areal_core.types import FORMAT
 
 WEIGHTS = "weights.safetensors"  # the policy's, as the training engine holds them
@@ -234,11 +234,18 @@ def _fetched(source: Storage, name: str, file: Path, entry: FileEntry) -> Path:
     return file
 
 
-def _complete(storage: Storage) -> Iterator[CheckpointInfo]:
-    """Complete checkpoints, the newest first: those of a later launcher before those of an earlier one."""
+def _complete(storage: Storage, gone: frozenset[tuple[int, int]] = frozenset()) -> Iterator[CheckpointInfo]:
+    """Complete checkpoints, the newest first: those of a later launcher before those of an earlier one.
+
+    Where one goes before it was read, and none that is newer had been given, there are newer ones now: all are looked
+    for anew, but for what is `gone`.
+    """
+    given = False
     sizes = storage.sizes(_ROOT)
     shared = storage.sizes(PAYLOADS)
     for number, step in _folders(sizes):
+        if (number, step) in gone:
+            continue
         folder = folder_name(step, number)
         present = {
             name.removeprefix(f"{folder}/"): size for name, size in sizes.items() if name.startswith(f"{folder}/")
@@ -248,6 +255,11 @@ def _complete(storage: Storage) -> Iterator[CheckpointInfo]:
             continue
         try:
             info = _read_manifest(storage, step, number)
+        except MissingError:
+            if given:
+                continue
+            yield from _complete(storage, gone | {(number, step)})
+            return
         except (ValueError, KeyError, TypeError) as error:
             _log.warning("skipping checkpoint %s/%s: its manifest is broken: %r", storage.url, folder, error)
             continue
@@ -255,6 +267,7 @@ def _complete(storage: Storage) -> Iterator[CheckpointInfo]:
         if problem:
             _log.warning("skipping checkpoint %s/%s: %s", storage.url, folder, problem)
             continue
+        given = True
         yield info
 
 

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from areal_core.errors import ProcessError, StorageError
-from areal_core.storage.objects import Storage
+from areal_core.errors import ProcessError
+from areal_core.storage.objects import MissingError, Storage
 
 logger = logging.getLogger(__name__)
 _ROOT = "lease"
@@ -174,9 +174,8 @@ def _claims(storage: Storage) -> list[Claim]:
             claims.append(Claim(**json.loads(storage.get_bytes(name))))
         except (ValueError, TypeError):
             logger.warning("%s/%s is no claim to the run", storage.url, name)
-        except StorageError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise  # else it has gone meanwhile
+        except MissingError:
+            continue  # it has gone meanwhile
     return claims
 
 

@@ -36,6 +36,10 @@ class DamagedError(StorageError, ValueError):
     """What was read is not what was written."""
 
 
+class MissingError(StorageError):
+    """There is no such object."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A file that was put or fetched: waits for the store count as well."""
@@ -190,10 +194,7 @@ class Storage:
             yield lambda work: self._patience.run(work, what, self._kind)
         except self._kind.errors as error:
             tried = f"; tried for {self._patience.limit_s:g} s" if self._kind.transient(error) else ""
-            damaged = isinstance(error, OSError) and error.errno == errno.EBADMSG
-            raise (DamagedError if damaged else StorageError)(
-                f"storage.url: can't {what}: {self._kind.reason(error)}{tried}"
-            ) from error
+            raise _told_as(error)(f"storage.url: can't {what}: {self._kind.reason(error)}{tried}") from error
 
     def _transfer(self, did: str, name: str, size: int, started: float) -> Transfer:
         seconds = self._patience.clock.now() - started
@@ -201,3 +202,10 @@ class Storage:
             rate = size / 1e6 / max(seconds, 1e-9)
             _log.info("storage: %s %s/%s: %d bytes in %.1f s, %.1f MB/s", did, self.url, name, size, seconds, rate)
         return Transfer(bytes=size, seconds=seconds)
+
+
+def _told_as(error: Exception) -> type[StorageError]:
+    """As what callers hear of it."""
+    if isinstance(error, FileNotFoundError):
+        return MissingError
+    return DamagedError if isinstance(error, OSError) and error.errno == errno.EBADMSG else StorageError

@@ -39,7 +39,7 @@ def fill(file: Path, *, but_mib: float) -> None:
 
 
 ENDS_AT_THE_BOUND = (
-    r"state_dir: \S+ has 0\.00 GiB left, less than 0\.0078125 \(launch\.disk_min_gib\): the run ends; with more "
+    r"state_dir: \S+ has 0\.0[01] GiB left, less than 0\.0078125 \(launch\.disk_min_gib\): the run ends; with more "
     r"room it can be resumed"
 )
 IS_FULL = r"\S+-0 exited with code 1; .* its disk is full: nothing can be written to \S+/logs"

@@ -124,6 +124,23 @@ def test_broken_checkpoint_is_never_chosen(
     assert "step-000002.0" in caplog.text
 
 
+def test_one_that_is_deleted_for_a_newer_one_while_it_is_looked_at(
+    store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the launcher of a run that somebody else looks at."""
+    save(store, tmp_path, 2)
+    get_bytes = Storage.get_bytes
+
+    def late(self: Storage, name: str) -> bytes:
+        monkeypatch.setattr(Storage, "get_bytes", get_bytes)
+        save(store, tmp_path, 4)
+        checkpoint.prune(store, 1)
+        return self.get_bytes(name)
+
+    monkeypatch.setattr(Storage, "get_bytes", late)
+    assert newest_step(store) == 4
+
+
 def test_a_checkpoint_of_another_format_is_refused_not_skipped(store: Storage, tmp_path: Path) -> None:
     save(store, tmp_path, 1)
     name = "checkpoints/step-000001.0/manifest.json"
