@@ -15,6 +15,7 @@ import urllib.parse
 from collections.abc import Iterable
 from typing import Any
 
+from areal_core.api.access import authorization
 from areal_core.errors import ProcessError, RunFinished
 from areal_core.storage.rundir import RunDir
 from areal_core.types import BatchGroup, BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
@@ -73,6 +74,10 @@ class ControllerClient:
         if url is None:
             raise ConnectionError("the controller is not ready")
         return f"{url}/transfer"
+
+    def authorization(self) -> dict[str, str]:
+        """The header by which the controller takes a request."""
+        return authorization(self._run.token())
 
     def metrics(self, rows: Iterable[MetricRow]) -> None:
         self._json("POST", "/metrics", {"rows": [[row.key, row.step, row.value, row.time_s] for row in rows]})
@@ -143,11 +148,14 @@ class ControllerClient:
         while True:
             try:
                 connection = self._connect()
-                connection.request(method, path, payload, {"Content-Type": "application/json"} if payload else {})
+                headers = self.authorization() | ({"Content-Type": "application/json"} if payload else {})
+                connection.request(method, path, payload, headers)
                 response = connection.getresponse()
                 content = response.read()
                 if response.status == 503:  # it is about to be restarted
                     raise ConnectionError("it is ending")
+                if response.status == 200 and not content:
+                    raise ConnectionError("its response was cut short")
                 break
             except (OSError, http.client.HTTPException) as error:
                 self.close()

@@ -20,6 +20,7 @@ from aiohttp import web
 from areal_core.api.patience import patience
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ServerLoad
+from areal_core.controller import bodies
 from areal_core.controller.registry import Server, ServerRegistry, ServerState, Update
 from areal_core.controller.weight_transfer import Transfer
 from areal_core.errors import GenerationError, ServerLostError
@@ -48,16 +49,18 @@ class GenerationPool:
         patience_s: float = 120.0,
         timeline: Callable[[str], TimelineWriter] | None = None,
         counters: ServerCounters | None = None,
+        token: str | None = None,
     ) -> None:
         """`interruption` is what an update does to running completions (generation.client); `transfer` how weights
         come: "files", or from the trainer itself (generation.transfer); `patience_s` bounds an update and the wait for
         a server to join; `timeline` makes the timeline of a named server, for servers that write none themselves;
-        `counters` keep what the servers have counted."""
+        `counters` keep what the servers have counted; `token` is what they want every request to carry."""
         self._completions_per_server = completions_per_server
         self._interruption = interruption
         self._by_files = transfer == "files"
         self._patience_s = patience_s
         self._timeline = timeline
+        self._token = token
         self.registry = ServerRegistry()
         self.registry.subscribe(self._on_transition)
         self.transfer = Transfer(self.registry, interruption, patience_s)
@@ -224,7 +227,7 @@ class GenerationPool:
             for _, other in joining:
                 other.cancel()
             timeline = None if self._timeline is None else functools.partial(self._timeline, name)
-            client = GenerationClient(url, update_timeout_s=self._patience_s, timeline=timeline)
+            client = GenerationClient(url, token=self._token, update_timeout_s=self._patience_s, timeline=timeline)
             server = self.registry.announce(name, client)
             task = server.joining = self._start(self._join(server, newest))
             task.add_done_callback(functools.partial(self._joined, server))
@@ -389,11 +392,11 @@ def server_routes(
     version for a new server, which waits until it is `published`."""
 
     async def join(request: web.Request) -> web.Response:
-        body = await request.json()
+        server = await bodies.read(request, bodies.Join)
         try:
-            async with asyncio.timeout(body.get("timeout_s")):
+            async with asyncio.timeout(server.timeout_s):
                 await published()
-                await servers.join(body["name"], body["url"], newest)
+                await servers.join(server.name, server.url, newest)
         except TimeoutError:
             return web.Response(status=204)
         return web.json_response({})

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from areal_core.api.guard import guard
+from areal_core.controller import bodies
 from areal_core.controller.payloads import DamagedPayloadError
 from areal_core.controller.pool import server_routes
 from areal_core.controller.weight_transfer import transfer_routes
@@ -29,7 +31,8 @@ class Routes:
         self._run = run
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[_errors_as_lines], client_max_size=64 * 2**20)
+        middlewares = [guard(self._run.run_dir.token()), _errors_as_lines]
+        app = web.Application(middlewares=middlewares, client_max_size=64 * 2**20)
         newest = self._run.ledger.versions.newest
         app.add_routes(
             [
@@ -91,7 +94,9 @@ class Routes:
             raise
 
     async def _publish(self, request: web.Request) -> web.Response:
-        version = PolicyVersion(**await request.json())
+        version = await bodies.read(request, PolicyVersion)
+        if version.version < 1:
+            raise LedgerError(f"version: must be 1 or more, as version 0 is the base model, got {version.version}")
         if self._run.config.sleeps:
             await self._run.servers.wake_up()
         outcome = self._run.controller.publish(version)
@@ -117,7 +122,7 @@ class Routes:
             return web.Response(status=204)
 
     async def _evaluated(self, request: web.Request) -> web.Response:
-        evaluation = Evaluation(**await request.json())
+        evaluation = await bodies.read(request, Evaluation)
         published = self._run.ledger.versions.get(evaluation.version)
         if published is not None and published.sha256 == evaluation.sha256:  # else of weights that recovery replaced
             self._run.recorder.evaluated(evaluation)
@@ -127,22 +132,22 @@ class Routes:
         return web.json_response({"more": self._run.ending is None or self._run.schedule.next() is not None})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        rows = (await request.json())["rows"]
+        rows = (await bodies.read(request, bodies.Metrics)).rows
         self._run.recorder.log_rows([MetricRow(key=k, step=step, value=v, time_s=t) for k, step, v, t in rows])
         return web.json_response({})
 
     async def _document(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if body["kind"] == "staleness_histogram":
-            self._run.recorder.staleness(body["step"], body["data"]["counts"])
+        document = await bodies.read(request, bodies.Document)
+        if document.kind == "staleness_histogram":
+            self._run.recorder.staleness(document.step, document.data["counts"])
         else:
-            self._run.recorder.document(body["kind"], body["step"], body["data"])
+            self._run.recorder.document(document.kind, document.step, document.data)
         return web.json_response({})
 
     async def _snapshot(self, request: web.Request) -> web.Response:
         """A snapshot of the ledger, as it is when the job begins, beside the trainer's checkpoint."""
-        body = await request.json()
-        entries = await self._run.snapshots.take(int(request.match_info["step"]), body["job"], body["timeout_s"])
+        asked = await bodies.read(request, bodies.Snapshot)
+        entries = await self._run.snapshots.take(int(request.match_info["step"]), asked.job, asked.timeout_s)
         return web.Response(status=204) if entries is None else web.json_response(entries)
 
     async def _committed(self, _: web.Request) -> web.Response:
@@ -150,9 +155,9 @@ class Routes:
         return web.json_response({})
 
     async def _finish(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        reason = self._run.controller.finished or body["reason"]
-        self._run.ledger.notes.end(Ending(reason=reason, version=body["version"], model_url=body["model_url"]))
+        finish = await bodies.read(request, bodies.Finish)
+        reason = self._run.controller.finished or finish.reason
+        self._run.ledger.notes.end(Ending(reason=reason, version=finish.version, model_url=finish.model_url))
         self._run.controller.finish(reason)
         self._run.changed.notify()
         return web.json_response({})
@@ -166,7 +171,7 @@ async def _errors_as_lines(
         return await handler(request)
     except RunFinished as ending:
         return web.Response(status=410, text=str(ending))
-    except (LedgerError, ValueError, KeyError, TypeError) as error:
+    except (LedgerError, ValueError, KeyError, TypeError, OverflowError) as error:
         return web.Response(status=400, text=f"{type(error).__name__}: {error}")
     except GenerationError as error:
         return web.Response(status=502, text=str(error))

@@ -109,6 +109,7 @@ class Service:
             patience_s=self.config.rollout.request_timeout_s,
             timeline=lambda name: TimelineWriter(run.timeline / f"{name}.jsonl"),
             counters=self.ledger.counters,
+            token=run.token(),
         )
         self.controller = RolloutController(
             config=self.config,

@@ -21,6 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
+from areal_core.controller import bodies
 from areal_core.controller.registry import Server, ServerRegistry, Update
 from areal_core.errors import GenerationError
 from areal_core.types import PolicyVersion
@@ -129,7 +130,7 @@ def transfer_routes(transfer: Transfer, newest: Callable[[], PolicyVersion | Non
         return web.json_response(found | {"needed": asked and found["needed"]})
 
     async def open_(request: web.Request) -> web.Response:
-        await transfer.open((await request.json())["init_info"])
+        await transfer.open((await bodies.read(request, bodies.TransferInit)).init_info)
         return web.json_response({})
 
     async def begin(_: web.Request) -> web.Response:
@@ -139,7 +140,7 @@ def transfer_routes(transfer: Transfer, newest: Callable[[], PolicyVersion | Non
         return web.json_response({})
 
     async def receive(request: web.Request) -> web.Response:
-        await transfer.receive((await request.json())["update_info"])
+        await transfer.receive((await bodies.read(request, bodies.TransferUpdate)).update_info)
         return web.json_response({})
 
     async def end(_: web.Request) -> web.Response:

@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from areal_core.api.access import authorization
 from areal_core.api.patience import patience
 from areal_core.api.wire import (
     EMBEDDED,
@@ -49,9 +50,15 @@ class GenerationClient:
     time (in which this process could listen) or answers with a 5xx status."""
 
     def __init__(
-        self, url: str, *, update_timeout_s: float = 120.0, timeline: Callable[[], TimelineWriter] | None = None
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        update_timeout_s: float = 120.0,
+        timeline: Callable[[], TimelineWriter] | None = None,
     ) -> None:
-        """`timeline` makes the timeline of a server that writes none itself."""
+        """`token` is the run's, where the server wants one; `timeline` makes the timeline of a server that writes none
+        itself."""
         self.url = url
         self.in_place = True  # it recomputes the KV cache of running completions itself; `identify` finds out
         self.resubmitted_tokens = 0  # prompts and completions begun before, prefilled here since the last update
@@ -71,6 +78,7 @@ class GenerationClient:
         # Without a bound on connections: requests wait at the server, which schedules them.
         self._session = aiohttp.ClientSession(
             base_url=url,
+            headers=authorization(token),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             # Nor with time limits of its own, which this process' own lag would exceed.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),

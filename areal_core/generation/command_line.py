@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from ipaddress import ip_address
 from pathlib import Path
+
+from areal_core.api.access import read_token
+from areal_core.errors import ConfigError
 
 
 def server_parser(module: str) -> argparse.ArgumentParser:
@@ -11,7 +15,25 @@ def server_parser(module: str) -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True, help="folder in the transformers format")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--token-file", type=Path, help="what every request must carry; needed but on loopback")
     parser.add_argument("--ready-file", type=Path, help="written once the server listens: its pid and URL")
     parser.add_argument("--weight-version", type=int, default=0, help="version of the weights in the folder")
     parser.add_argument("--slots", type=int, default=128, help="completions decoded at once")
     return parser
+
+
+def server_token(arguments: argparse.Namespace) -> str | None:
+    """What every request must carry; None for a server that takes those of everybody on this machine. Raises
+    ConfigError."""
+    if arguments.token_file is not None:
+        return read_token(arguments.token_file)
+    if not _is_loopback(arguments.host):
+        raise ConfigError(f"--token-file: must be given where other machines reach the server, at {arguments.host}")
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

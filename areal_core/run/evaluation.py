@@ -246,7 +246,7 @@ class _Servers:
             self._loop.call_soon_threadsafe(self._failed, failure)
 
     async def _ready(self, index: int, url: str) -> None:
-        client = GenerationClient(url)
+        client = GenerationClient(url, token=self._run.token())
         try:
             await client.identify()
         except ArealError as error:

@@ -192,7 +192,7 @@ def _embedded(run: RunDir, config: RunConfig, role: str, index: int, engine: str
 def _served(run: RunDir, config: RunConfig, role: str, index: int) -> tuple[Any, ...]:
     """What every generation server serves: the base model, in the lengths of the task."""
     return (
-        *("--model", run.info().model_path, "--port", 0),
+        *("--model", run.info().model_path, "--port", 0, "--token-file", run.token_file),
         *("--ready-file", run.ready_file(role, index), "--weight-version", 0),
         *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
     )

@@ -2,6 +2,7 @@
 
 <state_dir>/runs/<run_id>/
     config.json              the resolved configuration
+    token                    what every request to a process of the run carries; its user alone can read it
     run.json                 RunInfo: who this run is, which model it starts from, where its checkpoints go
     ready/<role>-<index>.json  ready file of a process: its pid and, for a server, its URL
     pulse/<role>-<index>     what a process says of itself; see areal_core.launch.pulse
@@ -16,9 +17,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,7 @@ class RunDir:
         `kind` is the folder that it lies in: runs, or evaluations, which have servers and no more."""
         run = cls(Path(config.state_dir).absolute() / kind / info.run_id)
         durable.make(run.root)
+        run._make_token()
         for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline):
             folder.mkdir(parents=True, exist_ok=True)
         write_json(run.root / "config.json", config.to_dict(), synced=True)
@@ -63,6 +67,25 @@ class RunDir:
 
     def info(self) -> RunInfo:
         return RunInfo(**json.loads((self.root / "run.json").read_text()))
+
+    @property
+    def token_file(self) -> Path:
+        return self.root / "token"
+
+    def token(self) -> str:
+        """See areal_core.api.access."""
+        return self.token_file.read_text().strip()
+
+    def _make_token(self) -> None:
+        """Once: processes of an earlier launcher may still be there, and those of other machines."""
+        with contextlib.suppress(FileExistsError):
+            scratch = self.root / f".token.{os.getpid()}"
+            with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+            try:
+                os.link(scratch, self.token_file)
+            finally:
+                scratch.unlink()
 
     def numbered(self, number: int) -> RunInfo:
         """Note the fencing number of the launcher that runs the run from now on."""

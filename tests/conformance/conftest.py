@@ -1,12 +1,17 @@
 """One server of each kind for all tests here: vLLM's takes half a minute to start."""
 
+from dataclasses import replace
+
 import aiohttp
 import pytest
 import torch
 
+from areal_core.api.access import authorization
 from areal_core.controller.pool import GenerationPool
 from areal_core.generation.client import GenerationClient
 from tests.support.live_servers import SEEDS, SLOTS, SPEC, publish, serving
+
+TOKEN = "a-token-of-this-run"
 
 
 @pytest.fixture(scope="session")
@@ -18,14 +23,16 @@ def published(tmp_path_factory):
 @pytest.fixture(scope="package", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
 def server(request, published, tmp_path_factory):
     ready = tmp_path_factory.mktemp("ready") / f"{request.param}.json"
-    with serving(request.param, published.base, ready, "--slots", SLOTS) as server:
-        yield server
+    token = ready.with_name("token")
+    token.write_text(f"{TOKEN}\n")
+    with serving(request.param, published.base, ready, "--slots", SLOTS, "--token-file", token) as server:
+        yield replace(server, token=TOKEN)
 
 
 @pytest.fixture
 async def client(server, published):
     """A client of a server that runs the base weights and nothing else."""
-    client = GenerationClient(server.url)
+    client = GenerationClient(server.url, token=TOKEN)
     await client.identify()
     yield client
     await client.abort_all()
@@ -40,7 +47,7 @@ async def pool_of(client, server, published):
     pools = []
 
     async def make(interruption):
-        pool = GenerationPool(completions_per_server=4 * SLOTS, interruption=interruption)
+        pool = GenerationPool(completions_per_server=4 * SLOTS, interruption=interruption, token=TOKEN)
         pools.append(pool)
         await pool.join("server", server.url, lambda: published.versions[0])
         return pool
@@ -52,5 +59,5 @@ async def pool_of(client, server, published):
 
 @pytest.fixture
 async def http(server):
-    async with aiohttp.ClientSession(server.url) as session:
+    async with aiohttp.ClientSession(server.url, headers=authorization(TOKEN)) as session:
         yield session

@@ -107,7 +107,7 @@ async def test_the_load_counts_tokens_to_the_last(client):
 
 
 async def test_a_client_that_is_closed_or_has_no_server_says_so(server):
-    client = GenerationClient(server.url)
+    client = GenerationClient(server.url, token=server.token)
     await client.close()
     with pytest.raises(ServerLostError, match="closed"):
         await client.health()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from areal_core.api.access import authorization
 from areal_core.config.schema import RunConfig
 from tests.faults.checker import Findings, check, orphans
 from tests.faults.disk import Clock, compiler
@@ -261,7 +262,9 @@ class Target:
     def _ask(self, path: str) -> Any:
         """What the controller answers; None where it does not within a second."""
         try:
-            with urllib.request.urlopen(self.run.url("controller") + path, timeout=1.0) as response:
+            headers = authorization(self.run.run.token())
+            request = urllib.request.Request(self.run.url("controller") + path, headers=headers)
+            with urllib.request.urlopen(request, timeout=1.0) as response:
                 return json.load(response)
         except (OSError, ValueError, urllib.error.URLError):
             return None

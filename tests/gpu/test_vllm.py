@@ -146,3 +146,6 @@ class _Controller:
 
     def transfer_url(self):
         return f"{self._url}/transfer"
+
+    def authorization(self):
+        return {}

@@ -83,9 +83,11 @@ def rejoined():
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def respond(self, body):
+        text = json.dumps(body).encode()
         self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        self.wfile.write(text)
     def do_GET(self):
         step = 0 if plan.get("stall") else time.monotonic_ns()
         unknown = "reward accuracy staleness effective_tokens_per_s generated_tokens_per_s eta_s finished".split()

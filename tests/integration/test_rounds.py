@@ -1,9 +1,11 @@
-"""Rounds of torchrun's agents: one that ends leaves the rendezvous open."""
+"""Rounds of torchrun's agents: one that ends leaves the rendezvous open, and what others write there is not read."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 PATIENCE_S = 60.0
 # One of two agents; its one rank runs the given code.
@@ -21,7 +24,7 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from areal_core.training.distributed import rounds
-rounds.register()
+rounds.register("token")
 settings = LaunchConfig(
     min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="r", rdzv_backend=rounds.BACKEND, rdzv_endpoint=sys.argv[1],
     rdzv_configs={{"is_host": False, "join_timeout": {PATIENCE_S:.0f}, "read_timeout": {PATIENCE_S:.0f},
@@ -49,13 +52,13 @@ class Rendezvous:
         options = ("--address", "127.0.0.1", "--ready-file", str(ready))
         self.process = subprocess.Popen([sys.executable, "-m", "areal_core.training.distributed.rendezvous", *options])
         self.wait_for(ready.exists)
-        self._where = json.loads(ready.read_text())["url"].removeprefix("tcp://")
+        self.where = json.loads(ready.read_text())["url"].removeprefix("tcp://")
 
     def agent(self, rank: str, restarts: int = 0) -> Path:
         """Start one; returns the file of its output and of its rank's."""
         output = self._folder / f"agent-{len(self.agents)}.txt"
         with output.open("wb") as file:
-            command = [sys.executable, "-c", AGENT, self._where, str(restarts), rank, str(self.agent_lives_s)]
+            command = [sys.executable, "-c", AGENT, self.where, str(restarts), rank, str(self.agent_lives_s)]
             self.agents.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
         return output
 
@@ -115,3 +118,23 @@ def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) ->
     rendezvous.wait_for(lambda: works(again))
     assert works(stays)
     assert rendezvous.agents[0].poll() is None
+
+
+class Command:
+    """As a pickle: a command of a shell."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (self._text,)
+
+
+def test_a_state_that_somebody_else_has_written_is_not_unpickled(rendezvous: Rendezvous, tmp_path: Path) -> None:
+    address, _, port = rendezvous.where.partition(":")
+    attack = pickle.dumps(Command(f"touch {tmp_path}/taken-over"))
+    TCPStore(address, int(port)).set("torch.rendezvous.r", base64.b64encode(attack).decode())
+    output = rendezvous.agent(WORKS)
+    assert rendezvous.agents[0].wait(PATIENCE_S) == 1
+    assert "the state of the rendezvous was not written by an agent of this run" in output.read_text()
+    assert not (tmp_path / "taken-over").exists()

@@ -54,6 +54,7 @@ class Server:
     url: str
     process: subprocess.Popen[str]
     ready: Path
+    token: str | None = None  # what it wants every request to carry
 
     @contextlib.contextmanager
     def slowed(self) -> Iterator[None]:

@@ -24,10 +24,11 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from areal_core.api.guard import guard
 from areal_core.api.wire import EMBEDDED, ROUTES_VERSION, encode_generation
 from areal_core.config.schema import load_file
 from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
-from areal_core.generation.command_line import server_parser
+from areal_core.generation.command_line import server_parser, server_token
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation, ServedEngine, read_version
 from areal_core.generation.engines.registry import Options, make_engine
@@ -48,10 +49,17 @@ class GenerationServer:
     """Routes of one engine. All methods run in the event loop."""
 
     def __init__(
-        self, engine: ServedEngine, loop: asyncio.AbstractEventLoop, *, timeline: TimelineWriter | None = None
+        self,
+        engine: ServedEngine,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        token: str | None = None,
+        timeline: TimelineWriter | None = None,
     ) -> None:
+        """`token` is what every request must carry, if anything."""
         self.failure: asyncio.Future[BaseException] = loop.create_future()  # the error that ended the engine's thread
         self._engine = engine
+        self._doors = [] if token is None else [guard(token)]
         self._pending: dict[str, asyncio.Future[Generation]] = {}  # by request id
         self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
         self._updating = False
@@ -60,7 +68,7 @@ class GenerationServer:
         self._sleeping = False
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[_errors_as_json], client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(middlewares=[_errors_as_json, *self._doors], client_max_size=_MAX_BODY_BYTES)
         post = {
             "/inference/v1/generate": self._generate,
             "/pause": self._pause,
@@ -303,14 +311,14 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
     return make_engine(arguments.engine, Path(arguments.model), spec, options)
 
 
-async def _serve(arguments: argparse.Namespace, engine: ServedEngine) -> None:
+async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str | None) -> None:
     """Serve until SIGTERM or SIGINT. Raises what ended the engine's thread, if that did."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     timeline = TimelineWriter(arguments.timeline, cpu=time.process_time) if arguments.timeline else None
-    server = GenerationServer(engine, loop, timeline=timeline)
+    server = GenerationServer(engine, loop, token=token, timeline=timeline)
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     try:
@@ -332,12 +340,13 @@ def main() -> int:
     logs.start("generation")
     process.adopt(arguments.ready_file)
     try:
+        token = server_token(arguments)
         engine = _engine(arguments)
     except (ConfigError, ModelError) as error:
         logger.error("%s", error)
         return 2
     try:
-        asyncio.run(_serve(arguments, engine))
+        asyncio.run(_serve(arguments, engine, token))
     except OSError as error:
         where = f"{arguments.host}:{arguments.port}"
         logger.error("--port: can't listen on %s: %s; 0 takes any free one", where, error.strerror)

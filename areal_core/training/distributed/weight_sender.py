@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
+import requests
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -77,12 +78,21 @@ class VllmSender:
             info = NCCLTrainerInitInfo(
                 rank=0, master_address="127.0.0.1", master_port=_free_port(), world_size=1 + world_size
             )
-        client = _Client(self._controller.transfer_url(), timeout=_PATIENCE_S)
+        client = _Client(self._controller)
         return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
 
 
 class _Client(HTTPVLLMWeightSyncClient):
-    """vLLM's own client; an update in which a server is lost ends this process, which may wait in a broadcast."""
+    """vLLM's own client, with the run's token; an update in which a server is lost ends this process, which may wait in
+    a broadcast."""
+
+    def __init__(self, controller: ControllerClient) -> None:
+        super().__init__(controller.transfer_url(), timeout=_PATIENCE_S)
+        self._headers = controller.authorization()
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        url = f"{self.base_url}/{path}"
+        requests.post(url, json=json, headers=self._headers, timeout=self.timeout).raise_for_status()
 
     def update_weights(self, update_info: Any) -> None:
         try:

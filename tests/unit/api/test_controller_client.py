@@ -14,6 +14,7 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.errors import ProcessError, RunFinished
 from areal_core.storage.rundir import RunDir, write_json
 
+TOKEN = "the-token"
 Respond = Callable[[str], tuple[int, bytes]]
 
 
@@ -21,6 +22,7 @@ Respond = Callable[[str], tuple[int, bytes]]
 def run(tmp_path: Path) -> RunDir:
     folder = RunDir(tmp_path)
     folder.ready.mkdir()
+    folder.token_file.write_text(f"{TOKEN}\n")
     return folder
 
 
@@ -33,7 +35,8 @@ def serve(run: RunDir) -> Iterator[Callable[[Respond], ThreadingHTTPServer]]:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                status, body = respond(self.path)
+                known = self.headers["Authorization"] == f"Bearer {TOKEN}"
+                status, body = respond(self.path) if known else (401, b"")
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -115,3 +118,12 @@ def test_patience_ends_with_one_line_that_names_the_call(run: RunDir) -> None:
         ProcessError, match=r"controller: no response to GET /groups/1 within 0 s \(the controller is not"
     ):
         ControllerClient(run, patience_s=0.0).group(1)
+
+
+def test_a_response_without_its_body_is_asked_for_again(
+    run: RunDir, serve: Callable[[Respond], ThreadingHTTPServer]
+) -> None:
+    """As a server that is killed while it writes one may leave it."""
+    responses = iter([(200, b""), (200, b"the group")])
+    serve(lambda path: next(responses))
+    assert ControllerClient(run).group(1) == b"the group"

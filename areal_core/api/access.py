@@ -1,0 +1,36 @@
+"""Who may talk to the processes of a run: whoever has the run's token, a file in its folder that its user alone can
+read.
+
+Requests carry it in a header, `Authorization: Bearer TOKEN`, which no page of another site can have a browser send.
+"""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+
+from areal_core.errors import ConfigError
+
+REFUSED = "needs the run's token, from the file `token` of its folder: Authorization: Bearer TOKEN"
+
+
+def authorization(token: str | None) -> dict[str, str]:
+    """The header of a request."""
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def admits(token: str, header: str | None) -> bool:
+    """Whether a request with this header may pass."""
+    expected = authorization(token)["Authorization"]
+    return hmac.compare_digest((header or "").encode(errors="replace"), expected.encode())
+
+
+def read_token(file: Path) -> str:
+    """Raises ConfigError for a file that holds none."""
+    try:
+        token = file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--token-file: can't read {file}: {error.strerror}") from None
+    if not token:
+        raise ConfigError(f"--token-file: {file} is empty, must hold the token of a run")
+    return token

@@ -1,0 +1,68 @@
+"""The bodies of requests to the controller, beside the records that are sent as they are (`PolicyVersion`,
+`Evaluation`)."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+T = TypeVar("T")
+
+
+class Join(msgspec.Struct):
+    """A generation server that is to join; within `timeout_s`, None: however long it takes."""
+
+    name: str
+    url: str
+    timeout_s: float | None = None
+
+
+class Metrics(msgspec.Struct):
+    """Points of curves: key, step, value, and when, in seconds since the epoch."""
+
+    rows: list[tuple[str, int, float, float]]
+
+
+class Document(msgspec.Struct):
+    """What is recorded of a step beside numbers."""
+
+    kind: str
+    step: int
+    data: dict[str, Any]
+
+
+class Snapshot(msgspec.Struct):
+    """A snapshot that is asked for: a job of this name, waited for so long."""
+
+    job: str
+    timeout_s: float
+
+
+class Finish(msgspec.Struct):
+    """How the trainer has finished."""
+
+    reason: str
+    version: int
+    model_url: str
+
+
+class TransferInit(msgspec.Struct):
+    """What vLLM's trainer-side engine has servers set up."""
+
+    init_info: dict[str, Any]
+
+
+class TransferUpdate(msgspec.Struct):
+    """What it is about to send, in one message or several."""
+
+    update_info: dict[str, Any] | list[dict[str, Any]]
+
+
+async def read(request: web.Request, kind: type[T]) -> T:
+    """The body of a request. Raises ValueError that names the field."""
+    try:
+        return msgspec.convert(await request.json(), kind)  # not msgspec's own reader, which knows no NaN
+    except msgspec.ValidationError as error:
+        raise ValueError(f"body: {error}") from None
