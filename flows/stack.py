@@ -214,7 +214,8 @@ def _start(services: Services, owner: Owner) -> Stack:
         port = _port("PREFECT_PORT", 4200, before.get("prefect_api"))
         prefect_api = f"http://127.0.0.1:{port}/api"
         argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-        services.start("prefect-server", argv, prefect_environment(prefect_api), restarts=_PREFECT_RESTARTS)
+        settings = prefect_environment(prefect_api) | _own_pages_alone(port)
+        services.start("prefect-server", argv, settings, restarts=_PREFECT_RESTARTS)
         probes["prefect-server"] = lambda: responds(f"{prefect_api}/health")
         worker.append(SOLE)
     if mlflow_uri is None:
@@ -227,6 +228,13 @@ def _start(services: Services, owner: Owner) -> Stack:
     services.start("worker", worker, stack.environment, _WORKER_GRACE_S, sessions=True)
     services.until_ready(probes)
     return stack
+
+
+def _own_pages_alone(port: int) -> dict[str, str]:
+    """Settings of Prefect's server: by default any site that is open in a browser on this machine may have the worker
+    run its commands."""
+    own = ",".join(f"http://{host}:{port}" for host in ("127.0.0.1", "localhost"))
+    return {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": own}
 
 
 MLFLOW_ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

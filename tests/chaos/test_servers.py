@@ -26,7 +26,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def until_it_decodes(run: Launched, index: int) -> None:
     """Wait until a server has so many running completions that some still run a moment later."""
-    server = ServerView(run.url("generation", index))
+    server = ServerView(run.url("generation", index), run.run.token())
     run.wait_for(f"generation-{index} decodes", lambda: server.running() >= 4)
 
 

@@ -9,6 +9,7 @@ import pytest
 from areal_core.api.wire import encode_request, parse_generation
 from areal_core.errors import ServerLostError
 from areal_core.generation.client import GenerationClient
+from tests.conformance.conftest import TOKEN
 from tests.support.generation import request
 from tests.support.live_servers import EXACT, LONG, SLOTS, deviations, until
 
@@ -124,6 +125,7 @@ def _http(content):
         "POST /inference/v1/generate HTTP/1.1",
         "Host: server",
         "Content-Type: application/json",
+        f"Authorization: Bearer {TOKEN}",
         f"Content-Length: {len(content)}",
         "Connection: close",
     )

@@ -68,7 +68,7 @@ def test_a_run_whose_token_ledger_does_not_balance_fails_once_its_model_is_safe(
     """A request from outside the run has an id like those of its groups, so that its tokens are counted."""
     with Launched(runs.tiny(tmp_path, training={"steps": 4}), "unbalanced") as run:
         run.until_step(1)
-        sampled = ServerView(run.url("generation")).ask(request("group-1000-0"))
+        sampled = ServerView(run.url("generation"), run.run.token()).ask(request("group-1000-0"))
         line = run.failed()
         found = re.search(r"tokens: .* ([\d,]+) sampled by the servers, ([\d,]+) in the ledger = ", line)
         assert found, line

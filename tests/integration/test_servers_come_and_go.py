@@ -198,7 +198,7 @@ def test_a_server_that_was_started_by_hand_joins_a_run_and_leaves_it(tmp_path: P
     try:
         url_of(by_hand, ready)
         with Launched(config, "by-hand") as run, PublishedWeights(run) as published:
-            server, client = ServerView(url_of(by_hand, ready)), ControllerClient(run.run)
+            server, client = ServerView(url_of(by_hand, ready), None), ControllerClient(run.run)
             run.until_step(3)
             newest = _newest(run)
             client.join("by-hand", server.url)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from areal_core.api.access import authorization
 from areal_core.api.scored_groups import unpack_group
 from areal_core.api.wire import completion_tokens, encode_request
 from areal_core.config.schema import RunConfig
@@ -53,10 +54,11 @@ def audited(state: Path, *, servers: int, interruption: str, steps: int, **group
 
 
 class ServerView:
-    """A generation server of a run, whatever its engine, through its public routes."""
+    """A generation server of a run, whatever its engine, through its public routes; `token` is the run's."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str | None) -> None:
         self.url = url
+        self._headers = authorization(token)
 
     def running(self) -> int:
         """Completions that it decodes now."""
@@ -71,7 +73,8 @@ class ServerView:
     def ask(self, request: GenerationRequest) -> int:
         """Send it a request from outside the run; returns the tokens that it sampled for that."""
         body = encode_request(request)
-        post = urllib.request.Request(f"{self.url}/inference/v1/generate", body, {"Content-Type": "application/json"})
+        headers = self._headers | {"Content-Type": "application/json"}
+        post = urllib.request.Request(f"{self.url}/inference/v1/generate", body, headers)
         with urllib.request.urlopen(post, timeout=30.0) as response:
             return completion_tokens(response.read())
 
@@ -86,7 +89,8 @@ class ServerView:
         return values
 
     def _get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=10.0) as response:
+        get = urllib.request.Request(self.url + path, headers=self._headers)
+        with urllib.request.urlopen(get, timeout=10.0) as response:
             return response.read().decode()
 
 
@@ -94,7 +98,7 @@ def has_come_back(run: Launched, index: int, *, but: int) -> None:
     """Wait until a generation server was started again, has weights that are no older than the newest ones of that
     time, and samples. `but` is the process that was lost."""
     run.pid("generation", index, but=but)
-    server, published = ServerView(run.url("generation", index)), run.step()
+    server, published = ServerView(run.url("generation", index), run.run.token()), run.step()
     sampled = server.generated()
     run.wait_for(f"generation-{index} has version {published}", lambda: server.version() >= published)
     run.wait_for(f"generation-{index} samples", lambda: server.generated() > sampled)

