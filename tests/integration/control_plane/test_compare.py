@@ -136,6 +136,7 @@ def test_continued_comparison_runs_only_what_is_new_and_survives_a_failing_arm(
     assert "late, seed 1: " in report
 
 
+@pytest.mark.recovery
 def test_cancelled_comparison_ends_its_trial_and_can_go_on(up: Up) -> None:
     settings = {"seeds": [1], "overrides": ["training.steps=10000", *emulated(up.state, tracked=True)]}
     flow_run_id = up.start(DEPLOYMENT, arms={"sync": ["mode=sync"], "other": ["mode=async"]}, **settings)

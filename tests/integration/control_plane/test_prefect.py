@@ -77,6 +77,7 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     assert tracked.data.tags["areal.flow_run_id"] == str(flow_run.id)
 
 
+@pytest.mark.recovery
 def test_interrupted_train_cancels_its_run_and_leaves_the_servers_that_were_up(up: Up) -> None:
     train = subprocess.Popen(
         [sys.executable, "-m", "flows.train", "--steps", "10000", *emulated(up.state)],
