@@ -232,6 +232,15 @@ class MetricRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """Something that is wrong with a run which goes on; see areal_core.controller.health."""
+
+    kind: str
+    step: int  # that it began with
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """A look at a running experiment, as the controller returns it at GET /status."""
 
@@ -248,6 +257,7 @@ class RunStatus:
     finished: str | None  # reason, once the run is ending
     emulated: bool = False  # tokens a second are those of an emulated cluster
     lost_servers: tuple[str, ...] = ()  # URLs of generation servers that were taken out: to be started again
+    alerts: tuple[Alert, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

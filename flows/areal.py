@@ -31,6 +31,7 @@ from prefect.futures import wait
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Failed
 from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.urls import url_for
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
@@ -40,10 +41,23 @@ from areal_core.run.progress import describe
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunSummary
+from flows.alerts import Alerts
 from flows.compose import configure
 from flows.page import CancelUnheard, Progress, told
-from flows.run_result import result_markdown, result_rows
-from flows.shared import HOPELESS, PROGRESS, RESULT, Experiment, Minutes, Mode, Natural, Positive, Share, run_title
+from flows.run_result import result_markdown, result_rows, tracking_page
+from flows.shared import (
+    HOPELESS,
+    PROGRESS,
+    RESULT,
+    TRACKING,
+    Experiment,
+    Minutes,
+    Mode,
+    Natural,
+    Positive,
+    Share,
+    run_title,
+)
 
 SUMMARY = "areal-summary"  # key of an artifact
 
@@ -101,18 +115,21 @@ def _run(config: RunConfig, log: Callable[[str], None]) -> RunSummary:
         progress.show(0.0, "preparing")
         # The same id in every attempt of this flow run, hence a retry resumes.
         run_dir = prepare(config, run_id=f"{config.label}-{flow_run.id[-12:]}")
+        if page := tracking_page(run_dir.info()):
+            progress.link(TRACKING, page, "The run in MLflow, while it goes on")
         summary = core.read_summary(run_dir) if run_dir.summary.exists() else _run_roles(run_dir, progress, log)
     report(summary, run_dir)
     return summary
 
 
 def _run_roles(run_dir: RunDir, progress: Progress, log: Callable[[str], None]) -> RunSummary:
-    run = core.Run(run_dir, log=log)
+    run, alerts = core.Run(run_dir, log=log), Alerts(run_dir.info().run_id)
     try:
         roles = [role.submit(run) for role in (generate, rollout, train, evaluate, track)]
         while wait(roles, timeout=_PROGRESS_INTERVAL_S).not_done:
             if status := run.status():
                 progress.show(100.0 * status.step / status.steps, describe(status))
+                alerts.show(status.alerts)
             if progress.cancelled_unheard():
                 run.stop("the flow run was cancelled")
                 wait(roles, timeout=_END_S)
@@ -125,7 +142,8 @@ def _run_roles(run_dir: RunDir, progress: Progress, log: Callable[[str], None]) 
 @task(cache_policy=NO_CACHE)
 def prepare(config: RunConfig, run_id: str) -> RunDir:
     """Check all that the run needs from outside, make the base model, open the tracking run, write the run's folder."""
-    return core.prepare(config, run_id=run_id, flow_run_id=flow_run.id, log=get_run_logger().info)
+    page = url_for("flow-run", obj_id=flow_run.id)
+    return core.prepare(config, run_id=run_id, flow_run_id=flow_run.id, flow_run_page=page, log=get_run_logger().info)
 
 
 @task(cache_policy=NO_CACHE)

@@ -33,7 +33,7 @@ class CancelUnheard(Exception):  # noqa: N818 - an ending, not a failure
 
 
 class Progress:
-    """The progress artifact of the flow run that runs here. A context, with a connection of its own."""
+    """The progress of the flow run that runs here. A context, with a connection of its own."""
 
     def __init__(self, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._key = key
@@ -60,6 +60,12 @@ class Progress:
                 self._artifact = self._client.create_artifact(made).id
             else:
                 self._client.update_artifact(self._artifact, ArtifactUpdate(data=percent, description=text))
+
+    def link(self, key: str, address: str, text: str) -> None:
+        """Show a link, or not."""
+        shown = ArtifactCreate(key=key, type="markdown", data=f"[{text}]({address})", flow_run_id=UUID(flow_run.id))
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
+            self._client.create_artifact(shown)
 
     def cancelled_unheard(self) -> bool:
         """Whether the flow run is to be cancelled and its worker, whose task that is, does nothing: after an outage of

@@ -14,6 +14,7 @@ from flows.compose import experiments
 PROGRESS = "areal-progress"  # keys of artifacts
 RESULT = "areal-result"
 PLACES = "areal-places"
+TRACKING = "areal-tracking"
 
 HOPELESS = (ConfigError, ModelError, StorageError, TrackingError, DivergenceError)  # the same again would end the same
 

@@ -1,5 +1,5 @@
-"""The process worker of the pool `areal-local`: makes the pool and the deployments of prefect.yaml known to the API,
-then runs what is scheduled, one run at a time because a run uses the whole machine."""
+"""The process worker of the pool `areal-local`: makes the pool, the deployments of prefect.yaml and the automations
+known to the API, then runs what is scheduled, one run at a time because a run uses the whole machine."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from prefect.workers.process import ProcessWorker
 
 from areal_core.errors import ProcessError
 from areal_core.launch import process
+from flows.alerts import make_automations
 from flows.stack import ROOT, SOLE, WORKER_READY
 
 POOL = "areal-local"
@@ -39,6 +40,7 @@ async def _prepare() -> None:
     async with get_client() as client:
         await _until_healthy(client)
         await _make_pool(client)
+        await make_automations(client)
         if SOLE in sys.argv:
             await _mark_crashed(client)
 

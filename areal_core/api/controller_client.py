@@ -18,7 +18,7 @@ from typing import Any
 from areal_core.api.access import authorization
 from areal_core.errors import ProcessError, RunFinished
 from areal_core.storage.rundir import RunDir
-from areal_core.types import BatchGroup, BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
+from areal_core.types import Alert, BatchGroup, BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
 
 _POLL_S = 20.0  # one long poll
 _RETRY_S = 0.2  # between two attempts to connect
@@ -117,7 +117,8 @@ class ControllerClient:
 
     def status(self) -> RunStatus:
         values = self._json("GET", "/status")
-        return RunStatus(**{**values, "lost_servers": tuple(values["lost_servers"])})
+        alerts = tuple(Alert(**alert) for alert in values.get("alerts", ()))
+        return RunStatus(**{**values, "lost_servers": tuple(values["lost_servers"]), "alerts": alerts})
 
     def join(self, name: str, url: str) -> None:
         """Register a generation server; returns once it has loaded the newest version and takes work."""

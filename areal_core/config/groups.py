@@ -306,6 +306,16 @@ class StopConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """When a run that goes on is told to be unwell; None: never."""
+
+    max_mismatch: float | None = bounded(0.1, above=0.0)  # nats a token, of mismatch/k3
+    max_stale_share: float | None = bounded(0.5, low=0.0, high=1.0)  # of a batch's groups, over rollout.max_staleness
+    max_unscored_share: float | None = bounded(0.1, low=0.0, high=1.0)  # of the groups of ten steps, without rewards
+    max_step_s: float | None = bounded(1800.0, above=0.0)  # of RL wall time, without a new version
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """Devices, processes and their time limits, remote workers, logs."""
 

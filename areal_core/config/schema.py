@@ -24,6 +24,7 @@ from areal_core.config.groups import (
     EnvironmentConfig,
     EvaluationConfig,
     GenerationConfig,
+    HealthConfig,
     LaunchConfig,
     ModelConfig,
     RolloutConfig,
@@ -43,6 +44,7 @@ __all__ = [
     "EnvironmentConfig",
     "EvaluationConfig",
     "GenerationConfig",
+    "HealthConfig",
     "LaunchConfig",
     "ModelConfig",
     "RolloutConfig",
@@ -81,6 +83,7 @@ class RunConfig:
     storage: StorageConfig = field(default_factory=StorageConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     stop: StopConfig = field(default_factory=StopConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     emulation: EmulationConfig = field(default_factory=EmulationConfig)
 

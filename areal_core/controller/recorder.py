@@ -16,6 +16,7 @@ from typing import Any
 from areal_core.api.wire import ServerLoad
 from areal_core.config.plugins import find
 from areal_core.config.schema import RunConfig
+from areal_core.controller.health import Health
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, TrackingError
 from areal_core.planning.account import explain
 from areal_core.rollout.ledger import TrajectoryLedger
@@ -55,6 +56,7 @@ class Recorder:
         if config.tracking.batch_metrics is not None:
             self._batch_metrics = find("tracking.batch_metrics", config.tracking.batch_metrics, {})
         self._live: dict[str, float] = {}  # newest value of the keys that the status shows
+        self._health = Health(config.health, groups=config.groups_per_batch)
 
     # -- time --------------------------------------------------------------------------------------------------
 
@@ -170,7 +172,9 @@ class Recorder:
         self.log_rows([MetricRow(key=key, step=step, value=float(value), time_s=now) for key, value in values.items()])
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
-        self._live.update({row.key: row.value for row in rows})
+        values = {row.key: row.value for row in rows}
+        self._live.update(values)
+        self._health.look(max((row.step for row in rows), default=0), values)
         with self._tracking():
             self._outbox.log(rows)
 
@@ -201,6 +205,8 @@ class Recorder:
         steps = self._config.training.steps
         step = self._ledger.versions.last()
         step_s = self._live.get("time/step_s")
+        if finished is None:
+            self._health.wait(step, self.elapsed_s - (self._notes.published_s(step) or 0.0))
         return RunStatus(
             step=step,
             steps=steps,
@@ -215,6 +221,7 @@ class Recorder:
             finished=finished,
             emulated=self._config.emulated,
             lost_servers=lost_servers,
+            alerts=self._health.alerts,
         )
 
     def explained(self, spans: Sequence[Span]) -> str | None:

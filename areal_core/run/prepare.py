@@ -31,11 +31,13 @@ from areal_core.tracking.outbox import Outbox
 _TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
-    r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|launch)\..*|state_dir"
+    r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|health|launch)\..*|state_dir"
     r"|storage\.(patience|lease)_s"
 )
 _FILES = r"model\.path|task\.(path|held_out_path|benchmark_paths|success_path)"
 _MAY_MOVE = rf"{_MAY_CHANGE}|{_FILES}|(storage|tracking)\..*"  # on another machine
+
+_NOTE = "mlflow.note.content"  # MLflow's tag for the description on a run's page
 
 
 def prepare(
@@ -43,11 +45,12 @@ def prepare(
     *,
     run_id: str | None = None,
     flow_run_id: str | None = None,
+    flow_run_page: str | None = None,
     tags: Mapping[str, str] | None = None,
     log: Log = print,
 ) -> RunDir:
     """Make everything that the processes of a run start from; adopt what is there when `run_id` has been here before.
-    `tags` are for the tracking run, beside those that every run has.
+    `tags` are for the tracking run, beside those that every run has, and so is the address of the flow run's page.
 
     Raises what `preflight` raises, ConfigError for a resumed run whose configuration differs, ProcessError when the
     warm-up of the base model fails or the run is running already.
@@ -75,7 +78,8 @@ def prepare(
     run.root.mkdir(parents=True, exist_ok=True)
     with Ownership(run, config, storage.url, log=log):
         if not (run.root / "run.json").exists():  # else another launcher has been quicker
-            tracking_run_id = _start_tracking(config, run_id, _tags(config, run_id, flow_run_id) | dict(tags or {}))
+            about = _tags(config, run_id, flow_run_id) | {_NOTE: _description(config, storage.url, flow_run_page)}
+            tracking_run_id = _start_tracking(config, run_id, about | dict(tags or {}))
             info = RunInfo(
                 run_id=run_id,
                 model_path=str(model),
@@ -85,7 +89,7 @@ def prepare(
                 flow_run_id=flow_run_id,
             )
             return RunDir.create(config, info)
-    return prepare(config, run_id=run_id, flow_run_id=flow_run_id, tags=tags, log=log)
+    return prepare(config, run_id=run_id, flow_run_id=flow_run_id, flow_run_page=flow_run_page, tags=tags, log=log)
 
 
 def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, log: Log) -> RunDir:
@@ -129,7 +133,6 @@ def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, 
         "areal.git_revision": revision,
         "mlflow.source.name": "python -m areal_core" if flow_run_id is None else "areal",
         "mlflow.source.git.commit": revision and revision.removesuffix("-dirty"),
-        "mlflow.note.content": _description(config),
     }
     for package in _TAGGED_PACKAGES:
         try:
@@ -139,13 +142,14 @@ def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, 
     return {name: value for name, value in tags.items() if value}
 
 
-def _description(config: RunConfig) -> str:
-    """What the run does, for its page."""
+def _description(config: RunConfig, checkpoint_url: str, flow_run_page: str | None) -> str:
+    """What the run does, and where the rest of it is, for its page."""
     task, model = config.task, f"`{config.model.path}`" if config.model.path else "The embedded model"
     return (
         f"{model} learns {task.path or task.dataset or task.name}: {config.training.steps} steps of "
         f"{config.rollout.batch_size} completions, {config.mode}, max_staleness {config.max_staleness}, "
-        f"seed {config.seed}."
+        f"seed {config.seed}.\n\nCheckpoints: `{checkpoint_url}`"
+        + (f"; [its flow run]({flow_run_page})." if flow_run_page else ".")
     )
 
 

@@ -56,6 +56,7 @@ def describe(status: RunStatus) -> str:
         f"staleness {_number(status.staleness, '.2f')}",
         f"{_number(None if rate is None else rate / 1000, '.1f')}k {'emulated ' if status.emulated else ''}tokens/s",
         f"finishing: {status.finished}" if status.finished else f"{_duration(status.eta_s)} left",
+        *(f"unwell: {alert.kind}" for alert in status.alerts),
     )
     return "  ".join(parts)
 

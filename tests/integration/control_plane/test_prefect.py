@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from uuid import UUID
 import httpx
 import pytest
 from mlflow import MlflowClient
+from prefect.client.orchestration import PrefectClient
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
+from flows.alerts import make_automations
 from flows.stack import ROOT
 from tests.support.control import emulated, environment, run_python
 from tests.support.stack import Up
@@ -75,6 +78,11 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     tracked = MlflowClient(info["tracking_uri"]).get_run(info["tracking_run_id"])
     assert tracked.info.status == "FINISHED"
     assert tracked.data.tags["areal.flow_run_id"] == str(flow_run.id)
+    assert artifacts["areal-tracking"].data.endswith(f"({info['tracking_uri']}/#/runs/{info['tracking_run_id']})")
+    page = f"{up.told['prefect_api'].removesuffix('/api')}/runs/flow-run/{flow_run.id}"
+    assert (
+        f"Checkpoints: `{info['checkpoint_url']}`; [its flow run]({page})" in tracked.data.tags["mlflow.note.content"]
+    )
 
 
 @pytest.mark.recovery
@@ -149,3 +157,26 @@ def test_unknown_experiment_is_refused_with_the_known_ones(up: Up) -> None:
     with pytest.raises(PrefectHTTPStatusError) as refused:
         up.start(DEPLOYMENT, experiment="nope")
     assert "cpu-async" in refused.value.response.text
+
+
+def test_a_run_that_is_unwell_is_cancelled_by_an_automation(up: Up) -> None:
+    overrides = ["training.steps=10000", "health.max_step_s=0.001", *emulated(up.state)]
+    flow_run_id = up.start(DEPLOYMENT, overrides=overrides)
+    up.wait(flow_run_id, "Cancelled")
+    told = up.client.request("POST", "/events/filter", json={"filter": {"event": {"prefix": ["areal."]}}}).json()[
+        "events"
+    ]
+    (event,) = [one for one in told if one["event"] == "areal.alert.stall"]
+    assert event["payload"]["text"].endswith("more than 0.001 (health.max_step_s)")
+    assert f"prefect.flow-run.{flow_run_id}" in [one["prefect.resource.id"] for one in event["related"]]
+
+
+def test_an_automation_that_somebody_has_paused_stays_so(up: Up) -> None:
+    async def paused() -> list[bool]:
+        async with PrefectClient(up.told["prefect_api"]) as client:
+            (known,) = await client.read_automations_by_name("areal: stale")
+            await client.pause_automation(known.id)
+            await make_automations(client)
+            return [one.enabled for one in await client.read_automations_by_name("areal: stale")]
+
+    assert asyncio.run(paused()) == [False]

@@ -1,0 +1,71 @@
+"""Whether a run that goes on is well: alerts by the points that it records, raised and taken back.
+
+    mismatch   trainer and servers differ in what the same weights mean
+    stale      too much of a batch is older than the bound, as rollout.policy=admit lets it be
+    rewards    too many groups can't be scored, and are dropped
+    stall      no version is new for long, although every process gets on, as where all groups are dropped
+
+What ends processes that hang is `areal_core.launch.watchdog`; here nothing is ended. An alert is logged, stands in the
+status, and it is for the control plane to act on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+
+from areal_core.config.groups import HealthConfig
+from areal_core.types import Alert
+
+logger = logging.getLogger(__name__)
+
+_STEPS = 10  # over which groups without rewards are counted
+_UNSCORED = ("rollout/reward_failed_groups", "rollout/reward_timeout_groups", "rollout/reward_worker_died_groups")
+
+
+class Health:
+    """The alerts of one run. `groups` are those of a batch."""
+
+    def __init__(self, config: HealthConfig, *, groups: int) -> None:
+        self._config = config
+        self._groups = groups
+        self._unscored: deque[float] = deque(maxlen=_STEPS + 1)  # since the start, by version
+        self._alerts: dict[str, Alert] = {}  # by kind
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """What is wrong now, in the order in which it began."""
+        return tuple(self._alerts.values())
+
+    def look(self, step: int, values: Mapping[str, float]) -> None:
+        """Points of a step; those of all its keys need not come at once."""
+        if (k3 := values.get("mismatch/k3")) is not None:
+            said = f"mismatch/k3 is {k3:.3g} nats a token"
+            self._judge("mismatch", step, said, k3, self._config.max_mismatch, "max_mismatch")
+        if (stale := values.get("staleness/groups_over_bound")) is not None:
+            share = stale / self._groups
+            said = f"{share:.0%} of the batch is older than rollout.max_staleness"
+            self._judge("stale", step, said, share, self._config.max_stale_share, "max_stale_share")
+        if all(key in values for key in _UNSCORED):
+            if step == 1:
+                self._unscored.append(0.0)
+            self._unscored.append(sum(values[key] for key in _UNSCORED))
+            failed = self._unscored[-1] - self._unscored[0]
+            tried = self._groups * max(1, len(self._unscored) - 1) + failed
+            said = f"{failed / tried:.0%} of the groups of late had no rewards"
+            self._judge("rewards", step, said, failed / tried, self._config.max_unscored_share, "max_unscored_share")
+
+    def wait(self, step: int, seconds: float) -> None:
+        """So long there has been no version after that of `step`."""
+        said = f"no step for {seconds:.0f} s"
+        self._judge("stall", step, said, seconds, self._config.max_step_s, "max_step_s")
+
+    def _judge(self, kind: str, step: int, said: str, value: float, bound: float | None, field: str) -> None:
+        if bound is None or value <= bound:
+            if self._alerts.pop(kind, None):
+                logger.info("no longer: %s", kind)
+        elif kind not in self._alerts:
+            text = f"{said}, more than {bound:g} (health.{field})"
+            self._alerts[kind] = Alert(kind=kind, step=step, text=text)
+            logger.warning("%s", text)

@@ -1,0 +1,86 @@
+"""Alerts of a run that goes on: raised once, and taken back."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from areal_core.config.groups import HealthConfig
+from areal_core.controller.health import Health
+
+GROUPS = 8
+FAILED, LATE, DIED = (f"rollout/reward_{kind}_groups" for kind in ("failed", "timeout", "worker_died"))
+
+
+@pytest.fixture
+def health() -> Health:
+    return Health(HealthConfig(), groups=GROUPS)
+
+
+def kinds(health: Health) -> list[str]:
+    return [alert.kind for alert in health.alerts]
+
+
+def test_a_mismatch_is_told_once_and_taken_back(health: Health, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    health.look(1, {"mismatch/k3": 0.1})
+    assert health.alerts == ()
+    for step in (2, 3):
+        health.look(step, {"mismatch/k3": 0.25, "reward/mean": 1.0})
+    (alert,) = health.alerts
+    said = "mismatch/k3 is 0.25 nats a token, more than 0.1 (health.max_mismatch)"
+    assert (alert.kind, alert.step, alert.text) == ("mismatch", 2, said)
+    health.look(4, {"reward/mean": 1.0})  # it is not measured at every step
+    assert kinds(health) == ["mismatch"]
+    health.look(5, {"mismatch/k3": 0.0})
+    assert health.alerts == ()
+    assert caplog.messages == [said, "no longer: mismatch"]
+
+
+def test_a_batch_that_is_too_old(health: Health) -> None:
+    health.look(1, {"staleness/groups_over_bound": GROUPS / 2})
+    assert health.alerts == ()
+    health.look(2, {"staleness/groups_over_bound": GROUPS / 2 + 1})
+    assert [alert.text for alert in health.alerts] == [
+        "62% of the batch is older than rollout.max_staleness, more than 0.5 (health.max_stale_share)"
+    ]
+
+
+def test_groups_without_rewards_count_over_ten_steps(health: Health) -> None:
+    failed = 0
+    for step in range(1, 11):  # one in ten steps is nothing
+        failed += step == 5
+        health.look(step, {FAILED: failed, LATE: 0, DIED: 0})
+    assert health.alerts == ()
+    for step in range(11, 15):  # half as many as are trained on
+        failed += GROUPS // 2
+        health.look(step, {FAILED: failed - step, LATE: step, DIED: 0})
+    assert kinds(health) == ["rewards"]
+    for step in range(15, 26):
+        health.look(step, {FAILED: failed, LATE: 0, DIED: 0})
+    assert health.alerts == ()
+
+
+def test_what_had_failed_before_a_restart_is_not_of_late(health: Health) -> None:
+    for step in (7, 8):
+        health.look(step, {FAILED: 100, LATE: 0, DIED: 0})
+    assert health.alerts == ()
+
+
+def test_a_run_without_steps(health: Health) -> None:
+    health.wait(3, 1800.0)
+    assert health.alerts == ()
+    health.wait(3, 1801.0)
+    assert [alert.text for alert in health.alerts] == ["no step for 1801 s, more than 1800 (health.max_step_s)"]
+    health.wait(4, 1.0)
+    assert health.alerts == ()
+
+
+def test_what_is_not_to_be_looked_at() -> None:
+    health = Health(
+        HealthConfig(max_mismatch=None, max_stale_share=None, max_unscored_share=None, max_step_s=None), groups=GROUPS
+    )
+    health.look(1, {"mismatch/k3": 9.0, "staleness/groups_over_bound": GROUPS, FAILED: 99, LATE: 0, DIED: 0})
+    health.wait(1, 1e9)
+    assert health.alerts == ()
