@@ -20,9 +20,9 @@ def authorization(token: str | None) -> dict[str, str]:
 
 
 def admits(token: str, header: str | None) -> bool:
-    """Whether a request with this header may pass."""
+    """Whether a request with this header may pass; none may where the token is empty."""
     expected = authorization(token)["Authorization"]
-    return hmac.compare_digest((header or "").encode(errors="replace"), expected.encode())
+    return bool(token) and hmac.compare_digest((header or "").encode(errors="replace"), expected.encode())
 
 
 def read_token(file: Path) -> str:

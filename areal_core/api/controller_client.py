@@ -33,6 +33,7 @@ class ControllerClient:
         self._patience_s = patience_s
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
+        self._authorization: dict[str, str] = {}  # of that connection
 
     # -- trainer -----------------------------------------------------------------------------------------------
 
@@ -149,8 +150,8 @@ class ControllerClient:
         while True:
             try:
                 connection = self._connect()
-                headers = self.authorization() | ({"Content-Type": "application/json"} if payload else {})
-                connection.request(method, path, payload, headers)
+                content_type = {"Content-Type": "application/json"} if payload else {}
+                connection.request(method, path, payload, self._authorization | content_type)
                 response = connection.getresponse()
                 content = response.read()
                 if response.status == 503:  # it is about to be restarted
@@ -180,6 +181,7 @@ class ControllerClient:
             if url is None:
                 raise ConnectionError("the controller is not ready")
             parts = urllib.parse.urlsplit(url)
+            self._authorization = self.authorization()
             self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._timeout_s)
         return self._connection
 

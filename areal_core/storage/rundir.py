@@ -78,14 +78,15 @@ class RunDir:
 
     def _make_token(self) -> None:
         """Once: processes of an earlier launcher may still be there, and those of other machines."""
-        with contextlib.suppress(FileExistsError):
-            scratch = self.root / f".token.{os.getpid()}"
-            with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
-            try:
-                os.link(scratch, self.token_file)
-            finally:
-                scratch.unlink()
+        if self.token_file.exists():
+            return
+        scratch = self.root / f".token.{os.getpid()}"
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+        durable.sync(scratch)  # before it has its name: no run has an empty token
+        with contextlib.suppress(FileExistsError):  # another launcher was quicker
+            os.link(scratch, self.token_file)
+        scratch.unlink()
 
     def numbered(self, number: int) -> RunInfo:
         """Note the fencing number of the launcher that runs the run from now on."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.storage.rundir import RunDir, write_json
+from areal_core.config.schema import load
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
 
 
 @pytest.fixture
@@ -35,3 +36,14 @@ def test_a_file_that_is_half_there_is_not_ready_yet(run: RunDir, half: bytes) ->
 def test_a_file_that_can_not_be_read_is_not_ready_yet(run: RunDir) -> None:
     run.ready_file("controller").mkdir()  # any OSError but that of a file that is absent
     assert run.ready_info("controller") is None
+
+
+def test_a_run_keeps_its_token(tmp_path: Path) -> None:
+    config = load({"state_dir": str(tmp_path)})
+    tokens: list[str] = []
+    for run_id in ("r", "r", "other"):
+        run = RunDir.create(config, RunInfo(run_id=run_id, model_path="m", checkpoint_url="c"))
+        assert run.token_file.stat().st_mode & 0o777 == 0o600
+        assert not list(run.root.glob(".token*"))
+        tokens.append(run.token())
+    assert tokens[0] == tokens[1] != tokens[2]
