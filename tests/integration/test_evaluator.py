@@ -53,10 +53,8 @@ def own_engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, RunCon
     return scored_run(tmp_path_factory.mktemp("own"), servers=1)
 
 
-@pytest.mark.parametrize(
-    "servers",
-    [pytest.param(2, id="servers of its own", marks=pytest.mark.dear), pytest.param(0, id="a lent one")],
-)
+@pytest.mark.dear
+@pytest.mark.parametrize("servers", [pytest.param(2, id="servers of its own"), pytest.param(0, id="a lent one")])
 def test_scores_do_not_depend_on_what_they_are_from(
     own_engine: tuple[RunDir, RunConfig], tmp_path: Path, servers: int
 ) -> None:

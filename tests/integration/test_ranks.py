@@ -158,7 +158,7 @@ def test_ranks_find_each_other_at_a_rendezvous_that_listens_on_its_address_alone
         assert ranks.started[rank].exitcode == 0
 
 
-@pytest.mark.parametrize("ends", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("ends", [pytest.param(signal.SIGSTOP, marks=pytest.mark.recovery), signal.SIGKILL])
 def test_a_rendezvous_that_is_lost_too_holds_nobody_up(
     ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path, ends: signal.Signals
 ) -> None:

@@ -127,7 +127,9 @@ def test_what_the_server_refuses_costs_only_itself(
     assert "has refused 4 items: point early of step 0: INVALID_PARAMETER_VALUE" in caplog.text
 
 
-@pytest.mark.parametrize("fault", ["fail", "lose", "repeat", "late"])
+@pytest.mark.parametrize(
+    "fault", ["fail", *(pytest.param(fault, marks=pytest.mark.dear) for fault in ("lose", "repeat", "late"))]
+)
 def test_no_gap_and_no_double_over_a_network_that_fails(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:

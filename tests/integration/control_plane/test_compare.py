@@ -103,6 +103,7 @@ def test_trials_are_children_of_the_comparison_in_mlflow(up: Up, first: subproce
     assert {"time/elapsed_s", "ledger/consumed_tokens", "heldout/accuracy", "final/accuracy_after"} <= keys[0] & keys[1]
 
 
+@pytest.mark.dear
 def test_continued_comparison_runs_only_what_is_new_and_survives_a_failing_arm(
     up: Up, first: subprocess.CompletedProcess[str]
 ) -> None:
