@@ -44,10 +44,10 @@ class Alerts:
 
 async def make_automations(client: PrefectClient) -> None:
     """Make the automations known, or as the file has them; those that somebody has paused stay so."""
+    known = {automation.name: automation for automation in await client.read_automations()}
     for wanted in map(AutomationCore.model_validate, yaml.safe_load(AUTOMATIONS.read_text())["automations"]):
-        known = await client.read_automations_by_name(wanted.name)
-        if known:
-            wanted.enabled = known[0].enabled
-            await client.update_automation(known[0].id, wanted)
+        if before := known.get(wanted.name):
+            wanted.enabled = before.enabled
+            await client.update_automation(before.id, wanted)
         else:
             await client.create_automation(wanted)

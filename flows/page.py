@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 from uuid import UUID
 
@@ -52,7 +52,7 @@ class Progress:
 
     def show(self, percent: float, text: str) -> None:
         """Show how far the run is, or not: there is a next time."""
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
+        with _where_it_answers():
             if self._artifact is None:
                 made = ArtifactCreate(
                     key=self._key, type="progress", data=percent, description=text, flow_run_id=UUID(flow_run.id)
@@ -64,7 +64,7 @@ class Progress:
     def link(self, key: str, address: str, text: str) -> None:
         """Show a link, or not."""
         shown = ArtifactCreate(key=key, type="markdown", data=f"[{text}]({address})", flow_run_id=UUID(flow_run.id))
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
+        with _where_it_answers():
             self._client.create_artifact(shown)
 
     def cancelled_unheard(self) -> bool:
@@ -74,13 +74,20 @@ class Progress:
         if now - self._looked < _LOOK_S:
             return False
         self._looked = now
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
+        with _where_it_answers():
             state = self._client.read_flow_run(UUID(flow_run.id)).state
             if state is None or state.type is not StateType.CANCELLING:
                 self._cancelling_since = None
             elif self._cancelling_since is None:
                 self._cancelling_since = now
         return self._cancelling_since is not None and now - self._cancelling_since >= _UNHEARD_S
+
+
+@contextlib.contextmanager
+def _where_it_answers() -> Iterator[None]:
+    """Around calls that are made once: what a server that is away has missed, it has missed."""
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
+        yield
 
 
 def told(what: str, call: Callable[[], _Response], log: Callable[[str], None]) -> _Response | None:

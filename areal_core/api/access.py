@@ -7,9 +7,6 @@ Requests carry it in a header, `Authorization: Bearer TOKEN`, which no page of a
 from __future__ import annotations
 
 import hmac
-from pathlib import Path
-
-from areal_core.errors import ConfigError
 
 REFUSED = "needs the run's token, from the file `token` of its folder: Authorization: Bearer TOKEN"
 
@@ -23,14 +20,3 @@ def admits(token: str, header: str | None) -> bool:
     """Whether a request with this header may pass; none may where the token is empty."""
     expected = authorization(token)["Authorization"]
     return bool(token) and hmac.compare_digest((header or "").encode(errors="replace"), expected.encode())
-
-
-def read_token(file: Path) -> str:
-    """Raises ConfigError for a file that holds none."""
-    try:
-        token = file.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"--token-file: can't read {file}: {error.strerror}") from None
-    if not token:
-        raise ConfigError(f"--token-file: {file} is empty, must hold the token of a run")
-    return token

@@ -13,6 +13,7 @@ import secrets
 import time
 import urllib.parse
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 from areal_core.api.access import authorization
@@ -33,7 +34,6 @@ class ControllerClient:
         self._patience_s = patience_s
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
-        self._authorization: dict[str, str] = {}  # of that connection
 
     # -- trainer -----------------------------------------------------------------------------------------------
 
@@ -76,6 +76,7 @@ class ControllerClient:
             raise ConnectionError("the controller is not ready")
         return f"{url}/transfer"
 
+    @cached_property
     def authorization(self) -> dict[str, str]:
         """The header by which the controller takes a request."""
         return authorization(self._run.token())
@@ -151,7 +152,7 @@ class ControllerClient:
             try:
                 connection = self._connect()
                 content_type = {"Content-Type": "application/json"} if payload else {}
-                connection.request(method, path, payload, self._authorization | content_type)
+                connection.request(method, path, payload, self.authorization | content_type)
                 response = connection.getresponse()
                 content = response.read()
                 if response.status == 503:  # it is about to be restarted
@@ -181,7 +182,6 @@ class ControllerClient:
             if url is None:
                 raise ConnectionError("the controller is not ready")
             parts = urllib.parse.urlsplit(url)
-            self._authorization = self.authorization()
             self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._timeout_s)
         return self._connection
 

@@ -205,7 +205,7 @@ class Recorder:
         steps = self._config.training.steps
         step = self._ledger.versions.last()
         step_s = self._live.get("time/step_s")
-        if finished is None:
+        if finished is None:  # nothing is recorded while a run stands still: whoever looks finds out
             self._health.wait(step, self.elapsed_s - (self._notes.published_s(step) or 0.0))
         return RunStatus(
             step=step,

@@ -120,7 +120,8 @@ class OwnServers:
             info = self._run.ready_info(ROLE, index)
             if info is not None:
                 try:
-                    await _score(info["url"], self._run, collector, version, slots=self._config.evaluation.slots)
+                    slots, token = self._config.evaluation.slots, self._run.token()
+                    await _score(info["url"], self._config, collector, version, slots=slots, token=token)
                     return
                 except ServerLostError as error:
                     if str(error) != complaint:
@@ -134,8 +135,8 @@ class BorrowedServer:
     one at work when it leaves."""
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
-        self._run = run
         self._config = config
+        self._token = run.token()
         self._controller = ControllerClient(run)
         self._file = run.ready_file(_BORROWED)  # a new launcher, whose servers are new, forgets it
 
@@ -150,7 +151,9 @@ class BorrowedServer:
                 name, url = await self._borrow()
             try:
                 with pulse.waiting(name, f"version {version.version}: scoring"):
-                    await _score(url, self._run, collector, version, slots=self._config.generation.slots)
+                    await _score(
+                        url, self._config, collector, version, slots=self._config.generation.slots, token=self._token
+                    )
             except ServerLostError as error:
                 logger.warning("%s, which was borrowed: %s", name, error)
                 await asyncio.sleep(_AGAIN_S)
@@ -192,9 +195,11 @@ def _engine(run: RunDir, config: RunConfig) -> ServedEngine:
     )
 
 
-async def _score(url: str, run: RunDir, collector: Collector, version: PolicyVersion, *, slots: int) -> None:
+async def _score(
+    url: str, config: RunConfig, collector: Collector, version: PolicyVersion, *, slots: int, token: str
+) -> None:
     """Have one server load a version and work. Raises ServerLostError."""
-    client = GenerationClient(url, token=run.token(), update_timeout_s=run.config().rollout.request_timeout_s)
+    client = GenerationClient(url, token=token, update_timeout_s=config.rollout.request_timeout_s)
     try:
         await client.identify()
         await _load(client, version)

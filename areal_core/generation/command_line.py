@@ -6,7 +6,6 @@ import argparse
 from ipaddress import ip_address
 from pathlib import Path
 
-from areal_core.api.access import read_token
 from areal_core.errors import ConfigError
 
 
@@ -26,7 +25,7 @@ def server_token(arguments: argparse.Namespace) -> str | None:
     """What every request must carry; None for a server that takes those of everybody on this machine. Raises
     ConfigError."""
     if arguments.token_file is not None:
-        return read_token(arguments.token_file)
+        return _read_token(arguments.token_file)
     if not _is_loopback(arguments.host):
         raise ConfigError(f"--token-file: must be given where other machines reach the server, at {arguments.host}")
     return None
@@ -37,3 +36,13 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _read_token(file: Path) -> str:
+    try:
+        token = file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--token-file: can't read {file}: {error.strerror}") from None
+    if not token:
+        raise ConfigError(f"--token-file: {file} is empty, must hold the token of a run")
+    return token

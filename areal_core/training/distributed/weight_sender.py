@@ -88,7 +88,7 @@ class _Client(HTTPVLLMWeightSyncClient):
 
     def __init__(self, controller: ControllerClient) -> None:
         super().__init__(controller.transfer_url(), timeout=_PATIENCE_S)
-        self._headers = controller.authorization()
+        self._headers = controller.authorization
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
         url = f"{self.base_url}/{path}"
