@@ -69,11 +69,13 @@ _PASSING_CODES = frozenset(
         "InternalError",
         "ServiceUnavailable",
         "OperationAborted",
+        "ConditionalRequestConflict",
         "IncompleteBody",
         "BadDigest",
         "XAmzContentSHA256Mismatch",
     )
 )
+_CHANGED = ("PreconditionFailed", "412", "NoSuchKey", "404")  # the object is another one, or gone
 _CREDENTIALS = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", "ExpiredToken")
 
 
@@ -149,16 +151,30 @@ class Bucket:
     def put_bytes(self, path: str, data: bytes) -> None:
         self._call("put_object", path, Body=data, Metadata={_CRC: _hex(zlib.crc32(data))})
 
+    def put_over(self, path: str, data: bytes, mark: str | None) -> str | None:
+        """None where the object has another mark, which is its ETag."""
+        condition = {"IfNoneMatch": "*"} if mark is None else {"IfMatch": mark}
+        try:
+            put = self._call("put_object", path, Body=data, Metadata={_CRC: _hex(zlib.crc32(data))}, **condition)
+        except self.errors as error:
+            if _code(error) not in _CHANGED:
+                raise
+            return None
+        return _mark(put)
+
+    def get_marked(self, path: str) -> tuple[bytes, str]:
+        def read() -> tuple[bytes, str]:
+            response, data = self._read(path)
+            _check(response, _hex(zlib.crc32(data)))
+            return data, _mark(response)
+
+        return _whole(read)
+
     def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
         return _whole(lambda: self._download(path, local, attempt))
 
     def get_bytes(self, path: str) -> bytes:
-        def read() -> bytes:
-            response, data = self._read(path)
-            _check(response, _hex(zlib.crc32(data)))
-            return data
-
-        return _whole(read)
+        return self.get_marked(path)[0]
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
         if start == stop:
@@ -248,6 +264,11 @@ def _response(error: Exception) -> dict[str, Any] | None:
 def _code(error: Exception) -> str:
     response = _response(error)
     return str(response["Error"].get("Code") or response["ResponseMetadata"]["HTTPStatusCode"]) if response else ""
+
+
+def _mark(response: dict[str, Any]) -> str:
+    """Without its quotes: S3 takes it either way, older radosgw only so."""
+    return response["ETag"].strip('"')
 
 
 def _whole(read: Callable[[], T]) -> T:

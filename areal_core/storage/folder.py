@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
 import os
 import shutil
 import uuid
@@ -63,6 +65,22 @@ class Folder:
     def put_bytes(self, path: str, data: bytes) -> None:
         _replace(Path(path), lambda scratch: scratch.write_bytes(data))
 
+    def put_over(self, path: str, data: bytes, mark: str | None) -> str | None:
+        """None where the object has another mark."""
+        with _locked(Path(path).parent):
+            try:
+                found = self.get_marked(path)[1]
+            except FileNotFoundError:
+                found = None
+            if found != mark:
+                return None
+            self.put_bytes(path, data)
+        return _mark(data)
+
+    def get_marked(self, path: str) -> tuple[bytes, str]:
+        data = self.get_bytes(path)
+        return data, _mark(data)
+
     def get_file(self, path: str, local: Path, attempt: Attempt) -> int:
         return attempt(lambda: Path(shutil.copyfile(path, local)).stat().st_size)
 
@@ -109,6 +127,22 @@ def _replace(path: Path, write: Callable[[Path], int]) -> int:
         scratch.unlink(missing_ok=True)
         raise
     return size
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time replaces what is in a folder upon what it was."""
+    durable.make(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _mark(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:

@@ -40,6 +40,10 @@ class MissingError(StorageError):
     """There is no such object."""
 
 
+class ChangedError(StorageError):
+    """Somebody else has put another object there meanwhile, or has deleted it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A file that was put or fetched: waits for the store count as well."""
@@ -127,6 +131,26 @@ class Storage:
         path = self._path(name)
         with self._doing("write", name) as attempt:
             attempt(lambda: self._kind.put_bytes(path, data))
+
+    def put_over(self, name: str, data: bytes, mark: str | None) -> str:
+        """Store an object in the place of the one that has this `mark`, or, for None, of none at all: in one step,
+        whoever else tries. Returns the mark of the new one, which is another one as long as `data` is.
+
+        Raises ChangedError where another object is there by now, or none. That one may be what this call has put: where
+        an answer was lost on its way, it has tried again. So `data` should say whose it is.
+        """
+        path = self._path(name)
+        with self._doing("write", name) as attempt:
+            put = attempt(lambda: self._kind.put_over(path, data, mark))
+        if put is None:
+            raise ChangedError(f"storage.url: can't write {self.url}/{name}: somebody else has changed it meanwhile")
+        return put
+
+    def get_marked(self, name: str) -> tuple[bytes, str]:
+        """An object, and the mark by which `put_over` knows it."""
+        path = self._path(name)
+        with self._doing("read", name) as attempt:
+            return attempt(lambda: self._kind.get_marked(path))
 
     def get_file(self, name: str, local: Path) -> Transfer:
         """Copy an object to a local file, whose folder is made."""

@@ -16,7 +16,7 @@ import pytest
 from areal_core.errors import StorageError
 from areal_core.storage import checkpoint
 from areal_core.storage.bucket import PART_BYTES
-from areal_core.storage.objects import DamagedError, Storage
+from areal_core.storage.objects import ChangedError, DamagedError, MissingError, Storage
 from tests.s3.conftest import Place
 
 _SERVERS = ("moto", pytest.param("radosgw", marks=pytest.mark.s3))
@@ -101,6 +101,49 @@ def test_other_writers_are_seen_at_once(place: Place, store: Storage) -> None:
     assert list(store.list()) == ["x"]
     other.put_bytes("x", b"12")
     assert store.get_bytes("x") == b"12"
+
+
+@every_kind
+def test_an_object_is_put_over_the_one_that_was_read(store: Storage) -> None:
+    first = store.put_over("d/name", b"1", None)
+    with pytest.raises(
+        ChangedError, match=rf"^storage\.url: can't write {store.url}/d/name: somebody else has changed"
+    ):
+        store.put_over("d/name", b"other", None)
+    assert store.get_marked("d/name") == (b"1", first)
+    second = store.put_over("d/name", b"2", first)
+    assert second != first
+    with pytest.raises(ChangedError):
+        store.put_over("d/name", b"other", first)
+    assert store.get_marked("d/name") == (b"2", second)
+    store.put_bytes("d/name", b"3")
+    with pytest.raises(ChangedError):
+        store.put_over("d/name", b"other", second)
+    store.delete("d/name")
+    with pytest.raises(ChangedError):
+        store.put_over("d/name", b"other", second)
+    with pytest.raises(MissingError):
+        store.get_marked("d/name")
+    assert list(store.list()) == []
+
+
+@every_kind
+def test_of_those_who_put_over_the_same_object_one_does(place: Place, store: Storage) -> None:
+    store.put_bytes("name", b"0")
+    for turn in range(3):
+        mark = store.get_marked("name")[1]
+
+        def put(writer: int, turn: int = turn, mark: str = mark) -> bool:
+            try:
+                place.open().put_over("name", f"{turn}-{writer}".encode(), mark)
+            except ChangedError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(4) as threads:
+            done = list(threads.map(put, range(4)))
+        assert sum(done) == 1
+        assert store.get_bytes("name") == f"{turn}-{done.index(True)}".encode()
 
 
 @every_kind
