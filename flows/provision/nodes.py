@@ -6,6 +6,7 @@ What `control` has made (`make control`) is found in its state, so that a reques
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,28 +40,47 @@ class Nodes:
         request: Mapping[str, Any],
         state: Path,
         *,
+        folder: str = "provision",
         lock_timeout_s: int = 30,
+        busy_s: float | None = None,
+        remaining_s: Callable[[], float] = lambda: math.inf,
+        grace_s: float = 0.0,
         log: Callable[[str], None] = print,
     ) -> None:
         """`request` holds the variables of the root module; `foundation` and the address of Prefect are taken from
-        `control` where it has none. `state` is the state folder of this checkout. Whoever works on the run's nodes from
-        another machine is waited for, for `lock_timeout_s`."""
-        self.variables = _completed(request, _control(state))
+        `control` where it has none. `state` is the state folder of this checkout, `folder` a part of it. Whoever works
+        on the run's nodes from another machine is waited for, for `lock_timeout_s`; from this one, for `busy_s`, which
+        includes a terraform whose parent has died. For `remaining_s` and `grace_s` see Terraform."""
+        self.variables = completed(request, control_outputs(state))
         self.run = str(self.variables["run"])
-        self.folder = state / "provision" / self.run
+        self.folder = state / folder / self.run
         self.folder.mkdir(parents=True, exist_ok=True)
         foundation = self.variables["foundation"]
-        where = {"key": f"terraform/runs/{self.run}.tfstate"} | {k: foundation[k] for k in ("bucket", "region")}
-        self._terraform = Terraform("run", self.folder, backend=where, lock_timeout_s=lock_timeout_s, log=log)
+        self.state_name = f"terraform/runs/{self.run}.tfstate"  # of Terraform's state in the bucket
+        where = {"key": self.state_name} | {k: foundation[k] for k in ("bucket", "region")}
         self._lock = FileLock(
             self.folder / "lock",
-            timeout_s=_BUSY_S,
+            timeout_s=_BUSY_S if busy_s is None else busy_s,
             busy=f"run {self.run}: another command is at its nodes on this machine",
         )
+        try:
+            self.terraform = Terraform(
+                "run",
+                self.folder,
+                backend=where,
+                lock_timeout_s=lock_timeout_s,
+                remaining_s=remaining_s,
+                grace_s=grace_s,
+                keep=(self._lock.fd,),
+                log=log,
+            )
+        except BaseException:
+            self._lock.release()
+            raise
 
     def __enter__(self) -> Nodes:
         try:
-            self._terraform.init()
+            self.terraform.init()
         except BaseException:
             self._lock.release()
             raise
@@ -71,18 +91,18 @@ class Nodes:
 
     def plan(self, *, replace: Iterable[str] = ()) -> Plan:
         """What is to change for the nodes to be as requested; `replace` names hosts that are bad."""
-        return self._terraform.plan(self.variables, replace=[_address(name) for name in replace])
+        return self.terraform.plan(self.variables, replace=[_address(name) for name in replace])
 
     def plan_end(self) -> Plan:
         """What there is to end."""
-        return self._terraform.plan(self.variables, destroy=True)
+        return self.terraform.plan(self.variables, destroy=True)
 
     def apply(self, plan: Plan) -> None:
-        self._terraform.apply(plan)
+        self.terraform.apply(plan)
 
     def hosts(self) -> list[Host]:
         """Those that Terraform's state holds, by their names."""
-        hosts = [Host(**host) for host in self._terraform.outputs().get("hosts", [])]
+        hosts = [Host(**host) for host in self.terraform.outputs().get("hosts", [])]
         return sorted(hosts, key=lambda host: (host.role, int(host.name.rpartition("-")[2])))
 
 
@@ -91,7 +111,7 @@ def _address(name: str) -> str:
     return f'module.nodes["{role}"].aws_instance.node["{name}"]'
 
 
-def _control(state: Path) -> dict[str, Any]:
+def control_outputs(state: Path) -> dict[str, Any]:
     """What the root module `control` says of what it has made; nothing where it has made nothing here."""
     try:
         told = json.loads((state / "control" / "terraform.tfstate").read_text())["outputs"]
@@ -100,7 +120,8 @@ def _control(state: Path) -> dict[str, Any]:
     return {name: output["value"] for name, output in told.items()}
 
 
-def _completed(request: Mapping[str, Any], control: Mapping[str, Any]) -> dict[str, Any]:
+def completed(request: Mapping[str, Any], control: Mapping[str, Any]) -> dict[str, Any]:
+    """All variables of the root module. Raises ConfigError."""
     variables = dict(request)
     if not variables.get("run"):
         raise ConfigError("run: must be the id of a run")

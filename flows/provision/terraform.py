@@ -2,28 +2,34 @@
 
 What would change is planned, and only what was planned is applied; ending everything is a plan like any other. What the
 program says is read as the JSON that it prints for programs, and its errors become one line, in its own words. It is
-asked to end in order when this process ends, or is asked to: it then finishes what it is at, and lets go of the state.
+asked to end in order when this process ends, is asked to, or has no right to go on (guard.py): it then finishes what it
+is at, and lets go of the state.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import math
 import os
+import re
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from areal_core.errors import ConfigError, ProvisionError
 
-_CHECKOUT = Path(__file__).resolve().parents[2]
-INFRA = _CHECKOUT / "infra" / "terraform"
+INFRA = Path(__file__).resolve().parents[2] / "infra" / "terraform"
 PLUGINS = "AREAL_TERRAFORM_PLUGINS"  # a folder that mirrors the providers, for machines that reach no registry
 BINARY = "AREAL_TERRAFORM"  # another program than terraform
 
@@ -39,11 +45,19 @@ _ACTIONS: dict[tuple[str, ...], Action] = {
 _PLAN = "plan-"  # how its files' names begin
 _TOLD = ("apply_start", "apply_complete", "apply_errored")  # of what it prints, what people want to see
 _RULE = "This was checked by the validation rule"  # how it ends what is wrong with a variable
-# The kernel's tie to this process, which terraform itself has none of.
-_TIED = (
-    "import os, signal, sys; from areal_core.launch.process import die_with_parent; "
-    "die_with_parent(signal.SIGTERM); os.execvp(sys.argv[1], sys.argv[1:])"
-)
+_GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+_MACHINE = ("-input=false", "-json")
+_UNSTORED = "errored.tfstate"  # where it leaves a state that it could not store
+_SUPERSEDED = re.compile("cannot (import|overwrite)", re.IGNORECASE)
+_LOCKED = "acquiring the state lock"
+
+
+class KilledError(ProvisionError):
+    """It was killed. What it had locked may still be locked, and what it had just made be in no state."""
+
+
+class LockedError(ProvisionError):
+    """Somebody else has locked the state."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +92,14 @@ class Terraform:
         backend: Mapping[str, str],
         lock_timeout_s: int = 30,
         log: Callable[[str], None] = print,
+        remaining_s: Callable[[], float] = lambda: math.inf,
+        grace_s: float = 0.0,
+        keep: Sequence[int] = (),
     ) -> None:
         """`folder` is of this process alone, and may be there from earlier; `backend` says where the state lies;
-        another process that works on it is waited for, for `lock_timeout_s`."""
+        another process that works on it is waited for, for `lock_timeout_s`. What changes something may run for
+        `remaining_s` from the moment on when that is asked, at its start and by `extend`; `grace_s` before its end it
+        is asked to end in order. While it runs it holds the descriptors `keep`, whatever becomes of this process."""
         self._binary = os.environ.get(BINARY, "terraform")
         if shutil.which(self._binary) is None:
             raise ConfigError(
@@ -89,15 +108,22 @@ class Terraform:
         self._folder, self._backend, self._log = folder, backend, log
         self._root = folder / "copy" / root
         self._lock = f"-lock-timeout={lock_timeout_s}s"
+        self._remaining_s, self._grace_s, self._keep = remaining_s, grace_s, keep
+        self._right: int | None = None  # the pipe that the guard of what runs listens at
+        self._telling = threading.Lock()
+        self._stop_at = math.inf  # by CLOCK_BOOTTIME
 
     def init(self) -> None:
-        """Make the working copy, and connect it with the state."""
+        """Make the working copy, and connect it with the state. A state that could not be stored is kept."""
+        with contextlib.suppress(FileNotFoundError):
+            (self._root / _UNSTORED).replace(self._folder / _UNSTORED)
         shutil.rmtree(self._folder / "copy", ignore_errors=True)
         for old in self._folder.glob(f"{_PLAN}*"):
             old.unlink()
         shutil.copytree(INFRA, self._folder / "copy", ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
         plugins = [f"-plugin-dir={os.environ[PLUGINS]}"] if PLUGINS in os.environ else []
-        self._call("init", "-reconfigure", *plugins, *(f"-backend-config={k}={v}" for k, v in self._backend.items()))
+        backend = [f"-backend-config={name}={value}" for name, value in self._backend.items()]
+        self._call("init", *_MACHINE, "-reconfigure", *plugins, *backend)
 
     def plan(self, variables: Mapping[str, Any], *, destroy: bool = False, replace: Iterable[str] = ()) -> Plan:
         """What is to change for the root module to be as `variables` say, or to be gone; `replace` are addresses of
@@ -105,7 +131,7 @@ class Terraform:
         (self._root / "given.auto.tfvars.json").write_text(json.dumps(variables))
         options = ["-destroy"] if destroy else [f"-replace={address}" for address in replace]
         path = self._folder / f"{_PLAN}{secrets.token_hex(4)}"  # never another than was shown
-        self._call("plan", self._lock, f"-out={path}", *options)
+        self._call("plan", *_MACHINE, self._lock, f"-out={path}", *options)
         changes = json.loads(self._output("show", "-json", str(path))).get("resource_changes", [])
         found = ((change["address"], tuple(change["change"]["actions"])) for change in changes)
         return Plan(
@@ -114,7 +140,41 @@ class Terraform:
 
     def apply(self, plan: Plan) -> None:
         """Make it so. What has changed since the plan was made is an error, and nothing is changed then."""
-        self._call("apply", self._lock, str(plan.path))
+        self._call("apply", *_MACHINE, self._lock, str(plan.path))
+
+    def held(self) -> set[tuple[str, str]]:
+        """Everything that the state holds: type and id."""
+        module = json.loads(self._output("show", "-json")).get("values", {}).get("root_module", {})
+        return {
+            (each["type"], str(each["values"]["id"]))
+            for each in _resources(module)
+            if each["mode"] == "managed" and each["values"].get("id")
+        }
+
+    def store_unstored(self) -> None:
+        """Store the state that an earlier process could not store, if there is one. It is dropped where the stored one
+        has gone on without it."""
+        for path in (self._root / _UNSTORED, self._folder / _UNSTORED):
+            if not path.exists():
+                continue
+            try:
+                self._call("state", "push", self._lock, str(path))
+                self._log("terraform: stored the state that could not be stored before")
+            except ProvisionError as error:
+                if not _SUPERSEDED.search(str(error)):
+                    raise
+                self._log("terraform: the state that could not be stored is no longer the newest one")
+            path.unlink()
+
+    def unlock(self, lock: str) -> None:
+        """Remove the lock of this id, which nobody holds any more."""
+        self._call("force-unlock", "-force", lock)
+
+    def extend(self) -> None:
+        """What runs may go on for `remaining_s` from now on."""
+        with self._telling:
+            if self._right is not None:
+                self._tell(self._right)
 
     def outputs(self) -> dict[str, Any]:
         """What the root module says of what there is; nothing before it is applied."""
@@ -128,21 +188,17 @@ class Terraform:
             raise ProvisionError(f"terraform {arguments[0]}: {' '.join(ended.stderr.split())}")
         return ended.stdout
 
-    def _call(self, command: str, *arguments: str) -> None:
-        """A command that takes its time, and says what it is at."""
-        argv = [sys.executable, "-c", _TIED, self._binary, command, "-input=false", "-json", *arguments]
+    def stop(self, within_s: float) -> None:
+        """What runs, and whatever is asked from now on, ends within so many seconds."""
+        self._stop_at = time.clock_gettime(time.CLOCK_BOOTTIME) + within_s
+        self.extend()
+
+    def _call(self, *arguments: str) -> None:
+        """A command that takes its time or changes something, and says what it is at."""
+        command = " ".join(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
         errors: list[str] = []
         other: list[str] = []
-        with subprocess.Popen(
-            argv,
-            cwd=self._root,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # a terminal's Ctrl-C would be its second request to end, which it takes for "now"
-        ) as running:
+        with self._started(arguments) as running:
             assert running.stdout is not None
             try:
                 for line in running.stdout:
@@ -160,14 +216,59 @@ class Terraform:
                 raise
         if running.returncode:
             reason = "; ".join(dict.fromkeys(errors)) or " ".join("".join(other).split()[-60:])
-            raise ProvisionError(f"terraform {command}: {reason or f'exited with code {running.returncode}'}")
+            message = f"terraform {command}: {reason or f'exited with code {running.returncode}'}"
+            if running.returncode < 0:
+                raise KilledError(message)
+            raise (LockedError if _LOCKED in reason else ProvisionError)(message)
+
+    @contextlib.contextmanager
+    def _started(self, arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+        told, right = os.pipe()
+        os.set_blocking(right, False)
+        try:
+            self._tell(right)
+            process = subprocess.Popen(
+                [*_GUARD, str(told), str(self._grace_s), self._binary, *arguments],
+                cwd=self._root,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,  # else Ctrl-C would be its second request to end, which it takes for "now"
+                pass_fds=(told, *self._keep),
+            )
+        except BaseException:
+            os.close(right)
+            raise
+        finally:
+            os.close(told)
+        with process as running:
+            with self._telling:
+                self._right = right
+            try:
+                yield running
+            finally:
+                with self._telling:
+                    self._right = None
+                    os.close(right)
+
+    def _tell(self, right: int) -> None:
+        end = min(time.clock_gettime(time.CLOCK_BOOTTIME) + self._remaining_s(), self._stop_at)
+        if end < math.inf:
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it has ended, or stands still
+                os.write(right, f"{end}\n".encode())
 
     @property
     def _environment(self) -> dict[str, str]:
         settings = {"TF_IN_AUTOMATION": "1", "CHECKPOINT_DISABLE": "1", "TF_DATA_DIR": str(self._folder / "data")}
-        # It runs in a folder of its own, where this package may not be found otherwise.
-        path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
-        return {**os.environ, **settings, "PYTHONPATH": path}
+        return {**os.environ, **settings}
+
+
+def _resources(module: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from module.get("resources", [])
+    for child in module.get("child_modules", []):
+        yield from _resources(child)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

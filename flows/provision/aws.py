@@ -1,0 +1,183 @@
+"""What AWS holds of runs: by the tags that infra/terraform/run gives, and by names where nothing can be asked by tags.
+
+Beside flows.machine the only user of boto3, whose credentials and endpoints are those of AWS's tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, WaiterError
+
+from areal_core.errors import ProvisionError
+from flows.provision.cloud import Found
+
+T = TypeVar("T")
+
+_RUN, _NODE = "areal:run", "areal:node"  # tags
+_NAMED = "areal-"  # how all names of a run's begin: areal-RUN or areal-RUN-ROLE
+_ROLES = ("generation", "trainer")
+_COST = ["pending", "running", "stopping", "stopped"]  # states of instances that are not about to be gone
+_GONE = (
+    "InvalidInstanceID.NotFound",
+    "InvalidLaunchTemplateId.NotFound",
+    "InvalidGroup.NotFound",
+    "InvalidPlacementGroup.Unknown",
+    "NoSuchEntity",
+)
+_INSTANCE, _TEMPLATE, _GROUP = "aws_instance", "aws_launch_template", "aws_security_group"
+_PROFILE, _ROLE, _PLACEMENT = "aws_iam_instance_profile", "aws_iam_role", "aws_placement_group"
+# In this order they can be ended: a group of instances is in use until they are gone.
+_ORDER = (_INSTANCE, _TEMPLATE, _PROFILE, _ROLE, _PLACEMENT, _GROUP)
+_WAIT = {"Delay": 5, "MaxAttempts": 120}  # for instances to be gone
+
+
+class Aws:
+    """One region of one account: a `flows.provision.cloud.Cloud`."""
+
+    def __init__(self, region: str | None, network: str | None) -> None:
+        """`network` is the VPC that `control` has made, if it is known."""
+        self._network = network
+        session = boto3.Session(region_name=region)
+        settings = Config(retries={"mode": "standard", "max_attempts": 6})
+        try:
+            self._ec2: Any = session.client("ec2", config=settings)
+            self._iam: Any = session.client("iam", config=settings)
+        except BotoCoreError as error:
+            raise ProvisionError(f"aws: {' '.join(str(error).split())}") from None
+
+    def found(self, run: str | None = None) -> list[Found]:
+        return _told(lambda: [*self._ec2_found(run), *self._iam_found(run)])
+
+    def end(self, found: Iterable[Found]) -> None:
+        by_kind = (
+            {kind: [each.id for each in found if each.kind == kind] for kind in _ORDER}
+            if (found := list(found))
+            else {}
+        )
+        for kind, ids in by_kind.items():
+            if ids:
+                _told(lambda kind=kind, ids=ids: self._end(kind, ids))
+
+    def _ec2_found(self, run: str | None) -> Iterator[Found]:
+        tagged = {"Name": "tag-key", "Values": [_RUN]} if run is None else {"Name": f"tag:{_RUN}", "Values": [run]}
+        living = {"Name": "instance-state-name", "Values": _COST}
+        for page in self._pages("describe_instances", Filters=[tagged, living]):
+            for reservation in page["Reservations"]:
+                for each in reservation["Instances"]:
+                    yield Found(
+                        kind=_INSTANCE,
+                        id=each["InstanceId"],
+                        run=_tags(each)[_RUN],
+                        role=_tags(each).get(_NODE, "").rpartition("-")[0] or None,
+                        since=each["LaunchTime"].timestamp(),
+                        near=self._near(each.get("VpcId")),
+                    )
+        for page in self._pages("describe_launch_templates", Filters=[tagged]):
+            for each in page["LaunchTemplates"]:
+                since = each["CreateTime"].timestamp()
+                yield Found(kind=_TEMPLATE, id=each["LaunchTemplateId"], run=_tags(each)[_RUN], since=since)
+        for each in self._ec2.describe_placement_groups(Filters=[tagged])["PlacementGroups"]:
+            yield Found(kind=_PLACEMENT, id=each["GroupName"], run=_tags(each)[_RUN])
+        for page in self._pages("describe_security_groups", Filters=[tagged]):
+            for each in page["SecurityGroups"]:
+                near = self._near(each.get("VpcId"))
+                yield Found(kind=_GROUP, id=each["GroupId"], run=_tags(each)[_RUN], near=near)
+
+    def _iam_found(self, run: str | None) -> Iterator[Found]:
+        """Of one run by their names; of all, those among all that the account has whose name and tag agree."""
+        if run is not None:
+            for role in _ROLES:
+                name = f"{_NAMED}{run}-{role}"
+                for kind, ask in ((_PROFILE, self._profile), (_ROLE, self._role)):
+                    if (each := _unless_gone(lambda ask=ask, name=name: ask(name))) is not None:
+                        yield Found(kind=kind, id=name, run=run, role=role, since=each["CreateDate"].timestamp())
+            return
+        for operation, key, name_of, kind in (
+            ("list_instance_profiles", "InstanceProfiles", "InstanceProfileName", _PROFILE),
+            ("list_roles", "Roles", "RoleName", _ROLE),
+        ):
+            for page in self._iam.get_paginator(operation).paginate():
+                for each in page[key]:
+                    if (of := _run_of(each[name_of])) is not None and self._is_tagged(kind, each[name_of], of):
+                        since = each["CreateDate"].timestamp()
+                        yield Found(kind=kind, id=each[name_of], run=of, since=since)
+
+    def _profile(self, name: str) -> dict[str, Any]:
+        return self._iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
+
+    def _role(self, name: str) -> dict[str, Any]:
+        return self._iam.get_role(RoleName=name)["Role"]
+
+    def _is_tagged(self, kind: str, name: str, run: str) -> bool:
+        """Lists leave tags out."""
+        each = _unless_gone(lambda: self._profile(name) if kind == _PROFILE else self._role(name))
+        return each is not None and _tags(each).get(_RUN) == run
+
+    def _end(self, kind: str, ids: list[str]) -> None:
+        if kind == _INSTANCE:
+            for id_ in ids:  # one that is gone would have all be refused
+                _unless_gone(lambda id_=id_: self._ec2.terminate_instances(InstanceIds=[id_]))
+            for id_ in ids:
+                waiter = self._ec2.get_waiter("instance_terminated")
+                _unless_gone(lambda id_=id_, waiter=waiter: waiter.wait(InstanceIds=[id_], WaiterConfig=_WAIT))
+        for id_ in ids:
+            if kind == _TEMPLATE:
+                _unless_gone(lambda id_=id_: self._ec2.delete_launch_template(LaunchTemplateId=id_))
+            elif kind == _PLACEMENT:
+                _unless_gone(lambda id_=id_: self._ec2.delete_placement_group(GroupName=id_))
+            elif kind == _GROUP:
+                _unless_gone(lambda id_=id_: self._ec2.delete_security_group(GroupId=id_))
+            elif kind == _PROFILE:
+                _unless_gone(lambda id_=id_: self._end_profile(id_))
+            elif kind == _ROLE:
+                _unless_gone(lambda id_=id_: self._end_role(id_))
+
+    def _end_profile(self, name: str) -> None:
+        for role in self._profile(name)["Roles"]:
+            role_name = role["RoleName"]
+            self._iam.remove_role_from_instance_profile(InstanceProfileName=name, RoleName=role_name)
+        self._iam.delete_instance_profile(InstanceProfileName=name)
+
+    def _end_role(self, name: str) -> None:
+        for profile in self._iam.list_instance_profiles_for_role(RoleName=name)["InstanceProfiles"]:
+            its = profile["InstanceProfileName"]
+            self._iam.remove_role_from_instance_profile(InstanceProfileName=its, RoleName=name)
+        for policy in self._iam.list_role_policies(RoleName=name)["PolicyNames"]:
+            self._iam.delete_role_policy(RoleName=name, PolicyName=policy)
+        self._iam.delete_role(RoleName=name)
+
+    def _pages(self, operation: str, **arguments: Any) -> Iterable[dict[str, Any]]:
+        return self._ec2.get_paginator(operation).paginate(**arguments)
+
+    def _near(self, network: str | None) -> bool:
+        return network is not None and network == self._network
+
+
+def _run_of(name: str) -> str | None:
+    """The run in areal-RUN-ROLE."""
+    run, _, role = name.removeprefix(_NAMED).rpartition("-")
+    return run if name.startswith(_NAMED) and role in _ROLES and run else None
+
+
+def _tags(each: dict[str, Any]) -> dict[str, str]:
+    return {tag["Key"]: tag["Value"] for tag in each.get("Tags", [])}
+
+
+def _unless_gone(ask: Callable[[], T]) -> T | None:
+    try:
+        return ask()
+    except ClientError as error:
+        if error.response["Error"]["Code"] in _GONE:
+            return None
+        raise
+
+
+def _told(ask: Callable[[], T]) -> T:
+    try:
+        return ask()
+    except (BotoCoreError, ClientError, WaiterError) as error:
+        raise ProvisionError(f"aws: {' '.join(str(error).split())}") from None

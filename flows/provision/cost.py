@@ -1,0 +1,101 @@
+"""What the nodes of a run cost: seconds by role, from when a node was first seen to when it was last, and prices.
+
+Money is an estimate: whole seconds of nodes at the prices that were given, without disks and traffic. What a run did
+with it, idle and stale, is split off by shares that the run's own account gives.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from areal_core.errors import ConfigError
+from flows.provision.nodes import Host
+
+_HOUR_S = 3600.0
+
+
+class Meter:
+    """The nodes of one run, by the cloud's ids: a replacement is another node."""
+
+    def __init__(self, prices: Mapping[str, float | None], noted: Mapping[str, Any] | None = None) -> None:
+        """`prices` of a node by role, in dollars an hour, None where nobody knows; `noted` is what `noted()` gave, of
+        an earlier process of the same run."""
+        noted = noted or {}
+        known = {role: price for role, price in prices.items() if price is not None}
+        self._prices: dict[str, float] = {**noted.get("prices", {}), **known}
+        self._nodes: dict[str, list[Any]] = {id_: list(node) for id_, node in noted.get("nodes", {}).items()}
+
+    def observe(self, hosts: Iterable[Host], now: float) -> None:
+        """These are there at `now`, in seconds since 1970."""
+        for host in hosts:
+            node = self._nodes.setdefault(host.id, [host.role, now, now])
+            node[2] = max(node[2], now)
+
+    def noted(self) -> dict[str, Any]:
+        """All of it, as JSON takes it."""
+        return {"prices": self._prices, "nodes": self._nodes}
+
+    def hours(self) -> dict[str, float]:
+        """Hours of nodes, by role."""
+        hours: defaultdict[str, float] = defaultdict(float)
+        for role, first, last in self._nodes.values():
+            hours[role] += (last - first) / _HOUR_S
+        return dict(sorted(hours.items()))
+
+    def by_role(self) -> dict[str, float | None]:
+        """Dollars by role; None where the price is not known."""
+        return {
+            role: None if (price := self._prices.get(role)) is None else price * hours
+            for role, hours in self.hours().items()
+        }
+
+    def dollars(self) -> float | None:
+        """Of all roles; None where a price is not known."""
+        each = list(self.by_role().values())
+        known = [dollars for dollars in each if dollars is not None]
+        return sum(known) if len(known) == len(each) else None
+
+    def is_over(self, budget: float | None) -> bool:
+        """Whether the budget, in dollars, is spent; without one it never is. Raises ConfigError where nobody knows."""
+        if budget is None:
+            return False
+        if (dollars := self.dollars()) is None:
+            unknown = ", ".join(role for role, cost in self.by_role().items() if cost is None)
+            raise ConfigError(f"provision.budget: needs the price of a node of every role, which {unknown} has none of")
+        return dollars >= budget
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A table: a row a role, and one of all where there are several."""
+        hours, dollars = self.hours(), self.by_role()
+        ever = {role: sum(node[0] == role for node in self._nodes.values()) for role in hours}
+        rows = [_row(role, ever[role], hours[role], self._prices.get(role), dollars[role]) for role in hours]
+        if len(rows) > 1:
+            rows.append(_row("all", sum(ever.values()), sum(hours.values()), None, self.dollars()))
+        return rows
+
+
+def split(
+    dollars: Mapping[str, float | None], shares: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float] | None]:
+    """What the money of each role was for: `shares` of its time by what it did, as idle and stale, from 0 to 1; the
+    rest is useful. None where the cost is not known. Raises ValueError for shares that are none."""
+    parts: dict[str, dict[str, float] | None] = {}
+    for role, spent in dollars.items():
+        its = shares.get(role, {})
+        if any(not 0.0 <= share <= 1.0 for share in its.values()) or sum(its.values()) > 1.0 + 1e-9:
+            raise ValueError(f"shares of {role} must be from 0 to 1, all together too, got {dict(its)}")
+        useful = {"useful": max(0.0, 1.0 - sum(its.values()))}
+        parts[role] = None if spent is None else {what: spent * share for what, share in {**useful, **its}.items()}
+    return parts
+
+
+def _row(role: str, nodes: int, hours: float, price: float | None, dollars: float | None) -> dict[str, Any]:
+    return {
+        "role": role,
+        "nodes": nodes,
+        "node-hours": f"{hours:.2f}",
+        "$/h": "-" if price is None else f"{price:.2f}",
+        "cost": "unknown" if dollars is None else f"${dollars:.2f}",
+    }

@@ -1,0 +1,108 @@
+"""`python -I -S guard.py RIGHT GRACE_S PROGRAM [ARGUMENT ...]`: a program that runs no longer than it has the right to.
+
+RIGHT is a descriptor, the read end of a pipe. A line in it says until when the program may run, in seconds of
+CLOCK_BOOTTIME, each one in the place of the one before. GRACE_S before that time the program is asked to end in order
+(SIGTERM); at that time it is killed, with what it has started. Once nobody holds the other end, who started this is
+gone, and the program is asked at once. What this process is asked (SIGINT, SIGTERM) it passes on, and it ends as the
+program does.
+
+The last descriptor of a lock may be handed down to this process (`pass_fds`): it is held until the program has ended.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+_PR_SET_PDEATHSIG = 1
+_LOOK_S = 1.0  # a wait does not go on while the machine sleeps, the right to run does
+
+
+def main() -> int:
+    right, grace_s, argv = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(signum, lambda *_: None)  # they come by the pipe
+    program = _start(argv)
+    end, asked, said = float("inf"), False, b""
+    sources = [right, told]
+    while True:
+        due = end if asked else end - grace_s
+        wait_s = None if due == float("inf") else min(max(0.0, due - _now()), _LOOK_S)
+        ready = select.select(sources, [], [], wait_s)[0]
+        if told in ready:
+            for signum in os.read(told, 64):
+                if signum != signal.SIGCHLD:
+                    os.kill(program, signum)
+        if right in ready:
+            data = os.read(right, 4096)
+            said += data
+            *lines, said = said.split(b"\n")
+            if lines:
+                end = float(lines[-1])
+            if not data:
+                sources.remove(right)
+                asked = _ask(program, asked)
+        if _now() >= end - grace_s:
+            asked = _ask(program, asked)
+        if _now() >= end:
+            _kill(program)
+            end = float("inf")
+        ended, status = os.waitpid(program, os.WNOHANG)
+        if ended:
+            _kill(program)  # the providers of a terraform that was killed
+            return _as(os.waitstatus_to_exitcode(status))
+
+
+def _start(argv: list[str]) -> int:
+    """The program, which the kernel asks to end when this process is killed."""
+    libc, parent = ctypes.CDLL(None), os.getpid()
+    program = os.fork()
+    if program:
+        return program
+    try:
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(signum, signal.SIG_DFL)
+        os.setpgid(0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        os.closerange(3, 65536)
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
+    os._exit(127)
+
+
+def _ask(program: int, asked: bool) -> bool:
+    if not asked:
+        os.kill(program, signal.SIGTERM)
+    return True
+
+
+def _kill(program: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program, signal.SIGKILL)
+
+
+def _now() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _as(code: int) -> int:
+    """The exit status of the program; by its signal where it ended by one."""
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

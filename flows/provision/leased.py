@@ -1,0 +1,323 @@
+"""The nodes of a run under its lease (leases.py): made, replaced and ended by one at a time, whatever dies meanwhile.
+
+Before anything is changed the lease is renewed in the store, so that whoever has lost it learns so first; and what
+terraform is at ends with the lease. Then what an earlier holder may have left is put in order:
+
+- A lock of Terraform's state that is older than the lease is removed. Its terraform has ended: it ends with the process
+  that started it, and at the latest with the lease under which that was (guard.py); and this lease was taken once that
+  one was over, or from a process in the same folder, whose lock a terraform that lives would still hold.
+- A state that could not be stored, and lies in the folder, is stored.
+- What the cloud holds of the run and no state does, as it was made in the moment of a death, is ended.
+
+So what failed or was killed half-way is put right by the next `make` or `end`, here or anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from areal_core.errors import ProvisionError, StorageError
+from areal_core.storage.objects import MissingError, Storage
+from flows.provision.cloud import Cloud
+from flows.provision.cost import Meter
+from flows.provision.leases import By, Claimant, LeaseLostError, Leases
+from flows.provision.nodes import Host, Nodes, completed, control_outputs
+from flows.provision.terraform import KilledError, LockedError, Plan
+
+LEASE_S = 900.0
+_TRIES = 4  # of what fails for reasons that pass
+_PAUSE_S = 5.0  # before the second one; before each other one twice as long
+_GRACE_S = 60.0  # at most, and a sixth of the lease: for terraform to end in order before it is over
+_STORE_S = 30.0  # likewise, of patience with the store
+_BUSY_S = 5.0  # at least, for another command of this machine
+_HAND_OVER_S = 10.0  # for a terraform that runs
+_PASSING = re.compile(
+    r"throttl|too many requests|rate exceeded|RequestLimitExceeded|SlowDown|ServiceUnavailable|StatusCode: 5\d\d"
+    r"|Internal(Server)?(Error|Failure)|timeout|connection re(set|fused)|no such host|unexpected EOF"
+    r"|Saved plan is stale|IncorrectState|DependencyViolation|OperationAborted|interrupted|halted|canceled",
+    re.IGNORECASE,
+)
+_LASTING = re.compile(r"(?<!Request)LimitExceeded|InsufficientInstanceCapacity|Unauthorized|AccessDenied")
+_log = logging.getLogger(__name__)
+
+Show = Callable[[Plan], None]
+
+
+def ignore(plan: Plan) -> None:
+    """For those who need not see what is planned."""
+
+
+class LeasedNodes:
+    """A context: the nodes of one run, while this process has their lease. Threads may share it.
+
+    Leaving it ends nothing. Where something was, or may have been, made, the lease of a flow then runs out, unless
+    another process of the same run takes it over before, and the reaper ends the nodes; otherwise it is given back.
+
+    Raises ConfigError; HeldError where somebody else is at the nodes; LeaseLostError, a ProcessError, once somebody
+    else has taken the lease; StorageError; and ProvisionError with what Terraform or the cloud says. What fails for
+    reasons that pass (throttling, 5xx, a killed terraform) has then been tried a few times.
+    """
+
+    def __init__(
+        self,
+        request: Mapping[str, Any],
+        state: Path,
+        *,
+        length_s: float = LEASE_S,
+        by: By = "flow",
+        kept_until: float | None = None,
+        patience_s: float | None = None,
+        prices: Mapping[str, float | None] | None = None,
+        leases: Leases | None = None,
+        cloud: Cloud | None = None,
+        on_lost: Callable[[str], None] = _log.error,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """`request` and `state` are those of Nodes. The lease is held for `length_s` at a time, and nodes live until
+        `kept_until` (seconds since 1970) without a holder. One that is held, perhaps by somebody who is dead, is waited
+        for, for `patience_s`: a flow's waits as long as a dead one's takes to run out, unless it is renewed. `prices`
+        are those of a node by role, in dollars an hour. `leases` and `cloud` are those of what `control` has made.
+        `on_lost` is told why by another thread, once, when somebody else has taken the lease."""
+        self._request, self._state, self._log = completed(request, control_outputs(state)), state, log
+        self._by: By = by
+        self._length_s, self._kept_until, self._on_lost = length_s, kept_until, on_lost
+        foundation = self._request["foundation"]
+        self._leases = leases or Leases(store_of(foundation, min(_STORE_S, length_s / 6)))
+        self._cloud = cloud or cloud_of(foundation)
+        self._patience_s = patience_s
+        if patience_s is None:
+            self._patience_s = length_s + self._leases.margin_s + _BUSY_S if by == "flow" else 0.0
+        self._prices = prices or {}
+        self.run = str(self._request["run"])
+        self._changing = threading.RLock()
+        self._metering = threading.Lock()
+        self._hosts: list[Host] = []  # as they were seen last
+        self._touched = self._over = False  # something may have been made; the lease is no longer this one's
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LeasedNodes:
+        with ExitStack() as stack:
+            self._nodes = nodes = Nodes(
+                self._request,
+                self._state,
+                folder="reap" if self._by == "reaper" else "provision",
+                busy_s=max(_BUSY_S, self._patience_s or 0.0),
+                remaining_s=lambda: self._held.remaining_s(),
+                grace_s=min(_GRACE_S, self._length_s / 6),
+                log=self._log,
+            )
+            stack.push(nodes.__exit__)
+            self._held = held = self._leases.acquire(
+                self.run,
+                Claimant(owner=_owner(self._request), by=self._by, where=_place(nodes.folder)),
+                self._length_s,
+                request=None if self._by == "reaper" else self._request,
+                kept_until=self._kept_until,
+                patience_s=self._patience_s or 0.0,
+            )
+            self._touched = not held.fresh
+            self._meter = Meter(self._prices, held.lease.spent)
+            held.on_renewed, held.on_lost = self._renewed, self._lost
+            stack.callback(self._leave)
+            stack.enter_context(held)
+            nodes.terraform.init()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def lost(self) -> str | None:
+        """Why this process no longer has the lease; None while it has it, as far as it knows."""
+        return self._held.lost
+
+    def check(self) -> None:
+        """Raises LeaseLostError once somebody else has the lease."""
+        if self._held.lost is not None:
+            raise LeaseLostError(self._held.lost)
+
+    def make(self, on_plan: Show = ignore) -> list[Host]:
+        """Have the nodes be as requested: `on_plan` is shown what would change, and may refuse it by raising; then just
+        that is done. A plan that has become stale is made, and shown, again."""
+        return self._changed(self._nodes.plan, on_plan)
+
+    def replace(self, names: Iterable[str], on_plan: Show = ignore) -> list[Host]:
+        """Make these hosts anew, by their names, and what else is missing; all hosts that there are then."""
+        with self._changing:
+            before = {host.name: host.id for host in self._nodes.hosts()}
+            bad = {name: before.get(name) for name in names}
+
+            def plan() -> Plan:  # an apply that failed half-way may have replaced some
+                now = {host.name: host.id for host in self._nodes.hosts()}
+                return self._nodes.plan(replace=[name for name, id_ in bad.items() if now.get(name) == id_])
+
+            return self._changed(plan, on_plan)
+
+    def hosts(self) -> list[Host]:
+        """Those that Terraform's state holds; waits for what is being changed."""
+        with self._changing:
+            return self._seen(self._nodes.hosts())
+
+    def end(self, on_plan: Show = ignore) -> None:
+        """End the nodes, see that nothing is left of them, and give the lease back. A plan is shown as by `make`."""
+        with self._changing:
+            self._tried(lambda: self._end(on_plan))
+            self._held.release()
+            self._over = True
+
+    def hand_over(self) -> None:
+        """Have the reaper end the nodes, as soon as it looks: for those who have no time for it. What terraform is at
+        is ended first."""
+        self._nodes.terraform.stop(_HAND_OVER_S)
+        with self._changing:
+            self._held.put_down(keep=False)
+            self._over = True
+
+    def spent(self) -> Meter:
+        """What the nodes have cost until now; earlier processes of the run included."""
+        with self._metering:
+            self._observe()
+            return Meter({}, self._meter.noted())
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _changed(self, plan: Callable[[], Plan], on_plan: Show) -> list[Host]:
+        def change() -> list[Host]:
+            self._settle()
+            planned = plan()
+            on_plan(planned)
+            self._apply(planned)  # even where nothing is to change: what it tells of the hosts may be
+            return self._nodes.hosts()
+
+        with self._changing:
+            return self._seen(self._tried(change))
+
+    def _end(self, on_plan: Show) -> None:
+        self._settle()
+        planned = self._nodes.plan_end()
+        on_plan(planned)
+        if planned.changes:
+            self._apply(planned)
+        self._seen([])
+        self._held.renew()
+        self._cloud.end(self._cloud.found(self.run))
+        left = sorted(f"{kind} {id_}" for kind, id_ in self._nodes.terraform.held())
+        left += [str(found) for found in self._cloud.found(self.run)]
+        if left:
+            raise ProvisionError(f"run {self.run}: {', '.join(left)} could not be ended")
+
+    def _apply(self, plan: Plan) -> None:
+        self._held.renew()
+        self._touched = True
+        self._nodes.apply(plan)
+
+    def _tried(self, change: Callable[[], Any]) -> Any:
+        """What `change` gives; again, and again later, where it fails for reasons that pass."""
+        for turn in range(_TRIES):
+            try:
+                return change()
+            except ProvisionError as error:
+                self._failed(error)
+                if turn == _TRIES - 1 or not passes(error):
+                    raise
+                pause_s = _PAUSE_S * 2**turn
+                self._log(f"run {self.run}: trying again in {pause_s:g} s: {error}")
+                self._leases.clock.sleep(pause_s)
+        raise AssertionError
+
+    def _failed(self, error: ProvisionError) -> None:
+        """Terraform has failed, perhaps because the lease is lost. What it has left locked is older than a lease that
+        is taken anew now, as whoever else has locked the state was waited for."""
+        self._held.renew(anew=not isinstance(error, LockedError))
+
+    def _settle(self) -> None:
+        """Put in order what an earlier holder, or a failure, has left."""
+        self._held.renew()
+        self._unlock()
+        self._nodes.terraform.store_unstored()
+        if found := self._cloud.found(self.run):
+            held = self._nodes.terraform.held()
+            if strays := [each for each in found if each.key not in held]:
+                self._log(f"run {self.run}: ending what is in no state: {', '.join(map(str, strays))}")
+                self._cloud.end(strays)
+
+    def _unlock(self) -> None:
+        try:
+            lock = json.loads(self._leases.storage.get_bytes(f"{self._nodes.state_name}.tflock"))
+        except MissingError:
+            return
+        if datetime.fromisoformat(lock["Created"]).timestamp() <= self._held.lease.taken_at:
+            self._log(f"run {self.run}: removing the lock of a terraform that has ended, {lock['Who']}")
+            self._nodes.terraform.unlock(lock["ID"])
+
+    def _seen(self, hosts: list[Host]) -> list[Host]:
+        with self._metering:
+            self._observe()
+            self._hosts = hosts
+            self._observe()
+        return hosts
+
+    def _observe(self) -> None:
+        self._meter.observe(self._hosts, self._leases.clock.wall())
+        self._held.note(self._meter.noted())
+
+    def _renewed(self) -> None:
+        self._nodes.terraform.extend()
+
+    def _lost(self, reason: str) -> None:
+        self._nodes.terraform.extend()  # to its end: nothing remains
+        self._on_lost(reason)
+
+    def _leave(self) -> None:
+        """What becomes of a lease that was not given back."""
+        if self._over or self._held.lost is not None:
+            return
+        try:
+            if not self._touched:
+                self._held.release()
+            elif self._by != "flow":
+                self._held.put_down()
+        except (StorageError, LeaseLostError) as error:
+            self._log(f"run {self.run}: its lease was left as it is: {error}")
+
+
+def passes(error: ProvisionError) -> bool:
+    """Whether the same may succeed a little later."""
+    if isinstance(error, KilledError | LockedError):
+        return True
+    return bool(_PASSING.search(str(error))) and not _LASTING.search(str(error))
+
+
+def store_of(foundation: Mapping[str, Any], patience_s: float) -> Storage:
+    """The bucket that `control` has made."""
+    return Storage.open(f"s3://{foundation['bucket']}", patience_s=patience_s)
+
+
+def cloud_of(foundation: Mapping[str, Any]) -> Cloud:
+    """What `control` has made it in."""
+    from flows.provision.aws import Aws  # boto3 is dear to import
+
+    return Aws(foundation["region"], foundation.get("vpc_id"))
+
+
+def _owner(request: Mapping[str, Any]) -> str:
+    return str(request.get("lease", {}).get("owner", "somebody"))
+
+
+def _place(folder: Path) -> str:
+    """The folder, as no other on any machine."""
+    mark = folder / "place"
+    if not mark.exists():
+        mark.write_text(secrets.token_hex(8))
+    return f"{socket.gethostname()}:{folder} ({mark.read_text()})"

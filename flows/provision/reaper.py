@@ -1,0 +1,201 @@
+"""The reaper ends nodes that nobody has any more: those whose lease is over, and what is left of runs without a lease.
+
+It takes the lease, so that an owner who comes back learns that it is lost, has Terraform end what the lease asks for,
+sees that nothing is left, and gives the lease back. Where Terraform can't, for want of the program, of a request in the
+lease or of a plan, what the cloud holds of the run is ended by the cloud's own calls. Then the sweep: a lease comes
+before everything that is made under it, and is given back once nothing is left, so what is there without one is
+nobody's.
+
+It may be killed at any point, and several may run at once: what is not done, the next one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from areal_core.errors import ArealError, ProvisionError
+from flows.provision.cloud import Cloud, Found
+from flows.provision.leased import LeasedNodes
+from flows.provision.leases import Claimant, Held, HeldError, Lease, LeaseLostError, Leases
+from flows.provision.terraform import Plan
+
+LEASE_S = 300.0  # so that the next reaper finds those over that were a killed one's
+YOUNG_S = 300.0  # what is younger is left to the next one, if it has no lease
+_AT_ONCE = 4
+_STATES = "terraform/runs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaped:
+    """What has become of a run's nodes."""
+
+    run: str
+    owner: str
+    since: str  # when the lease was over
+    ended: str  # what was ended, and how
+    cost: str
+    failed: str | None = None  # why it is to be tried again
+
+    def row(self) -> dict[str, str]:
+        """Of a table."""
+        return {
+            "run": self.run,
+            "owner": self.owner,
+            "over since": self.since,
+            "ended": self.ended,
+            "cost": self.cost,
+            "failed": self.failed or "",
+        }
+
+    def __str__(self) -> str:
+        done = f"run {self.run}: {self.ended or 'nothing'} ended"
+        return f"{done}; to be tried again: {self.failed}" if self.failed else done
+
+
+class Reaper:
+    """Of one store and the clouds of its runs."""
+
+    def __init__(
+        self,
+        leases: Leases,
+        state: Path,
+        *,
+        cloud_of: Callable[[Mapping[str, Any]], Cloud],
+        foundation: Mapping[str, Any],
+        length_s: float = LEASE_S,
+        young_s: float = YOUNG_S,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """`state` is the state folder of this checkout; `cloud_of` gives the cloud of a foundation, and `foundation` is
+        the one that is swept, as far as it is known: region and vpc_id."""
+        self._leases, self._state, self._cloud_of, self._foundation = leases, state, cloud_of, foundation
+        self._length_s, self._young_s, self._log = length_s, young_s, log
+
+    def reap(self) -> list[Reaped]:
+        """End what is to be ended; what has failed is told, and raises nothing. Raises StorageError where the leases
+        can't be listed."""
+        with ThreadPoolExecutor(_AT_ONCE, "reap") as threads:
+            each = list(threads.map(self._reap, sorted(self._leases.live())))
+        reaped = [one for one in each if one is not None]
+        for one in self._sweep():
+            reaped.append(one)
+        return reaped
+
+    def _reap(self, run: str) -> Reaped | None:
+        """None where there is nothing to do."""
+        try:
+            lease = self._leases.read(run)
+        except ArealError as error:
+            return self._told(Reaped(run=run, owner="-", since="-", ended="", cost="-", failed=str(error)))
+        if lease is None or not self._leases.is_over(lease):
+            return None
+        try:
+            ended, cost = self._by_terraform(lease) if lease.request is not None else self._by_cloud(run, "no request")
+            failed = None
+        except HeldError:
+            return None  # somebody else was faster
+        except ArealError as error:
+            ended, cost, failed = "", "-", str(error)
+        since = lease.expires if lease.expires_at else "it was put down"
+        return self._told(Reaped(run=run, owner=lease.owner, since=since, ended=ended, cost=cost, failed=failed))
+
+    def _by_terraform(self, lease: Lease) -> tuple[str, str]:
+        """What was ended, and what it cost all in all."""
+        assert lease.request is not None
+        plans: list[Plan] = []
+        try:
+            with LeasedNodes(
+                lease.request,
+                self._state,
+                length_s=self._length_s,
+                by="reaper",
+                leases=self._leases,
+                cloud=self._cloud_of(lease.request["foundation"]),
+                on_lost=self._log,
+                log=self._log,
+            ) as nodes:
+                nodes.end(plans.append)
+                dollars = nodes.spent().dollars()
+        except (HeldError, LeaseLostError):
+            raise
+        except ArealError as error:
+            self._log(f"run {lease.run}: ending it without Terraform: {error}")
+            return self._by_cloud(lease.run, str(error), self._cloud_of(lease.request["foundation"]))
+        counts = Counter(change.address.split(".")[-2] for plan in plans for change in plan.changes)
+        ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing was left"
+        return ended, "unknown" if dollars is None else f"${dollars:.2f}"
+
+    def _by_cloud(self, run: str, why: str, cloud: Cloud | None = None) -> tuple[str, str]:
+        """The same without Terraform."""
+        cloud = cloud or self._cloud_of(self._foundation)
+        with self._taken(run) as held:
+            found = cloud.found(run)
+            cloud.end(found)
+            if left := cloud.found(run):
+                raise ProvisionError(f"run {run}: {', '.join(map(str, left))} could not be ended")
+            held.release()
+        counts = Counter(each.kind for each in found)
+        ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        return (f"{ended}, without Terraform: {why}" if ended else f"nothing was left ({why})"), "-"
+
+    @contextlib.contextmanager
+    def _taken(self, run: str) -> Iterator[Held]:
+        """The lease of a run, or one in its place; put down where it is not given back."""
+        claimant = Claimant(owner="-", by="reaper", where=f"{socket.gethostname()}:{self._state}")
+        held = self._leases.acquire(run, claimant, self._length_s, request=None)
+        with held:
+            try:
+                yield held
+            except BaseException:
+                try:
+                    held.put_down()
+                except ArealError as error:
+                    self._log(f"run {run}: its lease was left as it is: {error}")
+                raise
+
+    # -- the sweep -----------------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> Iterator[Reaped]:
+        """What there is of runs without a lease. What there is is looked at first: its lease was there before."""
+        try:
+            found = self._cloud_of(self._foundation).found()
+            live = set(self._leases.live())
+            known = {*self._leases.known(), *self._with_states()} if found else set()
+        except ArealError as error:
+            yield self._told(Reaped(run="-", owner="-", since="-", ended="", cost="-", failed=f"the sweep: {error}"))
+            return
+        for run in sorted({each.run for each in found} - live):
+            its = [each for each in found if each.run == run]
+            if not self._is_ours(run, its, known) or self._is_young(its):
+                continue
+            try:
+                ended, cost = self._by_cloud(run, "no lease")
+                failed = None
+            except HeldError:
+                continue
+            except ArealError as error:
+                ended, cost, failed = "", "-", str(error)
+            yield self._told(Reaped(run=run, owner="-", since="no lease", ended=ended, cost=cost, failed=failed))
+
+    def _with_states(self) -> list[str]:
+        names = self._leases.storage.list(_STATES)
+        return [PurePosixPath(name).name.removesuffix(".tfstate") for name in names if name.endswith(".tfstate")]
+
+    def _is_ours(self, run: str, its: Iterable[Found], known: set[str]) -> bool:
+        """Whether it is a run of this store: an account may have several."""
+        return run in known or any(each.near for each in its)
+
+    def _is_young(self, its: Iterable[Found]) -> bool:
+        now = self._leases.clock.wall()
+        return any(each.since is not None and now - each.since < self._young_s for each in its)
+
+    def _told(self, reaped: Reaped) -> Reaped:
+        self._log(str(reaped))
+        return reaped
