@@ -122,17 +122,19 @@ class ControllerClient:
         alerts = tuple(Alert(**alert) for alert in values.get("alerts", ()))
         return RunStatus(**{**values, "lost_servers": tuple(values["lost_servers"]), "alerts": alerts})
 
-    def join(self, name: str, url: str) -> None:
+    def join(self, name: str, url: str, *, stager: str | None = None) -> None:
         """Register a generation server; returns once it has loaded the newest version and takes work."""
-        while not self.register(name, url, timeout_s=_POLL_S):
+        while not self.register(name, url, timeout_s=_POLL_S, stager=stager):
             pass
 
-    def register(self, name: str, url: str, *, timeout_s: float) -> bool:
-        """Register a generation server; whether it takes work within `timeout_s`. If not, it is safe to call again."""
-        return self._call("POST", "/servers", {"name": name, "url": url, "timeout_s": timeout_s}) is not None
+    def register(self, name: str, url: str, *, timeout_s: float, stager: str | None = None) -> bool:
+        """Register a generation server; whether it takes work within `timeout_s`. If not, it is safe to call again.
+        `stager` is the URL of what brings versions onto its machine, where that is needed."""
+        body = {"name": name, "url": url, "timeout_s": timeout_s, "stager": stager}
+        return self._call("POST", "/servers", body) is not None
 
     def servers(self) -> list[dict[str, Any]]:
-        """The generation servers that the controller knows: name, url, state and completions in flight of each."""
+        """The generation servers that the controller knows: name, url, stager, state and completions in flight."""
         return self._json("GET", "/servers")
 
     def leave(self, name: str) -> None:

@@ -339,6 +339,8 @@ class LaunchConfig:
     disk_low_gib: float = bounded(5.0, low=0.0)  # free for the run's folder, or a store that is one: below it is told
     disk_min_gib: float = bounded(0.5, low=0.0)  # below it the run ends in order, to be resumed; 0: it does not
     address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it
+    copies: bool = False  # remote workers share no folder with the head node: each keeps a copy of the run's
+    files_port: int = bounded(0, low=0, high=65535)  # where these find the head node's files; 0: any free one
 
     def check(self) -> None:
         try:
@@ -376,3 +378,72 @@ class EmulationConfig:
     transfer_bytes_per_s: float = bounded(50e9, above=0.0)  # of new weights into one accelerator
     handover_s: float = bounded(1.0, low=0.0)  # that a replica stands still for new weights, async mode
     switch_s: float = bounded(5.0, low=0.0)  # between generating and training on the same accelerators, each way
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesConfig:
+    """Nodes of one role."""
+
+    count: int = bounded(1, low=0, high=256)
+    gpu: str = choice("h100", "none", "t4", "a10g", "l4", "l40s", "a100-40", "a100-80", "h100", "h200")
+    gpus: int = bounded(8, low=0, high=8)  # of one node; 0 with gpu=none
+    spot: bool = False  # cheaper, and may be reclaimed
+    max_price: float | None = bounded(None, above=0.0)  # of a spot node, dollars an hour; None: its price on demand
+    price: float | None = bounded(None, above=0.0)  # of a node, dollars an hour, for the cost of the run; None: unknown
+    disk_gib: int = bounded(200, low=50, high=16384)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProvisionConfig:
+    """Where the nodes of a run come from, for the flow `areal`."""
+
+    # This machine; given hosts, whose workers serve the queues `generation` and `trainer`; or a cloud, by Terraform.
+    kind: str = choice("local", "local", "static", "terraform")
+    generation: NodesConfig = field(default_factory=NodesConfig)
+    trainer: NodesConfig = field(default_factory=NodesConfig)
+    work_pool: str = "areal-nodes"  # Prefect's, that the nodes' workers serve
+    image: str | None = None  # that nodes boot
+    zone: str | None = None  # None: the first that `make control` was given
+    software: str = "/opt/areal"  # the checkout with its environment, on a node
+    install: str | None = None  # a file: the script that makes it, where the image has none
+    prefect_api_url: str | None = None  # as nodes reach it; None: what `make control` has made
+    environment: str = ""  # of nodes: NAME=value pairs, as a shell would read them
+    secrets: str = ""  # the same, of names of parameters of the cloud's store: PREFECT_API_AUTH_STRING=/areal/prefect
+    owner: str | None = None  # whose the nodes are; None: user@machine
+    hours: float = bounded(24.0, above=0.0)  # after which a node ends by itself, whatever happens elsewhere
+    lease_s: float = bounded(900.0, low=30.0)  # nodes whose flow is silent for so long are ended
+    boot_s: float = bounded(900.0, low=10.0)  # for a node to come up, before it is replaced
+    lost_s: float = bounded(120.0, low=10.0)  # of silence, after which a node is replaced
+    replacements: int = bounded(8, low=0)  # nodes of a run that are replaced
+    budget: float | None = bounded(None, above=0.0)  # dollars that end a run, after a checkpoint; needs prices
+
+    def check(self) -> None:
+        for role, nodes in (("generation", self.generation), ("trainer", self.trainer)):
+            if (nodes.gpu == "none") != (nodes.gpus == 0):
+                raise ConfigError(
+                    f"provision.{role}.gpus: must be 0 with gpu=none, and only then, got {nodes.gpus} of {nodes.gpu}"
+                )
+            if nodes.max_price is not None and not nodes.spot:
+                raise ConfigError(f"provision.{role}.max_price: is for spot nodes (spot=true): others have a price")
+            if self.budget is not None and self.kind == "terraform" and nodes.count and self.dollars(nodes) is None:
+                raise ConfigError(f"provision.{role}.price: must be given where there is a budget, dollars an hour")
+        if self.kind != "local" and self.trainer.count < 1:
+            raise ConfigError("provision.trainer.count: must be at least 1: the first one is the run's head node")
+        for name, pairs in (("environment", self.environment), ("secrets", self.secrets)):
+            shell_pairs(f"provision.{name}", pairs)
+
+    @staticmethod
+    def dollars(nodes: NodesConfig) -> float | None:
+        """What a node costs an hour, at most."""
+        return nodes.max_price if nodes.price is None else nodes.price
+
+
+def shell_pairs(name: str, text: str) -> dict[str, str]:
+    """NAME=value pairs, as a shell would read them. Raises ConfigError that begins with `name`."""
+    try:
+        pairs = dict(word.split("=", 1) for word in shlex.split(text))
+    except ValueError:
+        raise ConfigError(f"{name}: must be pairs NAME=value, as a shell would read them, got {text!r}") from None
+    if wrong := [word for word in pairs if not word.isidentifier()]:
+        raise ConfigError(f"{name}: {wrong[0]!r} is not the name of an environment variable")
+    return pairs

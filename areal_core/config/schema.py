@@ -27,6 +27,8 @@ from areal_core.config.groups import (
     HealthConfig,
     LaunchConfig,
     ModelConfig,
+    NodesConfig,
+    ProvisionConfig,
     RolloutConfig,
     StopConfig,
     StorageConfig,
@@ -47,6 +49,8 @@ __all__ = [
     "HealthConfig",
     "LaunchConfig",
     "ModelConfig",
+    "NodesConfig",
+    "ProvisionConfig",
     "RolloutConfig",
     "RunConfig",
     "StopConfig",
@@ -85,6 +89,7 @@ class RunConfig:
     stop: StopConfig = field(default_factory=StopConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    provision: ProvisionConfig = field(default_factory=ProvisionConfig)
     emulation: EmulationConfig = field(default_factory=EmulationConfig)
 
     @property
@@ -180,6 +185,11 @@ class RunConfig:
         return {"none": frozenset[str](), "both": frozenset(("generation", "trainer"))}.get(
             self.launch.remote_roles, frozenset((self.launch.remote_roles,))
         )
+
+    @property
+    def serves_files(self) -> bool:
+        """Whether the head node serves the run's files to remote workers, which share no folder with it."""
+        return self.launch.copies and bool(self.remote_roles)
 
     @property
     def ranks_per_host(self) -> int:

@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-from aiohttp import web
 
-T = TypeVar("T")
+from areal_core.api.bodies import read
+
+__all__ = ["Document", "Finish", "Join", "Metrics", "Snapshot", "TransferInit", "TransferUpdate", "read"]
 
 
 class Join(msgspec.Struct):
-    """A generation server that is to join; within `timeout_s`, None: however long it takes."""
+    """A generation server that is to join; within `timeout_s`, None: however long it takes. `stager` is the URL of what
+    brings versions onto its machine, where it has no folder in common with the controller."""
 
     name: str
     url: str
     timeout_s: float | None = None
+    stager: str | None = None
 
 
 class Metrics(msgspec.Struct):
@@ -58,11 +61,3 @@ class TransferUpdate(msgspec.Struct):
     """What it is about to send, in one message or several."""
 
     update_info: dict[str, Any] | list[dict[str, Any]]
-
-
-async def read(request: web.Request, kind: type[T]) -> T:
-    """The body of a request. Raises ValueError that names the field."""
-    try:
-        return msgspec.convert(await request.json(), kind)  # not msgspec's own reader, which knows no NaN
-    except msgspec.ValidationError as error:
-        raise ValueError(f"body: {error}") from None

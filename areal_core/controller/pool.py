@@ -215,10 +215,11 @@ class GenerationPool:
 
     # -- servers -----------------------------------------------------------------------------------------------
 
-    async def join(self, name: str, url: str, newest: Newest) -> None:
+    async def join(self, name: str, url: str, newest: Newest, *, stager: str | None = None) -> None:
         """Have a server load the newest version, looked up when its turn has come, and take work. It replaces another
         one of the same name; one that is at work already stays. Raises ServerLostError when it can't load that version,
-        or another one of its name was announced meanwhile. Version 0 is not sent to a server that says it has it.
+        or another one of its name was announced meanwhile. Version 0 is not sent to a server that says it has it; where
+        there is a `stager`, it brings versions onto the server's machine.
 
         It goes on when its caller is cancelled; a second call waits for the same join."""
         joining = self._joining(name)
@@ -227,7 +228,9 @@ class GenerationPool:
             for _, other in joining:
                 other.cancel()
             timeline = None if self._timeline is None else functools.partial(self._timeline, name)
-            client = GenerationClient(url, token=self._token, update_timeout_s=self._patience_s, timeline=timeline)
+            client = GenerationClient(
+                url, token=self._token, stager=stager, update_timeout_s=self._patience_s, timeline=timeline
+            )
             server = self.registry.announce(name, client)
             task = server.joining = self._start(self._join(server, newest))
             task.add_done_callback(functools.partial(self._joined, server))
@@ -396,7 +399,7 @@ def server_routes(
         try:
             async with asyncio.timeout(server.timeout_s):
                 await published()
-                await servers.join(server.name, server.url, newest)
+                await servers.join(server.name, server.url, newest, stager=server.stager)
         except TimeoutError:
             return web.Response(status=204)
         return web.json_response({})
@@ -408,7 +411,13 @@ def server_routes(
     async def listed(_: web.Request) -> web.Response:
         return web.json_response(
             [
-                {"name": one.name, "url": one.url, "state": one.state.value, "completions": one.completions}
+                {
+                    "name": one.name,
+                    "url": one.url,
+                    "stager": one.client.stager,
+                    "state": one.state.value,
+                    "completions": one.completions,
+                }
                 for one in servers.registry.servers
             ]
         )

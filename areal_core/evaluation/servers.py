@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -130,6 +131,15 @@ class OwnServers:
             await asyncio.sleep(_AGAIN_S if complaint else _AGAIN_S / 10)
 
 
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A server of the run's, as it is registered."""
+
+    name: str
+    url: str
+    stager: str | None
+
+
 class BorrowedServer:
     """One of the run's servers at a time: what it generates for the run meanwhile, others do. There is always another
     one at work when it leaves."""
@@ -142,44 +152,50 @@ class BorrowedServer:
 
     async def open(self) -> None:
         if self._file.exists():
-            borrowed = json.loads(self._file.read_text())
-            await self._give_back(borrowed["name"], borrowed["url"])
+            await self._give_back(Borrowed(**json.loads(self._file.read_text())))
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
         while not collector.over:
             with pulse.waiting("controller-0", f"version {version.version}: no server to borrow"):
-                name, url = await self._borrow()
+                server = await self._borrow()
             try:
-                with pulse.waiting(name, f"version {version.version}: scoring"):
+                with pulse.waiting(server.name, f"version {version.version}: scoring"):
                     await _score(
-                        url, self._config, collector, version, slots=self._config.generation.slots, token=self._token
+                        server.url,
+                        self._config,
+                        collector,
+                        version,
+                        slots=self._config.generation.slots,
+                        token=self._token,
+                        stager=server.stager,
                     )
             except ServerLostError as error:
-                logger.warning("%s, which was borrowed: %s", name, error)
+                logger.warning("%s, which was borrowed: %s", server.name, error)
                 await asyncio.sleep(_AGAIN_S)
             finally:
-                await self._give_back(name, url)
+                await self._give_back(server)
 
-    async def _borrow(self) -> tuple[str, str]:
-        """Name and URL of a server that has left the run: of those at work the one with the least to do."""
+    async def _borrow(self) -> Borrowed:
+        """A server that has left the run: of those at work the one with the least to do."""
         while True:
             servers = await asyncio.to_thread(self._controller.servers)
             serving = [server for server in servers if server["state"] == "serving"]
             if len(serving) > 1:
                 least = min(serving, key=lambda server: server["completions"])
-                write_json(self._file, {"name": least["name"], "url": least["url"]})
-                await asyncio.to_thread(self._controller.leave, least["name"])
-                return least["name"], least["url"]
+                borrowed = Borrowed(name=least["name"], url=least["url"], stager=least["stager"])
+                write_json(self._file, asdict(borrowed))
+                await asyncio.to_thread(self._controller.leave, borrowed.name)
+                return borrowed
             await asyncio.sleep(_AGAIN_S)
 
-    async def _give_back(self, name: str, url: str) -> None:
+    async def _give_back(self, server: Borrowed) -> None:
         """Have the server join the run again, unless one of its name, started anew, has done so. One that can't is
         taken out by the controller, and started again."""
         try:
-            if all(server["name"] != name for server in await asyncio.to_thread(self._controller.servers)):
-                await asyncio.to_thread(self._controller.join, name, url)
+            if all(known["name"] != server.name for known in await asyncio.to_thread(self._controller.servers)):
+                await asyncio.to_thread(self._controller.join, server.name, server.url, stager=server.stager)
         except ProcessError as error:
-            logger.warning("%s, which was borrowed, has not joined again: %s", name, error)
+            logger.warning("%s, which was borrowed, has not joined again: %s", server.name, error)
         self._file.unlink(missing_ok=True)
 
 
@@ -196,10 +212,17 @@ def _engine(run: RunDir, config: RunConfig) -> ServedEngine:
 
 
 async def _score(
-    url: str, config: RunConfig, collector: Collector, version: PolicyVersion, *, slots: int, token: str
+    url: str,
+    config: RunConfig,
+    collector: Collector,
+    version: PolicyVersion,
+    *,
+    slots: int,
+    token: str,
+    stager: str | None = None,
 ) -> None:
     """Have one server load a version and work. Raises ServerLostError."""
-    client = GenerationClient(url, token=token, update_timeout_s=config.rollout.request_timeout_s)
+    client = GenerationClient(url, token=token, stager=stager, update_timeout_s=config.rollout.request_timeout_s)
     try:
         await client.identify()
         await _load(client, version)

@@ -54,12 +54,15 @@ class GenerationClient:
         url: str,
         *,
         token: str | None = None,
+        stager: str | None = None,
         update_timeout_s: float = 120.0,
         timeline: Callable[[], TimelineWriter] | None = None,
     ) -> None:
-        """`token` is the run's, where the server wants one; `timeline` makes the timeline of a server that writes none
-        itself."""
+        """`token` is the run's, where the server wants one; `stager` is the URL of what brings versions onto the
+        server's machine, None where it reads them where they were published; `timeline` makes the timeline of a server
+        that writes none itself."""
         self.url = url
+        self.stager = stager
         self.in_place = True  # it recomputes the KV cache of running completions itself; `identify` finds out
         self.resubmitted_tokens = 0  # prompts and completions begun before, prefilled here since the last update
         self._update_timeout_s = update_timeout_s
@@ -134,15 +137,16 @@ class GenerationClient:
     async def load_version(self, version: PolicyVersion, interruption: str) -> None:
         """Have the server load the weights of a version's file. Raises ServerLostError if any phase fails."""
         async with self._update(version):
-            await self._stage(version)
+            await self._stage(await self._on_its_machine(version))
             await self._swap(version, interruption)
 
     async def reload(self, version: PolicyVersion) -> None:
         """Have vLLM read a version's folder itself, where weights usually come another way. Raises ServerLostError."""
         async with self._update(version):
-            await asyncio.to_thread(_check_weights, version)
+            there = await self._on_its_machine(version)
+            await self._check(there)
             await self._pause("resubmit")
-            call = {"method": "reload_weights", "kwargs": {"weights_path": version.path}}
+            call = {"method": "reload_weights", "kwargs": {"weights_path": there.path}}
             await self._control("POST", "/collective_rpc", call, timeout_s=None)
             await self.label(version.version)
             await self._resume_after_update("resubmit")
@@ -252,6 +256,22 @@ class GenerationClient:
         info = {"path": version.path, "sha256": version.sha256}
         await self._control("POST", "/update_weights", {"update_info": info}, timeout_s=None)
         if not self.in_place:  # vLLM reads in the background; meanwhile, no damaged file may get as far as a pause
+            await self._check(version)
+
+    async def _on_its_machine(self, version: PolicyVersion) -> PolicyVersion:
+        """The version where the server can read it, brought there while it goes on decoding."""
+        if self.stager is None:
+            return version
+        body = orjson.dumps(dataclasses.asdict(version))
+        content = await self._call("POST", f"{self.stager}/stage", body, timeout_s=None)
+        try:
+            return dataclasses.replace(version, path=str(orjson.loads(content)["path"]))
+        except (ValueError, KeyError, TypeError):
+            raise GenerationError(f"{self.stager}/stage names no path") from None
+
+    async def _check(self, version: PolicyVersion) -> None:
+        """Raises GenerationError for a damaged file. What was brought was hashed on its way."""
+        if self.stager is None:
             await asyncio.to_thread(_check_weights, version)
 
     async def _swap(self, version: PolicyVersion, interruption: str) -> None:
@@ -319,8 +339,9 @@ class GenerationClient:
         return await self._call(method, path, None if body is None else orjson.dumps(body), timeout_s=timeout_s)
 
     async def _call(self, method: str, path: str, body: bytes | None, *, timeout_s: float | None) -> bytes:
+        where = path if "://" in path else f"{self.url}{path}"
         if self._session.closed:
-            raise ServerLostError(f"{self.url}{path}: the client is closed")
+            raise ServerLostError(f"{where}: the client is closed")
         headers = None if body is None else {"Content-Type": "application/json"}
         try:
             async with (
@@ -329,13 +350,13 @@ class GenerationClient:
             ):
                 content = await response.read()
         except aiohttp.ClientError as error:
-            raise ServerLostError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+            raise ServerLostError(f"{where}: {type(error).__name__}: {error}") from None
         except TimeoutError:
-            raise ServerLostError(f"{self.url}{path}: no response in {timeout_s} s") from None
+            raise ServerLostError(f"{where}: no response in {timeout_s} s") from None
         if response.status == 200:
             return content
         kind = ServerLostError if response.status >= 500 else GenerationError
-        raise kind(f"{self.url}{path}: {response.status}: {content.decode(errors='replace'):.500}")
+        raise kind(f"{where}: {response.status}: {content.decode(errors='replace'):.500}")
 
 
 def _check_weights(version: PolicyVersion) -> None:

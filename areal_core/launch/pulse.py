@@ -122,10 +122,11 @@ def _beat(file: Path, beats: int) -> None:
         waits_for=_said.waits_for,
     )
     with suppress(OSError):  # a beat that can't be written is missing, which is what its reader sees
-        _write(file, now)
+        write(file, now)
 
 
-def _write(file: Path, pulse: Pulse) -> None:
+def write(file: Path, pulse: Pulse) -> None:
+    """Put a record in the place of the last one. Raises OSError."""
     record = json.dumps(asdict(pulse)).encode().ljust(_RECORD_BYTES)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

@@ -19,7 +19,7 @@ from areal_core.config.schema import LaunchConfig
 from areal_core.launch import pulse
 from areal_core.launch.pulse import Pulse
 
-SPECTATORS = ("tracker-", "rendezvous-")  # nothing waits for them
+SPECTATORS = ("tracker-", "rendezvous-", "files-")  # nothing waits for them
 LOOK_S = 1.0  # between two looks
 _BEATS_S = 5.0  # within which a process that is not silent has a beat
 _LOOK_MOST_S = 3.0  # that one look may count for

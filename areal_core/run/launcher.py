@@ -40,7 +40,7 @@ from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunStatus, RunSummary, TokenLedger
 
-__all__ = ["Run", "execute", "preflight", "prepare", "read_summary", "role_specs", "run_folder"]
+__all__ = ["Run", "execute", "preflight", "prepare", "read_summary", "role_specs", "run_folder", "summary_of"]
 
 Role = Literal["generation", "controller", "trainer", "evaluator"]
 
@@ -65,7 +65,7 @@ class Run:
         self._info = run_dir.numbered(self._owned.number)
         run_dir.forget_ready()
         self._specs = role_specs(run_dir, self.config, sorted(os.sched_getaffinity(0)))
-        self._state = threading.Lock()  # guards the eight below and the ownership
+        self._state = threading.Lock()  # guards what is below, and the ownership
         self._failure: BaseException | None = None
         self._stopped: str | None = None
         self._started: set[Role] = set()
@@ -75,6 +75,7 @@ class Run:
         self._supervisors: list[Supervisor] = []
         self._abort = StopSignal()
         self._stop_servers = StopSignal()
+        self._stop_files = StopSignal()
         self._stop_tracker = StopSignal()
         self._registration = ServerRegistration(
             run_dir, ranks=self.config.trainer_processes, stop=self._stop_servers, log=self._log
@@ -83,8 +84,9 @@ class Run:
     # -- the five roles ------------------------------------------------------------------------------------------------
 
     def generate(self) -> None:
-        """Keep the generation servers running until the controller has ended, unless remote workers run them."""
-        with self._role("generation"):
+        """Keep the generation servers running until the controller has ended, unless remote workers run them; where
+        these share no folder with this machine, the files that they need, until they have ended."""
+        with self._role("generation"), self._serving_files():
             if "generation" in self.config.remote_roles:
                 return
             with self._registration.running(self._guarded):
@@ -193,6 +195,24 @@ class Run:
         supervisor.run()
 
     @contextmanager
+    def _serving_files(self) -> Iterator[None]:
+        """Within, remote workers have the files of this machine; afterwards until they have heard how the run ended."""
+        if not self.config.serves_files:
+            yield
+            return
+        serving = threading.Thread(
+            target=self._guarded, args=(lambda: self._supervise("files", self._stop_files),), name="files"
+        )
+        serving.start()
+        try:
+            yield
+        except BaseException:
+            self._stop_files.set()
+            raise
+        finally:
+            serving.join()
+
+    @contextmanager
     def _role(self, role: Role) -> Iterator[None]:
         """The life of a role: its failure is the run's, and the last one to end closes the run."""
         with self._state:
@@ -235,6 +255,7 @@ class Run:
     def _end_all(self) -> None:
         self._abort.set()
         self._stop_servers.set()
+        self._stop_files.set()
         self._close_when_over()
 
     def _close_when_over(self) -> None:
@@ -299,7 +320,12 @@ def _later(seconds: float, action: Callable[[], None]) -> None:
 
 
 def read_summary(run: RunDir) -> RunSummary:
-    values = json.loads(run.summary.read_text())
+    return summary_of(run.summary.read_text())
+
+
+def summary_of(text: str) -> RunSummary:
+    """From the text of summary.json."""
+    values = json.loads(text)
     return RunSummary(**{**values, "tokens": TokenLedger(**values["tokens"])})
 
 

@@ -23,6 +23,7 @@ from areal_core.storage.rundir import RunDir
 
 POLL_S = 1.0  # between two looks at the controller's ready file
 _RESPONSE_S = 10.0  # for a controller that is reachable
+_LEAVE_S = 60.0  # for a server to hand over what it has, and before it for an update that is under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,27 @@ class _Server:
 class ServerRegistration:
     """Registers the servers of this machine, in a thread (`running`). `server_ready` and `wake` are thread-safe."""
 
-    def __init__(self, run_dir: RunDir, *, ranks: int, stop: StopSignal, log: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        ranks: int,
+        stop: StopSignal,
+        stager: str | None = None,
+        log: Callable[[str], None] = print,
+    ) -> None:
         """The first servers wait for all `ranks` of the trainer to be ready: RL wall time starts with them, and the
-        start of processes is not part of it."""
+        start of processes is not part of it. `stager` is the URL of what brings versions onto this machine, where that
+        is needed."""
         self._run_dir = run_dir
         self._ranks = ranks
+        self._stager = stager
         self._stop = stop
         self._log = log
         self._arrivals: queue.SimpleQueue[_Server | None] = queue.SimpleQueue()  # None: look again
         self._ranks_were_ready = False
         self._complaint = ""
+        self._leaving = False
 
     def server_ready(self, index: int, info: dict[str, Any]) -> None:
         """A server has written its ready file. Its supervisor calls this, so that it can't have been reaped yet."""
@@ -53,6 +65,12 @@ class ServerRegistration:
     def wake(self) -> None:
         """Something has changed: the controller or a rank is ready, or `stop` is set."""
         self._arrivals.put(None)
+
+    def leave(self) -> None:
+        """Have the servers of this machine leave the run, with what they have sampled so far, and set `stop` then. For
+        any thread, and handlers of signals."""
+        self._leaving = True
+        self.wake()
 
     @contextmanager
     def running(self, guarded: Callable[[Callable[[], None]], None], patience_s: float | None = None) -> Iterator[None]:
@@ -82,6 +100,10 @@ class ServerRegistration:
                         _forget(servers, arrival.name)
                         servers[arrival.name] = arrival
                         unregistered.add(arrival.name)
+                if self._leaving:
+                    self._leave(servers)
+                    self._stop.set()
+                    return
                 now = self._run_dir.ready_info("controller")
                 if now != controller:
                     controller, unregistered = now, set(servers)
@@ -122,12 +144,30 @@ class ServerRegistration:
     def _register(self, client: ControllerClient, server: _Server) -> bool:
         """Whether the server has joined; the wait for a slow one must not delay the end of lost ones."""
         try:
-            return client.register(server.name, server.url, timeout_s=POLL_S)
+            return client.register(server.name, server.url, timeout_s=POLL_S, stager=self._stager)
         except ArealError as error:  # the controller is being restarted, or the server has died meanwhile
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 self._log(f"{server.name} is not at work yet: {error}")
             return False
+
+    def _leave(self, names: Iterable[str]) -> None:
+        """Each waits for what the servers are busy with, an update for instance: all of them at once."""
+        leaving = [threading.Thread(target=self._leave_one, args=(name,), name="leave", daemon=True) for name in names]
+        for thread in leaving:
+            thread.start()
+        for thread in leaving:
+            thread.join(_LEAVE_S)
+
+    def _leave_one(self, name: str) -> None:
+        client = ControllerClient(self._run_dir, patience_s=_RESPONSE_S, timeout_s=_LEAVE_S)
+        try:
+            client.leave(name)
+            self._log(f"{name} has left the run")
+        except ArealError as error:
+            self._log(f"{name} ends without having left the run: {error}")
+        finally:
+            client.close()
 
 
 def _forget(servers: dict[str, _Server], name: str) -> None:

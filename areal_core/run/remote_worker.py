@@ -3,37 +3,41 @@
     generation   generation servers, which listen on this machine's address and join the run's controller
     trainer      this machine's share of the ranks, under torchrun
 
-The run's folder is shared with the head node, whose configuration leaves the role to remote workers
-(`launch.remote_roles`). This command may be started first: it waits for the run. It ends by itself with 0 once the run
-has ended in order, with 1 and one line when the run ended otherwise or the restart budget is spent; exit statuses are
-those of areal_core.run.command.
+The head node's configuration leaves the role to remote workers (`launch.remote_roles`). The run's folder is shared with
+it (`--run-dir`), or this machine keeps a copy of it (`--head`, with `launch.copies`). This command may be started
+first: it waits for the run. It ends by itself with 0 once the run has ended in order, or once it has left the run
+(SIGUSR1: its servers hand over what they have); with 1 and one line when the run ended otherwise or the restart budget
+is spent; exit statuses are those of areal_core.run.command. Programs use RemoteWorker, in whatever thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch.logs import Journal, Source
-from areal_core.launch.supervisor import FileLock, RoleSpec, StopSignal, Supervisor
+from areal_core.launch.supervisor import RoleSpec, StopSignal, Supervisor
 from areal_core.run.command import Parser, run_command
 from areal_core.run.machine import check_packages
 from areal_core.run.registration import ServerRegistration
+from areal_core.run.remote.copied import CopiedFolder
+from areal_core.run.remote.folder import POLL_S, Place, RunFolder, SharedFolder
+from areal_core.run.remote.head import Head, checked_url, in_file
+from areal_core.run.remote.share import TRAINER, Share
 from areal_core.run.roles import interface, is_own, remote_generation, remote_trainer
 from areal_core.storage.rundir import RunDir
 
-_POLL_S = 1.0  # between two looks at the run
-_NO_LAUNCHER_S = 10.0  # a run without a launcher for so long is over
-_OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier command to end
+__all__ = ["CopiedFolder", "Head", "RemoteWorker", "Share", "SharedFolder", "main"]
+
+_LEAVE = signal.SIGUSR1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,90 +46,129 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> None:
     options = _parse(arguments)
-    interface(options.address)
-    run = RunDir(options.run_dir)
-    if not _await_run(run, options.wait):
-        print(_ended(run))
-        return
-    config = run.config()
-    _check_role(config, options)
-    check_packages(config, {options.role})
-    _check_address(config, options.address)
-    with ExitStack() as locks:
-        if options.role == "generation":
-            count = options.servers or config.generation_servers
-            held = _lock(run, config, "generation", range(options.first, options.first + count), locks)
-            RemoteWorker(run, config, locks=held).generate(options.address, options.first, count)
-        else:
-            held = _lock(run, config, "trainer", range(options.node, options.node + 1), locks)
-            RemoteWorker(run, config, locks=held).train(options.address, options.node)
+    share = Share(role=options.role, first=options.first, count=options.count)
+    worker = RemoteWorker(share, _folder(options), options.address)
+    signal.signal(_LEAVE, lambda *_: worker.leave(f"it was asked to, by {_LEAVE.name}"))
+    worker.work(options.wait)
 
 
 class RemoteWorker:
-    """This machine's processes of a run. Each method blocks, in the main thread, until the run has ended.
+    """This machine's share of a run. `leave` may be called from any thread, and by handlers of signals."""
 
-    Raises ProcessError when it ended without a summary, or when a process here has no restart left.
-    """
-
-    def __init__(
-        self, run: RunDir, config: RunConfig, *, locks: tuple[int, ...] = (), log: Callable[[str], None] = print
-    ) -> None:
-        """`locks` are inherited by the processes here: a command that takes their place waits until they are gone."""
-        self._run = run
-        self._locks = locks
-        self._config = config
+    def __init__(self, share: Share, folder: RunFolder, address: str, *, log: Callable[[str], None] = print) -> None:
+        """`address` is this machine's. Raises ConfigError where no network interface has it."""
+        interface(address)
+        self._share = share
+        self._folder = folder
+        self._address = address
         self._forward = self._log = log
         self._stop = StopSignal()
-        self._failure: ArealError | None = None  # why this machine's part has ended, if not in order
+        self._registration: ServerRegistration | None = None
+        self._left: str | None = None  # why this machine leaves the run
+        self._failure: ArealError | None = None  # why its part has ended, if not in order
 
-    def generate(self, address: str, first: int, count: int) -> None:
-        """Run `count` servers, from number `first` on. They are registered with the run's current controller, and
-        started again when it has lost them."""
-        self._keep_journal("host-generation", first)
-        spec = remote_generation(self._run, self._config, address=address, first=first, count=count)
-        known = ServerRegistration(self._run, ranks=self._config.trainer_processes, stop=self._stop, log=self._log)
-        with known.running(self._guarded, self._config.launch.stop_timeout_s):
-            self._supervise(spec, known.server_ready)
+    def work(self, wait_s: float = 600.0) -> Literal["ended", "left"]:
+        """Wait `wait_s` for the run, take the share over, and block until the run has ended in order, or this machine
+        has left it. No process is left here.
 
-    def train(self, address: str, node: int) -> None:
-        """Run the ranks of one machine, number `node`."""
-        self._keep_journal("host-trainer", node)
-        self._supervise(remote_trainer(self._run, self._config, address=address, node=node))
+        Raises ConfigError and others for what can't be taken over; ProcessError when the run ended without a summary,
+        or when a process here has no restart left.
+        """
+        try:
+            self._work(wait_s)
+        except ArealError as error:
+            if self._failure is not None:
+                raise self._failure from None
+            if self._left is None or not self._stop.is_set():
+                raise
+            self._log(f"it was broken off: {error}")
+            self._say_how_it_ends()
+        return "ended" if self._left is None else "left"
 
-    def _keep_journal(self, role: str, index: int) -> None:
-        """Log to a file of this command's from now on: a run may have several remote workers."""
-        self._log = Journal(self._run.log_file(role, index), self._config.launch, Source(role, index), self._forward)
+    def leave(self, reason: str) -> None:
+        """Have generation servers here leave the run, which keeps what they have sampled, and `work` return."""
+        self._left = reason
+        if self._registration is not None:
+            self._registration.leave()
+        else:
+            self._stop.set()
 
-    def _supervise(self, spec: RoleSpec, on_ready: Callable[[int, dict[str, Any]], None] | None = None) -> None:
-        watching = threading.Thread(target=self._guarded, args=(self._watch,), name="watch", daemon=True)
+    def _work(self, wait_s: float) -> None:
+        config = self._folder.find(wait_s, self._stop)
+        if config is None:
+            self._say_how_it_ends()
+            return
+        share = self._share.settled(config)
+        check_packages(config, {share.role})
+        _check_address(config, self._address)
+        with self._folder.taken(share, config, self._address, guarded=self._guarded, stop=self._stop) as place:
+            # To a file of this command's from now on: a run may have several remote workers.
+            source, file = Source(share.journal, share.first), place.run.log_file(share.journal, share.first)
+            self._log = Journal(file, config.launch, source, self._forward)
+            if share.role == TRAINER:
+                self._supervise(place, config, self._ranks(place, config, share))
+            else:
+                self._generate(place, config, share)
+            self._say_how_it_ends()
+
+    def _say_how_it_ends(self) -> None:
+        if self._left is None:
+            self._log(f"run {self._folder.name} has ended")
+        else:
+            self._log(f"this machine leaves the run: {self._left}")
+
+    def _ranks(self, place: Place, config: RunConfig, share: Share) -> RoleSpec:
+        return remote_trainer(place.run, config, address=self._address, node=share.first)
+
+    def _generate(self, place: Place, config: RunConfig, share: Share) -> None:
+        """Servers are registered with the run's current controller, and started again when it has lost them."""
+        first, count = share.first, len(share.indices)
+        spec = remote_generation(place.run, config, address=self._address, first=first, count=count)
+        known = self._registration = ServerRegistration(
+            place.run, ranks=config.trainer_processes, stop=self._stop, stager=place.stager, log=self._log
+        )
+        if self._left is not None:
+            known.leave()
+        with known.running(self._guarded, config.launch.stop_timeout_s):
+            self._supervise(place, config, spec, known.server_ready)
+
+    def _supervise(
+        self,
+        place: Place,
+        config: RunConfig,
+        spec: RoleSpec,
+        on_ready: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> None:
+        watching = threading.Thread(target=self._guarded, args=(lambda: self._watch(place),), name="watch", daemon=True)
         watching.start()
         supervisor = Supervisor(
-            self._run,
+            place.run,
             spec,
-            self._config.launch,
+            config.launch,
             stop=self._stop,
             on_ready=on_ready,
             log=self._log,
             forward=self._forward,
-            pass_fds=self._locks,
+            pass_fds=place.locks,
         )
         try:
             supervisor.run()
             watching.join()  # ranks are done before the run is
         finally:
             self._stop.set()
-            watching.join(self._config.launch.stop_timeout_s)  # a look at a shared folder may take for ever
+            watching.join(config.launch.stop_timeout_s)  # a look at a shared folder may take for ever
         if self._failure is not None:
             raise self._failure
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Run `action` in a thread of this command: its error ends this machine's part."""
+        """Run `action` in a thread of this worker: its error ends this machine's part."""
         try:
             action()
         except ArealError as error:
             self._fail(error)
         except OSError as error:
-            self._fail(ProcessError(f"--run-dir: can't look at {self._run.root}: {error.strerror or error}"))
+            where = f": {error.filename}" if error.filename else ""
+            self._fail(ProcessError(f"the run's folder can't be used{where}: {error.strerror or error}"))
         except Exception as error:
             what = " ".join(str(error).split())
             self._fail(ProcessError(f"{threading.current_thread().name}: {type(error).__name__}: {what}"))
@@ -135,65 +178,32 @@ class RemoteWorker:
         self._failure = self._failure or error
         self._stop.set()
 
-    def _watch(self) -> None:
+    def _watch(self, place: Place) -> None:
         """Wait for the end of the run, then stop the processes here."""
-        launcher_seen_at = time.monotonic()
-        while not self._stop.wait(_POLL_S):
-            if self._run.summary.exists():
-                self._log(_ended(self._run))
+        while not self._stop.wait(POLL_S):
+            if place.ended():
                 self._stop.set()
-            elif FileLock.is_held(self._run.launcher_lock):
-                launcher_seen_at = time.monotonic()
-            elif time.monotonic() - launcher_seen_at > _NO_LAUNCHER_S:
-                raise ProcessError(f"run {self._run.root.name} has ended and left no summary")
 
 
-def _ended(run: RunDir) -> str:
-    return f"run {run.root.name} has ended"
-
-
-def _await_run(run: RunDir, patience_s: float) -> bool:
-    """True once a launcher runs the run, False when it has ended in order. Raises ConfigError."""
-    deadline = time.monotonic() + patience_s
-    while not ((run.root / "run.json").exists() and FileLock.is_held(run.launcher_lock)):
-        if run.summary.exists():
-            return False
-        if time.monotonic() >= deadline:
-            raise ConfigError(f"--run-dir: nobody has started a run in {run.root} within {patience_s:g} s (--wait)")
-        time.sleep(min(_POLL_S, patience_s))
-    return True
-
-
-def _lock(run: RunDir, config: RunConfig, role: str, share: range, locks: ExitStack) -> tuple[int, ...]:
-    """One lock for each server or machine of a share: shares must not overlap. Waits for the processes of an earlier
-    command to end. Raises ProcessError."""
-    return tuple(
-        locks.enter_context(
-            FileLock(
-                run.root / f"host-{role}-{index}.lock",
-                timeout_s=config.launch.stop_timeout_s + _OWNER_S,
-                busy=f"--run-dir: {role} {index} of run {run.root.name} is run by another command already",
-            )
-        ).fd
-        for index in share
-    )
-
-
-def _check_role(config: RunConfig, options: argparse.Namespace) -> None:
-    if options.role not in config.remote_roles:
+def _folder(options: argparse.Namespace) -> RunFolder:
+    """Raises ConfigError."""
+    if (options.run_dir is None) == (options.head is None):
         raise ConfigError(
-            f"launch.remote_roles: must be {options.role} or both for another machine to take that role over, "
-            f"got {config.launch.remote_roles!r}"
+            "--run-dir, --head: one of them must be given, the run's folder where it is shared with the head node, or "
+            "where the head node serves its files"
         )
-    if options.role == "trainer" and options.node >= config.training.hosts:
-        raise ConfigError(f"--node: must be at most {config.training.hosts - 1} (training.hosts), got {options.node}")
-    if options.role == "generation":
-        count = options.servers or config.generation_servers
-        if options.first + count > config.generation_servers:
-            raise ConfigError(
-                f"--first: servers {options.first} to {options.first + count - 1} are more than the run has, "
-                f"{config.generation_servers} (generation.servers); --servers says how many are here"
-            )
+    if options.run_dir is not None:
+        return SharedFolder(RunDir(options.run_dir))
+    if options.token_file is None or options.folder is None:
+        raise ConfigError("--token-file, --folder: must be given with --head")
+    try:
+        token = options.token_file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--token-file: can't read {options.token_file}: {error.strerror}") from None
+    if not token:
+        raise ConfigError(f"--token-file: {options.token_file} is empty, must hold the token of a run")
+    where = in_file(Path(options.head[1:])) if options.head.startswith("@") else checked_url(options.head)
+    return CopiedFolder(Head(where, token), options.folder)
 
 
 def _check_address(config: RunConfig, address: str) -> None:
@@ -215,12 +225,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     generation = roles.add_parser("generation", help="generation servers")
     trainer = roles.add_parser("trainer", help="ranks of the trainer")
     for role in (generation, trainer):
-        role.add_argument("--run-dir", type=Path, required=True, help="the run's folder, shared with all its machines")
+        role.add_argument("--run-dir", type=Path, help="the run's folder, where all its machines share it")
+        role.add_argument("--head", help='else the URL of the head node\'s files, or @FILE: where {"url": ...} stands')
+        role.add_argument("--token-file", type=Path, help="with --head: the run's token")
+        role.add_argument(
+            "--folder", type=Path, help="with --head: where this command keeps a copy of the run's folder"
+        )
         role.add_argument("--address", type=_address, required=True, help="of this machine, for the others to reach")
         role.add_argument("--wait", type=float, default=600.0, help="seconds for the run to be started (600)")
     generation.add_argument("--first", type=_at_least(0), default=0, help="number of the first server here (0)")
-    generation.add_argument("--servers", type=_at_least(1), help="how many run here; all of the run's unless said")
-    trainer.add_argument("--node", type=_at_least(0), default=0, help="number of this machine among the training ones")
+    generation.add_argument(
+        "--servers", dest="count", type=_at_least(1), help="how many run here; all of the run's unless said"
+    )
+    trainer.add_argument(
+        "--node", dest="first", type=_at_least(0), default=0, help="number of this machine among the training ones"
+    )
+    trainer.set_defaults(count=None)
     return parser.parse_args(arguments)
 
 

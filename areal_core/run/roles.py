@@ -1,7 +1,8 @@
 """How the processes of a run are started: on the head node, and by remote workers.
 
 role_specs          every role, on the head node; the rendezvous in the place of ranks that remote workers run;
-                    `evaluation` are the generation servers of the evaluator's own
+                    `evaluation` are the generation servers of the evaluator's own; `files` is for remote workers that
+                    share no folder with it
 remote_generation   generation servers of a remote worker
 remote_trainer      a remote worker's share of the ranks, under torchrun
 """
@@ -63,6 +64,7 @@ def role_specs(run: RunDir, config: RunConfig, cores: Sequence[int]) -> dict[str
             env=lambda _: _QUIET,
             exits=False,
         ),
+        RoleSpec(name="files", argv=lambda _: role("areal_core.run.remote.files")),
         RoleSpec(
             name="evaluator", argv=lambda _: role("areal_core.evaluation.evaluator"), nice=config.launch.evaluator_nice
         ),
@@ -83,7 +85,10 @@ def remote_trainer(run: RunDir, config: RunConfig, *, address: str, node: int) -
     environment = network | _QUIET | _gpus(config, 0, config.ranks_per_host)
     return RoleSpec(
         name="node",
-        argv=lambda _: python("areal_core.training.distributed.node", "--run-dir", run.root, "--address", address),
+        argv=lambda index: python(
+            "areal_core.training.distributed.node",
+            *("--run-dir", run.root, "--address", address, "--node", index),
+        ),
         first=node,
         announces=False,
         final=SPENT,

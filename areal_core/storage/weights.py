@@ -75,6 +75,21 @@ def read_manifest(path: Path) -> PolicyVersion:
     return version
 
 
+def weights_file(path: Path) -> Path:
+    """The file of a published version's weights, in its folder `path`."""
+    return path / _WEIGHTS
+
+
+def adopt(folder: Path, version: int, sha256: str, scratch: Path) -> PolicyVersion:
+    """Make a file, whose hash this is, the weights of `version`, in the place of others. Raises OSError."""
+    path, size = version_folder(folder, version), scratch.stat().st_size
+    path.mkdir(parents=True, exist_ok=True)
+    (path / _MANIFEST).unlink(missing_ok=True)
+    os.replace(scratch, path / _WEIGHTS)
+    write_json(path / _MANIFEST, {"version": version, "sha256": sha256, "bytes": size})
+    return PolicyVersion(version=version, path=str(path), sha256=sha256)
+
+
 def is_whole(version: PolicyVersion) -> bool:
     """Whether a published version is there, and what it was published as: reads all of it."""
     path = Path(version.path)

@@ -24,7 +24,7 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from areal_core.training.distributed import rounds
-rounds.register("token")
+rounds.register("token", int(sys.argv[5]))
 settings = LaunchConfig(
     min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="r", rdzv_backend=rounds.BACKEND, rdzv_endpoint=sys.argv[1],
     rdzv_configs={{"is_host": False, "join_timeout": {PATIENCE_S:.0f}, "read_timeout": {PATIENCE_S:.0f},
@@ -54,11 +54,12 @@ class Rendezvous:
         self.wait_for(ready.exists)
         self.where = json.loads(ready.read_text())["url"].removeprefix("tcp://")
 
-    def agent(self, rank: str, restarts: int = 0) -> Path:
-        """Start one; returns the file of its output and of its rank's."""
+    def agent(self, rank: str, restarts: int = 0, *, node: int | None = None) -> Path:
+        """Start one, of machine `node`, or of the next; returns the file of its output and of its rank's."""
+        number = str(len(self.agents) if node is None else node)
         output = self._folder / f"agent-{len(self.agents)}.txt"
         with output.open("wb") as file:
-            command = [sys.executable, "-c", AGENT, self.where, str(restarts), rank, str(self.agent_lives_s)]
+            command = [sys.executable, "-c", AGENT, self.where, str(restarts), rank, str(self.agent_lives_s), number]
             self.agents.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
         return output
 
@@ -114,10 +115,29 @@ def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) ->
     assert rendezvous.agents[1].wait(PATIENCE_S) == 1
     # Not necessarily as the last line: torch's timer of heartbeats may be caught by the interpreter's end, and says so.
     assert "spent" in spent.read_text().splitlines()
-    again = rendezvous.agent(WORKS)
+    again = rendezvous.agent(WORKS, node=1)
     rendezvous.wait_for(lambda: works(again))
     assert works(stays)
     assert rendezvous.agents[0].poll() is None
+
+
+@pytest.mark.slow
+def test_ranks_follow_the_numbers_of_machines(rendezvous: Rendezvous) -> None:
+    tells = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    outputs = {node: rendezvous.agent(tells, node=node) for node in (1, 0)}  # torchrun goes by address and process id
+    assert [agent.wait(PATIENCE_S) for agent in rendezvous.agents] == [0, 0]
+    assert {node: output.read_text().strip() for node, output in outputs.items()} == {
+        0: "rank 0 of 2",
+        1: "rank 1 of 2",
+    }
+
+
+@pytest.mark.slow
+def test_two_machines_of_one_number_make_no_round(rendezvous: Rendezvous) -> None:
+    outputs = [rendezvous.agent(WORKS, node=0) for _ in range(2)]
+    line = "--node: two machines say that they are number 0"
+    rendezvous.wait_for(lambda: any(line in output.read_text() for output in outputs))
+    assert not any(works(output) for output in outputs)
 
 
 class Command:

@@ -30,6 +30,7 @@ class HeadNode:
         self._lock = FileLock(self.run.launcher_lock, timeout_s=0.0, busy="the run's lock is held")
         self.lost: list[str] = []  # URLs of lost servers, as the controller reports them
         self.slow: set[str] = set()  # names of servers that are slow to join
+        self.on_leave: Callable[[str], bool] = lambda name: True  # looks, as a server leaves
         self.controllers: list[Controller] = []
 
     def start_controller(self) -> Controller:
@@ -58,6 +59,7 @@ class Controller:
 
     def __init__(self, head_node: HeadNode) -> None:
         self.joined: list[tuple[str, str]] = []  # name, URL
+        self.left: list[tuple[str, bool]] = []  # name, and what `on_leave` has seen
         controller = self
         status = dataclasses.asdict(
             RunStatus(
@@ -80,6 +82,11 @@ class Controller:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 controller.joined.append((body["name"], body["url"]))
                 self.respond({}, 204 if body["name"] in head_node.slow else 200)
+
+            def do_DELETE(self) -> None:
+                name = self.path.removeprefix("/servers/")
+                controller.left.append((name, head_node.on_leave(name)))
+                self.respond({})
 
             def log_message(self, *_: Any) -> None:
                 pass

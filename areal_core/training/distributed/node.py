@@ -42,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--address", required=True, help="of this machine")
+    parser.add_argument("--node", type=int, required=True, help="its number among those that train")
     arguments = parser.parse_args()
     logs.start("node")
     process.adopt()
@@ -50,7 +51,7 @@ def main() -> None:
     try:
         where = await_rendezvous(run, config.launch.start_timeout_s)
         os.environ |= {RENDEZVOUS: where, ADDRESS: arguments.address}
-        rounds.register(run.token())
+        rounds.register(run.token(), arguments.node)
         launch = elastic_launch(settings(run, config, where, arguments.address), sys.executable)
         launch("-m", "areal_core.training.trainer", "--run-dir", run.root)
     except ChildFailedError as error:

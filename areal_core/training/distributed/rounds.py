@@ -1,8 +1,12 @@
-"""torchrun's rendezvous for the agents of a run: an agent that leaves does not close it for the others.
+"""torchrun's rendezvous for the agents of a run: an agent that leaves does not close it for the others, and each has
+the ranks of its own number.
 
 torchrun closes a rendezvous for good when an agent ends for any reason but a signal, also one that has lost the store
 for a while or whose ranks have failed too often. Agents of a run come back, or another command takes their place; the
 rendezvous ends with the run.
+
+torchrun gives ranks out by the order of the machines' addresses. Here machine n has the nth share of them: rank 0 is
+where the run's own folder is.
 
 Its state is a pickle in a store that takes everybody's writes. So it is signed with the run's token, and none but what
 an agent of this run has written is read.
@@ -29,10 +33,11 @@ _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 class OpenRendezvous(RendezvousHandler):
-    """Another handler, which can no longer close the rendezvous."""
+    """Another handler, which can no longer close the rendezvous, and whose agent is machine `node` of every round."""
 
-    def __init__(self, handler: RendezvousHandler) -> None:
+    def __init__(self, handler: RendezvousHandler, node: int) -> None:
         self._handler = handler
+        self._node = node
 
     def get_backend(self) -> str:
         return BACKEND
@@ -42,7 +47,12 @@ class OpenRendezvous(RendezvousHandler):
         return self._handler.use_agent_store
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return self._handler.next_rendezvous()
+        """Raises RendezvousStateError where another machine has this one's number."""
+        found = self._handler.next_rendezvous()
+        if found.store.add(f"machine/{self._node}", 1) > 1:  # its store is of this round alone
+            raise RendezvousStateError(f"--node: two machines say that they are number {self._node}")
+        assert found.bootstrap_store_info is not None
+        return RendezvousInfo(found.store, self._node, found.world_size, found.bootstrap_store_info)
 
     def is_closed(self) -> bool:
         return self._handler.is_closed()
@@ -91,12 +101,13 @@ class SignedBackend(RendezvousBackend):
         return hmac.digest(self._key, state, hashlib.sha256)
 
 
-def register(key: str) -> None:
-    """Make BACKEND known to torchrun, in this process; `key` is the run's token."""
+def register(key: str, node: int) -> None:
+    """Make BACKEND known to torchrun, in this process; `key` is the run's token, `node` the number of this machine
+    among those that train."""
 
     def opened(parameters: RendezvousParameters) -> RendezvousHandler:
         backend, store = create_backend(parameters)
-        return OpenRendezvous(create_handler(store, SignedBackend(backend, key), parameters))
+        return OpenRendezvous(create_handler(store, SignedBackend(backend, key), parameters), node)
 
     # Where agents share their store with the ranks, one that stays gives the next round its port of the last one, at
     # which a new agent waits in vain.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ import pytest
 
 from areal_core.errors import ProcessError
 from areal_core.launch.supervisor import FileLock, RoleSpec
+from areal_core.run import registration
 from areal_core.run import remote_worker as command
-from areal_core.run.remote_worker import RemoteWorker
+from areal_core.run.remote import folder as places
+from areal_core.run.remote_worker import RemoteWorker, Share, SharedFolder
 from areal_core.run.roles import remote_generation
 from areal_core.storage.rundir import RunDir, write_json
 from tests.support.head_node import PATIENCE_S, HeadNode, wait_for
@@ -47,7 +50,7 @@ def head_node(tmp_path: Path) -> Iterator[HeadNode]:
     ("arguments", "launch", "line"),
     [
         ([], {}, "the following arguments are required: role"),
-        (["generation"], {}, "the following arguments are required: --run-dir, --address"),
+        (["generation"], {}, "the following arguments are required: --address"),
         (
             ["generation", "--address", "here"],
             {},
@@ -120,7 +123,7 @@ def test_the_loopback_will_do_on_the_head_node(
 ) -> None:
     head_node = HeadNode(tmp_path, address="203.0.113.1", stop_timeout_s=0.1)
     monkeypatch.setattr(command, "is_own", lambda address: address == "203.0.113.1")
-    monkeypatch.setattr(command, "_OWNER_S", 0.0)
+    monkeypatch.setattr(places, "_OWNER_S", 0.0)
     with FileLock(head_node.run.root / "host-trainer-0.lock", timeout_s=0.0, busy=""):  # so that nothing is started
         assert command.main(["trainer", "--run-dir", str(head_node.run.root), "--address", "127.0.0.1"]) == 1
     assert "is run by another command already" in capsys.readouterr().err
@@ -135,7 +138,7 @@ def test_a_run_that_has_ended_is_not_waited_for(head_node: HeadNode, capsys: pyt
 def test_shares_that_overlap_refuse_each_other(
     head_node: HeadNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_OWNER_S", -head_node.config.launch.stop_timeout_s)
+    monkeypatch.setattr(places, "_OWNER_S", -head_node.config.launch.stop_timeout_s)
     options = ("--run-dir", str(head_node.run.root), "--address", "127.0.0.1")
     with FileLock(head_node.run.root / "host-generation-1.lock", timeout_s=0.0, busy=""):  # --first 1 --servers 1
         assert command.main(["generation", *options, "--first", "0", "--servers", "2"]) == 1
@@ -145,7 +148,7 @@ def test_shares_that_overlap_refuse_each_other(
 def test_a_share_has_one_command(
     head_node: HeadNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_OWNER_S", -head_node.config.launch.stop_timeout_s)
+    monkeypatch.setattr(places, "_OWNER_S", -head_node.config.launch.stop_timeout_s)
     with FileLock(head_node.run.root / "host-trainer-0.lock", timeout_s=0.0, busy=""):
         assert command.main(["trainer", "--run-dir", str(head_node.run.root), "--address", "127.0.0.1"]) == 1
     assert "--run-dir: trainer 0 of run r is run by another command already" in capsys.readouterr().err
@@ -165,7 +168,6 @@ class Part:
         first: int = 0,
         count: int = 1,
         server: str = "serves",
-        locks: tuple[int, ...] = (),
     ):
         def spec(run: RunDir, *arguments: Any, **options: Any) -> RoleSpec:
             def argv(index: int) -> list[str]:
@@ -176,9 +178,10 @@ class Part:
         patch.setattr(command, "remote_generation", spec)
         self.lines: list[str] = []
         self.head_node = head_node
-        part = RemoteWorker(head_node.run, head_node.config, locks=locks, log=self.lines.append)
+        share = Share(role="generation", first=first, count=count)
+        self.worker = RemoteWorker(share, SharedFolder(head_node.run), "127.0.0.1", log=self.lines.append)
         self._thread = ThreadPoolExecutor(1)
-        self.running = self._thread.submit(part.generate, "127.0.0.1", first, count)
+        self.running = self._thread.submit(self.worker.work)
 
     def end(self) -> BaseException | None:
         error = self.running.exception(PATIENCE_S)
@@ -268,7 +271,7 @@ def test_a_server_that_is_slow_to_join_keeps_no_lost_one_from_being_started_agai
 def test_a_run_that_ends_without_a_summary(
     head_node: HeadNode, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_NO_LAUNCHER_S", 0.2)
+    monkeypatch.setattr(places, "_NO_LAUNCHER_S", 0.2)
     played = part()
     wait_for(lambda: head_node.run.ready_info("generation"))
     head_node.end(summary=False)
@@ -290,7 +293,7 @@ def test_a_machine_whose_restarts_are_spent(head_node: HeadNode, part: Callable[
 @pytest.mark.parametrize(
     ("where", "thread"),
     [
-        ("areal_core.run.remote_worker.FileLock.is_held", "watch"),
+        ("areal_core.run.remote.folder._Launcher.ended", "watch"),
         ("areal_core.run.remote_worker.ServerRegistration._ready", "register"),
     ],
 )
@@ -309,11 +312,76 @@ def test_a_thread_that_fails_ends_the_part(
 
 def test_servers_hold_the_locks_of_their_share(head_node: HeadNode, part: Callable[..., Part]) -> None:
     path = head_node.run.root / "host-generation-0.lock"
-    lock = FileLock(path, timeout_s=0.0, busy="")
-    played = part(locks=(lock.fd,))
+    played = part()
     wait_for(lambda: head_node.run.ready_info("generation"))
-    lock.release()
+    info = head_node.run.ready_info("generation")
+    assert info is not None
+    held = [os.readlink(fd) for fd in Path(f"/proc/{info['pid']}/fd").iterdir() if fd.exists()]
+    assert str(path) in held
     assert FileLock.is_held(path)
     head_node.end(summary=True)
     assert played.end() is None
     assert not FileLock.is_held(path)
+
+
+def test_a_machine_that_leaves_has_its_servers_leave_first(head_node: HeadNode, part: Callable[..., Part]) -> None:
+    head_node.trainer_is_ready()
+    controller = head_node.start_controller()
+    played = part(count=2)
+    wait_for(lambda: len(controller.joined) == 2)
+    infos = [head_node.run.ready_info("generation", index) for index in range(2)]
+    head_node.on_leave = lambda _: all(Path(f"/proc/{info['pid']}").exists() for info in infos if info)
+    played.worker.leave("it is reclaimed")
+    assert played.end() is None
+    assert played.running.result() == "left"
+    assert sorted(controller.left) == [("generation-0", True), ("generation-1", True)]
+    assert played.lines[-1] == "this machine leaves the run: it is reclaimed"
+    assert len(controller.joined) == 2
+
+
+def test_a_machine_that_leaves_a_run_without_a_controller_ends_all_the_same(
+    head_node: HeadNode, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_RESPONSE_S", 0.1)
+    played = part()
+    wait_for(lambda: head_node.run.ready_info("generation"))
+    played.worker.leave("it is reclaimed")
+    assert played.end() is None
+    assert played.running.result() == "left"
+    assert any(line.startswith("generation-0 ends without having left the run") for line in played.lines)
+
+
+def test_who_leaves_before_there_is_a_run_waits_for_none(tmp_path: Path) -> None:
+    worker = RemoteWorker(Share(role="generation"), SharedFolder(RunDir(tmp_path / "r")), "127.0.0.1")
+    with ThreadPoolExecutor(1) as thread:
+        working = thread.submit(worker.work)
+        worker.leave("it is reclaimed")
+        assert working.result(PATIENCE_S) == "left"
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ([], "--run-dir, --head: one of them must be given"),
+        (["--run-dir", ".", "--head", "http://10.0.0.1:1"], "--run-dir, --head: one of them must be given"),
+        (["--head", "http://10.0.0.1:1"], "--token-file, --folder: must be given with --head"),
+        (
+            ["--head", "http://10.0.0.1:1", "--token-file", "nowhere", "--folder", "x"],
+            "--token-file: can't read nowhere",
+        ),
+        (
+            ["--head", "10.0.0.1:1", "--token-file", "TOKEN", "--folder", "x"],
+            "--head: must be the URL of the head node's",
+        ),
+        (["--head", "http://a:b@10.0.0.1:1", "--token-file", "TOKEN", "--folder", "x"], "--head: must hold no user or"),
+    ],
+)
+def test_where_the_run_is_must_be_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], line: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("t\n")
+    given = [str(token) if option == "TOKEN" else option for option in options]
+    assert command.main(["generation", "--address", "127.0.0.1", *given]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"areal: error: {line}")

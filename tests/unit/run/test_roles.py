@@ -45,6 +45,7 @@ def test_command_lines(tmp_path: Path) -> None:
         "controller": 1,
         "trainer": 2,
         "rendezvous": 1,
+        "files": 1,
         "evaluator": 1,
         "evaluation": 0,  # the evaluator steps one embedded engine itself
         "tracker": 1,
@@ -69,6 +70,7 @@ def test_command_lines(tmp_path: Path) -> None:
     for name, module in {
         "controller": "controller.service",
         "evaluator": "evaluation.evaluator",
+        "files": "run.remote.files",
         "tracker": "tracking",
     }.items():
         assert specs[name].argv(0)[1:] == ["-m", f"areal_core.{module}", "--run-dir", str(run.root)]
@@ -224,7 +226,7 @@ def test_ranks_of_another_machine_talk_through_the_interface_of_its_address(tmp_
     assert spec.env(1)["GLOO_SOCKET_IFNAME"] == "lo"
     assert spec.argv(1)[1:] == [
         *("-m", "areal_core.training.distributed.node"),
-        *("--run-dir", str(run.root), "--address", "127.0.0.1"),
+        *("--run-dir", str(run.root), "--address", "127.0.0.1", "--node", "1"),
     ]
 
 

@@ -72,9 +72,10 @@ def test_ranks_that_fail_too_often_end_it_with_a_status_of_its_own(tmp_path: Pat
     outputs = [tmp_path / f"agent-{index}.txt" for index in range(2)]
     agents: list[subprocess.Popen[bytes]] = []
     try:
-        for path in outputs:
+        for number, path in enumerate(outputs):
+            argv = [*command, "--node", str(number)]
             with path.open("wb") as file:
-                agents.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+                agents.append(subprocess.Popen(argv, env=environment, stdout=file, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + PATIENCE_S
         while all(agent.poll() is None for agent in agents):  # once one is spent, the other may wait for it
             assert time.monotonic() < deadline, [path.read_text() for path in outputs]

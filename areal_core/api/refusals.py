@@ -1,0 +1,26 @@
+"""Errors of an aiohttp application, as one line of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+_OF_THE_CALLER = (ValueError, KeyError, TypeError, OverflowError)
+
+
+def refusals(statuses: Mapping[type[Exception], int]) -> Middleware:
+    """A middleware: errors of these kinds have these statuses, the first that fits; what else is wrong with a request
+    has 400."""
+
+    @web.middleware
+    async def as_lines(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (*statuses, *_OF_THE_CALLER) as error:
+            status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
+            name = f"{type(error).__name__}: " if isinstance(error, KeyError | TypeError | OSError) else ""
+            return web.Response(status=status, text=" ".join(f"{name}{error}".split()))
+
+    return as_lines

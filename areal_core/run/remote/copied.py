@@ -1,0 +1,348 @@
+"""A copy of a run's folder, for a remote worker that shares none with the head node.
+
+    <folder>/runs/<run_id>/     as the run's own: what processes here read is put there, what they write is sent on
+        model/                  the base model
+        weights/                versions that the stager has brought
+        copy.json  copy.lock    this copy's name for the head node; held by its worker and the processes here
+
+A thread tells the head node once a second of the processes here and hears of those that they need; another one sends on
+what they write. Whether the run goes on is what the head node says; where it says nothing for NO_HEAD_S, the run is
+over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import secrets
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from areal_core.config.schema import RunConfig, load
+from areal_core.errors import ConfigError, ProcessError, StorageError
+from areal_core.launch import pulse
+from areal_core.launch.supervisor import FileLock, StopSignal
+from areal_core.run.remote.files import IN_ORDER
+from areal_core.run.remote.folder import POLL_S, Guarded, Place
+from areal_core.run.remote.head import AwayError, Head, Session, fetch, parsed
+from areal_core.run.remote.nodes import GONE_S
+from areal_core.run.remote.sending import Sender
+from areal_core.run.remote.share import TRAINER, Owned, Share, owned
+from areal_core.run.remote.stager import Stager
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
+
+NO_HEAD_S = 60.0  # without a word of the head node: the run is over
+_SEND_S = 2.0  # between two looks at what processes have written
+_LAST_WORDS_S = 10.0  # for the rest of it, and to say that this worker ends
+_OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier command to end
+_CLAIM_S = GONE_S + 10.0  # for a worker that is gone to be missed
+_LEAST_VERSIONS, _MOST_VERSIONS = 2, 8  # that stay here
+_TEXT_CHARS = 200  # that the head node takes of what a process says
+_RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+_FILE = re.compile(r"[\w+-][\w.+ -]*", re.ASCII)
+_NEEDED = re.compile(r"(controller|rendezvous|trainer)-\d+", re.ASCII)
+
+
+class CopiedFolder:
+    """The copy of a run's folder in `folder`, made from what its head node serves."""
+
+    def __init__(self, head: Head, folder: Path) -> None:
+        self._head = head
+        self._folder = folder.absolute()
+        self._about: dict[str, Any] = {}  # of the run, once it is found
+
+    @property
+    def name(self) -> str:
+        return self._about["run_id"]
+
+    def find(self, patience_s: float, stop: StopSignal) -> RunConfig | None:
+        deadline = time.monotonic() + patience_s
+        with closing(self._head.session()) as session:
+            while not stop.is_set():
+                try:
+                    self._about = _about(session)
+                    if self._about["ended"] == IN_ORDER:
+                        return None
+                    if self._about["ended"] is None:
+                        return load(self._about["config"] | {"state_dir": str(self._folder)})
+                    lack = f"run {self.name} has just ended"
+                except AwayError as error:
+                    lack = str(error)
+                if time.monotonic() >= deadline:
+                    raise ConfigError(f"--head: nobody has started a run within {patience_s:g} s (--wait): {lack}")
+                stop.wait(min(POLL_S, patience_s))
+        return None
+
+    @contextmanager
+    def taken(
+        self, share: Share, config: RunConfig, address: str, *, guarded: Guarded, stop: StopSignal
+    ) -> Iterator[Place]:
+        if share.role == TRAINER and share.first == 0:
+            raise ConfigError(
+                "--node: must be 1 or more with --head: rank 0 publishes versions in the run's own folder, so that its "
+                "remote worker is on the head node, with --run-dir"
+            )
+        run = RunDir(self._folder / "runs" / self.name)
+        try:
+            run.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--folder: can't make {run.root}: {error.strerror}") from None
+        busy = f"--folder: {run.root} is another command's already; every command needs a folder of its own"
+        with FileLock(run.root / "copy.lock", timeout_s=config.launch.stop_timeout_s + _OWNER_S, busy=busy) as lock:
+            self._write(run, config)
+            if share.role == TRAINER:
+                _check_store(run, config)
+            with _Following(self._head, run, config, share, address).running(guarded, stop) as following:
+                self._fetch_model(run, stop)
+                if share.role == TRAINER:
+                    yield Place(run=run, locks=(lock.fd,), ended=following.ended)
+                    return
+                kept = min(_MOST_VERSIONS, config.max_staleness + _LEAST_VERSIONS)
+                with Stager(run, self._head, address, kept=kept).running(guarded) as stager:
+                    yield Place(run=run, locks=(lock.fd,), stager=stager, ended=following.ended)
+
+    def _write(self, run: RunDir, config: RunConfig) -> None:
+        for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline, _model(run)):
+            folder.mkdir(exist_ok=True)
+        run.forget_ready()
+        scratch = run.root / ".token"
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(self._head.token + "\n")
+        scratch.replace(run.token_file)
+        write_json(run.root / "config.json", config.to_dict())
+        info = RunInfo(**{**self._about["info"], "model_path": str(_model(run))})
+        write_json(run.root / "run.json", dataclasses.asdict(info))
+
+    def _fetch_model(self, run: RunDir, stop: StopSignal) -> None:
+        """What of the model's files is not here, or is another one. Raises AwayError once `stop` is set."""
+        folder, wanted = _model(run), self._about["model"]
+        for stale in folder.iterdir():
+            if stale.name not in wanted:
+                stale.unlink()
+        for name, file in wanted.items():
+            path = folder / name
+            if path.exists() and path.stat().st_size == file["size"] and _sha256(path) == file["sha256"]:
+                continue
+            scratch = folder / ".arriving"
+            fetch(
+                self._head,
+                f"/model/{urllib.parse.quote(name)}",
+                scratch,
+                file["sha256"],
+                stopped=stop.is_set,
+                patience_s=NO_HEAD_S,
+            )
+            scratch.replace(path)
+
+
+class _Following:
+    """What the head node and this copy know of each other."""
+
+    def __init__(self, head: Head, run: RunDir, config: RunConfig, share: Share, address: str) -> None:
+        self._head = head
+        self._run = run
+        self._share = share
+        self._address = address
+        self._its: Owned = owned(config, share)
+        self._node = _name(run)
+        self._files = [f"{folder}/{name}" for folder, name in sorted(self._its.files)]
+        self._over = threading.Event()
+        self._silent_s = 0.0  # since the head node's last word, as far as it was asked for one
+        self._ended: str | None = None
+
+    @contextmanager
+    def running(self, guarded: Guarded, stop: StopSignal) -> Iterator[_Following]:
+        """Have the share, and follow the head node until the end of the `with`. Raises ProcessError where the share is
+        another one's."""
+        with closing(self._head.session()) as session, closing(self._head.session()) as channel:
+            sender = Sender(self._run.root, self._files, _Channel(channel, self._node), self._run.root / "sent.json")
+            self._claim(session, stop)
+            threads = [
+                threading.Thread(target=guarded, args=(work,), name=name, daemon=True)
+                for name, work in (("follow", lambda: self._follow(session)), ("send", lambda: self._send(sender)))
+            ]
+            for thread in threads:
+                thread.start()
+            try:
+                yield self
+            finally:
+                self._over.set()
+                for thread in threads:
+                    thread.join(self._head.timeout_s + POLL_S)
+                if not any(thread.is_alive() for thread in threads):
+                    self._say_last_words(sender, session)
+
+    def ended(self) -> bool:
+        """Whether the run has ended in order. Raises ProcessError where it has otherwise, or is out of reach."""
+        if self._ended not in (None, IN_ORDER):
+            raise ProcessError(f"run {self._run.root.name} has ended and left no summary")
+        if self._silent_s > NO_HEAD_S:
+            raise ProcessError(
+                f"the head node has said nothing for {NO_HEAD_S:g} s: run {self._run.root.name} has ended, or can't be "
+                "reached"
+            )
+        return self._ended is not None
+
+    def _claim(self, session: Session, stop: StopSignal) -> None:
+        deadline = time.monotonic() + _CLAIM_S
+        while True:
+            try:
+                if (taken := self._beat(session)) is None:
+                    return
+            except AwayError as error:
+                taken = str(error)
+            if time.monotonic() > deadline or stop.wait(POLL_S):
+                raise ProcessError(taken)
+
+    def _follow(self, session: Session) -> None:
+        since = time.monotonic()
+        while not self._over.wait(POLL_S):
+            try:
+                if (taken := self._beat(session)) is not None:
+                    raise ProcessError(taken)
+                self._silent_s = 0.0
+            except AwayError:
+                # Time in which this machine was stopped is no silence of the head node's.
+                self._silent_s += min(time.monotonic() - since, self._head.timeout_s + 2 * POLL_S)
+            since = time.monotonic()
+
+    def _beat(self, session: Session, *, over: bool = False) -> str | None:
+        """Tell, and take what is told; returns who has the share, if it is another one. Raises AwayError."""
+        said = {
+            "role": self._share.role,
+            "first": self._share.first,
+            "count": len(self._share.indices),
+            "address": self._address,
+            "over": over,
+            **self._of_processes(),
+        }
+        status, content = session.ask("POST", f"/nodes/{self._node}", json.dumps(said).encode())
+        if status == 409:
+            return content.decode(errors="replace")
+        if status != 200:
+            raise ProcessError(
+                f"the head node at {self._head.url} answers {status}: {content.decode(errors='replace')}"
+            )
+        heard = parsed(content)
+        if heard["run_id"] != self._run.root.name:
+            raise ProcessError(f"the head node runs {heard['run_id']} now: run {self._run.root.name} has ended")
+        self._put(heard["ready"])
+        self._ended = heard["ended"]
+        return None
+
+    def _of_processes(self) -> dict[str, Any]:
+        """Ready files and pulses of the processes here."""
+        ready, pulses = dict[str, Any](), dict[str, Any]()
+        for name in self._its.processes:
+            role, _, index = name.rpartition("-")
+            if (info := self._run.ready_info(role, int(index))) is not None:
+                ready[name] = info
+            if (beat := pulse.read(self._run.pulse_file(role, int(index)))) is not None:
+                values = dataclasses.asdict(beat)
+                pulses[name] = {k: v[:_TEXT_CHARS] if isinstance(v, str) else v for k, v in values.items()}
+        return {"ready": ready, "pulses": pulses}
+
+    def _put(self, ready: dict[str, Any]) -> None:
+        """Ready files of processes elsewhere, as the head node has them."""
+        there = {name: info for name, info in ready.items() if _NEEDED.fullmatch(name)}
+        for name, info in there.items():
+            role, _, index = name.rpartition("-")
+            if name not in self._its.processes and self._run.ready_info(role, int(index)) != info:
+                write_json(self._run.ready_file(role, int(index)), info)
+        for file in self._run.ready.glob("*.json"):
+            if _NEEDED.fullmatch(file.stem) and file.stem not in there and file.stem not in self._its.processes:
+                file.unlink(missing_ok=True)
+
+    def _send(self, sender: Sender) -> None:
+        while not self._over.wait(_SEND_S):
+            _look(sender)
+
+    def _say_last_words(self, sender: Sender, session: Session) -> None:
+        """The rest of what processes have written, and that this worker ends. Where nobody hears it, the head node
+        finds out by itself."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while not _look(sender, last=True) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        with suppress(AwayError, ProcessError, ConfigError):
+            self._beat(session, over=True)
+
+
+def _look(sender: Sender, *, last: bool = False) -> bool:
+    """Whether the head node has it all."""
+    try:
+        sender.look(last=last)
+    except AwayError:
+        return False
+    return True
+
+
+class _Channel:
+    """To the head node's copies of files."""
+
+    def __init__(self, session: Session, node: str) -> None:
+        self._session = session
+        self._node = node
+
+    def append(self, name: str, offset: int, data: bytes) -> tuple[bool, int] | None:
+        status, content = self._session.ask("POST", f"/nodes/{self._node}/{name}?offset={offset}", data)
+        if status == 413:
+            return None
+        if status not in (200, 409):
+            raise AwayError(f"{name}: {status}: {content.decode(errors='replace')}")
+        return status == 200, parsed(content)["size"]
+
+    def begin_anew(self, name: str) -> None:
+        status, content = self._session.ask("POST", f"/nodes/{self._node}/{name}?fresh=1", b"")
+        if status != 200:
+            raise AwayError(f"{name}: {status}: {content.decode(errors='replace')}")
+
+
+def _about(session: Session) -> dict[str, Any]:
+    """What the head node says of its run. Raises AwayError, ConfigError."""
+    status, content = session.ask("GET", "/run")
+    if status != 200:
+        raise ConfigError(f"--head: no head node of a run is there: GET /run is answered with {status}")
+    about = parsed(content)
+    if not (isinstance(about, dict) and about.keys() >= {"run_id", "ended", "config", "info", "model"}):
+        raise ConfigError("--head: no head node of a run is there: GET /run says nothing of one")
+    names = [str(about["run_id"]), *about["model"]]
+    if not _RUN_ID.fullmatch(names[0]) or not all(map(_FILE.fullmatch, names[1:])):
+        raise ConfigError(f"--head: a run or a file of its model has a name that is none: {names!r:.200}")
+    return about
+
+
+def _check_store(run: RunDir, config: RunConfig) -> None:
+    """Ranks read checkpoints of the run's store, where its launcher's lease is. Raises ConfigError, StorageError."""
+    url = run.info().checkpoint_url
+    storage = Storage.open(url, config.storage.endpoint_url)
+    if not storage.sizes("lease"):
+        raise StorageError(
+            f"storage.url: {url} is not the run's store on this machine; ranks on several machines need one that all "
+            "reach, as s3://bucket/prefix"
+        )
+
+
+def _model(run: RunDir) -> Path:
+    return run.root / "model"
+
+
+def _name(run: RunDir) -> str:
+    """Of this copy, made once."""
+    file = run.root / "copy.json"
+    if not file.exists():
+        write_json(file, {"node": secrets.token_hex(8)})
+    return json.loads(file.read_text())["node"]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

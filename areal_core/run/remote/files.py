@@ -1,0 +1,235 @@
+"""The head node's files for remote workers that share no folder with it, over HTTP.
+
+    remote worker --GET /run, /model/NAME, /versions/N--> what its copy of the run's folder holds
+                  --POST /nodes/NODE, once a second--> its processes' ready files and pulses; back: those that it needs
+                  --POST /nodes/NODE/logs/FILE, /timeline/FILE--> what its processes have written meanwhile
+
+A process of the run, beside the controller: while versions travel, requests of the controller do not wait. It ends with
+0 once the run has ended in order and all remote workers have said their last words, and tells them when it is ended
+before. areal_core.run.remote.head is their side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from areal_core.api import bodies
+from areal_core.api.guard import guard
+from areal_core.api.refusals import refusals
+from areal_core.errors import StorageError
+from areal_core.launch import logs, process, pulse
+from areal_core.run.remote.appending import FullError, MisfitError, append, begin_anew
+from areal_core.run.remote.nodes import Nodes, Said, TakenError
+from areal_core.run.remote.share import LOGS
+from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir
+
+logger = logging.getLogger(__name__)
+
+IN_ORDER, OTHERWISE = "in order", "otherwise"  # how a run has ended
+_POLL_S = 0.5  # between two looks whether the run has ended
+_STATE_S = 0.2  # that a look at ready files is good for
+_LAST_WORDS_S = 10.0  # beyond launch.stop_timeout_s, for remote workers to end
+_SHARE_OF_STOP = 0.8  # of launch.stop_timeout_s, for the same, where this process itself is to end
+_MOST_BYTES = 2**20  # of a request
+_TIMELINE_BYTES = 2**30
+_HIGHEST_VERSION = 10**9
+
+
+class Files:
+    """Routes of one run's head node. All methods run in the event loop."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._config = run.config()
+        self.nodes = Nodes(run, self._config)
+        self._folder = Path(run.info().model_path)
+        self._state: dict[str, Any] = {}
+        self._looked_at = float("-inf")
+        self._ended: str | None = None
+        self.model: asyncio.Future[dict[str, dict[str, Any]]] = asyncio.ensure_future(
+            asyncio.to_thread(_listed, self._folder)
+        )
+
+    def app(self) -> web.Application:
+        doors = [guard(self._run.token()), refusals({TakenError: 409, FullError: 413, OSError: 500})]
+        app = web.Application(middlewares=doors, client_max_size=_MOST_BYTES)
+        app.add_routes(
+            [
+                web.get("/run", self._about),
+                web.get("/model/{name}", self._model_file),
+                web.get("/versions/{version}", self._version),
+                web.post("/nodes/{node}", self._hear),
+                web.post("/nodes/{node}/{kind}/{name}", self._append),
+            ]
+        )
+        return app
+
+    def end(self, how: str) -> None:
+        """The run has ended, IN_ORDER or OTHERWISE."""
+        self._ended = how
+
+    async def _about(self, _: web.Request) -> web.Response:
+        """All that a copy begins with, once the files of the model are hashed."""
+        return web.json_response(
+            {
+                "run_id": self._run.root.name,
+                "ended": self._how_ended(),
+                "config": self._config.to_dict(),
+                "info": dataclasses.asdict(self._run.info()),
+                "model": await asyncio.shield(self.model),
+            }
+        )
+
+    async def _model_file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in await asyncio.shield(self.model):
+            return web.Response(status=404, text="the model has no such file")
+        return web.FileResponse(self._folder / name)
+
+    async def _version(self, request: web.Request) -> web.StreamResponse:
+        """The weights of a version, while it is kept; with `sha256` only those."""
+        number = int(request.match_info["version"])
+        if not 1 <= number <= _HIGHEST_VERSION:
+            raise ValueError(f"version: must be from 1 to {_HIGHEST_VERSION}, as version 0 is the base model")
+        path = weights.version_folder(self._run.weights, number)
+        try:
+            published = weights.read_manifest(path)
+        except StorageError:
+            return web.Response(status=404, text=f"version {number} is not there, or not any more")
+        if (asked := request.query.get("sha256", published.sha256)) != published.sha256:
+            return web.Response(status=404, text=f"version {number} has sha256 {published.sha256}, not {asked[:64]}")
+        return web.FileResponse(weights.weights_file(path), headers={"X-Sha256": published.sha256})
+
+    async def _hear(self, request: web.Request) -> web.Response:
+        self.nodes.hear(request.match_info["node"], await bodies.read(request, Said))
+        return web.json_response(self._now())
+
+    async def _append(self, request: web.Request) -> web.Response:
+        """What a process has written, at the end of its file here, which has `offset` bytes; with `fresh` nothing, and
+        the log begins anew. The size of the file then; with 409 the size that it has."""
+        its = self.nodes.owned(request.match_info["node"])
+        if its is None:
+            return web.Response(status=410, text="node: has no share of this run")
+        kind, name = request.match_info["kind"], request.match_info["name"]
+        if (kind, name) not in its.files:
+            raise ValueError("file: must be a log or a timeline of the node's own processes")
+        file, launch = self._run.root / kind / name, self._config.launch
+        if "fresh" in request.query:
+            if kind != LOGS:
+                raise ValueError("fresh: is for logs")
+            begin_anew(file, launch.log_files)
+            return web.json_response({"size": 0})
+        limit = 2 * launch.log_bytes if kind == LOGS else _TIMELINE_BYTES
+        try:
+            size = append(file, int(request.query["offset"]), await request.read(), limit=limit)
+        except MisfitError as error:
+            return web.json_response({"size": int(str(error))}, status=409)
+        return web.json_response({"size": size})
+
+    def _now(self) -> dict[str, Any]:
+        """How the run has ended, if it has, and where the processes are that others need. A look serves all workers."""
+        if time.monotonic() - self._looked_at >= _STATE_S:
+            names = ["controller-0", "rendezvous-0"]
+            names += [f"trainer-{rank}" for rank in range(self._config.trainer_processes)]
+            ready = {name: self._run.ready_info(*_split(name)) for name in names}
+            self._state = {
+                "run_id": self._run.root.name,
+                "ended": self._how_ended(),
+                "ready": {name: info for name, info in ready.items() if info is not None},
+            }
+            self._looked_at = time.monotonic()
+        return self._state
+
+    def _how_ended(self) -> str | None:
+        return IN_ORDER if self._run.summary.exists() else self._ended
+
+
+def _listed(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of every file of a model folder. Raises OSError."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.startswith("."):
+            with path.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.name] = {"size": path.stat().st_size, "sha256": sha256}
+    return found
+
+
+def _split(name: str) -> tuple[str, int]:
+    role, _, index = name.rpartition("-")
+    return role, int(index)
+
+
+async def _serve(run: RunDir, ready_file: Path) -> bool:
+    """Serve until the run has ended; whether it has in order. Raises OSError."""
+    launch, loop = run.config().launch, asyncio.get_running_loop()
+    asked = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, asked.set)
+    files = Files(run)
+    runner = web.AppRunner(files.app(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, launch.address, launch.files_port).start()
+        host, port = runner.addresses[0][:2]
+        process.announce_ready(ready_file, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        pulse.follow(loop)
+        while not asked.is_set() and not run.summary.exists():
+            if files.model.done():
+                files.model.result()
+            await _waited(asked, _POLL_S)
+        await _told(files, run, launch.stop_timeout_s)
+    finally:
+        await runner.cleanup()
+    return run.summary.exists()
+
+
+async def _told(files: Files, run: RunDir, stop_timeout_s: float) -> None:
+    """Tell remote workers how the run has ended, and wait for their last words."""
+    patience_s = stop_timeout_s + _LAST_WORDS_S
+    if not run.summary.exists():
+        files.end(OTHERWISE)
+        patience_s = _SHARE_OF_STOP * stop_timeout_s
+    deadline = time.monotonic() + patience_s
+    while files.nodes.awaited:
+        if time.monotonic() > deadline:
+            logger.warning("some remote workers have not ended within %.0f s of the run", patience_s)
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+async def _waited(event: asyncio.Event, timeout_s: float) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run-dir", type=Path, required=True)
+    run = RunDir(parser.parse_args().run_dir)
+    ready_file = run.ready_file("files")
+    logs.start("files")
+    process.adopt(ready_file)
+    try:
+        in_order = asyncio.run(_serve(run, ready_file))
+    except OSError as error:
+        logger.error("launch.files_port, model.path: %s", " ".join(str(error).split()))
+        raise SystemExit(1) from None
+    if not in_order:
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

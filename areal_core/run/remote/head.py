@@ -1,0 +1,232 @@
+"""The head node's files, as a remote worker asks for them: areal_core.run.remote.files serves them.
+
+Synchronous and stdlib only. The head node may be away for a while, or come back at another address: where that is asked
+anew, it is asked for every connection. Every request is safe to repeat.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import time
+import urllib.parse
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any
+
+from areal_core.api.access import authorization
+from areal_core.config.fields import refuse_credentials
+from areal_core.errors import ArealError, ConfigError, StorageError
+
+_TIMEOUT_S = 10.0  # for the head node to go on with a response
+_PIECE = 2**20  # bytes of a file, between two looks whether it is still wanted
+_AGAIN_S = 0.5  # between two tries to go on with a file
+_LINE_CHARS = 300
+
+
+class AwayError(ArealError):
+    """The head node does not answer, or not in order: it may be asked again."""
+
+
+class Head:
+    """Where the head node is, and what it takes to be served."""
+
+    def __init__(self, where: str | Callable[[], str], token: str, *, timeout_s: float = _TIMEOUT_S) -> None:
+        """`where` is its URL, or gives it, and raises AwayError where there is none yet; `token` is the run's. Raises
+        ConfigError for what is no URL."""
+        self._where = where if callable(where) else _always(checked_url(where))
+        self.token = token
+        self.timeout_s = timeout_s
+
+    @property
+    def url(self) -> str:
+        """Where it is now. Raises AwayError."""
+        return self._where()
+
+    def session(self) -> Session:
+        return Session(self)
+
+
+class Session:
+    """One connection, for one thread at a time."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._url = ""
+        self._connection: http.client.HTTPConnection | None = None
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Status, below 500, and body of a response. Raises AwayError, and ConfigError where the token is refused."""
+        response = self._respond(method, path, body, {})
+        try:
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._away(error) from None
+        if response.status >= 500:
+            raise AwayError(f"{self._url}{path}: {response.status}: {_line(content)}")
+        return response.status, content
+
+    def file(self, path: str, start: int) -> http.client.HTTPResponse:
+        """The response that holds a file from its byte `start` on, unread. Raises AwayError, ConfigError as `ask` does,
+        and StorageError where the head node has no such file."""
+        response = self._respond("GET", path, None, {"Range": f"bytes={start}-"} if start else {})
+        if response.status in (200, 206):
+            return response
+        try:
+            line = f"{self._url}{path}: {response.status}: {_line(response.read())}"
+        except (OSError, http.client.HTTPException) as error:
+            raise self._away(error) from None
+        raise AwayError(line) if response.status >= 500 else StorageError(line)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _respond(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> http.client.HTTPResponse:
+        known = authorization(self._head.token)
+        while True:
+            was_open = self._connection is not None
+            try:
+                connection = self._connect()
+                connection.request(method, path, body, headers | known)
+                response = connection.getresponse()
+                break
+            except (OSError, http.client.HTTPException) as error:
+                away = self._away(error)
+                if not was_open:  # else the head node may have closed it meanwhile: a new one will tell
+                    raise away from None
+        if response.status == 401:
+            raise ConfigError(f"--token-file: {self._url} refuses this token: it is not that of its run")
+        return response
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._connection is None:
+            self._url = self._head.url
+            parts = urllib.parse.urlsplit(self._url)
+            self._connection = http.client.HTTPConnection(
+                parts.hostname or "", parts.port, timeout=self._head.timeout_s
+            )
+        return self._connection
+
+    def _away(self, error: Exception) -> AwayError:
+        self.close()
+        return AwayError(f"the head node at {self._url} does not answer: {error or type(error).__name__}")
+
+
+def fetch(head: Head, path: str, target: Path, sha256: str, *, stopped: Callable[[], bool], patience_s: float) -> int:
+    """Copy a file of the head node's, which is hashed as it arrives; returns its size. What is cut short goes on where
+    it ended, as long as something comes within `patience_s`.
+
+    Raises StorageError for a file that the head node has not, or that is damaged; AwayError where nothing came for so
+    long, or once it is `stopped`; OSError where it can't be written.
+    """
+    with closing(head.session()) as session, target.open("w+b") as file:
+        copy = _Copy(session, path, file, stopped)
+        came_at, said = time.monotonic(), ""
+        while not copy.complete:
+            before = copy.size
+            try:
+                copy.go_on()
+            except AwayError as error:
+                said = str(error)
+            if stopped():
+                raise AwayError(f"{path}: nobody waits for it any more")
+            if copy.size > before:
+                came_at = time.monotonic()
+            elif time.monotonic() - came_at > patience_s:
+                raise AwayError(f"{path} is cut short, {copy.size} of {copy.total} bytes: {said}")
+            if not copy.complete:
+                time.sleep(_AGAIN_S)
+    if (found := copy.digest.hexdigest()) != sha256:
+        raise StorageError(f"{path} is damaged: its sha256 is {found}, must be {sha256}")
+    return copy.size
+
+
+class _Copy:
+    """A file that is being copied."""
+
+    def __init__(self, session: Session, path: str, file: IO[bytes], stopped: Callable[[], bool]) -> None:
+        self._session = session
+        self._path = path
+        self._file = file
+        self._stopped = stopped
+        self._begin()
+        self.total: int | None = None  # bytes; None: not known yet
+
+    @property
+    def complete(self) -> bool:
+        return self.size == self.total
+
+    def go_on(self) -> None:
+        """Take what comes of the rest. Raises as `fetch` does; AwayError where it is cut short."""
+        response = self._session.file(self._path, self.size)
+        if response.status == 200:
+            self._begin()
+        if response.length is None:
+            raise StorageError(f"{self._path}: the head node does not say how long it is")
+        self.total = self.size + response.length
+        while not self._stopped() and (piece := self._read(response)):
+            self._file.write(piece)
+            self.digest.update(piece)
+            self.size += len(piece)
+        if not self.complete:
+            self._session.close()
+            raise AwayError("the response ended before the file")
+
+    def _read(self, response: http.client.HTTPResponse) -> bytes:
+        try:
+            return response.read(_PIECE)
+        except (OSError, http.client.HTTPException) as error:
+            self._session.close()
+            raise AwayError(f"the connection broke: {error or type(error).__name__}") from None
+
+    def _begin(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self.size, self.digest = 0, hashlib.sha256()
+
+
+def checked_url(url: str) -> str:
+    """Raises ConfigError for what is no URL of a head node."""
+    refuse_credentials("--head", url, "the token has an option of its own (--token-file)")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/")
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(
+            f"--head: must be the URL of the head node's files, as http://10.0.0.1:8900, or @FILE, got {url!r}"
+        )
+    return url.rstrip("/")
+
+
+def in_file(file: Path) -> Callable[[], str]:
+    """The URL that a file names, {"url": ...}, read anew by every call, which raises AwayError where there is none."""
+
+    def read() -> str:
+        try:
+            return checked_url(str(json.loads(file.read_text())["url"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise AwayError(f'{file} names no head node, {{"url": ...}}: {_line(str(error).encode())}') from None
+
+    return read
+
+
+def parsed(content: bytes) -> Any:
+    """JSON of the head node's. Raises AwayError for what is none."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        raise AwayError(f"the head node has sent no JSON: {_line(content)}") from None
+
+
+def _always(url: str) -> Callable[[], str]:
+    return lambda: url
+
+
+def _line(content: bytes) -> str:
+    return " ".join(content.decode(errors="replace").split())[:_LINE_CHARS]

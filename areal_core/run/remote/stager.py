@@ -1,0 +1,132 @@
+"""The stager of a machine with generation servers and a copy of the run's folder: it brings versions onto the machine.
+
+    controller --POST /stage--> here --GET /versions/N, once for all servers of the machine--> head node
+               <--path of the copy---    while these go on decoding
+
+A version is hashed as it arrives, and has its name once it is whole. The newest few stay. It runs in a thread of the
+remote worker; requests carry the run's token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from areal_core.api import bodies
+from areal_core.api.guard import guard
+from areal_core.api.refusals import refusals
+from areal_core.errors import ProcessError, StorageError
+from areal_core.run.remote.head import AwayError, Head, fetch
+from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir
+from areal_core.types import PolicyVersion
+
+_SHA256 = re.compile("[0-9a-f]{64}")
+_PATIENCE_S = 30.0  # for the head node to go on with a version
+_SHUTDOWN_S = 1.0
+
+
+class Stager:
+    """Of one machine, for the run whose folder `run` is a copy of."""
+
+    def __init__(self, run: RunDir, head: Head, address: str, *, kept: int) -> None:
+        """`address` is this machine's; `kept` versions stay, those that were asked for last."""
+        self._run = run
+        self._head = head
+        self._address = address
+        self._kept = kept
+        self._over = threading.Event()
+        self._coming: dict[tuple[int, str], asyncio.Task[PolicyVersion]] = {}
+        self._here: dict[int, PolicyVersion] = {}  # the one asked for last comes last
+
+    @contextmanager
+    def running(self, guarded: Callable[[Callable[[], None]], None]) -> Iterator[str]:
+        """Its URL; `guarded` runs it in a thread, until the end of the `with`. Raises ProcessError."""
+        shutil.rmtree(self._run.weights, ignore_errors=True)
+        self._run.weights.mkdir(parents=True)
+        up: Future[str] = Future()
+        thread = threading.Thread(target=guarded, args=(lambda: self._work(up),), name="stager", daemon=True)
+        thread.start()
+        try:
+            yield up.result()
+        finally:
+            self._over.set()
+            thread.join()
+
+    def app(self) -> web.Application:
+        doors = [guard(self._head.token), refusals({StorageError: 502, AwayError: 502, OSError: 502})]
+        app = web.Application(middlewares=doors)
+        app.add_routes([web.post("/stage", self._stage)])
+        return app
+
+    async def _stage(self, request: web.Request) -> web.Response:
+        """The path, on this machine, of a version that the head node has published."""
+        version = await bodies.read(request, PolicyVersion)
+        return web.json_response({"path": (await self.staged(version)).path})
+
+    async def staged(self, version: PolicyVersion) -> PolicyVersion:
+        """A version as it is here; who asks meanwhile waits for the same. Raises ValueError for what is none,
+        StorageError, AwayError, OSError."""
+        if version.version < 0 or not _SHA256.fullmatch(version.sha256):
+            raise ValueError("version, sha256: must be a whole number, 0 at least, and 64 hexadecimal digits")
+        key = version.version, version.sha256
+        if key not in self._coming:
+            task = self._coming[key] = asyncio.ensure_future(self._bring(version))
+            task.add_done_callback(lambda _: self._coming.pop(key))
+        return await asyncio.shield(self._coming[key])
+
+    async def _bring(self, version: PolicyVersion) -> PolicyVersion:
+        if version.version == 0:
+            return await asyncio.to_thread(self._base, version)
+        here = self._here.pop(version.version, None)
+        if here is None or here.sha256 != version.sha256:
+            here = await asyncio.to_thread(self._fetched, version)
+        self._here[version.version] = here
+        for old in list(self._here)[: -self._kept]:
+            del self._here[old]
+            await asyncio.to_thread(weights.release, self._run.weights, [old])
+        return here
+
+    def _base(self, version: PolicyVersion) -> PolicyVersion:
+        base = weights.base_version(self._run.info().model_path)
+        if base.sha256 != version.sha256:
+            raise StorageError(f"version 0: {base.path} has sha256 {base.sha256}, not {version.sha256}")
+        return base
+
+    def _fetched(self, version: PolicyVersion) -> PolicyVersion:
+        scratch = self._run.weights / f".v{version.version}.{version.sha256[:16]}"
+        path = f"/versions/{version.version}?sha256={version.sha256}"
+        try:
+            fetch(self._head, path, scratch, version.sha256, stopped=self._over.is_set, patience_s=_PATIENCE_S)
+            return weights.adopt(self._run.weights, version.version, version.sha256, scratch)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def _work(self, up: Future[str]) -> None:
+        try:
+            asyncio.run(self._serve(up))
+        finally:
+            if not up.done():
+                up.set_exception(ProcessError("the stager has not begun"))
+
+    async def _serve(self, up: Future[str]) -> None:
+        runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._address, 0).start()
+        except OSError as error:
+            up.set_exception(ProcessError(f"--address: can't listen on {self._address}: {error.strerror}"))
+            return
+        try:
+            host, port = runner.addresses[0][:2]
+            up.set_result(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            await asyncio.to_thread(self._over.wait)
+        finally:
+            await runner.cleanup()
