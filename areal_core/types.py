@@ -268,7 +268,7 @@ class RunSummary:
     name: str
     mode: str
     seed: int
-    reason: str  # steps, score or minutes
+    reason: str  # steps, score, minutes, or what somebody has said who has had it stopped
     steps: int
     accuracy_before: float | None  # None, as the two below: versions were not scored
     accuracy_after: float | None
@@ -286,3 +286,4 @@ class RunSummary:
     staleness_tokens: dict[str, int] = field(default_factory=dict[str, int])  # tokens trained on, by their staleness
     starts: int = 1  # times that its controller was started and got to work; above 1, work was done twice
     bound: str | None = None  # what bounded the run, and what would have made it faster, for people
+    idle: dict[str, float] = field(default_factory=dict[str, float])  # share of servers' and ranks' time, by role

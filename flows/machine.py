@@ -1,12 +1,15 @@
 """What the programs of a cloud's machines have in common: the file that says what the machine was told when it booted,
-and secrets in the cloud's parameter store (AWS's SSM). The only user of boto3."""
+secrets in the cloud's parameter store (AWS's SSM), and what its metadata service says of the machine."""
 
 from __future__ import annotations
 
+import socket
 import sys
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import boto3
 import msgspec
@@ -17,6 +20,9 @@ from areal_core.errors import ConfigError, StorageError
 T = TypeVar("T")
 
 _AT_ONCE = 10  # parameters that one request may name
+_METADATA = "http://169.254.169.254/latest"
+_TOKEN_S = 60
+_METADATA_S = 2.0  # it is on this machine, or there is none
 
 
 def told(kind: type[T]) -> T:
@@ -34,6 +40,8 @@ def secret_values(region: str, names: Mapping[str, str]) -> dict[str, str]:
     and StorageError where the store doesn't say."""
     asked = sorted(set(names.values()))
     values: dict[str, str] = {}
+    if not asked:
+        return {}
     try:
         store = boto3.client("ssm", region_name=region)
         for first in range(0, len(asked), _AT_ONCE):
@@ -44,3 +52,37 @@ def secret_values(region: str, names: Mapping[str, str]) -> dict[str, str]:
     if absent := [name for name in asked if name not in values]:
         raise ConfigError(f"secrets: there is no parameter {', '.join(absent)} in {region}")
     return {key: values[name] for key, name in names.items()}
+
+
+def identity() -> str:
+    """The cloud's id of this machine; its host name where no cloud says one."""
+    return metadata("instance-id") or socket.gethostname()
+
+
+def reclaimed() -> str | None:
+    """What the cloud says of its plan to take this machine back, two minutes before; None while it has none."""
+    return metadata("spot/instance-action")
+
+
+def metadata(name: str) -> str | None:
+    """What the cloud's metadata service says of this machine; None where it says nothing, or there is none."""
+    try:
+        token = _metadata("PUT", "api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)})
+        return _metadata("GET", f"meta-data/{name}", {"X-aws-ec2-metadata-token": token})
+    except OSError:  # not found, nobody there, no response in time
+        return None
+
+
+def _metadata(method: str, path: str, headers: Mapping[str, str]) -> str:
+    asked = urllib.request.Request(f"{_METADATA}/{path}", headers=dict(headers), method=method)
+    with urllib.request.urlopen(asked, timeout=_METADATA_S) as response:
+        return response.read().decode()
+
+
+def own_address(url: str) -> str:
+    """The address of this machine by which it reaches the host of `url`, which is sent nothing."""
+    where = urlsplit(url)
+    family, kind, *_, address = socket.getaddrinfo(where.hostname, where.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]

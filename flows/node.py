@@ -1,15 +1,15 @@
 """`python -m flows.node FILE`: the Prefect worker of a node that was provisioned.
 
-FILE is what the node was told when it booted (`infra/terraform/modules/gpu_pool/user_data.sh.tftpl`): its run and role,
-the work queue that its share of the run comes by, and the names of the secrets that the share needs. Secrets are read
-from the cloud's parameter store into the environment, which none but this user's processes can see; then this process
-becomes the worker. Where FILE or a secret is not as it must be it ends with one line; who started it tries again.
+FILE is what the node was told when it booted (`infra/terraform/modules/gpu_pool/user_data.sh.tftpl`), or, on a host
+that is given (`provision=static`), what somebody has written there: its run and role, the work queue that its share of
+the run comes by, and the names of the secrets that the share needs. Secrets are read from the cloud's parameter store
+into the environment, which none but this user's processes can see; then this process becomes the worker. Where FILE or
+a secret is not as it must be it ends with one line; who started it tries again.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from typing import NoReturn
@@ -17,7 +17,7 @@ from typing import NoReturn
 import msgspec
 
 from areal_core.run.command import run_command
-from flows.machine import secret_values, told
+from flows.machine import identity, secret_values, told
 
 
 class Prefect(msgspec.Struct, forbid_unknown_fields=True):
@@ -31,13 +31,13 @@ class Prefect(msgspec.Struct, forbid_unknown_fields=True):
 class Node(msgspec.Struct, forbid_unknown_fields=True):
     """What a node is told when it boots. None of it is secret."""
 
-    run: str
+    run: str  # `static` for a host of no run's own
     role: str
-    region: str
-    expires_at: str  # RFC 3339; the node shuts itself down then
     prefect: Prefect
-    environment: dict[str, str]
-    secrets: dict[str, str]  # environment variable -> name of the parameter that holds its value
+    region: str = ""
+    expires_at: str = ""  # RFC 3339; the node shuts itself down then
+    environment: dict[str, str] = {}
+    secrets: dict[str, str] = {}  # environment variable -> name of the parameter that holds its value
 
 
 def worker(node: Node, secrets: Mapping[str, str]) -> NoReturn:
@@ -52,7 +52,7 @@ def worker(node: Node, secrets: Mapping[str, str]) -> NoReturn:
     }
     argv = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", "--limit", "1"]
     argv += ["--pool", node.prefect.work_pool, "--work-queue", node.prefect.work_queue]
-    argv += ["--name", f"{node.run}-{node.role}-{socket.gethostname()}"]
+    argv += ["--name", f"{node.run}-{node.role}-{identity()}"]
     os.execve(sys.executable, argv, environment)
 
 

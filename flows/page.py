@@ -52,7 +52,7 @@ class Progress:
 
     def show(self, percent: float, text: str) -> None:
         """Show how far the run is, or not: there is a next time."""
-        with _where_it_answers():
+        with seen_where_it_answers():
             if self._artifact is None:
                 made = ArtifactCreate(
                     key=self._key, type="progress", data=percent, description=text, flow_run_id=UUID(flow_run.id)
@@ -64,7 +64,7 @@ class Progress:
     def link(self, key: str, address: str, text: str) -> None:
         """Show a link, or not."""
         shown = ArtifactCreate(key=key, type="markdown", data=f"[{text}]({address})", flow_run_id=UUID(flow_run.id))
-        with _where_it_answers():
+        with seen_where_it_answers():
             self._client.create_artifact(shown)
 
     def cancelled_unheard(self) -> bool:
@@ -74,7 +74,7 @@ class Progress:
         if now - self._looked < _LOOK_S:
             return False
         self._looked = now
-        with _where_it_answers():
+        with seen_where_it_answers():
             state = self._client.read_flow_run(UUID(flow_run.id)).state
             if state is None or state.type is not StateType.CANCELLING:
                 self._cancelling_since = None
@@ -84,7 +84,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def _where_it_answers() -> Iterator[None]:
+def seen_where_it_answers() -> Iterator[None]:
     """Around calls that are made once: what a server that is away has missed, it has missed."""
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), contextlib.suppress(httpx.HTTPError):
         yield

@@ -13,6 +13,9 @@ from flows.compose import experiments
 
 PROGRESS = "areal-progress"  # keys of artifacts
 RESULT = "areal-result"
+SUMMARY = "areal-summary"
+PLAN = "areal-plan"
+COST = "areal-cost"
 PLACES = "areal-places"
 TRACKING = "areal-tracking"
 
@@ -21,6 +24,7 @@ HOPELESS = (ConfigError, ModelError, StorageError, TrackingError, DivergenceErro
 # Parameters, as Prefect's form shows and bounds them.
 Experiment = Annotated[str, Field(json_schema_extra={"enum": [*experiments()]})]
 Mode = Literal["async", "sync"]
+Provision = Literal["local", "static", "aws"]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -1,5 +1,6 @@
-"""The process worker of the pool `areal-local`: makes the pool, the deployments of prefect.yaml and the automations
-known to the API, then runs what is scheduled, one run at a time because a run uses the whole machine."""
+"""The process workers of this machine: they make their pools, the deployments of prefect.yaml and the automations known
+to the API, then run what is scheduled. In the pool `areal-local` one run at a time, because it uses the whole machine;
+in `areal-cloud` many, which only look after nodes elsewhere."""
 
 from __future__ import annotations
 
@@ -30,6 +31,9 @@ from flows.alerts import make_automations
 from flows.stack import ROOT, SOLE, WORKER_READY
 
 POOL = "areal-local"
+CLOUD_POOL = "areal-cloud"
+NODES_POOL = "areal-nodes"  # nodes have workers of their own
+_LIMITS = {POOL: 1, CLOUD_POOL: 16}  # flow runs at once
 
 _UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 _API_TIMEOUT_S = 90.0
@@ -39,7 +43,8 @@ _PROBE_INTERVAL_S = 0.1
 async def _prepare() -> None:
     async with get_client() as client:
         await _until_healthy(client)
-        await _make_pool(client)
+        for pool in (*_LIMITS, NODES_POOL):
+            await _make_pool(client, pool)
         await make_automations(client)
         if SOLE in sys.argv:
             await _mark_crashed(client)
@@ -51,8 +56,11 @@ async def _work() -> None:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     process.announce_ready(WORKER_READY)
+    workers = [
+        ProcessWorker(work_pool_name=pool, name=f"{pool}-{os.getpid()}", limit=limit) for pool, limit in _LIMITS.items()
+    ]
     with contextlib.suppress(asyncio.CancelledError):  # SIGTERM, and all is ended
-        await ProcessWorker(work_pool_name=POOL, name=f"areal-{os.getpid()}", limit=1).start()
+        await asyncio.gather(*(worker.start() for worker in workers))
 
 
 async def _until_healthy(client: PrefectClient) -> None:
@@ -65,16 +73,16 @@ async def _until_healthy(client: PrefectClient) -> None:
         raise ProcessError(f"no response of a Prefect server at {client.api_url} in {_API_TIMEOUT_S:.0f} s") from None
 
 
-async def _make_pool(client: PrefectClient) -> None:
+async def _make_pool(client: PrefectClient, name: str) -> None:
     template = ProcessWorker.get_default_base_job_template()
     with contextlib.suppress(ObjectAlreadyExists):
-        await client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
+        await client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
 
 
 async def _mark_crashed(client: PrefectClient) -> None:
     """Mark flow runs as crashed that died together with their worker or their server."""
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)))
-    pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
+    pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[*_LIMITS]))
     for left in await client.read_flow_runs(flow_run_filter=unfinished, work_pool_filter=pool):
         state = Crashed(message="Its worker or the Prefect server died; the run can be resumed.")
         await client.set_flow_run_state(left.id, state, force=True)

@@ -133,6 +133,11 @@ class ControllerClient:
         body = {"name": name, "url": url, "timeout_s": timeout_s, "stager": stager}
         return self._call("POST", "/servers", body) is not None
 
+    def stop(self, reason: str) -> None:
+        """Have the run end in order after the step that it is at, with a checkpoint. A controller that is started again
+        does not know of it."""
+        self._json("POST", "/stop", {"reason": reason})
+
     def servers(self) -> list[dict[str, Any]]:
         """The generation servers that the controller knows: name, url, stager, state and completions in flight."""
         return self._json("GET", "/servers")

@@ -9,7 +9,7 @@ import msgspec
 
 from areal_core.api.bodies import read
 
-__all__ = ["Document", "Finish", "Join", "Metrics", "Snapshot", "TransferInit", "TransferUpdate", "read"]
+__all__ = ["Document", "Finish", "Join", "Metrics", "Snapshot", "Stop", "TransferInit", "TransferUpdate", "read"]
 
 
 class Join(msgspec.Struct):
@@ -49,6 +49,12 @@ class Finish(msgspec.Struct):
     reason: str
     version: int
     model_url: str
+
+
+class Stop(msgspec.Struct):
+    """That the run is to end after the step that it is at, and why."""
+
+    reason: str
 
 
 class TransferInit(msgspec.Struct):

@@ -18,7 +18,7 @@ from areal_core.config.plugins import find
 from areal_core.config.schema import RunConfig
 from areal_core.controller.health import Health
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, TrackingError
-from areal_core.planning.account import explain
+from areal_core.planning.account import Explanation, explain
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.rollout.notes import Ending
 from areal_core.tracking.outbox import Outbox
@@ -224,7 +224,7 @@ class Recorder:
             alerts=self._health.alerts,
         )
 
-    def explained(self, spans: Sequence[Span]) -> str | None:
+    def explained(self, spans: Sequence[Span]) -> Explanation | None:
         """What bounded the run since this process got to work; None where it has not published two versions."""
         return explain(
             self._config,
@@ -234,7 +234,7 @@ class Recorder:
             controller_cpu_s=time.process_time() - self._cpu_s,
         )
 
-    def summary(self, *, run_id: str, ending: Ending, bound: str | None = None) -> RunSummary:
+    def summary(self, *, run_id: str, ending: Ending, explained: Explanation | None = None) -> RunSummary:
         """How the run ended; the base and the last version must have been scored, if versions are."""
         scores = {known.version: known.accuracy for known in self.evaluations}
         wall_s = self._notes.published_s(ending.version) or self.elapsed_s
@@ -265,7 +265,8 @@ class Recorder:
             incarnation=self._ledger.incarnation,
             emulated=self._config.emulated_cluster,
             starts=self._notes.starts,
-            bound=bound,
+            bound=explained.text if explained else None,
+            idle=explained.idle if explained else {},
         )
 
     def staleness(self, step: int, counts: dict[str, int]) -> None:

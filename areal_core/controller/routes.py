@@ -50,6 +50,7 @@ class Routes:
                 web.post("/checkpoints/{step}", self._snapshot),
                 web.post("/checkpoints/{step}/committed", self._committed),
                 web.post("/finish", self._finish),
+                web.post("/stop", self._stop),
             ]
         )
         return app
@@ -160,6 +161,10 @@ class Routes:
         self._run.ledger.notes.end(Ending(reason=reason, version=finish.version, model_url=finish.model_url))
         self._run.controller.finish(reason)
         self._run.changed.notify()
+        return web.json_response({})
+
+    async def _stop(self, request: web.Request) -> web.Response:
+        self._run.controller.finish((await bodies.read(request, bodies.Stop)).reason)
         return web.json_response({})
 
 

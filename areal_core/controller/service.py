@@ -251,7 +251,7 @@ class Service:
         summary = self.recorder.summary(
             run_id=self.info.run_id,
             ending=ending,
-            bound=self.recorder.explained(spans),
+            explained=self.recorder.explained(spans),
         )
         card = model_card(self.config, summary).encode()
         await asyncio.to_thread(self.storage.child("final").put_bytes, "README.md", card)

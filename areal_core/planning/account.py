@@ -71,11 +71,19 @@ class Bound:
     text: str  # one paragraph
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Of a run, between its first version and its last one."""
+
+    text: str  # what bounded it, one paragraph
+    idle: dict[str, float]  # share of the time in which processes of a role, generation and trainer, had no work
+
+
 def explain(
     config: RunConfig, spans: Sequence[Span], curves: split.Curves, *, start_s: float, controller_cpu_s: float
-) -> str | None:
+) -> Explanation | None:
     """What bounded a run that got to work at `start_s`, in seconds since the Unix epoch, from its first version to its
-    last one: until the first, some had nothing to do yet. One paragraph; None where there are not two versions."""
+    last one: until the first, some had nothing to do yet. None where there are not two versions."""
     published = [span.end_s for span in spans if span.kind == "publish" and span.end_s > start_s]
     if len(published) < 2:
         return None
@@ -83,10 +91,10 @@ def explain(
     cpu_s = controller_cpu_s * (last - first) / (last - start_s)
     counted = account(spans, config, start_s=first, end_s=last, controller_cpu_s=cpu_s)
     rates = split.rates(config, curves)
-    if rates is None:
-        return bound(counted, config).text
-    judged = bound(counted, config, used=split.generation_used(config, rates)).text
-    return " ".join(filter(None, (judged, split.advice(config, rates))))
+    used, advice = (split.generation_used(config, rates), split.advice(config, rates)) if rates else (None, None)
+    text = " ".join(filter(None, (bound(counted, config, used=used).text, advice)))
+    idle = {role: 1.0 - counted.share(role, *_WORK) for role in ("generation", "trainer") if role in counted.roles}
+    return Explanation(text=text, idle=idle)
 
 
 def account(

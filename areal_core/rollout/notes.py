@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS evaluations (
 class Ending:
     """How the trainer finished."""
 
-    reason: str  # steps, score or minutes
+    reason: str  # as RunSummary has it
     version: int
     model_url: str
 

@@ -31,7 +31,7 @@ from areal_core.tracking.outbox import Outbox
 _TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
-    r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|health|launch)\..*|state_dir"
+    r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|health|launch|provision)\..*|state_dir"
     r"|storage\.(patience|lease)_s"
 )
 _FILES = r"model\.path|task\.(path|held_out_path|benchmark_paths|success_path)"

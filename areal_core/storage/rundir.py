@@ -76,13 +76,20 @@ class RunDir:
         """See areal_core.api.access."""
         return self.token_file.read_text().strip()
 
+    def keep_token(self, token: str) -> None:
+        """Before `create`: the token that other machines of the run know from an earlier head node."""
+        durable.make(self.root)
+        self._put_token(token)
+
     def _make_token(self) -> None:
         """Once: processes of an earlier launcher may still be there, and those of other machines."""
-        if self.token_file.exists():
-            return
+        if not self.token_file.exists():
+            self._put_token(secrets.token_urlsafe(32))
+
+    def _put_token(self, token: str) -> None:
         scratch = self.root / f".token.{os.getpid()}"
         with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
+            file.write(f"{token}\n")
         durable.sync(scratch)  # before it has its name: no run has an empty token
         with contextlib.suppress(FileExistsError):  # another launcher was quicker
             os.link(scratch, self.token_file)

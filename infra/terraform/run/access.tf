@@ -32,7 +32,7 @@ locals {
           Sid      = "Write"
           Effect   = "Allow"
           Action   = ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts"]
-          Resource = ["${local.bucket}/runs/${var.run}/*"]
+          Resource = ["${local.bucket}/runs/${var.run}/*", "${local.bucket}/.probe-*"] # a look whether it can be written
         } if role == writer],
         [for secrets in [values(var.secrets)] : {
           Sid      = "Secrets"

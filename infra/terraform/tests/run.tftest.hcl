@@ -54,7 +54,7 @@ run "a_node_that_generates_only_reads" {
   assert {
     condition = alltrue([
       for statement in jsondecode(local.policies["trainer"]).Statement :
-      statement.Resource == ["arn:aws:s3:::areal-test/runs/${var.run}/*"] if statement.Sid == "Write"
+      statement.Resource == ["arn:aws:s3:::areal-test/runs/${var.run}/*", "arn:aws:s3:::areal-test/.probe-*"] if statement.Sid == "Write"
     ])
     error_message = "policy: ${local.policies["trainer"]}"
   }

@@ -26,6 +26,7 @@ def test_form_offers_the_known_experiments(form: dict[str, Any]) -> None:
 
 def test_form_offers_the_modes_and_bounds_the_numbers(form: dict[str, Any]) -> None:
     assert _number(form["mode"])["enum"] == ["async", "sync"]
+    assert _number(form["provision"])["enum"] == ["local", "static", "aws"]
     assert _number(form["seed"])["minimum"] == 0
     assert _number(form["steps"])["minimum"] == 1
     assert (_number(form["stop_at_score"])["minimum"], _number(form["stop_at_score"])["maximum"]) == (0.0, 1.0)

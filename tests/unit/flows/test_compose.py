@@ -90,6 +90,7 @@ def test_every_group_named_by_the_design_has_a_choice() -> None:
             "storage",
             "tracking",
             "devices",
+            "provision",
             "experiment",
             "emulation",
             "paper",

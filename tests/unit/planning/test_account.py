@@ -232,9 +232,10 @@ def test_the_window_is_from_the_first_version_to_the_last() -> None:
         **servers(("generate", 0, 20), ("wait", 20, 100)),
         **ranks(("wait", 0, 8), ("train", 8, 9), ("wait", 9, 14), ("train", 14, 19), ("wait", 19, 100)),
     )
-    text = explain(config(), found, {}, start_s=START, controller_cpu_s=0.0)
-    assert text is not None
-    assert text.startswith("Generation bounded this run of 10.0 s. 2 ranks worked for 50 % of it")
+    told = explain(config(), found, {}, start_s=START, controller_cpu_s=0.0)
+    assert told is not None
+    assert told.idle == {"generation": 0.0, "trainer": 0.5}
+    assert told.text.startswith("Generation bounded this run of 10.0 s. 2 ranks worked for 50 % of it")
 
 
 def test_the_controllers_share_is_that_of_the_window() -> None:
@@ -244,9 +245,9 @@ def test_the_controllers_share_is_that_of_the_window() -> None:
         generation_0=[("generate", 0, 10), ("generate", 10, 20)],
         trainer_0=[("train", 0, 10), ("train", 10, 20)],
     )
-    text = explain(cores(), found, {}, start_s=START, controller_cpu_s=4.0)
-    assert text is not None
-    assert "60 % of their time went to generation (25 %), training (25 %) and the controller (10 %)." in text
+    told = explain(cores(), found, {}, start_s=START, controller_cpu_s=4.0)
+    assert told is not None
+    assert "60 % of their time went to generation (25 %), training (25 %) and the controller (10 %)." in told.text
 
 
 @pytest.mark.parametrize("published", [[], [("publish", -3, -2), ("publish", 3, 4)]])

@@ -1,0 +1,333 @@
+"""A run on nodes of its own, for the flow `areal`.
+
+    provision -> bootstrap -> [ generate | train ] -> teardown
+
+`train` has the head node: what trains, rolls out, evaluates and tracks. This process only looks after the nodes and
+their shares (`flows.fleet`): it may be anywhere, as long as it reaches Prefect's API and, for a cloud, the cloud's.
+Where it dies, the run goes on until its lease is over; started again, it finds nodes and shares as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Protocol
+from uuid import UUID
+
+from prefect import get_client, get_run_logger, task
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.client.schemas.objects import Artifact
+from prefect.client.schemas.sorting import ArtifactSort
+from prefect.runtime import flow_run
+
+from areal_core.config.schema import RunConfig
+from areal_core.errors import ConfigError, ProvisionError, TrackingError
+from areal_core.run.launcher import summary_of
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunInfo
+from areal_core.types import RunSummary
+from flows import whereabouts
+from flows.compose import configure
+from flows.fleet import Fleet
+from flows.page import CancelUnheard, Progress, seen_where_it_answers, told
+from flows.provision.cost import Meter, split
+from flows.provision.leased import LeasedNodes
+from flows.provision.nodes import Host, control_outputs
+from flows.provision.request import by_role, overrides, variables
+from flows.provision.terraform import Plan
+from flows.shared import COST, PLAN, PROGRESS, RESULT, SUMMARY, TRACKING
+from flows.shares import FINISH, Shares
+from flows.stack import STATE
+
+_LOOK_S = 2.0
+_END_S = 90.0  # for shares whose run has ended
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,26}")  # with a flow run's part, what a cloud takes for a run
+
+Log = Callable[[str], None]
+
+
+def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress, log: Log) -> RunSummary:
+    """`given` are the flow's parameters. Raises CancelUnheard, LeaseLostError, and ArealErrors of all kinds."""
+    run_id = _run_id(config)
+    control = control_outputs(STATE)
+    chosen = [*given.get("overrides", []), *overrides(config, control)]
+    on_nodes = configure(**{**given, "overrides": chosen})
+    with _supply(on_nodes, run_id, control, log) as supply:
+        progress.show(0.0, "provisioning nodes")
+        try:
+            hosts = provision(supply)
+            shown = {name: value for name, value in given.items() if value is not None} | {"overrides": chosen}
+            with get_client(sync_client=True) as client:
+                shares = Shares(client, on_nodes, run_id, {"known_by": flow_run.id, "run": shown})
+                with _given_out(on_nodes, hosts, shares, supply, log) as fleet:
+                    _watch(fleet, shares, supply, progress, client, config.provision.budget)
+                _take_over(client, fleet.leading.id, log)
+                whereabouts.forget(run_id, client)
+                shares.close()
+        except Exception:
+            teardown(supply)
+            raise
+        except BaseException:  # asked to end, with half a minute for it
+            supply.hand_over()
+            raise
+        teardown(supply)
+        summary = _summary(on_nodes, run_id)
+        if (spent := supply.spent()) is not None:
+            bill(spent, summary, _store(on_nodes, run_id))
+    return summary
+
+
+class Supply(Protocol):
+    """Where the nodes of a run come from."""
+
+    def make(self, on_plan: Callable[[Plan], None]) -> list[Host]: ...
+
+    def replace(self, names: Iterable[str]) -> list[Host]: ...
+
+    def check(self) -> None:
+        """Raises what has become of the right to have them."""
+        ...
+
+    def spent(self) -> Meter | None:
+        """What they have cost so far; None where nobody counts."""
+        ...
+
+    def end(self, on_plan: Callable[[Plan], None]) -> None: ...
+
+    def hand_over(self) -> None:
+        """Have somebody else end them, soon: this process has no time for it."""
+        ...
+
+
+class Given:
+    """Hosts that are there: nothing is made, and nothing ended."""
+
+    def __init__(self, config: RunConfig, shares: Callable[[], Shares]) -> None:
+        self._config, self._shares = config, shares
+
+    def make(self, on_plan: Callable[[Plan], None]) -> list[Host]:
+        """Raises ProvisionError where fewer serve the queue of a role than the run has nodes of it."""
+        hosts: list[Host] = []
+        for role, nodes in by_role(self._config).items():
+            there = self._shares().hosts(role)
+            if len(there) < nodes.count:
+                raise ProvisionError(
+                    f"provision.{role}.count: {nodes.count} hosts must serve the queue {role} of the work pool "
+                    f"{self._config.provision.work_pool}, {len(there)} do"
+                )
+            hosts += there[: nodes.count]
+        return hosts
+
+    def replace(self, names: Iterable[str]) -> list[Host]:
+        raise ProvisionError(f"{', '.join(names)}: hosts that are given are not replaced")
+
+    def check(self) -> None:
+        pass
+
+    def spent(self) -> Meter | None:
+        return None
+
+    def end(self, on_plan: Callable[[Plan], None]) -> None:
+        get_run_logger().info("hosts that are given stay")
+
+    def hand_over(self) -> None:
+        pass
+
+
+# ---- tasks ----
+
+
+@task(cache_policy=NO_CACHE)
+def provision(supply: Supply) -> list[Host]:
+    """Have the nodes made, as the plan says that becomes an artifact."""
+    hosts = supply.make(_show_plan)
+    get_run_logger().info("nodes: %s", ", ".join(f"{host.name} {host.id} {host.address}" for host in hosts))
+    return hosts
+
+
+@task(cache_policy=NO_CACHE)
+def bootstrap(fleet: Fleet) -> None:
+    """Every node is up, was looked at, and has its share of the run."""
+    _wait(fleet, lambda: fleet.ready)
+
+
+@task(cache_policy=NO_CACHE)
+def generate(fleet: Fleet) -> None:
+    """The nodes that generate."""
+    _wait(fleet, lambda: all(share.seen.stage.over for share in fleet.of("generation")))
+
+
+@task(cache_policy=NO_CACHE)
+def train(fleet: Fleet) -> None:
+    """The nodes that train, the head node among them."""
+    _wait(fleet, lambda: all(share.seen.stage.over for share in fleet.of("trainer")))
+
+
+@task(cache_policy=NO_CACHE)
+def teardown(supply: Supply) -> None:
+    """End the nodes. What can't be ended now, the reaper ends."""
+    supply.end(_show_plan)
+
+
+@task(cache_policy=NO_CACHE)
+def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
+    """What the nodes have cost, and for what: an artifact of the flow run, and metrics of the run in MLflow."""
+    log = get_run_logger()
+    idle = {role: {"idle": share} for role, share in summary.idle.items()}
+    if generated := summary.tokens.generated:  # sampled and never trained on, of the time in which servers worked
+        its = idle.setdefault("generation", {"idle": 0.0})
+        its["stale"] = (1.0 - its["idle"]) * summary.tokens.dropped / generated
+    parts = split(spent.by_role(), idle)
+    rows = [
+        row | {what: _dollars(cost) for what, cost in (parts.get(row["role"]) or {}).items()} for row in spent.rows()
+    ]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    rows = [{column: row.get(column, "-") for column in columns} for row in rows]
+    told("what the nodes have cost", lambda: create_table_artifact(rows, key=COST, description="Cost"), log.warning)
+    info = RunInfo(**json.loads(store.get_bytes("run.json")))
+    if info.tracking_uri is None or info.tracking_run_id is None:
+        return
+    from areal_core.tracking.mlflow_client import add_to_run  # seconds of imports
+
+    metrics = {f"cost/{role}_hours": hours for role, hours in spent.hours().items()}
+    if (dollars := spent.dollars()) is not None:
+        metrics["cost/dollars"] = dollars
+        for what in ("idle", "stale"):
+            metrics[f"cost/{what}_dollars"] = sum((each or {}).get(what, 0.0) for each in parts.values())
+    try:
+        add_to_run(info.tracking_uri, info.tracking_run_id, metrics=metrics, step=summary.steps, files=(), folder="")
+    except TrackingError as error:
+        log.warning("MLflow does not know what the run has cost: %s", error)
+
+
+def _dollars(cost: float) -> str:
+    return f"${cost:.2f}"
+
+
+def _wait(fleet: Fleet, done: Callable[[], bool]) -> None:
+    while not done() and not fleet.closed:
+        time.sleep(_LOOK_S)
+
+
+def _show_plan(plan: Plan) -> None:
+    rows = [{"what": change.action, "resource": change.address} for change in plan.changes]
+    log = get_run_logger()
+    log.info("plan: %s", plan)
+    told("what was planned", lambda: create_table_artifact(rows, key=PLAN, description=str(plan)), log.warning)
+
+
+# ---- inside ----
+
+
+@contextmanager
+def _supply(config: RunConfig, run_id: str, control: Mapping[str, Any], log: Log) -> Iterator[Supply]:
+    its = config.provision
+    if its.kind == "static":
+        with get_client(sync_client=True) as client:
+            yield Given(config, partial(Shares, client, config, run_id, {}))
+        return
+    request = variables(config, run_id, control, datetime.now(UTC))
+    prices = {role: its.dollars(nodes) for role, nodes in by_role(config).items()}
+    with LeasedNodes(request, STATE, length_s=its.lease_s, prices=prices, log=log) as nodes:
+        yield nodes
+
+
+@contextmanager
+def _given_out(config: RunConfig, hosts: list[Host], shares: Shares, supply: Supply, log: Log) -> Iterator[Fleet]:
+    """The shares of the run, which all have ended in the end."""
+    terraform = config.provision.kind == "terraform"
+    with Fleet(
+        config.provision, hosts, shares, supply if terraform else None, restarts=config.launch.restarts, log=log
+    ) as fleet:
+        try:
+            yield fleet
+        finally:
+            _end(shares, log)
+
+
+def _end(shares: Shares, log: Log) -> None:
+    deadline = time.monotonic() + _END_S
+    while not told("that the run's shares are to end", shares.stop, log):
+        if time.monotonic() > deadline:
+            log(f"some nodes have not ended their shares in {_END_S:g} s")
+            return
+        time.sleep(_LOOK_S)
+
+
+def _watch(
+    fleet: Fleet, shares: Shares, supply: Supply, progress: Progress, client: SyncPrefectClient, budget: float | None
+) -> None:
+    """Look after nodes and shares until the run has ended in order."""
+    tasks = [bootstrap.submit(fleet), generate.submit(fleet), train.submit(fleet)]
+    while not fleet.over:
+        time.sleep(_LOOK_S)
+        supply.check()
+        with seen_where_it_answers():
+            fleet.look()
+            _show_progress(fleet, progress, client)
+            if (spent := supply.spent()) is not None and spent.is_over(budget):
+                shares.mark(fleet.leading.id, f"{FINISH}budget")
+        if fleet.cancelled or progress.cancelled_unheard():
+            raise CancelUnheard
+    deadline = time.monotonic() + _END_S  # the other nodes see for themselves that the run has ended
+    while time.monotonic() < deadline and not all(share.seen.stage.over for share in fleet.shares):
+        time.sleep(_LOOK_S)
+        with seen_where_it_answers():
+            fleet.look()
+    for each in tasks:
+        each.wait()
+
+
+def _show_progress(fleet: Fleet, progress: Progress, client: SyncPrefectClient) -> None:
+    """The head node's own; before it has any, what is waited for."""
+    if shown := _artifact(client, fleet.leading.id, PROGRESS):
+        progress.show(float(str(shown.data)), shown.description or "")
+        return
+    waits = [share.name for share in fleet.shares if share.seen.node is None]
+    progress.show(0.0, f"waiting for {', '.join(waits)}" if waits else "starting")
+
+
+def _take_over(client: SyncPrefectClient, share: str, log: Log) -> None:
+    """The head node's artifacts are this flow run's, too."""
+    for key in (TRACKING, SUMMARY, RESULT):
+        if found := told(f"the artifact {key}", partial(_artifact, client, share, key), log):
+            data, text = str(found.data), found.description
+            again = (
+                partial(create_table_artifact, json.loads(data), key, text)
+                if found.type == "table"
+                else partial(create_markdown_artifact, data, key, text)
+            )
+            told(f"the artifact {key}", again, log)
+
+
+def _artifact(client: SyncPrefectClient, share: str, key: str) -> Artifact | None:
+    chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(share)]), key=ArtifactFilterKey(any_=[key]))
+    found = client.read_artifacts(artifact_filter=chosen, sort=ArtifactSort.UPDATED_DESC, limit=1)
+    return found[0] if found else None
+
+
+def _run_id(config: RunConfig) -> str:
+    """The same in every attempt of this flow run, which so goes on with its nodes."""
+    if not _NAME.fullmatch(config.label):
+        raise ConfigError(
+            f"name: with provision={config.provision.kind} must be up to 21 lowercase letters, digits, dots and "
+            f"hyphens, the first one a letter or digit, got {config.name!r}"
+        )
+    return f"{config.label}-{flow_run.id[-12:]}"
+
+
+def _store(config: RunConfig, run_id: str) -> Storage:
+    url = f"{config.storage.url.rstrip('/')}/runs/{run_id}"
+    return Storage.open(url, config.storage.endpoint_url, config.storage.patience_s)
+
+
+def _summary(config: RunConfig, run_id: str) -> RunSummary:
+    return summary_of(_store(config, run_id).get_bytes("summary.json").decode())

@@ -1,0 +1,139 @@
+"""The roles of a run on this machine, as tasks of the flow run that runs here: `areal`, or on a head node `areal-node`.
+
+    prepare -> [ generate | rollout | train | evaluate | track ] -> report
+
+The five run at once, each in a thread of its own that supervises the processes of one role until the run has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.futures import wait
+from prefect.runtime import flow_run
+from prefect.states import Failed
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.urls import url_for
+
+from areal_core.config.schema import RunConfig
+from areal_core.errors import ArealError
+from areal_core.run import launcher as core
+from areal_core.run.progress import describe
+from areal_core.storage.rundir import RunDir
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import RunSummary
+from flows.alerts import Alerts
+from flows.page import CancelUnheard, Progress, told
+from flows.run_result import result_markdown, result_rows
+from flows.shared import RESULT, SUMMARY
+
+THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Prefect's own annotations do not admit it
+
+_INTERVAL_S = 2.0  # between two looks
+_END_S = 60.0  # for the roles of a run that was stopped
+
+
+def run_roles(
+    run_dir: RunDir,
+    progress: Progress,
+    log: Callable[[str], None],
+    *,
+    on_look: Callable[[core.Run], None] = lambda _: None,
+) -> RunSummary:
+    """All roles of a prepared run, to its end; `on_look` is called with it every two seconds. Raises CancelUnheard, and
+    the run's first failure."""
+    run, alerts = core.Run(run_dir, log=log), Alerts(run_dir.info().run_id)
+    try:
+        roles = [role.submit(run) for role in (generate, rollout, train, evaluate, track)]
+        while wait(roles, timeout=_INTERVAL_S).not_done:
+            on_look(run)
+            if status := run.status():
+                progress.show(100.0 * status.step / status.steps, describe(status))
+                alerts.show(status.alerts)
+            if progress.cancelled_unheard():
+                run.stop("the flow run was cancelled")
+                wait(roles, timeout=_END_S)
+                raise CancelUnheard
+    finally:
+        run.stop("the flow run has ended")  # changes nothing where the run has ended by itself
+    return run.report()  # raises the failure, if there was one
+
+
+@task(cache_policy=NO_CACHE)
+def prepare(config: RunConfig, run_id: str, flow_run_id: str | None = None) -> RunDir:
+    """Check all that the run needs from outside, make the base model, open the tracking run, write the run's folder.
+    `flow_run_id` is the flow run that people know the run by; this one, unless it is said."""
+    known_by = flow_run_id or flow_run.id
+    page = url_for("flow-run", obj_id=known_by)
+    return core.prepare(config, run_id=run_id, flow_run_id=known_by, flow_run_page=page, log=get_run_logger().info)
+
+
+@task(cache_policy=NO_CACHE)
+def generate(run: core.Run) -> State | None:
+    """Generation servers: sample completions, load every new policy version."""
+    return _supervised(run.generate)
+
+
+@task(cache_policy=NO_CACHE)
+def rollout(run: core.Run) -> State | None:
+    """The controller: admits prompts within the staleness bound, has completions scored, serves batches."""
+    return _supervised(run.rollout)
+
+
+@task(cache_policy=NO_CACHE)
+def train(run: core.Run) -> State | None:
+    """The trainer: one policy version a batch, and checkpoints."""
+    return _supervised(run.train)
+
+
+@task(cache_policy=NO_CACHE)
+def evaluate(run: core.Run) -> State | None:
+    """The evaluator: scores published versions on held-out prompts."""
+    return _supervised(run.evaluate)
+
+
+@task(cache_policy=NO_CACHE)
+def track(run: core.Run) -> State | None:
+    """The tracker: forwards metrics to MLflow."""
+    return _supervised(run.track)
+
+
+@task(cache_policy=NO_CACHE)
+def report(summary: RunSummary, run_dir: RunDir) -> None:
+    """The result of the run, as artifacts of the flow run: a table, and a page with links. The run's folder has it in
+    any case."""
+    rows = result_rows(summary, run_dir.info(), _untracked(run_dir))
+    page, title, log = result_markdown(summary.run_id, rows), f"Result of {summary.run_id}", get_run_logger().warning
+    told(f"the result in {run_dir.summary}", lambda: create_table_artifact(rows, key=RESULT, description=title), log)
+    told(f"the page of {summary.run_id}", lambda: create_markdown_artifact(page, key=SUMMARY), log)
+
+
+def _untracked(run_dir: RunDir) -> str | None:
+    """What MLflow has not got: items that wait, with the command that sends them, and items that it refuses; None when
+    it has all."""
+    info = run_dir.info()
+    if info.tracking_uri is None:
+        return None
+    with contextlib.closing(Outbox(run_dir.outbox, info.run_id)) as outbox:
+        waiting, refused = outbox.unsent(), outbox.refusals()
+    missing: list[str] = []
+    if waiting:
+        missing.append(f"{waiting} items; python -m areal_core.tracking --run-dir {run_dir.root} sends them")
+    if refused:
+        missing.append(f"{len(refused)} items that MLflow refuses, as {refused[0]}")
+    return "; ".join(missing) or None
+
+
+def _supervised(role: Callable[[], None]) -> State | None:
+    """Run a role to its end; a failure of the run becomes a Failed task, without a stack that would explain nothing."""
+    try:
+        role()
+    except ArealError as error:
+        return Failed(message=str(error))
+    return None

@@ -1,0 +1,148 @@
+"""What is wrong with a node, by stand-ins for what this machine does not have."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from areal_core.config.groups import NodesConfig
+from areal_core.config.schema import RunConfig, load
+from flows import machine, notice
+from flows.bootstrap import troubles
+
+CPU = NodesConfig(gpu="none", gpus=0)
+
+
+class Server(ThreadingHTTPServer):
+    """Of Prefect, with a clock of its own, and of the cloud's metadata."""
+
+    clock_s = 0.0
+    known: dict[str, str]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    class Handler(BaseHTTPRequestHandler):
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return formatdate(time.time() + served.clock_s, usegmt=True)
+
+        def answer(self, status: int, body: str = "") -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_PUT(self) -> None:
+            self.answer(200 if "X-aws-ec2-metadata-token-ttl-seconds" in self.headers else 400, "token")
+
+        def do_GET(self) -> None:
+            if not self.path.startswith("/latest/"):
+                self.answer(401)  # without its password Prefect tells the time
+            elif self.headers["X-aws-ec2-metadata-token"] != "token":
+                self.answer(401)
+            else:
+                found = served.known.get(self.path.removeprefix("/latest/meta-data/"))
+                self.answer(404 if found is None else 200, found or "")
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    served = Server(("127.0.0.1", 0), Handler)
+    served.known = {}
+    Thread(target=served.serve_forever, daemon=True).start()
+    yield served
+    served.shutdown()
+    served.server_close()
+
+
+@pytest.fixture
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load({"state_dir": str(tmp_path / "state"), "launch": {"disk_low_gib": 0.5, "disk_min_gib": 0.0}})
+
+
+def test_a_node_as_it_should_be(config: RunConfig, url: str) -> None:
+    assert [*troubles(config, CPU, f"{url}/api")] == []
+
+
+@pytest.mark.parametrize("off_s", [3600.0, -3600.0])
+def test_a_clock_that_is_wrong(config: RunConfig, server: Server, url: str, off_s: float) -> None:
+    server.clock_s = off_s
+    (said,) = troubles(config, CPU, f"{url}/api")
+    off = re.fullmatch(r"its clock is ([+-]\d+) s off that of Prefect's server", said)
+    assert off is not None
+    assert int(off[1]) == pytest.approx(-off_s, abs=30)
+
+
+def test_what_it_does_not_reach(config: RunConfig) -> None:
+    (said,) = troubles(config, CPU, "http://127.0.0.1:9/api")
+    assert said.startswith("can't reach 127.0.0.1:9: ")
+
+
+def test_too_little_room(config: RunConfig, url: str, tmp_path: Path) -> None:
+    asked = load({"state_dir": str(tmp_path), "launch": {"disk_low_gib": 1e9}})
+    (said,) = troubles(asked, CPU, f"{url}/api")
+    assert said.endswith("should be 1e+09 (launch.disk_low_gib)")
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (None, "no driver: nvidia-smi can't be asked"),
+        ("H100, 570.1\n" * 7, "7 GPUs, should be 8: H100, 570.1; "),
+        ("H100, 570.1\n" * 8, None),
+    ],
+)
+def test_gpus_that_are_missing(
+    config: RunConfig, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None, line: str | None
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/none")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    if found is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{found}'\n")
+        os.chmod(tmp_path / "nvidia-smi", 0o755)
+    said = [*troubles(config, NodesConfig(), f"{url}/api")]
+    assert [one.startswith(line) for one in said] == [True] if line else said == []
+
+
+def test_who_a_machine_is(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_METADATA", f"{url}/latest")
+    server.known = {"instance-id": "i-0123456789"}
+    assert machine.identity() == "i-0123456789"
+    assert machine.reclaimed() is None
+    server.known["spot/instance-action"] = '{"action": "terminate"}'
+    assert machine.reclaimed() == '{"action": "terminate"}'
+    assert machine.own_address(url) == "127.0.0.1"
+
+
+def test_a_machine_of_no_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_METADATA", "http://127.0.0.1:9/latest")
+    assert machine.identity() == os.uname().nodename
+
+
+def test_a_notice_is_heeded_once(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_METADATA", f"{url}/latest")
+    monkeypatch.setattr(notice, "_LOOK_S", 0.01)
+    said: list[str] = []
+    heeded: list[str] = []
+    with notice.Notice(said.append) as looked:
+        looked.heed(heeded.append)
+        assert looked.text() is None
+        server.known = {"spot/instance-action": '{"action":\n "terminate"}'}
+        deadline = time.monotonic() + 20.0
+        while not heeded:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert heeded == ['{"action": "terminate"}'] == [looked.text()]
+    assert said == ['this node is to be reclaimed: {"action": "terminate"}']

@@ -1,0 +1,305 @@
+"""What becomes of shares and nodes, said by a stand-in for Prefect and one for Terraform, in time of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from areal_core.config.groups import NodesConfig, ProvisionConfig
+from areal_core.errors import ConfigError, ProcessError, ProvisionError
+from flows.fleet import Fleet, Seen, Stage
+from flows.provision.nodes import Host
+
+CPU = NodesConfig(gpu="none", gpus=0)
+CONFIG = ProvisionConfig(
+    kind="terraform",
+    image="ami-1",
+    generation=replace(CPU, count=2, spot=True),
+    trainer=CPU,
+    boot_s=100.0,
+    lost_s=30.0,
+    replacements=3,
+)
+_PATIENCE_S = 20.0
+
+
+class Cloud:
+    """Nodes, shares and time, as a test has them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.numbers: dict[str, int] = dict.fromkeys(("generation-0", "generation-1", "trainer-0"), 0)
+        self.silence: dict[str, float] = {}  # by node
+        self.shares: dict[str, Seen] = {}
+        self.names: dict[str, str] = {}  # of shares, by id
+        self.refuses: list[ProvisionError] = []
+        self.replaced: list[list[str]] = []
+        self.lost: list[str] = []
+        self.said: list[str] = []
+
+    # -- Supply
+
+    def hosts(self) -> list[Host]:
+        return [
+            Host(name=name, role=name.split("-")[0], address="", id=self.node(name), type="", spot=False)
+            for name in self.numbers
+        ]
+
+    def replace(self, names: Iterable[str]) -> list[Host]:
+        if self.refuses:
+            raise self.refuses.pop()
+        self.replaced.append([*names])
+        for name in self.replaced[-1]:
+            self.silence.pop(self.node(name), None)
+            self.numbers[name] += 1
+            self.silence[self.node(name)] = 0.0
+        return self.hosts()
+
+    # -- Work
+
+    def give(self, role: str, index: int) -> str:
+        share = f"{role}-{index}/{sum(name == f'{role}-{index}' for name in self.names.values())}"
+        self.names[share] = f"{role}-{index}"
+        self.shares[share] = Seen(Stage.WAITS, None, "")
+        return share
+
+    def seen(self, ids: Iterable[str]) -> Mapping[str, Seen]:
+        return {each: self.shares[each] for each in ids}
+
+    def lose(self, share: str, reason: str) -> None:
+        self.lost.append(share)
+        self.shares[share] = replace(self.shares[share], stage=Stage.FAILED, message=reason)
+
+    def silent_s(self) -> Mapping[str, float]:
+        return dict(self.silence)
+
+    # -- what happens
+
+    def node(self, name: str) -> str:
+        return f"i-{name}.{self.numbers[name]}"
+
+    def newest(self, name: str) -> str:
+        return [share for share, of in self.names.items() if of == name][-1]
+
+    def up(self) -> None:
+        """All nodes are there, and every share that waits is at work."""
+        for name in self.numbers:
+            self.silence.setdefault(self.node(name), 0.0)
+            if self.shares[self.newest(name)].stage is Stage.WAITS:
+                self.becomes(name, Stage.RUNS)
+
+    def becomes(self, name: str, stage: Stage, message: str = "") -> None:
+        self.shares[self.newest(name)] = Seen(stage, self.node(name), message)
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
+
+
+@contextmanager
+def fleet_of(cloud: Cloud, config: ProvisionConfig = CONFIG, *, given: bool = False) -> Iterator[Fleet]:
+    supply = None if given else cloud
+    with Fleet(
+        config, cloud.hosts(), cloud, supply, restarts=2, log=cloud.said.append, clock=lambda: cloud.now
+    ) as fleet:
+        yield fleet
+
+
+def until(fleet: Fleet, condition: Callable[[], bool]) -> None:
+    """Nodes are replaced in a thread."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        fleet.look()
+        time.sleep(0.001)
+
+
+def test_a_run_from_its_first_look_to_its_end(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
+        fleet.look()
+        assert not fleet.ready
+        cloud.up()
+        fleet.look()
+        assert fleet.ready
+        assert not fleet.over
+        cloud.becomes("trainer-0", Stage.DONE)
+        fleet.look()
+        assert fleet.over
+    assert fleet.closed
+    assert cloud.replaced == []
+
+
+@pytest.mark.parametrize("stage", [Stage.RECLAIMED, Stage.BAD_NODE])
+def test_a_node_that_is_reclaimed_or_bad_is_replaced_and_its_share_given_out_again(cloud: Cloud, stage: Stage) -> None:
+    with fleet_of(cloud) as fleet:
+        cloud.up()
+        fleet.look()
+        cloud.becomes("generation-1", stage, "as the cloud says")
+        until(fleet, lambda: cloud.newest("generation-1") == "generation-1/1")
+        assert cloud.replaced == [["generation-1"]]
+        assert cloud.newest("generation-0") == "generation-0/0"  # the others stay
+        cloud.up()
+        fleet.look()
+        assert fleet.ready
+
+
+def test_a_node_that_is_silent_loses_its_share(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
+        cloud.up()
+        fleet.look()
+        cloud.silence[cloud.node("generation-0")] = 31.0
+        until(fleet, lambda: cloud.newest("generation-0") == "generation-0/1")
+    assert cloud.lost == ["generation-0/0"]
+    assert cloud.replaced == [["generation-0"]]
+    assert any("silent for more than 30 s" in line for line in cloud.said)
+
+
+def test_a_node_that_never_comes_up_is_replaced_and_its_share_goes_on_waiting(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
+        for name in ("trainer-0", "generation-0"):
+            cloud.silence[cloud.node(name)] = 0.0
+            cloud.becomes(name, Stage.RUNS)
+        cloud.now = 99.0
+        fleet.look()
+        assert cloud.replaced == []
+        cloud.now = 101.0
+        until(fleet, lambda: cloud.replaced == [["generation-1"]])
+        cloud.up()
+        until(fleet, lambda: fleet.ready)
+    assert [*cloud.names] == ["trainer-0/0", "generation-0/0", "generation-1/0"]
+
+
+def test_the_head_node_is_replaced_as_others_are(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
+        cloud.up()
+        fleet.look()
+        cloud.silence[cloud.node("trainer-0")] = 1000.0
+        until(fleet, lambda: cloud.newest("trainer-0") == "trainer-0/1")
+        cloud.up()
+        cloud.becomes("trainer-0", Stage.DONE)
+        fleet.look()
+        assert fleet.over
+
+
+def test_replacements_that_can_not_be_had_are_tried_again_and_the_run_goes_on(cloud: Cloud) -> None:
+    cloud.refuses = [ProvisionError("terraform apply: InsufficientInstanceCapacity")]
+    with fleet_of(cloud) as fleet:
+        cloud.up()
+        fleet.look()
+        cloud.becomes("generation-0", Stage.RECLAIMED)
+        until(fleet, lambda: not cloud.refuses)
+        until(fleet, lambda: any("InsufficientInstanceCapacity" in line for line in cloud.said))
+        fleet.look()
+        assert cloud.replaced == []  # a minute has not passed
+        cloud.now += 61.0
+        until(fleet, lambda: cloud.replaced == [["generation-0"]])
+
+
+def test_a_run_that_nobody_trains_does_not_wait_for_ever(cloud: Cloud) -> None:
+    cloud.refuses = [ProvisionError("terraform apply: quota")] * 100
+    with fleet_of(cloud) as fleet:
+        cloud.up()
+        fleet.look()
+        cloud.becomes("trainer-0", Stage.RECLAIMED)
+
+        def later() -> bool:
+            cloud.now += 61.0
+            return False
+
+        with pytest.raises(ProvisionError, match="quota"):
+            until(fleet, later)
+
+
+def test_a_share_that_fails_is_tried_again_and_then_the_run_goes_on_without(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
+        cloud.up()
+        fleet.look()
+        for number in (1, 2):
+            cloud.becomes("generation-1", Stage.FAILED, "its processes died")
+            fleet.look()
+            assert cloud.newest("generation-1") == f"generation-1/{number}"
+        cloud.becomes("generation-1", Stage.FAILED, "its processes died")
+        fleet.look()
+        assert any("goes on with fewer: its processes died" in line for line in cloud.said)
+        cloud.becomes("generation-0", Stage.CANCELLED)
+        with pytest.raises(ProcessError, match="no node is left that generates"):
+            fleet.look()
+
+
+def test_a_head_node_that_fails_again_and_again_is_the_end(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
+        cloud.up()
+        for _ in range(2):
+            cloud.becomes("trainer-0", Stage.FAILED, "the controller died")
+            fleet.look()
+        cloud.becomes("trainer-0", Stage.FAILED, "the controller died")
+        with pytest.raises(ProcessError, match=r"^trainer-0: the controller died$"):
+            fleet.look()
+
+
+def test_what_the_head_node_refuses_is_refused(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
+        cloud.becomes("trainer-0", Stage.REFUSED, "task.path: there is no such file")
+        with pytest.raises(ConfigError, match=r"^task\.path: "):
+            fleet.look()
+
+
+def test_a_run_that_somebody_cancels_on_its_head_node(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
+        cloud.up()
+        cloud.becomes("trainer-0", Stage.CANCELLED)
+        fleet.look()
+        assert fleet.cancelled
+    assert cloud.replaced == []
+
+
+def test_so_many_nodes_are_replaced_and_no_more(cloud: Cloud) -> None:
+    with fleet_of(cloud, replace(CONFIG, replacements=1)) as fleet:
+        cloud.up()
+        fleet.look()
+        cloud.becomes("generation-0", Stage.RECLAIMED, "it is reclaimed")
+        until(fleet, lambda: cloud.newest("generation-0") == "generation-0/1")
+        cloud.up()
+        fleet.look()
+        cloud.becomes("generation-0", Stage.RECLAIMED, "it is reclaimed")
+        fleet.look()
+        assert any("provision.replacements (1) are spent" in line for line in cloud.said)
+        cloud.becomes("trainer-0", Stage.RECLAIMED, "it is reclaimed")
+        with pytest.raises(ProcessError, match=r"^trainer-0: it is reclaimed; provision\.replacements \(1\) are spent"):
+            fleet.look()
+
+
+def test_what_an_outage_has_kept_from_being_done_is_done_later(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fleet_of(cloud) as fleet:
+        cloud.up()
+        fleet.look()
+        cloud.becomes("generation-0", Stage.FAILED, "its processes died")
+        with monkeypatch.context() as away:
+
+            def refused(_role: str, _index: int) -> str:
+                raise OSError("Prefect is away")
+
+            away.setattr(cloud, "give", refused)
+            for _ in range(5):
+                with pytest.raises(OSError, match="away"):
+                    fleet.look()
+        fleet.look()
+        assert cloud.newest("generation-0") == "generation-0/1"
+        assert next(share for share in fleet.shares if share.name == "generation-0").failures == 1
+
+
+def test_given_hosts_are_not_replaced(cloud: Cloud) -> None:
+    with fleet_of(cloud, given=True) as fleet:
+        cloud.up()
+        fleet.look()
+        cloud.silence[cloud.node("generation-0")] = 1000.0
+        fleet.look()
+        assert any("generation-0 is given up" in line for line in cloud.said)
+        cloud.becomes("trainer-0", Stage.BAD_NODE, "no driver")
+        with pytest.raises(ProcessError, match=r"^trainer-0: no driver$"):
+            fleet.look()
