@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import load
-from tests.support.hosts import ADDRESSES, HEAD_NODE, REQUIRE_HOSTS, Cluster, Network, missing
+from tests.support.hosts import ADDRESSES, HEAD_NODE, REQUIRE_HOSTS, Cluster, Network
+from tests.support.namespaces import missing
 from tests.support.needs import skip_without
 from tests.support.runs import TINY
 

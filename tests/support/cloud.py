@@ -7,12 +7,14 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import boto3
+from botocore.config import Config
 
+from areal_core.launch.process import die_with_parent
 from flows.stack import responds
 from tests.support.mlflow_server import free_port, until
 from tests.support.terraform import CREDENTIALS, REGION
@@ -30,9 +32,10 @@ class Cloud:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
 
-    def client(self, service: str) -> Any:
+    def client(self, service: str, config: Config | None = None) -> Any:
         return boto3.client(
             service,
+            config=config,
             endpoint_url=self.endpoint,
             region_name=REGION,
             aws_access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
@@ -54,21 +57,21 @@ class Cloud:
         each = [instance for reservation in found for instance in reservation["Instances"]]
         return {tags_of(instance)["areal:node"]: instance for instance in each}
 
-    def user_data(self, role: str) -> str:
+    def user_data(self, role: str, run: str = RUN) -> str:
         """What the nodes of a role run when they boot."""
-        return base64.b64decode(self.template(role)["UserData"]).decode()
+        return base64.b64decode(self.template(role, run)["UserData"]).decode()
 
-    def template(self, role: str) -> dict[str, Any]:
+    def template(self, role: str, run: str = RUN) -> dict[str, Any]:
         """What the nodes of a role are started with."""
-        found = self.client("ec2").describe_launch_template_versions(LaunchTemplateName=f"areal-{RUN}-{role}")
+        found = self.client("ec2").describe_launch_template_versions(LaunchTemplateName=f"areal-{run}-{role}")
         newest = max(found["LaunchTemplateVersions"], key=lambda version: version["VersionNumber"])
         return newest["LaunchTemplateData"]
 
     def state(self) -> bytes:
         return self.client("s3").get_object(Bucket=BUCKET, Key=STATE)["Body"].read()
 
-    def left(self) -> dict[str, list[str]]:
-        """Everything of the run, by kind."""
+    def left(self, run: str = RUN) -> dict[str, list[str]]:
+        """Everything of a run, by kind."""
         ec2, iam = self.client("ec2"), self.client("iam")
         reservations = ec2.describe_instances()["Reservations"]
         instances = [instance for reservation in reservations for instance in reservation["Instances"]]
@@ -79,11 +82,11 @@ class Cloud:
             "roles": [r["RoleName"] for r in iam.list_roles()["Roles"]],
             "profiles": [p["InstanceProfileName"] for p in iam.list_instance_profiles()["InstanceProfiles"]],
         }
-        of_runs = {kind: [n for n in names if n.startswith(f"areal-{RUN}")] for kind, names in found.items()}
+        of_runs = {kind: [n for n in names if n.startswith(f"areal-{run}")] for kind, names in found.items()}
         return {kind: names for kind, names in of_runs.items() if names}
 
 
-def tags_of(resource: dict[str, Any]) -> dict[str, str]:
+def tags_of(resource: Mapping[str, Any]) -> dict[str, str]:
     return {tag["Key"]: tag["Value"] for tag in resource.get("Tags", [])}
 
 
@@ -93,7 +96,10 @@ def emulated(folder: Path) -> Iterator[Cloud]:
     endpoint, log = f"http://127.0.0.1:{(port := free_port())}", folder / "moto.log"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     settings = os.environ | {"MOTO_IAM_LOAD_MANAGED_POLICIES": "true"}
-    with log.open("wb") as output, subprocess.Popen(command, env=settings, stdout=output, stderr=output) as server:
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, env=settings, stdout=output, stderr=output, preexec_fn=die_with_parent) as server,
+    ):
         try:
             until(lambda: responds(f"{endpoint}/moto-api/"), f"moto's server; its log: {log}")
             yield Cloud(endpoint)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,35 +15,18 @@ from areal_core.config.schema import RunConfig
 from areal_core.run.launcher import run_folder
 from areal_core.storage import weights
 from areal_core.types import RunSummary
+from tests.support import namespaces
+from tests.support.namespaces import TIMEOUT_S, Switch
 from tests.support.runs import checked_summary
 
 T = TypeVar("T")
 
 HEAD_NODE, GENERATES, TRAINS = "head", "generates", ("trains-0", "trains-1")
 ADDRESSES = {HEAD_NODE: "10.77.0.1", GENERATES: "10.77.0.2", TRAINS[0]: "10.77.0.3", TRAINS[1]: "10.77.0.4"}
-TIMEOUT_S = 120.0  # for whatever a test waits for; what fails to come fails there
 REQUIRE_HOSTS = "AREAL_REQUIRE_HOSTS"  # set: a machine that lacks something fails these tests instead of skipping them
-_PREFIX = "areal"
 _SWITCH = "switch"
 _MOTO_PORT = 5000
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
-
-
-def missing() -> str | None:
-    """What this machine lacks for namespaces, on one line; None if nothing."""
-    if shutil.which("ip") is None:
-        return "needs the command ip: apt install iproute2"
-    probe = f"{_PREFIX}-{os.getpid()}-probe"
-    try:
-        _ip("netns", "add", probe)
-        _ip("-n", probe, "link", "add", "name", "one", "type", "veth", "peer", "name", "other")
-        _ip("-n", probe, "link", "add", "name", "three", "type", "bridge")
-    except subprocess.CalledProcessError as error:
-        reason = " ".join(error.stderr.split())
-        return f"needs CAP_SYS_ADMIN and CAP_NET_ADMIN, for namespaces with veth and bridge: {reason}"
-    finally:
-        subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
-    return None
 
 
 class Network:
@@ -54,10 +34,10 @@ class Network:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._own = f"{_PREFIX}-{os.getpid()}"
+        self._own = f"{namespaces.PREFIX}-{os.getpid()}"
 
     def __enter__(self) -> Network:
-        _sweep()
+        namespaces.sweep()
         try:
             self._build()
         except BaseException:
@@ -68,7 +48,7 @@ class Network:
     def __exit__(self, *_: object) -> None:
         for host in (*ADDRESSES, _SWITCH):
             self.kill(host)
-            subprocess.run(["ip", "netns", "del", self._namespace(host)], capture_output=True, check=False)
+            namespaces.delete(self._namespace(host))
 
     def start(self, host: str, output: Path, *command: object) -> subprocess.Popen[bytes]:
         with output.open("ab") as file:
@@ -91,17 +71,17 @@ class Network:
 
     def pids(self, host: str) -> list[int]:
         """Everything that runs there."""
-        return _pids(self._namespace(host))
+        return namespaces.pids(self._namespace(host))
 
     def kill(self, host: str, *, but: Sequence[int] = ()) -> None:
-        _kill_all(self._namespace(host), but)
+        namespaces.kill_all(self._namespace(host), but)
 
     def cut(self, host: str) -> None:
         """Nothing reaches this machine or comes from it any more."""
-        _ip("-n", self._namespace(_SWITCH), "link", "set", "dev", _port(host), "down")
+        self._switch.cut(host)
 
     def join(self, host: str) -> None:
-        _ip("-n", self._namespace(_SWITCH), "link", "set", "dev", _port(host), "up")
+        self._switch.join(host)
 
     def serve_s3(self) -> str:
         """A store on the head node; returns its URL for clients on all machines."""
@@ -123,18 +103,9 @@ while True:
         return url
 
     def _build(self) -> None:
-        switch = self._namespace(_SWITCH)
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "name", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "dev", "bridge", "up")
+        self._switch = Switch(self._namespace(_SWITCH))
         for host, address in ADDRESSES.items():
-            namespace, port = self._namespace(host), _port(host)
-            _ip("netns", "add", namespace)
-            _ip("-n", switch, "link", "add", "name", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-            _ip("-n", switch, "link", "set", "dev", port, "master", "bridge", "up")
-            _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _ip("-n", namespace, "link", "set", "dev", device, "up")
+            self._switch.plug_in(self._namespace(host), host, address, 24)
 
     def _namespace(self, host: str) -> str:
         return f"{self._own}-{host}"
@@ -231,36 +202,3 @@ class Cluster:
 
     def _outputs(self) -> str:
         return "\n".join(f"-- {host}\n{self.output(host)[-4000:]}" for host in ADDRESSES)
-
-
-def _port(host: str) -> str:
-    """The switch's end of a machine's cable."""
-    return f"to-{host}"
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
-
-
-def _pids(namespace: str) -> list[int]:
-    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
-    return [int(pid) for pid in listed.stdout.split()]
-
-
-def _kill_all(namespace: str, but: Sequence[int] = ()) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while left := [pid for pid in _pids(namespace) if pid not in but]:
-        assert time.monotonic() < deadline, f"left running in {namespace}: {left}"
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def _sweep() -> None:
-    """Namespaces of test processes that were killed, and what still runs there; those of live test processes stay."""
-    for entry in Path("/run/netns").glob(f"{_PREFIX}-*-*"):
-        _, pid, _ = entry.name.split("-", 2)
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
-            _kill_all(entry.name)
-            subprocess.run(["ip", "netns", "del", entry.name], capture_output=True, check=False)

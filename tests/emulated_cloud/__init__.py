@@ -1,0 +1,13 @@
+"""An emulated cloud: AWS's API (moto's server) whose instances are machines, as far as namespaces can be one.
+
+`cloud.EmulatedCloud` is what tests use; `python -m tests.emulated_cloud` starts one by hand (`make cloud`).
+
+- `daemon` is a process of its own, which holds everything together; it listens to `EmulatedCloud` by `control`
+- `proxy` stands before moto: faults (`faults`) of its calls (`calls`), and what AWS does and moto doesn't
+- `machines` makes a machine of every running instance; `init` is the first process in it
+- `metadata` is the service that tells a machine what it is
+"""
+
+from tests.emulated_cloud.cloud import ApiCall, EmulatedCloud, Start, missing
+
+__all__ = ["ApiCall", "EmulatedCloud", "Start", "missing"]

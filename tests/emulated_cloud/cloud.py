@@ -1,0 +1,370 @@
+"""An emulated cloud as tests use it."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from flows.stack import ROOT
+from tests.emulated_cloud import init
+from tests.emulated_cloud.daemon import ADDRESS, CALLS, CONTROL, CONTROL_HOST, PORT, STARTS, Options
+from tests.emulated_cloud.faults import Fault, Kind
+from tests.support import namespaces
+from tests.support.cloud import Cloud
+from tests.support.terraform import CREDENTIALS
+
+_numbers = itertools.count()
+_END_S = 30.0  # that the daemon has to end in order
+_ASK_S = 60.0
+_COMMANDS = ("unshare", "nsenter")
+# What a machine is made of, tried: a file system of its own over this one, and processes of its own.
+_PROBE = """
+folder=$(mktemp -d) && mount -t tmpfs tmpfs "$folder" && mkdir "$folder"/{upper,work,root} \
+  && mount -t overlay overlay -o "lowerdir=/,upperdir=$folder/upper,workdir=$folder/work" "$folder/root" \
+  && mount -t proc proc "$folder/root/proc"; ended=$?
+umount -R "$folder" && rmdir "$folder"; exit $ended
+"""
+
+
+def missing() -> str | None:
+    """What this machine lacks for an emulated cloud, on one line; None if nothing."""
+    for command in _COMMANDS:
+        if shutil.which(command) is None:
+            return f"needs the command {command}: apt install util-linux"
+    if lack := namespaces.missing():
+        return lack
+    probe = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c", _PROBE]
+    tried = subprocess.run(probe, capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"needs file systems that overlay the root one (overlayfs), as root: {' '.join(tried.stderr.split())}"
+    return None
+
+
+@dataclass(frozen=True)
+class Start:
+    """One time that a machine ran."""
+
+    instance: str
+    node: str | None  # what the tags areal:node and areal:run say
+    run: str | None
+    address: str
+    started_at: float  # seconds since 1970
+    ended_at: float | None
+    why: str | None  # terminated, powered off, reclaimed, lost, crashed, the cloud ends
+
+
+@dataclass(frozen=True)
+class ApiCall:
+    """One call that came to the API."""
+
+    at: float  # when it was answered, in seconds since 1970
+    caller: str  # address
+    service: str
+    call: str  # as in `EmulatedCloud.fault`
+    fault: Kind | None
+    status: int | None  # None: no answer
+
+
+class EmulatedCloud(Cloud):
+    """A context: AWS's API on a control host, and a machine for every instance that runs.
+
+    **Where things are.** The control host is a network namespace with the address `address`; machines have one each,
+    with the `PrivateIpAddress` of their instance. All are at one switch, and nothing else is. What is to reach the API
+    or machines, or to be reached by them, has to be there:
+
+        with EmulatedCloud(tmp_path) as cloud, cloud.inside():
+            server = subprocess.Popen([..., "--host", cloud.address])    # Prefect's, MLflow's, a flow's worker
+            cloud.client("ec2").run_instances(...)
+
+    `inside` moves the calling thread, and whatever that starts; contexts may be nested. Child processes find the API by
+    `environment`. Methods of this class work inside and outside, but for `client`, whose result is to be used inside.
+    What has been started there and still runs at the end of the cloud is killed.
+
+    **Machines** share no file that anybody writes: each sees this host's root file system with a layer of its own above
+    it, and fresh /tmp, /var/tmp, /run, /root and .areal of the checkout. They have their own processes and host name
+    (ip-10-64-0-4). User data is run at first boot, as root, with the environment of `init.ENVIRONMENT` and nothing of
+    the caller's; there is no systemd. boto3 finds the API by /root/.aws/config, and credentials by the metadata
+    service, which wants a token, and has tags where `MetadataOptions.InstanceMetadataTags` is enabled. `shutdown -P +N`
+    powers a machine off after N times `minute_s`; the instance is then terminated, or stopped if it was started so. A
+    machine whose instance was terminated gets SIGTERM, and SIGKILL `power_off_s` later. One whose first process crashes
+    is down, while its instance goes on running.
+
+    **The API** is moto's, and what a launch template says is put into RunInstances, which moto leaves out for
+    interfaces, profile, metadata options, behaviour at shutdown, zone and market. ClientToken is heeded.
+
+    Files in `folder`: logs/INSTANCE.log, calls.jsonl, starts.jsonl, moto.log, daemon.log, and the socket `control` that
+    takes what is asked for here, for curl.
+    """
+
+    address = ADDRESS  # of the control host
+
+    def __init__(self, folder: Path, *, minute_s: float = 60.0, power_off_s: float = 2.0) -> None:
+        """`folder` is there. `minute_s` is how many seconds `shutdown` takes for a minute."""
+        super().__init__(f"http://{ADDRESS}:{PORT}")
+        self.folder = folder
+        self._own = f"{namespaces.PREFIX}-{os.getpid()}-cloud{next(_numbers)}"
+        self._options = Options(own=self._own, folder=str(folder), minute_s=minute_s, power_off_s=power_off_s)
+        self._daemon: subprocess.Popen[bytes] | None = None
+        self._image: str | None = None
+
+    def __enter__(self) -> EmulatedCloud:
+        """The thread that enters has to be there as long as the cloud: the daemon ends with it."""
+        command = [sys.executable, "-m", "tests.emulated_cloud", "--serve", msgspec.json.encode(self._options).decode()]
+        with (self.folder / "daemon.log").open("ab") as log:
+            self._daemon = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self._daemon.stdout is not None
+        if not self._daemon.stdout.readline():
+            self.__exit__()
+            raise AssertionError((self.folder / "daemon.log").read_text())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing of it is left, nor of what was started on its control host."""
+        assert self._daemon is not None
+        with self._daemon as daemon:
+            daemon.terminate()
+            try:
+                daemon.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+        namespaces.end(self._own)  # if it was killed
+
+    @property
+    def daemon_pid(self) -> int:
+        assert self._daemon is not None
+        return self._daemon.pid
+
+    @property
+    def control_host(self) -> str:
+        """Name of its namespace, for `ip netns exec`."""
+        return f"{self._own}-{CONTROL_HOST}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables by which AWS's tools and terraform on the control host find the API."""
+        return {"AWS_ENDPOINT_URL": self.endpoint, "TF_CLI_CONFIG_FILE": "/dev/null", **CREDENTIALS}
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The calling thread, and what it starts, is on the control host."""
+        with namespaces.entered(self.control_host):
+            yield
+
+    # Faults.
+
+    def fault(
+        self,
+        call: str,
+        kind: Kind,
+        *,
+        code: str = "InternalError",
+        status: int | None = None,
+        delay_s: float = 0.0,
+        count: int | None = 1,
+        probability: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        """Spoil the next `count` calls (None: all) that match `call`, each with `probability`.
+
+        `call` is a pattern of names: `RunInstances`, `Describe*`, `GetParameters`; of S3 `PUT /bucket/key*`. Kinds:
+
+        - refuse: with AWS's error `code`, by `status` or the usual one
+        - delay: carried out after `delay_s`
+        - drop: not carried out, and the connection is closed without an answer
+        - lose: carried out, and the connection is closed without an answer
+        - twice: carried out twice, and answered with the second answer (once where the call has a ClientToken)
+        """
+        fault = Fault(
+            call=call,
+            kind=kind,
+            code=code,
+            status=status,
+            delay_s=delay_s,
+            count=count,
+            probability=probability,
+            seed=seed,
+        )
+        self._ask("fault", **msgspec.to_builtins(fault))
+
+    def faults(self) -> list[Fault]:
+        """Those that have not all been met."""
+        return msgspec.convert(self._ask("faults"), list[Fault])
+
+    def clear(self) -> None:
+        """No more faults of calls and of boots."""
+        self._ask("clear")
+
+    def boot_delay(self, delay_s: float, count: int | None = 1) -> None:
+        """The next `count` machines (None: all) are powered on so much later than their instance runs."""
+        self._ask("boots", how="late", delay_s=delay_s, count=count)
+
+    def boot_never(self, count: int | None = 1) -> None:
+        """The next machines run nothing: they are on the network, and that is all."""
+        self._ask("boots", how="never", count=count)
+
+    def boot_fails(self, count: int | None = 1) -> None:
+        """The user data of the next machines ends at once, with status 1."""
+        self._ask("boots", how="fails", count=count)
+
+    def reclaim(self, instance: str, notice_s: float = 120.0) -> None:
+        """The machine's metadata tells of its end, which comes after `notice_s`."""
+        self._ask("reclaim", instance=instance, notice_s=notice_s)
+
+    def lose(self, instance: str) -> None:
+        """The machine is gone at once, and its instance terminated."""
+        self._ask("lose", instance=instance)
+
+    def freeze(self, instance: str, *, cut: bool = True) -> None:
+        """The machine is there and computes nothing; with `cut` nothing reaches it either, otherwise its network still
+        takes connections. Its own `shutdown` stands still as well."""
+        self._ask("freeze", instance=instance, cut=cut)
+
+    def thaw(self, instance: str) -> None:
+        """It goes on, and is reached."""
+        self._ask("thaw", instance=instance)
+
+    def cut(self, instance: str) -> None:
+        """Nothing reaches the machine or comes from it; its metadata service is still there."""
+        self._ask("cut", instance=instance)
+
+    def join(self, instance: str) -> None:
+        self._ask("join", instance=instance)
+
+    # What there is.
+
+    def instances(self, run: str | None = None) -> dict[str, dict[str, Any]]:
+        """Those of a run that cost, by the names of the nodes; of all runs by their ids."""
+        with self.inside():
+            if run is not None:
+                return super().instances(run)
+            states = [{"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}]
+            found = self.client("ec2").describe_instances(Filters=states)["Reservations"]
+            return {instance["InstanceId"]: instance for one in found for instance in one["Instances"]}
+
+    def user_data_of(self, run: str, role: str) -> str:
+        """What the nodes of a run's role run when they boot."""
+        with self.inside():
+            return self.user_data(role, run)
+
+    def left(self, run: str | None = None) -> dict[str, list[str]]:
+        """Everything of a run, by kind; without `run`, of all whose names begin as those of runs."""
+        with self.inside():
+            return super().left(run or "")
+
+    def image(self) -> str:
+        """One that can be booted; the list of all takes moto a second."""
+        if self._image is None:
+            with self.inside():
+                self._image = super().image()
+        return self._image
+
+    def calls(self, pattern: str = "*") -> list[ApiCall]:
+        """What came to the API, in the order of the answers."""
+        lines = [json.loads(line) for line in (self.folder / CALLS).read_text().splitlines()]
+        calls = [
+            ApiCall(**{"caller" if key == "from" else key: value for key, value in line.items()}) for line in lines
+        ]
+        return [call for call in calls if fnmatchcase(call.call, pattern)]
+
+    @property
+    def starts(self) -> list[Start]:
+        """Every machine that has run, in the order of their starts."""
+        begun: list[dict[str, Any]] = []
+        for line in (self.folder / STARTS).read_text().splitlines():
+            event = json.loads(line)
+            if event["event"] == "start":
+                begun.append({"started_at": event["at"], "ended_at": None, "why": None} | event)
+            else:
+                last = next(each for each in reversed(begun) if each["instance"] == event["instance"])
+                last |= {"ended_at": event["at"], "why": event["why"]}
+        names = Start.__dataclass_fields__
+        return [Start(**{name: each[name] for name in names}) for each in begun]
+
+    def running(self) -> list[str]:
+        """The instances whose machines run."""
+        return [instance for instance, machine in self._ask("machines").items() if machine["pid"] is not None]
+
+    def machine_log(self, instance: str) -> str:
+        """What its user data has said, and its first process."""
+        file = self.folder / "logs" / f"{instance}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def machine_pids(self, instance: str) -> list[int]:
+        """The processes of a machine but its first one, as this host numbers them; none of one that is not running."""
+        pid = self._pid(instance)
+        try:
+            return [each.pid for each in psutil.Process(pid).children(recursive=True)] if pid is not None else []
+        except psutil.NoSuchProcess:
+            return []
+
+    def run_in(self, instance: str, *argv: object, timeout_s: float = 60.0) -> str:
+        """The output of a command on a machine. AssertionError with all that it said if it fails."""
+        pid = self._pid(instance)
+        assert pid is not None, f"no machine {instance} runs"
+        command = ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", *map(str, argv)]
+        done = subprocess.run(
+            command, env=init.ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        assert done.returncode == 0, f"{argv} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def wait_for_machine(self, instance: str, timeout_s: float = 60.0) -> None:
+        """Until it runs, or has run; an instance is said to run before its machine does."""
+        deadline = time.monotonic() + timeout_s
+        while all(start.instance != instance for start in self.starts):
+            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for the machine of {instance}"
+            time.sleep(0.05)
+
+    def _pid(self, instance: str) -> int | None:
+        return self._ask("machines").get(instance, {}).get("pid")
+
+    def _ask(self, what: str, **arguments: object) -> Any:
+        connection = _UnixConnection(self.folder / CONTROL)
+        try:
+            connection.request("POST", f"/{what}", json.dumps(arguments), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            result = json.loads(response.read())
+        finally:
+            connection.close()
+        assert response.status == http.client.OK, f"{what}: {result}"
+        return result
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("cloud", timeout=_ASK_S)
+        self._path = path
+
+    def connect(self) -> None:
+        """By way of its folder: a path in a socket's address has 107 characters at most."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        folder = os.open(self._path.parent, os.O_PATH)
+        try:
+            self.sock.connect(f"/proc/self/fd/{folder}/{self._path.name}")
+        finally:
+            os.close(folder)

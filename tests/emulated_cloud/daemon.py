@@ -1,0 +1,326 @@
+"""The process that holds an emulated cloud together, until its parent ends or asks it to.
+
+It lives on the control host, a namespace at the same switch as the machines, as moto's server does. `EmulatedCloud`
+asks it for what tests want by HTTP on a Unix socket: `POST /NAME` with the arguments as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from areal_core.launch.process import die_with_parent
+from tests.emulated_cloud.faults import Fault
+from tests.emulated_cloud.machines import PREFIX, Machine, Site, reach_all
+from tests.emulated_cloud.proxy import Proxy
+from tests.support import namespaces
+from tests.support.cloud import Cloud, emulated, tags_of
+from tests.support.namespaces import Switch
+
+ADDRESS, PORT = "10.64.255.1", 4566  # of the control host, and of the API on it
+CONTROL_HOST = "control"
+CONTROL, STARTS, CALLS = "control", "starts.jsonl", "calls.jsonl"  # files in the cloud's folder
+_LOOK_S = 1.0  # between two looks at moto's instances, where no call may have changed them
+_DIES = '#!/bin/sh\necho "the boot fails, as the test has asked for"\nexit 1\n'
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    own: str  # how the names of its namespaces begin
+    folder: str
+    minute_s: float
+    power_off_s: float
+
+
+class Boot(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How the next `count` machines boot, or all."""
+
+    how: Literal["late", "never", "fails"]
+    delay_s: float = 0.0
+    count: int | None = 1
+
+
+class _RefusedError(Exception):
+    """What is asked for can't be; carries the reason."""
+
+
+class Daemon:
+    def __init__(self, options: Options, switch: Switch, moto: Cloud) -> None:
+        self._folder = Path(options.folder)
+        self._site = Site(
+            own=options.own,
+            folder=self._folder,
+            switch=switch,
+            endpoint=f"http://{ADDRESS}:{PORT}",
+            minute_s=options.minute_s,
+            power_off_s=options.power_off_s,
+        )
+        self._ec2, self._iam = moto.client("ec2"), moto.client("iam")
+        self._machines: dict[str, Machine] = {}
+        self._started = 0
+        self._boots: list[Boot] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._look = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._starts = (self._folder / STARTS).open("a", buffering=1)
+        self._proxy = Proxy(
+            moto.endpoint,
+            self._folder / CALLS,
+            describe=self._ec2.describe_launch_template_versions,
+            changed=self._look.set,
+        )
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._stop.set)
+        loop.add_reader(sys.stdin, self._heard)
+        await self._proxy.serve(socket.create_server((ADDRESS, PORT), backlog=128))
+        control = web.Server(self._handle, access_log=None)
+        listening = await loop.create_unix_server(control, sock=_unix_socket(self._folder / CONTROL))
+        self._spawn(self._follow())
+        ready()
+        try:
+            await self._stop.wait()
+        finally:
+            listening.close()
+            await self._close()
+
+    def _heard(self) -> None:
+        """Nothing is ever written there: the parent has gone."""
+        if not os.read(sys.stdin.fileno(), 1):
+            self._stop.set()
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for machine in self._machines.values():
+            machine.end("the cloud ends", at_once=True)
+        for machine in self._machines.values():
+            await machine.down()
+            await machine.unplug()
+        await self._proxy.close()
+        self._starts.close()
+
+    # Machines follow moto's instances.
+
+    async def _follow(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), _LOOK_S)
+            self._look.clear()
+            running = await asyncio.to_thread(self._running)
+            for instance, described in running.items():
+                if instance in self._machines:
+                    self._machines[instance].tell(described)
+                else:
+                    self._add(described)
+            for instance, machine in list(self._machines.items()):
+                if instance not in running:
+                    machine.end("terminated", at_once=False)
+                    if machine.over:
+                        del self._machines[instance]
+
+    def _running(self) -> dict[str, Mapping[str, Any]]:
+        filters = [{"Name": "instance-state-name", "Values": ["running"]}]
+        reservations = self._ec2.describe_instances(Filters=filters)["Reservations"]
+        found = [instance for reservation in reservations for instance in reservation["Instances"]]
+        return {instance["InstanceId"]: instance for instance in found}
+
+    def _add(self, described: Mapping[str, Any]) -> None:
+        self._started += 1
+        machine = Machine(self._site, self._started, described, self._has_ended)
+        self._machines[machine.instance] = machine
+        self._spawn(self._boot(machine, self._next_boot()))
+
+    def _next_boot(self) -> Boot | None:
+        if not self._boots:
+            return None
+        boot = self._boots[0]
+        if boot.count is not None:
+            boot.count -= 1
+            if boot.count == 0:
+                del self._boots[0]
+        return boot
+
+    async def _boot(self, machine: Machine, boot: Boot | None) -> None:
+        if boot is not None and boot.how == "late":
+            await asyncio.sleep(boot.delay_s)
+        user_data, role = await asyncio.to_thread(self._given, machine.described)
+        if boot is not None and boot.how != "late":
+            user_data = None if boot.how == "never" else _DIES
+        if machine.why is None:
+            try:
+                await machine.start(user_data, role)
+                self._begins(machine)
+            except BaseException:
+                machine.end("crashed", at_once=True)
+                raise
+        if machine.over:
+            await machine.unplug()
+
+    def _given(self, described: Mapping[str, Any]) -> tuple[str | None, str | None]:
+        """Its user data, and the role of its profile."""
+        found = self._ec2.describe_instance_attribute(InstanceId=described["InstanceId"], Attribute="userData")
+        coded = found["UserData"].get("Value")
+        profile = described.get("IamInstanceProfile")
+        return base64.b64decode(coded).decode() if coded else None, self._role(profile["Arn"]) if profile else None
+
+    def _role(self, profile: str) -> str | None:
+        try:
+            found = self._iam.get_instance_profile(InstanceProfileName=profile.rpartition("/")[2])
+        except self._iam.exceptions.NoSuchEntityException:  # ended with the instance, while that boots
+            return None
+        return next((role["RoleName"] for role in found["InstanceProfile"]["Roles"]), None)
+
+    def _begins(self, machine: Machine) -> None:
+        """Written once, before its end, whichever is noticed first."""
+        if not machine.noted:
+            machine.noted = True
+            self._write("start", machine, address=machine.address)
+
+    def _has_ended(self, machine: Machine) -> None:
+        self._begins(machine)
+        self._write("end", machine, why=machine.why)
+        self._look.set()
+        self._spawn(machine.unplug())
+        if machine.why == "powered off":
+            self._spawn(asyncio.to_thread(self._powered_off, machine.instance))
+
+    def _powered_off(self, instance: str) -> None:
+        """From inside: what becomes of the instance is as it was started with."""
+        name = "instanceInitiatedShutdownBehavior"
+        found = self._ec2.describe_instance_attribute(InstanceId=instance, Attribute=name)
+        if found["InstanceInitiatedShutdownBehavior"].get("Value") == "terminate":
+            self._ec2.terminate_instances(InstanceIds=[instance])
+        else:
+            self._ec2.stop_instances(InstanceIds=[instance])
+
+    def _write(self, event: str, machine: Machine, **what: object) -> None:
+        tags = tags_of(machine.described)
+        line = {"event": event, "at": time.time(), "instance": machine.instance, "node": tags.get("areal:node")}
+        self._starts.write(json.dumps({**line, "run": tags.get("areal:run"), **what}) + "\n")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._is_done)
+
+    def _is_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):  # nothing that a test could rely on
+            traceback.print_exception(error)
+            self._stop.set()
+
+    # What tests ask for.
+
+    async def _handle(self, request: web.BaseRequest) -> web.Response:
+        asked: dict[str, Callable[..., Any]] = {
+            "fault": lambda **fault: self._proxy.faults.add(msgspec.convert(fault, Fault)),
+            "faults": lambda: msgspec.to_builtins(self._proxy.faults.pending),
+            "clear": self._clear,
+            "boots": lambda **boot: self._boots.append(msgspec.convert(boot, Boot)),
+            "machines": self._tell,
+            "reclaim": self._reclaim,
+            "lose": self._lose,
+            "freeze": self._freeze,
+            "thaw": self._thaw,
+            "cut": lambda instance: self._machine(instance).cut(),
+            "join": lambda instance: self._machine(instance).join(),
+        }
+        name = request.path.lstrip("/")
+        try:
+            if name not in asked:
+                raise _RefusedError(f"{name!r} is none of {', '.join(asked)}")
+            body = await request.read()
+            result = asked[name](**(json.loads(body) if body else {}))
+            return web.json_response(await result if isinstance(result, Awaitable) else result)
+        except (_RefusedError, TypeError, ValueError) as error:
+            return web.json_response(str(error), status=400)
+
+    def _machine(self, instance: str) -> Machine:
+        machine = self._machines.get(instance)
+        if machine is None or machine.pid is None:
+            raise _RefusedError(f"no machine {instance} runs")
+        return machine
+
+    def _tell(self) -> dict[str, dict[str, Any]]:
+        return {
+            instance: {
+                "pid": machine.pid,
+                "address": machine.address,
+                "node": tags_of(machine.described).get("areal:node"),
+            }
+            for instance, machine in self._machines.items()
+        }
+
+    def _clear(self) -> None:
+        self._proxy.faults.clear()
+        self._boots.clear()
+
+    def _reclaim(self, instance: str, notice_s: float) -> None:
+        machine = self._machine(instance)
+        assert machine.metadata is not None
+        machine.metadata.reclaimed_at = time.time() + notice_s
+        self._spawn(self._reclaimed(machine, notice_s))
+
+    async def _reclaimed(self, machine: Machine, notice_s: float) -> None:
+        await asyncio.sleep(notice_s)
+        if machine.why is None:
+            machine.end("reclaimed", at_once=False)
+            await asyncio.to_thread(self._ec2.terminate_instances, InstanceIds=[machine.instance])
+
+    async def _lose(self, instance: str) -> None:
+        self._machine(instance).end("lost", at_once=True)
+        await asyncio.to_thread(self._ec2.terminate_instances, InstanceIds=[instance])
+
+    async def _freeze(self, instance: str, cut: bool) -> None:
+        if cut:
+            self._machine(instance).cut()
+        await self._machine(instance).freeze()
+
+    def _thaw(self, instance: str) -> None:
+        self._machine(instance).thaw()
+        self._machine(instance).join()
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    """Bound by way of its folder: a path in a socket's address has 107 characters at most."""
+    listening = socket.socket(socket.AF_UNIX)
+    folder = os.open(path.parent, os.O_PATH)
+    try:
+        listening.bind(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
+    return listening
+
+
+def serve(options: Options) -> None:
+    """Until it is asked to end; in the end nothing is left of it. Says on standard output when it is ready."""
+    die_with_parent(signal.SIGTERM)
+    parent = os.getppid()
+    namespaces.sweep()
+    try:
+        switch = Switch(f"{options.own}-switch")
+        host = f"{options.own}-{CONTROL_HOST}"
+        switch.plug_in(host, CONTROL_HOST, ADDRESS, PREFIX)
+        reach_all(host)
+        namespaces.enter(host)
+        with emulated(Path(options.folder)) as moto:
+            asyncio.run(Daemon(options, switch, moto).run(lambda: print("ready", flush=True)))
+    finally:
+        namespaces.end(options.own, but=[parent])

@@ -1,0 +1,234 @@
+"""One machine of the cloud: a network namespace at the switch, its first process, and its metadata service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from aiohttp import web
+
+from flows.stack import ROOT
+from tests.emulated_cloud import init, metadata
+from tests.support import namespaces
+from tests.support.namespaces import Switch
+
+PREFIX = 16
+_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")  # instances outside of the control host's network
+_KILL_AFTER_S = 3.0  # beyond what the first process takes to power off in order
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What all machines of a cloud have in common."""
+
+    own: str  # how its namespaces' names begin
+    folder: Path
+    switch: Switch
+    endpoint: str
+    minute_s: float
+    power_off_s: float
+
+
+def reach_all(namespace: str) -> None:
+    """All private addresses are at the switch."""
+    for network in _PRIVATE:
+        namespaces.ip("-n", namespace, "route", "add", network, "dev", "eth0")
+
+
+class Machine:
+    def __init__(self, site: Site, number: int, described: Mapping[str, Any], ended: Callable[[Machine], None]) -> None:
+        """`described`: by DescribeInstances; `ended` is called when it has ended."""
+        self.instance: str = described["InstanceId"]
+        self.address: str = described["PrivateIpAddress"]
+        self.metadata: metadata.Metadata | None = None
+        self.described = described
+        self.why: str | None = None  # it ends or has ended
+        self.noted = False  # that it has started
+        self._site, self._port, self._ended = site, str(number), ended
+        self._up = asyncio.Event()
+        self._namespace = f"{site.own}-{self.instance}"
+        self._servers: tuple[asyncio.Server, web.Server] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._frozen = False
+        self._down = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Of its first process, from when it is a machine until it ends."""
+        runs = self._process is not None and self._up.is_set() and not self._down.is_set()
+        return self._process.pid if self._process is not None and runs else None
+
+    @property
+    def log(self) -> Path:
+        """What its user data says."""
+        return self._site.folder / "logs" / f"{self.instance}.log"
+
+    @property
+    def over(self) -> bool:
+        """Nothing of it runs, and nothing will."""
+        return self.why is not None and (self._process is None or self._down.is_set())
+
+    async def start(self, user_data: str | None, role: str | None) -> None:
+        """Power it on. `role`: of its instance's profile."""
+        self._site.switch.plug_in(self._namespace, self._port, self.address, PREFIX)
+        reach_all(self._namespace)
+        namespaces.ip("-n", self._namespace, "address", "add", f"{metadata.ADDRESS}/32", "dev", "lo")
+        with namespaces.entered(self._namespace):
+            listening = metadata.listen()
+        self.metadata = metadata.Metadata(self.described, role)
+        server = self.metadata.serve()
+        self._servers = await asyncio.get_running_loop().create_server(server, sock=listening), server
+        if self.why is None:  # it was not ended meanwhile
+            await self._boot(user_data)
+
+    async def _boot(self, user_data: str | None) -> None:
+        """Returns once it is up, or down."""
+        up, told_up = os.pipe()
+        process = self._process = self._first_process(told_up)
+        os.close(told_up)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(up, self._is_up, up)
+        descriptor = os.pidfd_open(process.pid)
+        loop.add_reader(descriptor, self._has_ended, descriptor)
+        folder = self._site.folder / "machines" / self.instance
+        folder.mkdir(parents=True, exist_ok=True)
+        made = init.Machine(
+            namespace=self._namespace,
+            address=self.address,
+            hostname=metadata.host_name(self.address),
+            folder=str(folder),
+            kept=_kept(),
+            hidden=[str(self._site.folder), str(ROOT / ".areal")],
+            endpoint=self._site.endpoint,
+            user_data=user_data,
+            minute_s=self._site.minute_s,
+            power_off_s=self._site.power_off_s,
+            up=told_up,
+        )
+        assert process.stdin is not None
+        with process.stdin as told:
+            told.write(json.dumps(made._asdict()).encode())
+        await self._up.wait()
+
+    def _first_process(self, told_up: int) -> subprocess.Popen[bytes]:
+        """Of a PID namespace. It waits to be told what to make."""
+        self.log.parent.mkdir(exist_ok=True)
+        with self.log.open("ab") as log, namespaces.new_pids():
+            return subprocess.Popen(
+                [sys.executable, "-S", "-P", init.__file__],
+                cwd=ROOT,
+                env={"PYTHONPATH": str(ROOT)},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=[told_up],
+            )
+
+    def _is_up(self, descriptor: int) -> None:
+        """It says so, or has ended before it could."""
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        self._up.set()
+
+    def _has_ended(self, descriptor: int) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        assert self._process is not None
+        code = self._process.wait()
+        if self.why is None:
+            self.why = "powered off" if code == 0 else "crashed"
+        self._down.set()
+        self._ended(self)
+
+    async def down(self) -> None:
+        """Wait for the end of what runs of it."""
+        if self._process is not None:
+            await self._down.wait()
+
+    async def unplug(self) -> None:
+        """Give up what it has of this host, once it is over."""
+        servers, self._servers = self._servers, None
+        if servers is not None:
+            listening, server = servers
+            listening.close()
+            await server.shutdown(0)
+            namespaces.delete(self._namespace)
+
+    def tell(self, described: Mapping[str, Any]) -> None:
+        """What DescribeInstances says by now: tags may be others."""
+        self.described = described
+        if self.metadata is not None:
+            self.metadata.described = described
+
+    def end(self, why: str, *, at_once: bool) -> None:
+        """Power it off, in order unless `at_once`: whichever comes first says why."""
+        self.why = self.why or why
+        if at_once or self._frozen:
+            self._send(signal.SIGKILL)
+        else:
+            self._send(signal.SIGTERM)
+            asyncio.get_running_loop().call_later(self._site.power_off_s + _KILL_AFTER_S, self._send, signal.SIGKILL)
+
+    def cut(self) -> None:
+        self._site.switch.cut(self._port)
+
+    def join(self) -> None:
+        self._site.switch.join(self._port)
+
+    async def freeze(self) -> None:
+        """Nothing of it computes any more, its first process included."""
+        self._frozen = True
+        while running := [each for each in self._processes() if not _is_stopped(each)]:
+            for process in running:
+                _signal(process, signal.SIGSTOP)
+            await asyncio.sleep(0.01)
+
+    def thaw(self) -> None:
+        self._frozen = False
+        for process in self._processes():
+            _signal(process, signal.SIGCONT)
+
+    def _processes(self) -> list[psutil.Process]:
+        """All of them: those that its own forget are its first process's children."""
+        try:
+            first = psutil.Process(self.pid) if self.pid is not None else None
+            return [first, *first.children(recursive=True)] if first else []
+        except psutil.NoSuchProcess:
+            return []
+
+    def _send(self, signum: signal.Signals) -> None:
+        if self._process is not None and not self._down.is_set():
+            self._process.send_signal(signum)
+
+
+def _kept() -> list[str]:
+    """Folders that software needs and that the file system of a machine would not have: on another one than the root,
+    or in what is fresh there."""
+    mounted = {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()} - {"/"}
+    needed = {str(ROOT), *(str(Path(folder).resolve()) for folder in (ROOT, sys.prefix, sys.base_prefix))}
+    apart = mounted | set(init.FRESH)
+    return sorted(path for path in needed if any(path == place or path.startswith(f"{place}/") for place in apart))
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() in _STOPPED
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _signal(process: psutil.Process, signum: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signum)
