@@ -1,23 +1,24 @@
 """What processes of a remote worker write, sent on to the head node: their logs and timelines, as they grow.
 
 The files here are the buffer: while the head node is away nothing is kept besides, and nothing is lost. A log that is
-rotated here is rotated there. How far a file has been sent the head node knows, by the size of its own; what has to be
-known besides is where in it this machine's part begins: in a timeline behind that of a machine that had the share
-before, in a log at its start.
+rotated here is rotated there. The head node takes what fits its own file's size, so that what was sent without an
+answer is not there twice; a file that was emptied, and may have grown again, is known by the bytes that were sent last.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from areal_core.run.remote.share import LOGS
 from areal_core.storage.rundir import write_json
 
 _PIECE = 256 * 1024  # bytes of a request
-_TAIL = 64  # bytes before what is not sent yet, by which a file is known that was emptied and has grown again
+_TAIL = 64  # bytes, the last that were sent
+_NOWHERE = -1  # an offset that fits no file: the head node says how large its own is
 
 
 class Channel(Protocol):
@@ -32,14 +33,23 @@ class Channel(Protocol):
         ...
 
 
+@dataclasses.dataclass(slots=True)
+class _Sent:
+    """How far a file has been sent."""
+
+    begin: int  # where, in the head node's file, this machine's begins: in a timeline behind another machine's
+    size: int = 0  # bytes
+    tail: str = ""  # the last of them, hexadecimal
+
+
 class Sender:
     """Sends some files of one folder: "logs/generation-0.log". Not thread-safe."""
 
     def __init__(self, root: Path, names: Iterable[str], channel: Channel, state: Path) -> None:
-        """`state` keeps, from one remote worker of a folder to the next, where the parts of this machine begin."""
+        """`state` keeps how far files have been sent, from one remote worker of a folder to the next."""
         self._state = state
-        self._begins = dict(_read(state))
-        self._files = [_Sent(root / name, name, channel, self._begins) for name in names]
+        self._kept = _read(state)
+        self._files = [_File(root / name, name, channel, self._kept.get(name)) for name in names]
 
     def look(self, *, last: bool = False) -> None:
         """Send what is new: whole lines, and with `last` what is there. Raises AwayError; the next look goes on."""
@@ -47,96 +57,89 @@ class Sender:
             for file in self._files:
                 file.send(last=last)
         finally:
-            if self._begins != _read(self._state):
-                write_json(self._state, self._begins)
+            sent = {file.name: dataclasses.asdict(file.sent) for file in self._files if file.sent is not None}
+            if sent != self._kept:
+                write_json(self._state, sent)
+                self._kept = sent
 
 
-class _Sent:
-    """One file, and how far it has been sent."""
+class _File:
+    """One file."""
 
-    def __init__(self, path: Path, name: str, channel: Channel, begins: dict[str, int]) -> None:
+    def __init__(self, path: Path, name: str, channel: Channel, sent: dict[str, Any] | None) -> None:
+        self.name = name
+        self.sent = None if sent is None else _Sent(**sent)  # None: the head node has not heard of it
         self._path = path
-        self._name = name
         self._channel = channel
-        self._begins = begins  # by name: where this machine's part begins in the head node's file
         self._is_log = name.startswith(f"{LOGS}/")
-        self._size: int | None = None  # bytes that have been sent of the file as it is now; None: to be found out
-        self._tail = b""  # the last of them
         self._is_full = False  # the head node takes no more
 
     def send(self, *, last: bool) -> None:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
-            if self._size is None:
-                self._meet(file)
-            if not self._goes_on(file):
-                self._send_rotated()
-                self._begin()
-            self._send(file, last=last)
+            is_new = self.sent is None
+            sent = self.sent or self._begin()
+            if (is_new and self._is_log) or not _goes_on(file, sent):
+                self._send_rotated(sent)
+                if sent.size:
+                    sent = self._begin()
+            self._send(file, sent, last=last)
 
-    def _meet(self, file: IO[bytes]) -> None:
-        """Find out how far an earlier remote worker has come, or begin behind what another machine has sent."""
-        self._size, self._tail = 0, b""
-        if self._name not in self._begins:
-            self._begin()
-        elif (answer := self._channel.append(self._name, -1, b"")) is not None:
-            self._align(file, answer[1])
-
-    def _begin(self) -> None:
+    def _begin(self) -> _Sent:
         """The head node's file has nothing of this one yet."""
-        self._size, self._tail, self._is_full = 0, b"", False
+        begin = 0
         if self._is_log:
-            self._channel.begin_anew(self._name)
-            self._begins[self._name] = 0
-        elif (answer := self._channel.append(self._name, -1, b"")) is not None:
-            self._begins[self._name] = answer[1]
+            self._channel.begin_anew(self.name)
+        elif (answer := self._channel.append(self.name, _NOWHERE, b"")) is not None:
+            begin = answer[1]
+        self.sent, self._is_full = _Sent(begin), False
+        return self.sent
 
-    def _align(self, file: IO[bytes], size: int) -> None:
-        """The head node's file has `size` bytes: up to where this one has been sent, or it is not the one it was."""
-        assert self._size is not None
-        sent = size - self._begins[self._name]
-        if 0 <= sent <= file.seek(0, 2):
-            self._size, self._tail = sent, _before(file, sent)
-        elif self._is_log:
-            self._begin()
-        else:
-            self._begins[self._name] = size - self._size
-
-    def _goes_on(self, file: IO[bytes]) -> bool:
-        """Whether the file has only grown since the last look."""
-        assert self._size is not None
-        return file.seek(0, 2) >= self._size and _before(file, self._size) == self._tail
-
-    def _send_rotated(self) -> None:
+    def _send_rotated(self, sent: _Sent) -> None:
         """Send what was written before the file was emptied, which the newest older one holds."""
         older = self._path.with_name(f"{self._path.name}.1")
         if older.exists():
             with older.open("rb") as file:
-                if self._goes_on(file):
-                    self._send(file, last=True)
+                if _goes_on(file, sent):
+                    self._send(file, sent, last=True)
 
-    def _send(self, file: IO[bytes], *, last: bool) -> None:
+    def _send(self, file: IO[bytes], sent: _Sent, *, last: bool) -> None:
         aligned = False
         while not self._is_full:
-            assert self._size is not None
-            file.seek(self._size)
+            file.seek(sent.size)
             data = file.read(_PIECE)
             if not last and len(data) < _PIECE:
                 data = data[: data.rfind(b"\n") + 1]
             if not data:
                 return
-            answer = self._channel.append(self._name, self._begins[self._name] + self._size, data)
+            answer = self._channel.append(self.name, sent.begin + sent.size, data)
             if answer is None:
                 self._is_full = True
             elif answer[0]:
-                self._size += len(data)
-                self._tail = (self._tail + data)[-_TAIL:]
+                sent.size += len(data)
+                sent.tail = (bytes.fromhex(sent.tail) + data)[-_TAIL:].hex()
             elif aligned:
                 return  # the next look tries again
             else:
-                self._align(file, answer[1])
+                sent = self._aligned(file, sent, answer[1])
                 aligned = True
+
+    def _aligned(self, file: IO[bytes], sent: _Sent, size: int) -> _Sent:
+        """The head node's file has `size` bytes: up to where this one has been sent, or it is not the one it was."""
+        if 0 <= size - sent.begin <= file.seek(0, 2):
+            sent.size = size - sent.begin
+            sent.tail = _before(file, sent.size).hex()
+        elif self._is_log:
+            return self._begin()
+        else:
+            sent.begin = size - sent.size
+        return sent
+
+
+def _goes_on(file: IO[bytes], sent: _Sent) -> bool:
+    """Whether the file has only grown since it was sent so far."""
+    return file.seek(0, 2) >= sent.size and _before(file, sent.size).hex() == sent.tail
 
 
 def _before(file: IO[bytes], position: int) -> bytes:
@@ -144,8 +147,8 @@ def _before(file: IO[bytes], position: int) -> bytes:
     return file.read(min(position, _TAIL))
 
 
-def _read(state: Path) -> Mapping[str, int]:
+def _read(state: Path) -> dict[str, Any]:
     try:
         return json.loads(state.read_text())
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         return {}

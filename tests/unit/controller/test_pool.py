@@ -78,6 +78,16 @@ async def test_a_server_that_fails_a_phase_is_lost_and_the_others_go_on(servers,
     assert call.result() == [WHOLE]
 
 
+async def test_a_stager_that_fails_costs_its_machines_servers_and_no_others(servers, pool):
+    await pool.join("near", servers[0].url, lambda: version(0))
+    await pool.join("far", servers[1].url, lambda: version(0), stager="http://127.0.0.1:1")  # which has version 0
+    await pool.load_version(version(1))
+    assert pool.lost == (servers[1].url,)
+    assert [(server.name, server.loaded) for server in pool.registry.at_work] == [("near", version(1))]
+    with pytest.raises(ServerLostError, match=r"http://127\.0\.0\.1:1/stage"):
+        await pool.join("far", servers[1].url, lambda: version(1), stager="http://127.0.0.1:1")
+
+
 async def test_requests_go_to_the_server_with_the_fewest_completions(servers, pool):
     for name, server in zip("ab", servers, strict=True):
         server.release.clear()

@@ -9,6 +9,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from aiohttp import web
 
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
@@ -257,6 +258,99 @@ async def test_a_phase_that_takes_too_long_is_a_lost_server(server):
     with pytest.raises(ServerLostError, match=r"version 1 was not loaded in 0\.05 s"):
         await client.load_version(version(1), "resubmit")
     await client.close()
+
+
+class FakeStager:
+    """Brings every version to /here/N; with `status` it refuses, and while `holds` is set it says nothing."""
+
+    def __init__(self, server):
+        self.status, self.holds, self.body = 200, False, None
+        self.asked = []
+        self._server = server
+
+    async def __aenter__(self):
+        app = web.Application()
+        app.router.add_post("/stage", self._stage)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = "http://{}:{}".format(*self._runner.addresses[0][:2])
+        return self
+
+    async def __aexit__(self, *_):
+        await self._runner.cleanup()
+
+    async def _stage(self, http):
+        asked = await http.json()
+        self.asked.append((asked, http.headers["Authorization"], list(self._server.updates())))
+        while self.holds:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if self.status != 200:
+            return web.Response(status=self.status, text="as it was told")
+        return web.json_response({"path": f"/here/{asked['version']}"} if self.body is None else self.body)
+
+
+@pytest.fixture
+async def stager(server):
+    async with FakeStager(server) as made:
+        yield made
+
+
+@pytest.fixture
+async def far(server, stager):
+    """The client of a server on a machine that shares no folder with this one."""
+    client = GenerationClient(server.url, token="t", stager=stager.url, update_timeout_s=0.5)
+    yield client
+    await client.close()
+
+
+async def test_a_version_is_brought_to_the_server_before_it_hears_of_it(server, stager, far):
+    await far.load_version(version(3), "recompute")
+    asked = {"version": 3, "path": "/weights/3", "sha256": "hash-3"}
+    assert stager.asked == [(asked, "Bearer t", [])]
+    assert server.updates()[:2] == [
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"path": "/here/3", "sha256": "hash-3"}}),
+    ]
+
+
+async def test_what_was_brought_to_vllm_is_not_looked_for_here(vllm):
+    async with FakeStager(vllm) as stager:
+        client = GenerationClient(vllm.url, token="t", stager=stager.url)
+        await client.identify()
+        await client.load_version(version(3), "resubmit")
+        await client.reload(version(4))
+        await client.close()
+    assert ("/update_weights", {"update_info": {"path": "/here/3", "sha256": "hash-3"}}) in vllm.calls
+    call = {"method": "reload_weights", "kwargs": {"weights_path": "/here/4"}}
+    assert ("/collective_rpc", call) in vllm.calls
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (502, None, r"/stage: 502: as it was told$"),
+        (400, None, r"version 3 was not loaded: http://\S+/stage: 400: as it was told$"),
+        (200, {}, r"version 3 was not loaded: http://\S+/stage names no path$"),
+        (200, [], r"version 3 was not loaded: http://\S+/stage names no path$"),
+    ],
+)
+async def test_a_version_that_can_not_be_brought_costs_the_server(server, stager, far, status, body, said):
+    stager.status, stager.body = status, body
+    with pytest.raises(ServerLostError, match=said):
+        await far.load_version(version(3), "recompute")
+    assert server.updates() == []
+
+
+async def test_a_stager_that_says_nothing_or_is_gone_costs_the_server(server, stager, far):
+    stager.holds = True
+    with pytest.raises(ServerLostError, match=r"version 3 was not loaded in 0\.5 s"):
+        await far.load_version(version(3), "recompute")
+    stager.holds = False
+    await stager.__aexit__()
+    with pytest.raises(ServerLostError, match=r"/stage: ClientConnectorError"):
+        await far.load_version(version(3), "recompute")
+    assert server.updates() == []
 
 
 async def test_the_temperature_is_the_requests_own(server, client):

@@ -1,0 +1,32 @@
+"""A run at its head node, whose files are served, and other servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from tests.support.remote import HeadNode, Served
+
+
+@pytest.fixture
+def head_node(tmp_path: Path) -> Iterator[HeadNode]:
+    made = HeadNode(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[], web.Application]], str]]:
+    """Serve an application; returns its URL."""
+    served: list[Served] = []
+
+    def start(make: Callable[[], web.Application]) -> str:
+        served.append(Served(make))
+        return served[-1].url
+
+    yield start
+    for one in served:
+        one.close()

@@ -1,0 +1,353 @@
+"""A copy of a run's folder: made of what the head node serves, followed, and given back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.errors import ArealError, ConfigError, ProcessError, StorageError
+from areal_core.launch import pulse
+from areal_core.launch.pulse import Pulse
+from areal_core.launch.supervisor import FileLock, StopSignal
+from areal_core.run.remote import copied as module
+from areal_core.run.remote import head as head_module
+from areal_core.run.remote import nodes as nodes_module
+from areal_core.run.remote.copied import CopiedFolder
+from areal_core.run.remote.folder import Place
+from areal_core.run.remote.head import Head, in_file
+from areal_core.run.remote.share import Share
+from areal_core.storage.rundir import write_json
+from tests.support.remote import PATIENCE_S, HeadNode
+
+GENERATION, TRAINER = Share(role="generation", count=1), Share(role="trainer", first=1, count=1)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Node:
+    """A machine with a share of the run, in this process."""
+
+    def __init__(self, head: Head, folder: Path) -> None:
+        self.folder = folder
+        self.copy = CopiedFolder(head, folder)
+        self.stop = StopSignal()
+        self.failures: list[BaseException] = []
+        self._open = ExitStack()
+
+    def take(self, share: Share = GENERATION) -> Place:
+        config = self.copy.find(1.0, self.stop)
+        assert config is not None
+        self.config = config
+        return self._open.enter_context(
+            self.copy.taken(share, config, "127.0.0.1", guarded=self._guarded, stop=self.stop)
+        )
+
+    def end(self) -> None:
+        self.stop.set()
+        self._open.close()
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except ArealError as error:
+            self.failures.append(error)
+            self.stop.set()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(module, "_SEND_S", 0.05)
+    monkeypatch.setattr(module, "_LAST_WORDS_S", 1.0)
+    monkeypatch.setattr(head_module, "_AGAIN_S", 0.01)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    made: list[Node] = []
+
+    def make(head: Head, folder: str = "node") -> Node:
+        made.append(Node(head, tmp_path / folder))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+    names = ("follow", "send", "stager")
+    assert not [thread for thread in threading.enumerate() if thread.name in names]
+
+
+def test_a_copy_has_what_processes_read(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    machine = node(head_node.head())
+    run = machine.take().run
+    assert run.root == machine.folder / "runs" / "r"
+    assert run.token() == head_node.run.token()
+    assert stat.S_IMODE(run.token_file.stat().st_mode) == 0o600
+    assert run.config() == machine.config
+    assert machine.config == dataclasses.replace(head_node.config, state_dir=str(machine.folder))
+    info, its = run.info(), head_node.run.info()
+    assert info == dataclasses.replace(its, model_path=str(run.root / "model"))
+    for file in head_node.model.iterdir():
+        assert (run.root / "model" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_files_of_the_model_that_are_whole_are_not_copied_again(
+    head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[str] = []
+    fetch = module.fetch
+
+    def counted(head: Head, path: str, *arguments: Any, **options: Any) -> int:
+        copied.append(path)
+        return fetch(head, path, *arguments, **options)
+
+    monkeypatch.setattr(module, "fetch", counted)
+    (head_node.model / "two words.txt").write_text("x")
+    head = head_node.head()
+    first = node(head)
+    model = first.take().run.root / "model"
+    first.end()
+    assert sorted(copied) == ["/model/config.json", "/model/model.safetensors", "/model/two%20words.txt"]
+    (model / "model.safetensors").write_bytes(b"damaged")
+    (model / ".arriving").write_bytes(b"half")
+    (model / "of-another-model.txt").touch()
+    copied.clear()
+    node(head).take()
+    assert copied == ["/model/model.safetensors"]
+    assert sorted(path.name for path in model.iterdir()) == ["config.json", "model.safetensors", "two words.txt"]
+
+
+def test_a_damaged_model_is_an_error_that_names_it(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    head = head_node.head()
+    machine = node(head)
+    assert machine.copy.find(1.0, machine.stop)
+    (head_node.model / "config.json").write_text("changed")
+    with pytest.raises(StorageError, match=r"^/model/config\.json is damaged: its sha256 is "):
+        node(head).take()
+
+
+def test_ready_files_and_pulses_go_both_ways(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    there = head_node.run
+    write_json(there.ready_file("controller"), {"pid": 1, "url": "http://c:1"})
+    here = node(head_node.head()).take().run
+    wait_for(lambda: here.controller_url() == "http://c:1")
+    write_json(there.ready_file("controller"), {"pid": 2, "url": "http://c:2"})
+    write_json(there.ready_file("trainer", 1), {"pid": 3, "url": None})
+    wait_for(lambda: here.controller_url() == "http://c:2" and here.ready_info("trainer", 1))
+    there.ready_file("controller").unlink()
+    wait_for(lambda: here.controller_url() is None)
+    write_json(here.ready_file("generation"), {"pid": 9, "url": "http://g:1"})
+    beat = Pulse(pid=9, beats=1, turns=1, progress=4, doing="x" * 500, waits_for=None)
+    pulse.write(here.pulse_file("generation"), beat)
+    wait_for(lambda: there.ready_info("generation") == {"pid": 9, "url": "http://g:1"})
+    wait_for(lambda: pulse.read(there.pulse_file("generation")) == dataclasses.replace(beat, doing="x" * 200))
+    here.ready_file("generation").unlink()
+    wait_for(lambda: there.ready_info("generation") is None)
+
+
+def test_a_machine_that_trains_keeps_its_own_ranks_ready_files(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    there = head_node.run
+    lease = Path(there.info().checkpoint_url) / "lease"
+    lease.mkdir(parents=True)
+    (lease / "me.json").write_text("{}")
+    write_json(there.ready_file("rendezvous"), {"pid": 5, "url": "tcp://h:1"})
+    here = node(head_node.head()).take(TRAINER).run
+    wait_for(lambda: here.ready_info("rendezvous") == {"pid": 5, "url": "tcp://h:1"})
+    write_json(here.ready_file("trainer", 1), {"pid": 9, "url": None})
+    wait_for(lambda: there.ready_info("trainer", 1) == {"pid": 9, "url": None})
+    write_json(there.ready_file("trainer", 0), {"pid": 4, "url": None})
+    wait_for(lambda: here.ready_info("trainer", 0))
+    assert here.ready_info("trainer", 1) == {"pid": 9, "url": None}
+
+
+def test_what_processes_write_is_on_the_head_node_at_the_end(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    machine = node(head_node.head())
+    here = machine.take().run
+    here.log_file("generation").write_text("one\ntwo")
+    here.log_file("launcher").write_text("not its own\n")
+    wait_for(lambda: (head_node.run.logs / "generation-0.log").exists())
+    here.timeline_file("generation").write_text("span")
+    assert head_node.files.nodes.awaited
+    machine.end()
+    assert head_node.run.log_file("generation").read_text() == "one\ntwo"
+    assert head_node.run.timeline_file("generation").read_text() == "span"
+    assert not head_node.run.log_file("launcher").exists()
+    assert not head_node.files.nodes.awaited
+    assert machine.failures == []
+
+
+def test_a_run_that_ends(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    place = node(head_node.head()).take()
+    assert not place.ended()
+    write_json(head_node.run.summary, {})
+    wait_for(place.ended)
+
+
+def test_a_run_that_ends_otherwise(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    place = node(head_node.head()).take()
+    head_node.files.end("otherwise")
+    with pytest.raises(ProcessError, match=r"^run r has ended and left no summary$"):
+        wait_for(place.ended)
+
+
+def test_a_head_node_that_is_away_for_a_while_and_one_that_is_gone(
+    head_node: HeadNode, node: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NO_HEAD_S", 1.0)
+    file = tmp_path / "head.json"
+    file.write_text(json.dumps({"url": head_node.serve()}))
+    machine = node(Head(in_file(file), head_node.run.token(), timeout_s=1.0))
+    place = machine.take()
+    head_node.close()
+    place.run.log_file("generation").write_text("while it was away\n")
+    assert not place.ended()
+    file.write_text(json.dumps({"url": head_node.serve()}))
+    log = head_node.run.log_file("generation")
+    wait_for(lambda: log.exists() and log.read_text() == "while it was away\n")
+    assert not place.ended()
+    head_node.close()
+    with pytest.raises(ProcessError, match=r"^the head node has said nothing for 1 s: run r has ended, or can't be"):
+        wait_for(place.ended)
+    assert machine.failures == []
+
+
+def test_another_run_at_the_same_address(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    machine = node(head_node.head())
+    machine.take()
+    head_node.files._looked_at = float("inf")
+    head_node.files._state["run_id"] = "other"
+    wait_for(lambda: machine.failures)
+    assert str(machine.failures[0]) == "the head node runs other now: run r has ended"
+
+
+def test_a_share_that_another_machine_has(
+    head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CLAIM_S", 0.2)
+    head = head_node.head()
+    first = node(head, "first")
+    first.take()
+    with pytest.raises(ProcessError, match=r"^--head: generation 0 of run r is run by another command already"):
+        node(head, "second").take()
+    monkeypatch.setattr(module, "_CLAIM_S", PATIENCE_S)
+    with ThreadPoolExecutor(1) as thread:  # waits until the first one has left
+        second = node(head, "third")
+        taking = thread.submit(second.take)
+        time.sleep(0.2)
+        assert not taking.done()
+        first.end()
+        assert taking.result(PATIENCE_S).run.root == second.folder / "runs" / "r"
+
+
+def test_a_share_whose_machine_is_gone_is_taken_over(
+    head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes_module, "GONE_S", 0.5)
+    head = head_node.head()
+    silenced = Head(head.url, head.token)
+    first = node(silenced, "first")
+    first.take()
+    silenced.token = "another"
+    wait_for(lambda: first.failures)
+    second = node(head, "second")
+    assert second.take().run.root == second.folder / "runs" / "r"
+
+
+def test_a_folder_is_one_commands(
+    head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_OWNER_S", -head_node.config.launch.stop_timeout_s)
+    machine = node(head_node.head())
+    root = machine.folder / "runs" / "r"
+    root.mkdir(parents=True)
+    with (
+        FileLock(root / "copy.lock", timeout_s=0.0, busy=""),
+        pytest.raises(ProcessError, match=r"^--folder: .*/runs/r is another command's already"),
+    ):
+        machine.take()
+    (place := machine.take()).run.log_file("generation").touch()
+    assert FileLock.is_held(root / "copy.lock")
+    assert len(place.locks) == 1
+
+
+def test_what_is_refused_before_anything_is_begun(
+    head_node: HeadNode, node: Callable[..., Node], tmp_path: Path
+) -> None:
+    head = head_node.head()
+    with pytest.raises(ConfigError, match=r"^--node: must be 1 or more with --head: rank 0 publishes versions"):
+        node(head).take(Share(role="trainer", first=0, count=1))
+    with pytest.raises(StorageError, match=r"^storage\.url: .*/store/runs/r is not the run's store on this machine"):
+        node(head).take(TRAINER)
+    with pytest.raises(ConfigError, match=r"^--token-file: http://\S+ refuses this token"):
+        node(Head(head.url, "another")).take()
+    with pytest.raises(ConfigError, match=r"^--head: nobody has started a run within 0\.1 s \(--wait\): the head node"):
+        node(Head("http://127.0.0.1:1", "t")).copy.find(0.1, StopSignal())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^--folder: can't make .*/file/node/runs/r: Not a directory$"):
+        node(head, "file/node").take()
+
+
+def test_what_answers_and_is_no_head_node(node: Callable[..., Node], serve: Any) -> None:
+    from aiohttp import web
+
+    def app(status: int, text: str) -> Callable[[], web.Application]:
+        async def answer(_: web.Request) -> web.Response:
+            return web.Response(status=status, text=text)
+
+        def make() -> web.Application:
+            made = web.Application()
+            made.router.add_get("/run", answer)
+            return made
+
+        return make
+
+    wrong = {"run_id": "../../etc", "ended": None, "config": {}, "info": {}, "model": {}}
+    cases = {
+        app(404, ""): r"GET /run is answered with 404$",
+        app(200, "{}"): r"GET /run says nothing of one$",
+        app(200, json.dumps(wrong)): r"^--head: a run or a file of its model has a name that is none",
+        app(200, json.dumps(wrong | {"run_id": "r", "model": {"../token": {}}})): r"^--head: a run or a file of its",
+    }
+    for make, line in cases.items():
+        with pytest.raises(ConfigError, match=line):
+            node(Head(serve(make), "t")).copy.find(1.0, StopSignal())
+
+
+def test_a_run_that_has_ended_is_not_waited_for(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    write_json(head_node.run.summary, {})
+    copy = node(head_node.head()).copy
+    assert copy.find(60.0, StopSignal()) is None
+    assert copy.name == "r"
+
+
+def test_who_is_to_leave_waits_for_nobody(node: Callable[..., Node]) -> None:
+    stop = StopSignal()
+    with ThreadPoolExecutor(1) as thread:
+        finding = thread.submit(node(Head("http://127.0.0.1:1", "t")).copy.find, 60.0, stop)
+        stop.set()
+        assert finding.result(PATIENCE_S) is None
+
+
+def test_a_copy_that_was_thrown_away_is_made_anew(head_node: HeadNode, node: Callable[..., Node]) -> None:
+    head = head_node.head()
+    first = node(head)
+    first.take()
+    first.end()
+    shutil.rmtree(first.folder)
+    assert node(head).take().run.token() == head_node.run.token()

@@ -1,0 +1,179 @@
+"""The head node's files: what is served to whom, and what may be appended to them."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.api.access import authorization
+from areal_core.storage import weights
+from areal_core.storage.rundir import write_json
+from tests.support.remote import HeadNode
+
+SAID = {"role": "generation", "first": 0, "count": 1, "address": "10.0.0.2"}
+
+
+class Asked:
+    """Requests with the run's token, to what serves a head node's files."""
+
+    def __init__(self, head_node: HeadNode) -> None:
+        self._where = urllib.parse.urlsplit(head_node.serve())
+        self._known = authorization(head_node.run.token())
+
+    def __call__(
+        self, method: str, path: str, body: bytes = b"", known: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(str(self._where.hostname), self._where.port, timeout=30)
+        try:
+            connection.request(method, path, body, self._known if known is None else known)
+            response = connection.getresponse()
+            self.headers = response.headers
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def hear(self, node: str = "a", **fields: Any) -> Any:
+        status, content = self("POST", f"/nodes/{node}", json.dumps(SAID | fields).encode())
+        assert status == 200, content
+        return json.loads(content)
+
+
+@pytest.fixture
+def ask(head_node: HeadNode) -> Asked:
+    return Asked(head_node)
+
+
+def test_what_a_copy_begins_with(ask: Asked, head_node: HeadNode) -> None:
+    (head_node.model / ".hidden").touch()
+    (head_node.model / "folder").mkdir()
+    status, content = ask("GET", "/run")
+    about = json.loads(content)
+    assert (status, about["run_id"], about["ended"]) == (200, "r", None)
+    assert about["config"] == head_node.config.to_dict()
+    assert about["info"]["checkpoint_url"] == head_node.run.info().checkpoint_url
+    data = (head_node.model / "model.safetensors").read_bytes()
+    assert about["model"].keys() == {"config.json", "model.safetensors"}
+    assert about["model"]["model.safetensors"] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert ask("GET", "/model/model.safetensors") == (200, data)
+
+
+@pytest.mark.parametrize("name", ["other", "..%2F..%2Fhead%2Fruns%2Fr%2Ftoken", "%2Fetc%2Fpasswd", ".hidden", "folder"])
+def test_other_files_than_the_models_are_not_served(ask: Asked, head_node: HeadNode, name: str) -> None:
+    (head_node.model / ".hidden").touch()
+    (head_node.model / "folder").mkdir()
+    assert ask("GET", f"/model/{name}") == (404, b"the model has no such file")
+
+
+def test_a_version_as_long_as_it_is_kept(ask: Asked, head_node: HeadNode) -> None:
+    made = head_node.publish(7)
+    data = weights.weights_file(Path(made.path)).read_bytes()
+    assert ask("GET", "/versions/7") == (200, data)
+    assert ask.headers["X-Sha256"] == made.sha256 == hashlib.sha256(data).hexdigest()
+    assert ask("GET", f"/versions/7?sha256={made.sha256}") == (200, data)
+    line = f"version 7 has sha256 {made.sha256}, not abc"
+    assert ask("GET", "/versions/7?sha256=abc") == (404, line.encode())
+    weights.release(head_node.run.weights, [7])
+    assert ask("GET", "/versions/7") == (404, b"version 7 is not there, or not any more")
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x", "1e9", "99999999999", "9" * 5000])
+def test_what_is_no_version(ask: Asked, number: str) -> None:
+    status, content = ask("GET", f"/versions/{number}")
+    assert status == 400
+    assert len(content.splitlines()) == 1
+
+
+def test_every_route_wants_the_token(ask: Asked, head_node: HeadNode) -> None:
+    head_node.publish(1)
+    routes = [("GET", "/run"), ("GET", "/model/config.json"), ("GET", "/versions/1"), ("POST", "/nodes/a")]
+    for method, path in (*routes, ("POST", "/nodes/a/logs/generation-0.log?offset=0"), ("GET", "/nowhere")):
+        for known in ({}, authorization("another"), authorization("")):
+            assert ask(method, path, json.dumps(SAID).encode(), known)[0] == 401
+    assert not list(head_node.run.ready.iterdir())
+
+
+def test_a_worker_hears_of_what_it_needs(ask: Asked, head_node: HeadNode) -> None:
+    run = head_node.run
+    for name, index in (("controller", 0), ("trainer", 0), ("evaluator", 0)):
+        write_json(run.ready_file(name, index), {"pid": 1, "url": None})
+    heard = ask.hear()
+    assert heard == {
+        "run_id": "r",
+        "ended": None,
+        "ready": {n: {"pid": 1, "url": None} for n in ("controller-0", "trainer-0")},
+    }
+    write_json(run.summary, {})
+    assert json.loads(ask("GET", "/run")[1])["ended"] == "in order"
+
+
+def test_a_share_that_is_taken_is_refused_in_one_line(ask: Asked) -> None:
+    ask.hear("a")
+    status, content = ask("POST", "/nodes/b", json.dumps(SAID).encode())
+    assert (status, content[:35]) == (409, b"--head: generation 0 of run r is ru")
+
+
+def test_a_log_grows_where_it_ends_and_nowhere_else(ask: Asked, head_node: HeadNode) -> None:
+    ask.hear()
+    path, file = "/nodes/a/logs/generation-0.log", head_node.run.logs / "generation-0.log"
+    assert ask("POST", f"{path}?offset=0", b"one\n") == (200, b'{"size": 4}')
+    assert ask("POST", f"{path}?offset=0", b"one\n") == (409, b'{"size": 4}')
+    assert ask("POST", f"{path}?offset=9", b"two\n") == (409, b'{"size": 4}')
+    assert ask("POST", f"{path}?offset=4", b"two\n") == (200, b'{"size": 8}')
+    assert file.read_text() == "one\ntwo\n"
+    for number in range(3, 6):
+        assert ask("POST", f"{path}?fresh=1") == (200, b'{"size": 0}')
+        assert ask("POST", f"{path}?fresh=1") == (200, b'{"size": 0}')  # nothing is moved twice
+        assert ask("POST", f"{path}?offset=0", f"log {number}\n".encode())[0] == 200
+    kept = [file.with_name(f"{file.name}.{number}") for number in (1, 2, 3)]
+    assert (kept[0].read_text(), kept[1].read_text(), kept[2].exists()) == ("log 4\n", "log 3\n", False)
+
+
+def test_a_log_has_a_bound(ask: Asked, head_node: HeadNode) -> None:
+    ask.hear()
+    path, most = "/nodes/a/logs/generation-0.log", 2 * head_node.config.launch.log_bytes
+    assert ask("POST", f"{path}?offset=0", b"x" * most)[0] == 200
+    assert ask("POST", f"{path}?offset={most}", b"x")[0] == 413
+    assert ask("POST", f"{path}?offset={most}", b"x" * (2**20 + 1))[0] == 413
+    assert (head_node.run.logs / "generation-0.log").stat().st_size == most
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "logs/launcher-0.log?offset=0",
+        "logs/generation-1.log?offset=0",
+        "logs/..%2Ftoken?offset=0",
+        "logs/generation-0.log.1?offset=0",
+        "timeline/controller-0.jsonl?offset=0",
+        "timeline/generation-0.jsonl?fresh=1",
+        "weights/generation-0.log?offset=0",
+        "..%2Flogs/generation-0.log?offset=0",
+        "logs/generation-0.log",
+        "logs/generation-0.log?offset=x",
+        "logs/generation-0.log?offset=",
+    ],
+)
+def test_what_is_not_a_workers_own_is_refused(ask: Asked, head_node: HeadNode, path: str) -> None:
+    ask.hear()
+    before = sorted(head_node.run.root.rglob("*"))
+    status, content = ask("POST", f"/nodes/a/{path}", b"hello")
+    assert status == 400
+    assert len(content.splitlines()) == 1
+    assert sorted(head_node.run.root.rglob("*")) == before
+
+
+def test_nothing_is_taken_of_a_worker_without_a_share(ask: Asked, head_node: HeadNode) -> None:
+    assert ask("POST", "/nodes/a/logs/generation-0.log?offset=0", b"x") == (410, b"node: has no share of this run")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"role": "generation"}', b'{"role": 1}', b"\xff"])
+def test_a_body_that_is_none_is_refused_in_one_line(ask: Asked, body: bytes) -> None:
+    status, content = ask("POST", "/nodes/a", body)
+    assert status == 400
+    assert len(content.splitlines()) == 1

@@ -1,0 +1,253 @@
+"""Logs and timelines of a remote worker on the head node: all of it, once, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_core.config.schema import LaunchConfig
+from areal_core.launch.logs import Journal, LogFile, Source
+from areal_core.run.remote.appending import FullError, MisfitError, append, begin_anew
+from areal_core.run.remote.head import AwayError
+from areal_core.run.remote.sending import Sender
+
+LOG, TIMELINE = "logs/generation-0.log", "timeline/generation-0.jsonl"
+OLDER = 3  # files of a log on the head node
+
+
+class HeadFolder:
+    """The head node's side. `breaks` says, of every call, whether its answer is lost."""
+
+    def __init__(self, root: Path, *, limit: int = 2**20) -> None:
+        self.root = root
+        self.limit = limit
+        self.breaks: Callable[[], bool] = lambda: False
+        self.calls = 0
+        for folder in ("logs", "timeline"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+
+    def append(self, name: str, offset: int, data: bytes) -> tuple[bool, int] | None:
+        self.calls += 1
+        try:
+            answer = True, append(self.root / name, offset, data, limit=self.limit)
+        except MisfitError as error:
+            answer = False, int(str(error))
+        except FullError:
+            answer = None
+        self._lose()
+        return answer
+
+    def begin_anew(self, name: str) -> None:
+        begin_anew(self.root / name, OLDER)
+        self._lose()
+
+    def _lose(self) -> None:
+        if self.breaks():
+            raise AwayError("the connection broke")
+
+    def text(self, name: str) -> str:
+        """Of a file and the older ones, in the order of writing."""
+        file = self.root / name
+        older = [file.with_name(f"{file.name}.{number}") for number in range(OLDER, 0, -1)]
+        return "".join(path.read_text() for path in (*older, file) if path.exists())
+
+
+class Machine:
+    """A remote worker's folder."""
+
+    def __init__(self, root: Path, head: HeadFolder) -> None:
+        self.root, self.head = root, head
+        for folder in ("logs", "timeline"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+        self.start()
+
+    def start(self) -> None:
+        """A command of this folder."""
+        self.sender = Sender(self.root, [LOG, TIMELINE], self.head, self.root / "sent.json")
+
+    def write(self, name: str, text: str) -> None:
+        with (self.root / name).open("a") as file:
+            file.write(text)
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> HeadFolder:
+    return HeadFolder(tmp_path / "head")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, head: HeadFolder) -> Machine:
+    return Machine(tmp_path / "machine", head)
+
+
+def test_whole_lines_come_as_they_are_written_and_the_rest_at_the_end(machine: Machine, head: HeadFolder) -> None:
+    for name in (LOG, TIMELINE):
+        machine.write(name, "one\ntw")
+    machine.sender.look()
+    assert head.text(LOG) == head.text(TIMELINE) == "one\n"
+    for name in (LOG, TIMELINE):
+        machine.write(name, "o\nthree\nfo")
+    machine.sender.look()
+    assert head.text(LOG) == head.text(TIMELINE) == "one\ntwo\nthree\n"
+    machine.sender.look(last=True)
+    assert head.text(LOG) == head.text(TIMELINE) == "one\ntwo\nthree\nfo"
+
+
+def test_what_is_large_goes_in_pieces(machine: Machine, head: HeadFolder) -> None:
+    text = "".join(f"{number}\n" for number in range(100_000))
+    machine.write(LOG, text)
+    machine.sender.look()
+    assert head.text(LOG) == text
+    assert head.calls > 2
+
+
+def test_what_was_taken_without_an_answer_is_not_sent_twice(machine: Machine, head: HeadFolder) -> None:
+    for turn in range(6):
+        for name in (LOG, TIMELINE):
+            machine.write(name, f"turn {turn}\n")
+        head.breaks = lambda turn=turn: turn % 2 == 0
+        try:
+            machine.sender.look()
+        except AwayError:
+            assert turn % 2 == 0
+    assert head.text(LOG) == head.text(TIMELINE) == "".join(f"turn {turn}\n" for turn in range(6))
+
+
+def test_a_command_that_is_started_again_goes_on_where_the_last_one_ended(machine: Machine, head: HeadFolder) -> None:
+    for name in (LOG, TIMELINE):
+        machine.write(name, "one\n")
+    machine.sender.look()
+    for name in (LOG, TIMELINE):
+        machine.write(name, "two\n")
+    machine.start()
+    machine.sender.look()
+    assert head.text(LOG) == head.text(TIMELINE) == "one\ntwo\n"
+    assert not (head.root / f"{LOG}.1").exists()
+
+
+def test_a_machine_in_the_place_of_another_one(tmp_path: Path, machine: Machine, head: HeadFolder) -> None:
+    """Its log begins anew, and its timeline, of which all is read, behind the other's."""
+    for name in (LOG, TIMELINE):
+        machine.write(name, "of the first\n")
+    machine.sender.look(last=True)
+    second = Machine(tmp_path / "second", head)
+    for name in (LOG, TIMELINE):
+        second.write(name, "of the second, which is longer\n")
+    second.sender.look()
+    assert (head.root / LOG).read_text() == "of the second, which is longer\n"
+    assert (head.root / f"{LOG}.1").read_text() == "of the first\n"
+    assert (head.root / TIMELINE).read_text() == "of the first\nof the second, which is longer\n"
+
+
+def test_a_log_that_its_supervisor_rotates(machine: Machine, head: HeadFolder) -> None:
+    path = machine.root / LOG
+    path.touch()
+    supervised = LogFile(path, 64 * 1024, OLDER)
+    lines = [f"{number:07d} {'x' * 100}\n" for number in range(1500)]  # 160 kB: it is rotated twice
+    rotated = 0
+    for start in range(0, len(lines), 100):
+        machine.write(LOG, "".join(lines[start : start + 100]))
+        machine.sender.look()
+        size = path.stat().st_size
+        machine.write(LOG, "between two looks\n")
+        supervised.new_lines()
+        rotated += path.stat().st_size < size
+    machine.sender.look(last=True)
+    assert rotated == 2
+    assert (head.root / f"{LOG}.{rotated}").exists()
+    sent = head.text(LOG).splitlines(keepends=True)
+    assert [line for line in sent if line != "between two looks\n"] == lines
+    assert sent.count("between two looks\n") == 15
+
+
+def test_a_journal_that_is_rotated_by_its_handler(machine: Machine, head: HeadFolder) -> None:
+    launch = LaunchConfig(log_bytes=64 * 1024, log_files=OLDER)
+    journal = Journal(machine.root / LOG, launch, Source("host-generation"), lambda _: None)
+    for number in range(1500):  # twice
+        journal(f"{number:04d} {'x' * 80}")
+        if number % 70 == 0:
+            machine.sender.look()
+    machine.sender.look(last=True)
+    assert (head.root / f"{LOG}.2").exists()
+    assert [line.split()[3] for line in head.text(LOG).splitlines()] == [f"{number:04d}" for number in range(1500)]
+
+
+def test_a_file_that_was_emptied_and_is_longer_again_is_sent_from_its_start(machine: Machine, head: HeadFolder) -> None:
+    machine.write(LOG, "old\n")
+    machine.sender.look()
+    (machine.root / LOG).write_text("new, and longer\n")
+    machine.sender.look()
+    assert (head.root / LOG).read_text() == "new, and longer\n"
+    assert (head.root / f"{LOG}.1").read_text() == "old\n"
+
+
+def test_a_file_of_which_the_head_node_takes_no_more_keeps_no_other_one_back(
+    machine: Machine, head: HeadFolder
+) -> None:
+    head.limit = 20
+    machine.write(LOG, "longer than it may be\n")
+    machine.write(TIMELINE, "short\n")
+    machine.sender.look(last=True)
+    machine.sender.look(last=True)
+    assert (head.text(LOG), head.text(TIMELINE)) == ("", "short\n")
+
+
+def test_a_head_node_that_has_lost_what_it_had(machine: Machine, head: HeadFolder) -> None:
+    for name in (LOG, TIMELINE):
+        machine.write(name, "one\n")
+    machine.sender.look()
+    (head.root / LOG).write_text("strange, and longer than that here\n")
+    (head.root / TIMELINE).unlink()
+    for name in (LOG, TIMELINE):
+        machine.write(name, "two\n")
+    machine.sender.look()
+    machine.sender.look()
+    assert (head.root / LOG).read_text() == "one\ntwo\n"
+    assert (head.root / TIMELINE).read_text() == "one\ntwo\n"
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(1, 4000)),
+        st.tuples(st.sampled_from(("look", "lose", "rotate", "restart")), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps=STEPS)
+def test_whatever_happens_everything_is_there_once(steps: list[tuple[str, int]]) -> None:
+    """As long as a log is rotated no more than once after a look that was answered and has sent something of it."""
+    with TemporaryDirectory() as folder:
+        head = HeadFolder(Path(folder) / "head")
+        machine = Machine(Path(folder) / "machine", head)
+        written, rotates = dict.fromkeys((LOG, TIMELINE), ""), False
+        for what, size in steps:
+            if what == "write":
+                for name in written:
+                    text = f"{len(written[name])} {'x' * size}\n"
+                    machine.write(name, text)
+                    written[name] += text
+            elif what == "rotate" and rotates:
+                (machine.root / LOG).replace(machine.root / f"{LOG}.1")
+                (machine.root / LOG).touch()
+                rotates = False
+            elif what == "restart":
+                machine.start()
+            elif what in ("look", "lose"):
+                answers = iter((False, True))
+                head.breaks = (lambda answers=answers: next(answers, True)) if what == "lose" else lambda: False
+                try:
+                    machine.sender.look()
+                    rotates = (machine.root / LOG).exists() and (machine.root / LOG).stat().st_size > 0
+                except AwayError:
+                    pass
+        head.breaks = lambda: False
+        machine.sender.look(last=True)
+        assert head.text(TIMELINE) == written[TIMELINE]
+        assert head.text(LOG) == written[LOG] or len(list((head.root / "logs").iterdir())) > OLDER
