@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench control nodes clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench control nodes cloud clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
@@ -116,6 +116,9 @@ control: ## what outlives runs on AWS, network, store, Prefect and MLflow: VARS=
 nodes: $(SETUP) ## the nodes of a run on AWS: VARS=file.yaml ACTION=plan|apply|hosts|destroy YES=1 REPLACE="generation-0"
 	@[ -f '$(VARS)' ] || $(call refuse,VARS: must be a file of what infra/terraform/run/variables.tf asks for$(,) got '$(VARS)')
 	@$(BIN)/python -m flows.nodes_command '$(or $(ACTION),plan)' '$(VARS)' $(if $(YES),--yes) $(if $(REPLACE),--replace $(REPLACE))
+
+cloud: $(SETUP) ## an emulated AWS whose instances are machines of namespaces, as root, until Ctrl-C
+	@$(BIN)/python -m tests.emulated_cloud
 
 clean: ## remove caches and build leftovers; .venv and .areal stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage

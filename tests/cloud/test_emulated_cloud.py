@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError, ConnectionClosedError, ReadTimeoutError
 
 from flows.stack import ROOT
-from tests.emulated_cloud.cloud import EmulatedCloud, missing
+from tests.emulated_cloud import EmulatedCloud, missing
 from tests.support.cloud import tags_of
 from tests.support.mlflow_server import until
 from tests.support.needs import skip_without
@@ -187,6 +188,9 @@ def test_a_machine_powers_itself_off(cloud: EmulatedCloud) -> None:
     until(lambda: state(cloud, stops) == "stopped", "the stop of the instance")
     assert why(cloud, later) == why(cloud, stops) == ["powered off"]
     assert cloud.running() == [cancelled]
+    with cloud.inside():
+        cloud.client("ec2").start_instances(InstanceIds=[stops])
+    until(lambda: why(cloud, stops) == ["powered off"] * 2, "its second boot, and the end of that")
     with pytest.raises(AssertionError, match=r"takes -P, -c, now and \+MINUTES"):
         cloud.run_in(cancelled, "shutdown", "-r", "now")
 
@@ -298,6 +302,18 @@ def test_a_machine_that_is_lost_is_gone(cloud: EmulatedCloud) -> None:
     assert state(cloud, instance) == "terminated"
     until(lambda: why(cloud, instance) == ["lost"], "the end of the machine")
     assert cloud.machine_log(instance) == ""
+
+
+def test_a_machine_whose_first_process_dies_is_down_and_still_costs(cloud: EmulatedCloud) -> None:
+    (instance,) = booted(cloud, "#!/bin/bash\nsleep 1000\n")
+    until(lambda: len(cloud.machine_pids(instance)) == 2, "its processes")
+    user_data, sleeping = cloud.machine_pids(instance)
+    os.kill(psutil.Process(user_data).ppid(), signal.SIGKILL)
+    until(lambda: why(cloud, instance) == ["crashed"], "the end of the machine")
+    assert not running(sleeping)
+    assert state(cloud, instance) == "running"
+    with pytest.raises(AssertionError, match=f"no machine {instance} runs"):
+        cloud.run_in(instance, "true")
 
 
 def test_a_machine_is_cut_off_and_frozen(cloud: EmulatedCloud) -> None:

@@ -132,7 +132,7 @@ class Daemon:
             for instance, machine in list(self._machines.items()):
                 if instance not in running:
                     machine.end("terminated", at_once=False)
-                    if machine.over:
+                    if machine.gone:
                         del self._machines[instance]
 
     def _running(self) -> dict[str, Mapping[str, Any]]:

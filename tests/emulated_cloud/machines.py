@@ -60,7 +60,7 @@ class Machine:
         self._namespace = f"{site.own}-{self.instance}"
         self._servers: tuple[asyncio.Server, web.Server] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._frozen = False
+        self._plugged_in = self._frozen = False
         self._down = asyncio.Event()
 
     @property
@@ -79,8 +79,14 @@ class Machine:
         """Nothing of it runs, and nothing will."""
         return self.why is not None and (self._process is None or self._down.is_set())
 
+    @property
+    def gone(self) -> bool:
+        """It is over, and has nothing of this host: its instance may be started again."""
+        return self.over and not self._plugged_in
+
     async def start(self, user_data: str | None, role: str | None) -> None:
         """Power it on. `role`: of its instance's profile."""
+        self._plugged_in = True
         self._site.switch.plug_in(self._namespace, self._port, self.address, PREFIX)
         reach_all(self._namespace)
         namespaces.ip("-n", self._namespace, "address", "add", f"{metadata.ADDRESS}/32", "dev", "lo")
@@ -165,6 +171,7 @@ class Machine:
             listening.close()
             await server.shutdown(0)
             namespaces.delete(self._namespace)
+            self._plugged_in = False
 
     def tell(self, described: Mapping[str, Any]) -> None:
         """What DescribeInstances says by now: tags may be others."""

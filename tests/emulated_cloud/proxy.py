@@ -20,6 +20,7 @@ from tests.emulated_cloud.faults import Fault, Faults, error
 _NOT_HANDED_ON = ("Connection", "Keep-Alive", "Transfer-Encoding", "Content-Length", "Expect")
 _TIMEOUT_S = 300.0
 _DONE = 200
+_NO_GROUPS = b"<DescribePlacementGroupsResponse><placementGroupSet/></DescribePlacementGroupsResponse>"
 
 Answer = tuple[int, CIMultiDict[str], bytes]
 
@@ -94,6 +95,8 @@ class Proxy:
         return await asyncio.shield(known)  # who asked may have gone
 
     async def _hand_on(self, call: Call, request: web.BaseRequest, body: bytes) -> Answer:
+        if call.name == "DescribePlacementGroups":  # moto has none, and no such call
+            return _DONE, CIMultiDict({"Content-Type": "text/xml"}), _NO_GROUPS
         if call.name == "RunInstances":
             body = await asyncio.to_thread(with_template, call, self._describe) or body
         assert self._session is not None

@@ -76,7 +76,7 @@ class Cloud:
         reservations = ec2.describe_instances()["Reservations"]
         instances = [instance for reservation in reservations for instance in reservation["Instances"]]
         found = {
-            "instances": [tags_of(i)["Name"] for i in instances if i["State"]["Name"] != "terminated"],
+            "instances": [tags_of(i).get("Name", "") for i in instances if i["State"]["Name"] != "terminated"],
             "templates": [t["LaunchTemplateName"] for t in ec2.describe_launch_templates()["LaunchTemplates"]],
             "groups": [g["GroupName"] for g in ec2.describe_security_groups()["SecurityGroups"]],
             "roles": [r["RoleName"] for r in iam.list_roles()["Roles"]],
