@@ -3,7 +3,6 @@ ends one of them."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
@@ -16,35 +15,19 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_core.api.access import authorization
 from areal_core.controller.routes import Routes
 from areal_core.rollout.ledger import TrajectoryLedger
+from tests.support.access import BODIES, CROSS_SITE, FUZZED, PLACES, ask, token
 from tests.support.runs import Launched, tiny
 
 pytestmark = pytest.mark.slow
 
 SERVICES = ("controller", "generation")
 ENDS = ("/finish", "/stop")  # of the controller: with the token they end the run
-# What a page of another site can have a browser send, without asking first.
-CROSS_SITE = {"Origin": "https://example.org", "Content-Type": "text/plain", "Cookie": "token=x"}
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-FIELDS = ("version", "path", "sha256", "name", "url", "rows", "kind", "step", "data", "job", "timeout_s", "update_info")
-BODIES = st.binary(max_size=64) | (JSON | st.dictionaries(st.sampled_from(FIELDS), JSON)).map(
-    lambda value: json.dumps(value).encode()
-)
-PLACES = st.sampled_from(("0", "1", "-1", "999999", "x", "%00", "..%2F..", "1e9")) | st.text(
-    "0123456789abc.-_", min_size=1
-)
-FUZZED = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
-)
 
 
 @pytest.fixture(scope="module")
@@ -68,23 +51,6 @@ def routes() -> list[tuple[str, str]]:
     """Those of the controller."""
     app = Routes(MagicMock()).app()
     return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
-
-
-def ask(
-    run: Launched, service: str, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
-) -> tuple[int, str]:
-    where = urllib.parse.urlsplit(run.url(service))
-    connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=30)
-    try:
-        connection.request(method, path, body, headers or {})
-        response = connection.getresponse()
-        return response.status, response.read().decode(errors="replace")
-    finally:
-        connection.close()
-
-
-def token(run: Launched) -> dict[str, str]:
-    return authorization(run.run.token())
 
 
 def test_the_token_is_its_users_alone(run: Launched) -> None:

@@ -27,6 +27,7 @@ from aiohttp import web
 from areal_core.api import bodies
 from areal_core.api.guard import guard
 from areal_core.api.refusals import refusals
+from areal_core.config.schema import LaunchConfig
 from areal_core.errors import StorageError
 from areal_core.launch import logs, process, pulse
 from areal_core.run.remote.appending import FullError, MisfitError, append, begin_anew
@@ -182,7 +183,7 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
     runner = web.AppRunner(files.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, launch.address, launch.files_port).start()
+        await _listen(runner, run, launch)
         host, port = runner.addresses[0][:2]
         process.announce_ready(ready_file, f"http://{f'[{host}]' if ':' in host else host}:{port}")
         pulse.follow(loop)
@@ -194,6 +195,19 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
     finally:
         await runner.cleanup()
     return run.summary.exists()
+
+
+async def _listen(runner: web.AppRunner, run: RunDir, launch: LaunchConfig) -> None:
+    """On the port that is set, or that of the process before, where remote workers look for it. Raises OSError."""
+    kept = run.root / "files-port"
+    before = int(kept.read_text()) if kept.exists() else 0
+    try:
+        await web.TCPSite(runner, launch.address, launch.files_port or before).start()
+    except OSError:
+        if launch.files_port or not before:
+            raise
+        await web.TCPSite(runner, launch.address, 0).start()
+    kept.write_text(f"{runner.addresses[0][1]}\n")
 
 
 async def _told(files: Files, run: RunDir, stop_timeout_s: float) -> None:

@@ -1,0 +1,210 @@
+"""Remote workers that share no folder with the head node, all on one machine: each keeps a copy of the run's folder in
+a state folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from areal_core.config.schema import RunConfig
+from areal_core.launch.supervisor import FileLock
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.storage import weights
+from areal_core.storage.rundir import RunDir
+from areal_core.tracking.timeline import read_timeline
+from tests.support.runs import TIMEOUT_S, Launched, kill_all, tiny
+from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
+
+pytestmark = [pytest.mark.slow, pytest.mark.recovery, pytest.mark.cpu_seconds(80)]
+
+COPIES: dict[str, Any] = {"copies": True, "devices": 4, "stop_timeout_s": 10.0}
+
+
+class Node:
+    """A remote worker with a folder of its own."""
+
+    def __init__(self, command: list[str], folder: Path, mark: str) -> None:
+        self.folder = folder
+        self._mark = mark
+        folder.mkdir(parents=True)
+        self.output = folder / "output.txt"
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [*command, "--folder", str(folder)],
+                env={**os.environ, "AREAL_TEST_NODE": mark},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def copy(self, run: Launched) -> RunDir:
+        return RunDir(self.folder / "runs" / run.run.root.name)
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit status and last line; nothing that it started may be left."""
+        status = self.process.wait(TIMEOUT_S)
+        assert not self.processes(), self.output.read_text()
+        return status, self.output.read_text().splitlines()[-1]
+
+    def processes(self) -> list[int]:
+        found: list[int] = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"AREAL_TEST_NODE={self._mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+
+Start = Callable[..., Node]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`python -m areal_core.run.remote_worker` for a run, with a copy of its folder."""
+    started: list[Node] = []
+
+    def command(run: Launched, role: str, *options: object) -> Node:
+        url = run.wait_for("its files are served", lambda: (run.run.ready_info("files") or {}).get("url"))
+        where = ("--head", url, "--token-file", run.run.token_file, "--address", "127.0.0.1")
+        argv = [sys.executable, "-m", "areal_core.run.remote_worker", role, *map(str, (*where, *options))]
+        started.append(Node(argv, tmp_path / f"node-{len(started)}", secrets.token_hex(8)))
+        return started[-1]
+
+    yield command
+    for node in started:
+        kill_all(node.processes)
+        node.process.wait()
+
+
+def held(config: RunConfig, run: RunDir) -> dict[int, str]:
+    """The hashes of versions in the ledger."""
+    ledger = TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)
+    try:
+        found = [ledger.versions.get(version) for version in range(config.training.steps + 1)]
+        return {version.version: version.sha256 for version in found if version is not None}
+    finally:
+        ledger.close()
+
+
+def test_servers_without_a_common_folder_die_leave_and_are_replaced(tmp_path: Path, start: Start) -> None:
+    launch = COPIES | {"remote_roles": "generation"}
+    evaluation = {"every": 12, "servers": 0}  # which borrows one, and has it load versions
+    config = audited(
+        tmp_path / "head", servers=2, interruption="recompute", steps=36, launch=launch, evaluation=evaluation
+    )
+    with Launched(config, "apart") as run, PublishedWeights(run) as published:
+        stays, leaves = (start(run, "generation", "--first", first, "--servers", 1) for first in range(2))
+        run.until_step(2)
+        lost = run.pid("generation", 0)
+        assert lost in stays.processes()
+        os.kill(lost, signal.SIGKILL)
+        has_come_back(run, 0, but=lost)
+        for role in ("controller", "files"):
+            ended = run.pid(role)
+            os.kill(ended, signal.SIGKILL)
+            run.pid(role, but=ended)
+            run.until_step(run.step() + 2)
+        server = ServerView(run.url("generation", 1), run.run.token())
+        run.wait_for("it decodes", lambda: server.running() >= 2)
+        leaves.process.send_signal(signal.SIGUSR1)
+        assert leaves.ended() == (0, "this machine leaves the run: it was asked to, by SIGUSR1")
+        assert "generation-1 has left the run" in leaves.output.read_text()
+        replaces = start(run, "generation", "--first", 1, "--servers", 1)
+        run.wait_for(
+            "another server is in its place",
+            lambda: (run.run.ready_info("generation", 1) or {}).get("pid") in replaces.processes(),
+        )
+        replacement = ServerView(run.url("generation", 1), run.run.token())
+        run.wait_for("the one in its place samples", lambda: replacement.generated() > 0)
+        run.finished()
+        for node in (stays, replaces):
+            assert node.ended() == (0, "run apart has ended")
+    check_trajectories(run, published, interrupted=False)
+    assert {path.name[:7] for path in run.run.evaluations.glob("v*.jsonl")} == {
+        f"v{version:06d}" for version in (0, 12, 24, 36)
+    }
+    hashes = held(config, run.run)
+    for node in (stays, replaces):
+        copy = node.copy(run)
+        here = [weights.read_manifest(path) for path in sorted(copy.weights.glob("v*"))]
+        assert here
+        for version in here:
+            assert weights.is_whole(version)
+            assert version.sha256 == hashes[version.version]
+            assert version.path.startswith(str(node.folder))
+        assert FileLock.is_held(copy.root / "copy.lock") is False
+    logs = run.run.logs
+    assert "was taken out" not in (logs / "host-generation-1.log").read_text()
+    assert "generation-0 was killed by SIGKILL: restart 1 of 2" in (logs / "host-generation-0.log").read_text()
+    assert "this machine leaves the run" in (logs / "host-generation-1.log.1").read_text()
+    spans = read_timeline(run.run.timeline)
+    for index, nodes in ((0, [stays]), (1, [leaves, replaces])):
+        own = [span for node in nodes for span in read_timeline(node.copy(run).timeline)]
+        assert own
+        assert [span for span in spans if span.process == f"generation-{index}"] == own
+
+
+def test_ranks_without_a_common_folder(tmp_path: Path, start: Start) -> None:
+    launch, training = COPIES | {"remote_roles": "both"}, {"ranks": 2, "hosts": 2, "steps": 24}
+    config = tiny(tmp_path / "head", training=training, launch=launch, evaluation={"enabled": False})
+    with Launched(config, "apart") as run:
+        where = ("--run-dir", run.run.root, "--address", "127.0.0.1", "--node", 0)
+        second = start(run, "trainer", "--node", 1)
+        first = subprocess.Popen(
+            [sys.executable, "-m", "areal_core.run.remote_worker", "trainer", *map(str, where)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            servers = start(run, "generation")
+            run.until_step(2)
+            ranks = [run.pid("trainer", rank) for rank in range(2)]
+            assert ranks[0] in [one.pid for one in psutil.Process(first.pid).children(recursive=True)]
+            assert ranks[1] in second.processes()
+            second.process.send_signal(signal.SIGTERM)
+            assert second.ended() == (143, "areal: stopped")
+            again = start(run, "trainer", "--node", 1)  # another machine, with a folder of its own
+            summary = run.finished()
+            assert first.wait(TIMEOUT_S) == 0
+            for node in (servers, again):
+                assert node.ended() == (0, "run apart has ended")
+        finally:
+            first.kill()
+            first.wait()
+    assert summary.steps == 24
+    assert "resumed from the checkpoint of step" in (run.run.logs / "node-1.log").read_text()
+    trained = {
+        span.step for span in read_timeline(run.run.timeline) if (span.process, span.kind) == ("trainer-1", "train")
+    }
+    assert trained == set(range(1, 25))
+
+
+@pytest.mark.parametrize(("signum", "line"), [(signal.SIGINT, "left no summary"), (signal.SIGKILL, "left no summary")])
+def test_a_launcher_that_is_stopped_or_killed_ends_the_nodes(
+    tmp_path: Path, start: Start, signum: signal.Signals, line: str
+) -> None:
+    config = tiny(
+        tmp_path / "head",
+        training={"steps": 100_000},
+        evaluation={"enabled": False},
+        launch=COPIES | {"remote_roles": "generation"},
+    )
+    with Launched(config, "apart") as run:
+        node = start(run, "generation")
+        run.until_step(1)
+        run.launcher.send_signal(signum)
+        status, last = node.ended()
+        assert (status, last) == (1, f"areal: error: run apart has ended and {line}")
+        run.gone()
+    assert json.loads((node.copy(run).root / "run.json").read_text())["run_id"] == "apart"
