@@ -26,7 +26,7 @@ from tests.emulated_cloud import init
 from tests.emulated_cloud.daemon import ADDRESS, CALLS, CONTROL, CONTROL_HOST, PORT, STARTS, Options
 from tests.emulated_cloud.faults import Fault, Kind
 from tests.support import namespaces
-from tests.support.cloud import Cloud
+from tests.support.cloud import RUN, Cloud
 from tests.support.terraform import CREDENTIALS
 
 _numbers = itertools.count()
@@ -270,10 +270,9 @@ class EmulatedCloud(Cloud):
         with self.inside():
             return self.user_data(role, run)
 
-    def left(self, run: str | None = None) -> dict[str, list[str]]:
-        """Everything of a run, by kind; without `run`, of all whose names begin as those of runs."""
+    def left(self, run: str = RUN) -> dict[str, list[str]]:
         with self.inside():
-            return super().left(run or "")
+            return super().left(run)
 
     def image(self) -> str:
         """One that can be booted; the list of all takes moto a second."""
