@@ -29,13 +29,13 @@ from areal_core.run.command import Parser, run_command
 from areal_core.run.machine import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import CopiedFolder
-from areal_core.run.remote.folder import POLL_S, Place, RunFolder, SharedFolder
+from areal_core.run.remote.folder import POLL_S, Place, RunFolder, RunLostError, SharedFolder
 from areal_core.run.remote.head import Head, checked_url, in_file
 from areal_core.run.remote.share import TRAINER, Share
 from areal_core.run.roles import interface, is_own, remote_generation, remote_trainer
 from areal_core.storage.rundir import RunDir
 
-__all__ = ["CopiedFolder", "Head", "RemoteWorker", "Share", "SharedFolder", "main"]
+__all__ = ["CopiedFolder", "Head", "RemoteWorker", "RunLostError", "Share", "SharedFolder", "main"]
 
 _LEAVE = signal.SIGUSR1
 
@@ -71,8 +71,8 @@ class RemoteWorker:
         """Wait `wait_s` for the run, take the share over, and block until the run has ended in order, or this machine
         has left it. No process is left here.
 
-        Raises ConfigError and others for what can't be taken over; ProcessError when the run ended without a summary,
-        or when a process here has no restart left.
+        Raises ConfigError and others for what can't be taken over; RunLostError when the run ended without a summary,
+        or can't be reached, ProcessError when a process here has no restart left.
         """
         try:
             self._work(wait_s)

@@ -9,6 +9,8 @@ import signal
 
 import pytest
 
+from areal_core.storage.rundir import RunDir
+from areal_core.tracking.timeline import read_timeline
 from tests.support.hosts import ADDRESSES, GENERATES, HEAD_NODE, TRAINS, Cluster
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
@@ -93,3 +95,29 @@ def test_the_rendezvous_dies_and_a_machines_command_is_killed(cluster: Cluster) 
     cluster.wait_for("nothing is left there", lambda: not cluster.pids(SECOND))
     cluster.start(SECOND)
     cluster.finished()
+
+
+def test_machines_without_a_common_folder_are_cut_off_and_return(apart: Cluster) -> None:
+    ranks = [apart.pid("trainer", rank) for rank in range(2)]
+    assert ranks[0] in apart.pids(HEAD_NODE)
+    assert ranks[1] in apart.pids(SECOND)
+    server = apart.pid("generation")
+    apart.until_step(2)
+    apart.network.cut(GENERATES)
+    apart.says(HEAD_NODE, "generation server generation-0 is taken out")
+    apart.network.join(GENERATES)
+    apart.says(GENERATES, "was taken out by the controller: killed")
+    apart.until_step(apart.step() + 2)
+    apart.network.cut(SECOND)
+    apart.says(FIRST, f"rank 1 (host {ADDRESSES[SECOND]}) did not reach ")
+    apart.network.join(SECOND)
+    apart.finished()
+    copies = {host: RunDir(apart.folder(host) / "runs" / apart.run.root.name) for host in (GENERATES, SECOND)}
+    assert (copies[GENERATES].ready_info("generation") or {})["pid"] != server
+    everywhere = read_timeline(apart.run.timeline)
+    for copy in copies.values():
+        here = read_timeline(copy.timeline)
+        processes = {span.process for span in here}
+        assert processes
+        assert here == [span for span in everywhere if span.process in processes]
+    assert "was taken out by the controller: killed" in apart.run.log_file("host-generation").read_text()

@@ -132,12 +132,24 @@ class Cluster:
             self.start(host)
 
     def start(self, host: str) -> None:
-        """Start the remote worker of a machine."""
+        """Start the remote worker of a machine; without a common folder that of rank 0 is on the head node."""
         role = ("generation",) if host == GENERATES else ("trainer", "--node", TRAINS.index(host))
-        options = ("--run-dir", self.run.root, "--address", ADDRESSES[host])
+        copies = self.config.launch.copies
+        machine = HEAD_NODE if copies and host == TRAINS[0] else host
+        where: tuple[object, ...] = ("--run-dir", self.run.root)
+        if copies and machine != HEAD_NODE:
+            url = f"http://{ADDRESSES[HEAD_NODE]}:{self.config.launch.files_port}"
+            self.wait_for("the run's token is made", self.run.token_file.exists)
+            where = ("--head", url, "--token-file", self.run.token_file, "--folder", self.folder(host))
         self.processes[host] = self.network.start(
-            host, self._text(host), "-m", "areal_core.run.remote_worker", *role, *options
+            machine,
+            self._text(host),
+            *("-m", "areal_core.run.remote_worker", *role, *where, "--address", ADDRESSES[machine]),
         )
+
+    def folder(self, host: str) -> Path:
+        """Where a machine that shares none keeps its copy of the run's folder."""
+        return self._texts / host
 
     def __enter__(self) -> Cluster:
         return self

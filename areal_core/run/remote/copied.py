@@ -31,7 +31,7 @@ from areal_core.errors import ConfigError, ProcessError, StorageError
 from areal_core.launch import pulse
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.run.remote.files import IN_ORDER
-from areal_core.run.remote.folder import POLL_S, Guarded, Place
+from areal_core.run.remote.folder import POLL_S, Guarded, Place, RunLostError
 from areal_core.run.remote.head import AwayError, Head, Session, fetch, parsed
 from areal_core.run.remote.nodes import GONE_S
 from areal_core.run.remote.sending import Sender
@@ -182,11 +182,11 @@ class _Following:
                     self._say_last_words(sender, session)
 
     def ended(self) -> bool:
-        """Whether the run has ended in order. Raises ProcessError where it has otherwise, or is out of reach."""
+        """Whether the run has ended in order. Raises RunLostError where it has otherwise, or is out of reach."""
         if self._ended not in (None, IN_ORDER):
-            raise ProcessError(f"run {self._run.root.name} has ended and left no summary")
+            raise RunLostError(f"run {self._run.root.name} has ended and left no summary")
         if self._silent_s > NO_HEAD_S:
-            raise ProcessError(
+            raise RunLostError(
                 f"the head node has said nothing for {NO_HEAD_S:g} s: run {self._run.root.name} has ended, or can't be "
                 "reached"
             )
@@ -234,7 +234,7 @@ class _Following:
             )
         heard = parsed(content)
         if heard["run_id"] != self._run.root.name:
-            raise ProcessError(f"the head node runs {heard['run_id']} now: run {self._run.root.name} has ended")
+            raise RunLostError(f"the head node runs {heard['run_id']} now: run {self._run.root.name} has ended")
         self._put(heard["ready"])
         self._ended = heard["ended"]
         return None

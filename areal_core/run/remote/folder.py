@@ -18,6 +18,11 @@ POLL_S = 1.0  # between two looks at the run
 _NO_LAUNCHER_S = 10.0  # a run without a launcher for so long is over
 _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier command to end
 
+
+class RunLostError(ProcessError):
+    """The run has ended, and not in order, or its head node is out of reach: another one may go on with it."""
+
+
 Guarded = Callable[[Callable[[], None]], None]  # calls something in a thread of the worker; its error ends the work
 
 
@@ -28,7 +33,7 @@ class Place:
     run: RunDir
     locks: tuple[int, ...]  # inherited by the processes here: a command that takes their place waits for them
     stager: str | None = None  # URL of what brings versions onto this machine; None: they are there
-    ended: Callable[[], bool]  # whether the run has ended in order; raises ProcessError where it has otherwise
+    ended: Callable[[], bool]  # whether the run has ended in order; raises RunLostError
 
 
 class RunFolder(Protocol):
@@ -104,5 +109,5 @@ class _Launcher:
         if FileLock.is_held(self._run.launcher_lock):
             self._seen_at = time.monotonic()
         elif time.monotonic() - self._seen_at > _NO_LAUNCHER_S:
-            raise ProcessError(f"run {self._run.root.name} has ended and left no summary")
+            raise RunLostError(f"run {self._run.root.name} has ended and left no summary")
         return False
