@@ -253,13 +253,22 @@ class LeasedNodes:
                 self._cloud.end(strays)
 
     def _unlock(self) -> None:
-        try:
-            lock = json.loads(self._leases.storage.get_bytes(f"{self._nodes.state_name}.tflock"))
-        except MissingError:
+        lock = self._lock()
+        if lock is None or datetime.fromisoformat(lock["Created"]).timestamp() > self._held.lease.taken_at:
             return
-        if datetime.fromisoformat(lock["Created"]).timestamp() <= self._held.lease.taken_at:
-            self._log(f"run {self.run}: removing the lock of a terraform that has ended, {lock['Who']}")
+        self._log(f"run {self.run}: removing the lock of a terraform that has ended, {lock['Who']}")
+        try:
             self._nodes.terraform.unlock(lock["ID"])
+        except ProvisionError:
+            if self._lock() == lock:  # else it was removed meanwhile
+                raise
+
+    def _lock(self) -> dict[str, Any] | None:
+        """Of Terraform's state."""
+        try:
+            return json.loads(self._leases.storage.get_bytes(f"{self._nodes.state_name}.tflock"))
+        except MissingError:
+            return None
 
     def _seen(self, hosts: list[Host]) -> list[Host]:
         with self._metering:

@@ -225,6 +225,7 @@ class Held:
         self.lease = lease
         self.fresh = fresh  # there was none before
         self.lost: str | None = None  # why
+        self._over: str | None = None  # how this holder has ended it
         self._spent = lease.spent
         self._leases, self._mark, self._length_s, self._began = leases, mark, length_s, began
         self._writing = threading.RLock()
@@ -235,7 +236,7 @@ class Held:
 
     def remaining_s(self) -> float:
         """For how long it is held, whatever happens to it."""
-        if self.lost is not None or self.lease.held_until is None:
+        if self.lost is not None or self._over is not None:
             return 0.0
         return self._began + self._length_s - self._leases.clock.passed()
 
@@ -256,6 +257,7 @@ class Held:
         """Hold it no longer: anybody may take it, and the nodes live as long as they are kept, if they are."""
         with self._writing:
             self._change(held_until=None, **({} if keep else {"kept_until": None}))
+            self._over = "put down"
 
     def release(self) -> None:
         """Give it back; nothing may be left of the nodes."""
@@ -263,6 +265,7 @@ class Held:
             self._check()
             if not self.write(None):
                 raise self._is_lost()
+            self._over = "given back"
 
     def __enter__(self) -> Held:
         self._renewing = threading.Thread(target=self._keep, name="lease", daemon=True)
@@ -312,6 +315,8 @@ class Held:
     def _check(self) -> None:
         if self.lost is not None:
             raise LeaseLostError(self.lost)
+        if self._over is not None:
+            raise LeaseLostError(f"run {self.lease.run}: the lease of its nodes was {self._over}")
 
     def _is_lost(self) -> LeaseLostError:
         self.lost = f"run {self.lease.run}: the lease of its nodes is lost, somebody else has taken it over"
@@ -328,7 +333,8 @@ class Held:
                 self.renew()
                 wait_s = self._length_s / 3
             except LeaseLostError as error:
-                self.on_lost(str(error))
+                if self.lost is not None:
+                    self.on_lost(str(error))
                 return
             except StorageError as error:
                 if wait_s == self._length_s / 3:
