@@ -27,6 +27,7 @@ from flows.provision.nodes import Host
 LEADS = ("trainer", 0)
 _AGAIN_S = 60.0  # between two tries to replace nodes that can't be had
 _VAIN = 10  # such tries, while nobody trains
+_GAP_S = 15.0  # between two looks, above which Prefect's server was away: who was silent then was not heard
 
 
 class Stage(Enum):
@@ -122,6 +123,7 @@ class Fleet:
         self._log, self._clock = log, clock
         self._born: dict[str, float] = {}  # when nodes were first known, by their ids
         self._heard: set[str] = set()  # nodes whose workers have been there
+        self._looked = self._heard_since = self._clock()
         self.hosts: list[Host] = []
         self._know(hosts)
         self._bad: dict[str, str] = {}  # nodes to replace, and why, by their names
@@ -222,6 +224,11 @@ class Fleet:
 
     def _look_at_nodes(self) -> None:
         silent = self._work.silent_s()
+        now, before = self._clock(), self._looked
+        self._looked = now
+        if now - before > _GAP_S:
+            self._heard_since = now
+        hears = now - self._heard_since > self._config.lost_s
         self._heard |= silent.keys()
         for host in self.hosts:
             if host.name in self._bad or host.name in self._replaced:
@@ -229,7 +236,7 @@ class Fleet:
             if host.id not in self._heard:
                 if (age := self._clock() - self._born[host.id]) > self._config.boot_s:
                     self._lost(host, f"has not come up in {age:.0f} s (provision.boot_s)")
-            elif silent.get(host.id, self._config.lost_s + 1) > self._config.lost_s:
+            elif hears and silent.get(host.id, self._config.lost_s + 1) > self._config.lost_s:
                 self._lost(host, f"has been silent for more than {self._config.lost_s:g} s (provision.lost_s)")
 
     def _lost(self, host: Host, why: str) -> None:
@@ -284,6 +291,10 @@ class Fleet:
         self._replaced, self._vain = {}, 0
         known = {host.id for host in self.hosts}
         for share in self.shares:
-            lost_its_node = share.seen.stage in (Stage.RECLAIMED, Stage.BAD_NODE) and share.seen.node not in known
-            if lost_its_node and not share.given_up:
+            its = share.seen
+            if its.node is None or its.node in known or share.given_up:
+                continue
+            if not its.stage.over:  # a node that was replaced had taken it meanwhile
+                self._work.lose(share.id, f"node {its.node} was replaced")
+            if its.stage in (Stage.RECLAIMED, Stage.BAD_NODE) or not its.stage.over:
                 self._give(share)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,20 +14,20 @@ import httpx
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProcessError
 from areal_core.run.remote.head import AwayError
-from areal_core.run.remote_worker import CopiedFolder, Head, RemoteWorker, Share
+from areal_core.run.remote_worker import CopiedFolder, Head, RemoteWorker, RunLostError, Share
 from flows import whereabouts
 from flows.notice import Notice
 from flows.provision.request import servers_per_node
 
 _HEAD_S = 1800.0  # for a head node to come up, also for another one in its place: nodes take their time
 _LOOK_S = 2.0
-_WAIT_S = 60.0  # for the run of a head node that answers
 
 Log = Callable[[str], None]
 
 
 def follow(config: RunConfig, run_id: str, role: str, index: int, address: str, log: Log, notice: Notice) -> None:
     """Until the run has ended in order, or this node has left it. Raises ProcessError and others."""
+    log("waiting for the head node")
     where = _Where(run_id)
     head = Head(where, where.token())
     per_node = servers_per_node(config)
@@ -40,15 +38,12 @@ def follow(config: RunConfig, run_id: str, role: str, index: int, address: str, 
     )
     folder = Path(config.state_dir).absolute() / "copies" / f"{role}-{index}"
     while notice.text() is None:
-        _until(partial(_ask, head), "the head node does not answer")
         worker = RemoteWorker(share, CopiedFolder(head, folder), address, log=log)
         notice.heed(worker.leave)
         try:
-            worker.work(_WAIT_S)
+            worker.work(_HEAD_S)
             return
-        except ProcessError as error:
-            if _answers(head):
-                raise
+        except RunLostError as error:
             log(f"waiting for another head node: {error}")
 
 
@@ -70,33 +65,15 @@ class _Where:
         return self._known.url
 
     def token(self) -> str:
-        """The run's, which every head node of it has. Raises ProcessError."""
-        _until(self, "the head node has not come up")
+        """The run's, which every head node of it has. Raises ProcessError where none comes up."""
+        deadline = time.monotonic() + _HEAD_S
+        while True:
+            try:
+                self()
+                break
+            except AwayError as error:
+                if time.monotonic() > deadline:
+                    raise ProcessError(f"no head node has come up in {_HEAD_S:.0f} s: {error}") from None
+            time.sleep(_LOOK_S)
         assert self._known is not None
         return self._known.token
-
-
-def _ask(head: Head) -> None:
-    with closing(head.session()) as session:
-        session.ask("GET", "/run")
-
-
-def _answers(head: Head) -> bool:
-    try:
-        _ask(head)
-    except AwayError:
-        return False
-    return True
-
-
-def _until(look: Callable[[], object], lack: str) -> None:
-    """Until `look` raises no AwayError. Raises ProcessError."""
-    deadline = time.monotonic() + _HEAD_S
-    while True:
-        try:
-            look()
-            return
-        except AwayError as error:
-            if time.monotonic() > deadline:
-                raise ProcessError(f"{lack} in {_HEAD_S:.0f} s: {error}") from None
-        time.sleep(_LOOK_S)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass
-from typing import cast
+from typing import Any
 
 from prefect import get_client
 from prefect.blocks.system import Secret
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound
-from pydantic import SecretStr
 
 _TYPE = "secret"  # of the block
 
@@ -25,7 +24,8 @@ class Whereabouts:
 
 def tell(run_id: str, whereabouts: Whereabouts) -> None:
     """In the place of what was told before."""
-    cast(None, Secret[str](value=SecretStr(json.dumps(asdict(whereabouts)))).save(_name(run_id), overwrite=True))
+    block: Any = Secret  # of which Prefect knows no kinds: Secret[str] would be another type of block
+    block(value=json.dumps(asdict(whereabouts))).save(_name(run_id), overwrite=True)
 
 
 def ask(run_id: str) -> Whereabouts | None:

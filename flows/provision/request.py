@@ -73,7 +73,7 @@ def overrides(config: RunConfig, control: Mapping[str, Any]) -> list[str]:
             chosen.append(f"training.ranks={its.trainer.count * max(1, its.trainer.gpus)}")
     if gpus := sum(nodes.count * nodes.gpus for nodes in roles.values()):
         chosen += [f"launch.devices={gpus}", f"launch.devices_per_host={max(nodes.gpus for nodes in roles.values())}"]
-    if config.storage == StorageConfig():
+    if config.storage.url == StorageConfig.url:
         if "foundation" not in control:
             raise ConfigError("storage.url: must be a store that all nodes reach, as s3://bucket/prefix")
         chosen.append(f"storage.url=s3://{control['foundation']['bucket']}")

@@ -1,4 +1,7 @@
-"""An emulated cloud for all tests of this folder, with what outlives runs, and the nodes of one run on it."""
+"""An emulated cloud for all tests of this folder, with what outlives runs, and the nodes of one run on it.
+
+The tests are on its control host. Machines of instances stand still, but for those of runs that a flow has started.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from flows.provision import terraform
 from flows.provision.nodes import Nodes
 from flows.stack import ROOT, responds
+from tests.emulated_cloud import EmulatedCloud
+from tests.emulated_cloud.cloud import missing as emulation_missing
 from tests.support.cloud import (
     BUCKET,
     MLFLOW_PARAMETER,
@@ -28,10 +33,10 @@ from tests.support.cloud import (
     RUN,
     SECRET,
     Cloud,
-    emulated,
 )
 from tests.support.mlflow_server import free_port, until
 from tests.support.needs import skip_without
+from tests.support.plane import Plane, plane_on
 from tests.support.terraform import (
     CREDENTIALS,
     REGION,
@@ -42,7 +47,7 @@ from tests.support.terraform import (
     missing,
 )
 
-_lack = cache(missing)
+_lack = cache(lambda: missing() or emulation_missing())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -50,9 +55,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedCloud]:
     """With secrets in its parameter store."""
-    with emulated(tmp_path_factory.mktemp("moto")) as running:
+    with EmulatedCloud(tmp_path_factory.mktemp("cloud"), power_off_s=10.0) as running, running.inside():
+        running.boot_never(None)
         for name, value in ((PARAMETER, SECRET), (MLFLOW_PARAMETER, MLFLOW_SECRET)):
             running.client("ssm").put_parameter(Name=name, Value=value, Type="SecureString")
         yield running
@@ -81,6 +87,20 @@ def control(cloud: Cloud, infra: Path) -> Root:
     # The emulated cloud does not look at the condition of a denial, which is that a request is not encrypted.
     cloud.client("s3").delete_bucket_policy(Bucket=BUCKET)
     return root
+
+
+@pytest.fixture(scope="module")
+def plane(
+    cloud: EmulatedCloud, infra: Path, control: Root, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Plane]:
+    """What flows are started on; the machines of their nodes run."""
+    state = tmp_path_factory.mktemp("plane")
+    (state / "control").mkdir()
+    shutil.copy(infra / "control" / "terraform.tfstate", state / "control")
+    cloud.clear()
+    with plane_on(cloud, state, infra) as running:
+        yield running
+    cloud.boot_never(None)
 
 
 @pytest.fixture(scope="session")

@@ -82,6 +82,12 @@ class Cloud:
     def node(self, name: str) -> str:
         return f"i-{name}.{self.numbers[name]}"
 
+    def pass_s(self, fleet: Fleet, seconds: float) -> None:
+        """With looks in between."""
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            fleet.look()
+
     def newest(self, name: str) -> str:
         return [share for share, of in self.names.items() if of == name][-1]
 
@@ -152,11 +158,25 @@ def test_a_node_that_is_silent_loses_its_share(cloud: Cloud) -> None:
     with fleet_of(cloud) as fleet:
         cloud.up()
         fleet.look()
+        cloud.pass_s(fleet, 31)
         cloud.silence[cloud.node("generation-0")] = 31.0
         until(fleet, lambda: cloud.newest("generation-0") == "generation-0/1")
     assert cloud.lost == ["generation-0/0"]
     assert cloud.replaced == [["generation-0"]]
     assert any("silent for more than 30 s" in line for line in cloud.said)
+
+
+def test_nodes_that_a_server_could_not_hear_are_not_lost(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
+        cloud.up()
+        cloud.pass_s(fleet, 60)
+        cloud.now += 600.0  # Prefect's server is away
+        cloud.silence = dict.fromkeys(cloud.silence, 600.0)
+        cloud.pass_s(fleet, 5)
+        cloud.silence = dict.fromkeys(cloud.silence, 1.0)
+        cloud.pass_s(fleet, 60)
+        assert fleet.ready
+    assert cloud.replaced == cloud.lost == []
 
 
 def test_a_node_that_never_comes_up_is_replaced_and_its_share_goes_on_waiting(cloud: Cloud) -> None:
@@ -174,10 +194,28 @@ def test_a_node_that_never_comes_up_is_replaced_and_its_share_goes_on_waiting(cl
     assert [*cloud.names] == ["trainer-0/0", "generation-0/0", "generation-1/0"]
 
 
+def test_a_share_that_a_node_takes_while_it_is_replaced_is_given_out_again(cloud: Cloud) -> None:
+    with fleet_of(cloud) as fleet:
+        for name in ("trainer-0", "generation-0"):
+            cloud.silence[cloud.node(name)] = 0.0
+            cloud.becomes(name, Stage.RUNS)
+        taken = cloud.node("generation-1")
+
+        def replace_late(names: Iterable[str]) -> list[Host]:
+            cloud.shares["generation-1/0"] = Seen(Stage.RUNS, taken, "")
+            return Cloud.replace(cloud, names)
+
+        cloud.replace = replace_late  # pyright: ignore[reportAttributeAccessIssue]
+        cloud.now = 101.0
+        until(fleet, lambda: cloud.newest("generation-1") == "generation-1/1")
+    assert cloud.lost == ["generation-1/0"]
+
+
 def test_the_head_node_is_replaced_as_others_are(cloud: Cloud) -> None:
     with fleet_of(cloud) as fleet:
         cloud.up()
         fleet.look()
+        cloud.pass_s(fleet, 31)
         cloud.silence[cloud.node("trainer-0")] = 1000.0
         until(fleet, lambda: cloud.newest("trainer-0") == "trainer-0/1")
         cloud.up()
@@ -297,6 +335,7 @@ def test_given_hosts_are_not_replaced(cloud: Cloud) -> None:
     with fleet_of(cloud, given=True) as fleet:
         cloud.up()
         fleet.look()
+        cloud.pass_s(fleet, 31)
         cloud.silence[cloud.node("generation-0")] = 1000.0
         fleet.look()
         assert any("generation-0 is given up" in line for line in cloud.said)

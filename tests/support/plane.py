@@ -1,0 +1,230 @@
+"""A control plane for runs on nodes of an emulated cloud: Prefect's server and MLflow, which take nobody without a
+password, on the cloud's control host, and what `make up` starts beside them, the worker of flows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import UUID
+
+import boto3
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterTags
+from prefect.client.schemas.objects import FlowRun
+
+from flows.shared import PROGRESS
+from flows.shares import FINISH
+from flows.stack import ROOT, responds
+from tests.emulated_cloud import EmulatedCloud
+from tests.support.cloud import MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, SECRET
+from tests.support.control import environment, processes_of, run_python
+from tests.support.mlflow_server import until
+from tests.support.terraform import mirror
+
+T = TypeVar("T")
+PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+SECRETS = {"PREFECT_API_AUTH_STRING": PARAMETER, "MLFLOW_TRACKING_PASSWORD": MLFLOW_PARAMETER}
+_START_S = 120.0
+
+
+class Plane:
+    """What runs on the control host, for a test that is inside of it."""
+
+    def __init__(self, cloud: EmulatedCloud, state: Path, infra: Path) -> None:
+        self.cloud, self.state = cloud, state
+        self.api = f"http://{cloud.address}:{PREFECT_PORT}/api"
+        self.mlflow = f"http://{cloud.address}:{MLFLOW_PORT}"
+        self.client = SyncPrefectClient(self.api, auth_string=SECRET)
+        self.settings = environment(state) | {
+            **cloud.environment,
+            "AREAL_INFRA": str(infra),
+            "AREAL_TERRAFORM_PLUGINS": str(mirror()),
+            "PREFECT_API_URL": self.api,
+            "PREFECT_API_AUTH_STRING": SECRET,
+            "PREFECT_HOME": str(state / "prefect"),
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "MLFLOW_TRACKING_URI": self.mlflow,
+            "MLFLOW_TRACKING_USERNAME": "admin",
+            "MLFLOW_TRACKING_PASSWORD": MLFLOW_SECRET,
+            "DO_NOT_TRACK": "1",
+        }
+
+    def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "prefect", *arguments]
+        return subprocess.run(command, env=self.settings, capture_output=True, text=True, timeout=240)
+
+    def train(self, deployment: str, *overrides: str, **parameters: Any) -> UUID:
+        """`prefect deployment run`, with nodes of its own."""
+        given = {"provision": "aws", "overrides": [*overrides], **parameters}
+        command = ["deployment", "run", deployment]
+        for name, value in given.items():
+            command += ["--param", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+        started = self.prefect(*command)
+        assert started.returncode == 0, started.stdout + started.stderr
+        (line,) = (line for line in started.stdout.splitlines() if "UUID:" in line)
+        return UUID(line.partition("UUID:")[2].strip())
+
+    def run(self, flow_run: UUID) -> FlowRun:
+        return self.client.read_flow_run(flow_run)
+
+    def wait(self, flow_run: UUID, *names: str, timeout_s: float = 400.0) -> FlowRun:
+        """The flow run, once its state has one of these names."""
+
+        def there() -> FlowRun | None:
+            found = self.run(flow_run)
+            assert found.state is not None
+            return found if found.state.name in names else None
+
+        return self.until(f"the flow run is {' or '.join(names)}", there, flow_run, timeout_s)
+
+    def until(self, what: str, look: Callable[[], T | None], flow_run: UUID, timeout_s: float = 240.0) -> T:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if found := look():
+                return found
+            state = self.run(flow_run).state
+            assert state is None or not state.is_final(), f"{state.name}: {state.message}\n{self.logs(flow_run)}"
+            time.sleep(1.0)
+        raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.logs(flow_run)}")
+
+    def shares(self, run_id: str) -> dict[str, list[FlowRun]]:
+        """Flow runs of nodes, by the names of their shares, the first one first."""
+        chosen = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"run:{run_id}"]))
+        found: dict[str, list[FlowRun]] = {}
+        for run in sorted(self.client.read_flow_runs(flow_run_filter=chosen), key=lambda run: str(run.created)):
+            found.setdefault(run.name.removeprefix(f"{run_id} "), []).append(run)
+        return found
+
+    def artifacts(self, flow_run: UUID) -> dict[str, Any]:
+        chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run]))
+        return {str(found.key): found for found in self.client.read_artifacts(artifact_filter=chosen)}
+
+    def at_work(self, flow_run: UUID, run_id: str, names: set[str]) -> dict[str, FlowRun]:
+        """The shares of these names, once nodes that are as they should be have them all."""
+
+        def there() -> dict[str, FlowRun] | None:
+            found = {name: runs[0] for name, runs in self.shares(run_id).items() if "checked" in runs[0].tags}
+            return found if found.keys() == names else None
+
+        return self.until("all nodes have their shares", there, flow_run, 300.0)
+
+    def finish(self, run_id: str) -> None:
+        """Have a run end as one whose budget is spent does, for another reason."""
+        share = self.shares(run_id)["trainer-0"][-1]
+        self.client.update_flow_run(share.id, tags=[*share.tags, f"{FINISH}enough"])
+
+    def step(self, flow_run: UUID) -> int:
+        """The step that the page of a run shows; 0 before it has any."""
+        shown = self.artifacts(flow_run).get(PROGRESS)
+        found = re.match(r"step (\d+)", str(shown and shown.description))
+        return int(found[1]) if found else 0
+
+    def queues(self, pool: str) -> list[str]:
+        path: Any = f"/work_pools/{pool}/queues/filter"
+        return sorted(queue["name"] for queue in self.client.request("POST", path, json={}).json())
+
+    def logs(self, flow_run: UUID) -> str:
+        """What a flow run has logged."""
+        body = {"logs": {"flow_run_id": {"any_": [str(flow_run)]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
+        lines = self.client.request("POST", "/logs/filter", json=body).json()
+        return "\n".join(line["message"] for line in lines)
+
+
+@contextmanager
+def plane_on(cloud: EmulatedCloud, state: Path, infra: Path) -> Iterator[Plane]:
+    """The caller is inside of the cloud. `infra/control` was applied in `state`."""
+    parameters = boto3.client("ssm", **_client(cloud))
+    for name, value in ((PARAMETER, SECRET), (MLFLOW_PARAMETER, MLFLOW_SECRET)):
+        parameters.put_parameter(Name=name, Value=value, Type="SecureString", Overwrite=True)
+    plane = Plane(cloud, state, infra)
+    with contextlib.ExitStack() as servers:
+        servers.enter_context(_server("prefect", _prefect(cloud), state, _prefect_settings(state)))
+        servers.enter_context(_server("mlflow", _mlflow(cloud, state), state, _mlflow_settings(state)))
+        until(lambda: responds(f"{plane.api}/health"), "Prefect's server", _START_S)
+        until(lambda: responds(f"{plane.mlflow}/health"), "MLflow's server", _START_S)
+        up = run_python(state, "flows.stack", "up", **plane.settings)
+        assert up.returncode == 0, up.stderr
+        try:
+            with plane.client:
+                yield plane
+        finally:
+            down = run_python(state, "flows.stack", "down", **plane.settings)
+            assert down.returncode == 0, down.stderr
+    until(lambda: not processes_of(state), "the end of what runs on the control host")
+
+
+def _client(cloud: EmulatedCloud) -> dict[str, Any]:
+    names = {"region_name": "AWS_DEFAULT_REGION", "endpoint_url": "AWS_ENDPOINT_URL"}
+    names |= {"aws_access_key_id": "AWS_ACCESS_KEY_ID", "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY"}
+    return {name: cloud.environment[variable] for name, variable in names.items()}
+
+
+@contextmanager
+def _server(name: str, command: list[str], state: Path, settings: Mapping[str, str]) -> Iterator[None]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "AWS_"))}
+    with (
+        (state / f"{name}.log").open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=ROOT,
+            env={**kept, "DO_NOT_TRACK": "1", **settings},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        ) as server,
+    ):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGTERM)
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+def _prefect(cloud: EmulatedCloud) -> list[str]:
+    return ["prefect", "server", "start", "--host", cloud.address, "--port", str(PREFECT_PORT)]
+
+
+def _prefect_settings(state: Path) -> dict[str, str]:
+    return {
+        "PREFECT_HOME": str(state / "prefect-server"),
+        "PREFECT_SERVER_API_AUTH_STRING": SECRET,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+
+
+def _mlflow(cloud: EmulatedCloud, state: Path) -> list[str]:
+    database, artifacts = f"sqlite:///{state}/mlflow.db", str(state / "mlflow-artifacts")
+    return [
+        *("mlflow", "server", "--host", cloud.address, "--port", str(MLFLOW_PORT), "--workers", "1"),
+        *("--backend-store-uri", database, "--artifacts-destination", artifacts, "--app-name", "basic-auth"),
+    ]
+
+
+def _mlflow_settings(state: Path) -> dict[str, str]:
+    users = state / "mlflow.ini"
+    users.write_text(
+        "[mlflow]\ndefault_permission = READ\nauthorization_function = "
+        f"mlflow.server.auth:authenticate_request_basic_auth\ndatabase_uri = sqlite:///{state}/mlflow-users.db\n"
+    )
+    return {
+        "MLFLOW_AUTH_CONFIG_PATH": str(users),
+        "MLFLOW_AUTH_ADMIN_USERNAME": "admin",
+        "MLFLOW_AUTH_ADMIN_PASSWORD": MLFLOW_SECRET,
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": "emulated",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
