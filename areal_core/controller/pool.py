@@ -299,6 +299,9 @@ class GenerationPool:
         await server.client.identify()
         if await server.client.is_sleeping():  # put to sleep by a controller that is gone
             await server.client.wake_up()
+        load = await server.client.load()
+        if load.running or load.waiting:  # for a controller that is gone, whose machine could not say so
+            await server.client.abort_all()
         clock, longest_s = asyncio.get_running_loop().time, 0.0
         for _ in range(_LOADS_ALONE):
             start = clock()

@@ -67,6 +67,12 @@ class ServerCounters:
             (self.accounted(),),
         )
 
+    def abandon(self) -> None:
+        """These counters are of a time before the servers' last reports, which are lost: what servers that are still
+        there have sampled since is nobody's. All begin new stays."""
+        self.resume()
+        self._db.execute("UPDATE stays SET over = 1 WHERE NOT over")
+
     def generated(self) -> int:
         """Tokens that the servers have counted since they joined."""
         return self._db.execute("SELECT COALESCE(SUM(counted - joined), 0) FROM stays").fetchone()[0]

@@ -308,8 +308,10 @@ class TrajectoryLedger:
 
     def rewind(self, version: int) -> None:
         """Forget the versions after this one, whose weights are lost with their machine: a new incarnation of the run,
-        unless there are none. What later versions sampled, and batches that they were to be trained on, start again."""
+        unless there are none. What later versions sampled, and batches that they were to be trained on, start again;
+        servers that have outlived that machine begin as new ones."""
         with self._transaction():
+            self.counters.abandon()
             if self.versions.last() > version:
                 self._new_incarnation(version + 1)
                 self.versions.forget_after(version)

@@ -20,8 +20,9 @@ import pytest
 from areal_core.config.schema import RunConfig
 from areal_core.launch.supervisor import FileLock
 from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.run.launcher import run_folder
 from areal_core.storage import weights
-from areal_core.storage.rundir import RunDir
+from areal_core.storage.rundir import RunDir, write_json
 from areal_core.tracking.timeline import read_timeline
 from tests.support.runs import TIMEOUT_S, Launched, kill_all, tiny
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
@@ -74,9 +75,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """`python -m areal_core.run.remote_worker` for a run, with a copy of its folder."""
     started: list[Node] = []
 
-    def command(run: Launched, role: str, *options: object) -> Node:
-        url = run.wait_for("its files are served", lambda: (run.run.ready_info("files") or {}).get("url"))
-        where = ("--head", url, "--token-file", run.run.token_file, "--address", "127.0.0.1")
+    def command(run: Launched, role: str, *options: object, head: str | None = None) -> Node:
+        where = ("--head", head or files_of(run), "--token-file", run.run.token_file, "--address", "127.0.0.1")
         argv = [sys.executable, "-m", "areal_core.run.remote_worker", role, *map(str, (*where, *options))]
         started.append(Node(argv, tmp_path / f"node-{len(started)}", secrets.token_hex(8)))
         return started[-1]
@@ -85,6 +85,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for node in started:
         kill_all(node.processes)
         node.process.wait()
+
+
+def files_of(run: Launched) -> str:
+    """The URL of the head node's files."""
+    return run.wait_for("its files are served", lambda: (run.run.ready_info("files") or {}).get("url"))
 
 
 def held(config: RunConfig, run: RunDir) -> dict[int, str]:
@@ -188,6 +193,36 @@ def test_ranks_without_a_common_folder(tmp_path: Path, start: Start) -> None:
         span.step for span in read_timeline(run.run.timeline) if (span.process, span.kind) == ("trainer-1", "train")
     }
     assert trained == set(range(1, 25))
+
+
+def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_path: Path, start: Start) -> None:
+    where, launch = tmp_path / "head.json", COPIES | {"remote_roles": "generation"}
+
+    def config(machine: str) -> RunConfig:
+        storage = {"url": str(tmp_path / "store"), "lease_s": 4.0}
+        return tiny(
+            tmp_path / machine, training={"steps": 40}, launch=launch, storage=storage, evaluation={"enabled": False}
+        )
+
+    with Launched(config("first"), "apart") as run:
+        write_json(where, {"url": files_of(run)})
+        node = start(run, "generation", head=f"@{where}")
+        run.until_step(5)
+        server, token = run.pid("generation"), run.run.token()
+        run.launcher.send_signal(signal.SIGSTOP)
+        os.kill(run.pid("files"), signal.SIGKILL)  # which says nothing more, as on a machine that loses power
+        kill_all(run.processes)
+    there = run_folder(config("second"), "apart")
+    there.keep_token(token)
+    with Launched(config("second"), "apart") as run:
+        write_json(where, {"url": files_of(run)})
+        summary = run.finished()
+        assert node.ended() == (0, "run apart has ended")
+    assert summary.steps == 40
+    assert (node.copy(run).ready_info("generation") or {})["pid"] == server  # it has gone on
+    assert "resumed from the checkpoint of step" in (run.run.logs / "trainer-0.log").read_text()
+    here = (node.copy(run).timeline / "generation-0.jsonl").read_bytes()
+    assert (run.run.timeline / "generation-0.jsonl").read_bytes() == here
 
 
 @pytest.mark.parametrize(("signum", "line"), [(signal.SIGINT, "left no summary"), (signal.SIGKILL, "left no summary")])

@@ -59,6 +59,7 @@ class FakeServer:
         self.label = "0"
         self.metrics = ""
         self.counted = 1
+        self.orphans = 0  # completions that it decodes for a controller that is gone
         self.cancelled = 0
         self.sleeping = False
         self._aborting = asyncio.Event()
@@ -121,7 +122,10 @@ class FakeServer:
         if http.path == "/metrics":
             return web.Response(text=self.metrics)
         if http.path == "/load":
-            values = {field.name: 1 for field in dataclasses.fields(ServerLoad)}
+            values = {field.name: 1 for field in dataclasses.fields(ServerLoad)} | {
+                "running": self.orphans,
+                "waiting": 0,
+            }
             return web.json_response(values | {"generated_tokens": self.counted, "rollout_tokens": self.counted})
         if http.path == "/abort_requests" and value is not None:
             for request_id in value["request_ids"]:

@@ -88,6 +88,16 @@ async def test_a_stager_that_fails_costs_its_machines_servers_and_no_others(serv
         await pool.join("far", servers[1].url, lambda: version(1), stager="http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize("orphans", [0, 3])
+async def test_what_a_server_decodes_for_a_controller_that_is_gone_ends_before_its_tokens_count(servers, pool, orphans):
+    servers[0].orphans, servers[0].label = orphans, "1"
+    await pool.join("a", servers[0].url, lambda: version(1))
+    aborted = ("/pause?mode=abort&clear_cache=false", None)
+    assert servers[0].updates().count(aborted) == bool(orphans)
+    if orphans:
+        assert servers[0].updates()[:2] == [aborted, ("/resume", None)]
+
+
 async def test_requests_go_to_the_server_with_the_fewest_completions(servers, pool):
     for name, server in zip("ab", servers, strict=True):
         server.release.clear()

@@ -346,6 +346,20 @@ def test_what_a_killed_controller_had_not_stored_is_allowed_for(ledger):
     assert ledger.tokens().allowance == 3 * 10  # it runs again; what was dropped does not
 
 
+def test_what_servers_have_sampled_in_a_past_that_is_lost_counts_for_nothing(ledger):
+    """They outlive the machine whose ledger is put back to a checkpoint's."""
+    ledger.publish(version(0))
+    ledger.counters.join("one", "http://one", 0)
+    ledger.settle(ledger.admit().group_id, Tally(tokens=10))
+    ledger.counters.report("one", 8, 6)
+    ledger.rewind(0)
+    ledger.resume(0)
+    ledger.counters.join("one", "http://one", 500)
+    ledger.counters.report("one", 505, 10)
+    assert ledger.tokens().generated == 8 + 5
+    assert ledger.tokens().allowance == 10 - 6  # what groups had gained since the last report
+
+
 def test_a_ledger_of_another_format_is_refused_in_one_line(tmp_path):
     path = tmp_path / "old.sqlite"
     with sqlite3.connect(path) as old:
