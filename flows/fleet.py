@@ -143,10 +143,11 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Waits for what is being replaced: nodes must not come after the end."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits for what is being replaced, as nodes must not come after the end; but not where this process is asked
+        to end: `supply` then has to see to it."""
         self.closed = True
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(wait=kind is None or issubclass(kind, Exception), cancel_futures=True)
 
     @property
     def ready(self) -> bool:

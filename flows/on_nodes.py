@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 from prefect.client.schemas.sorting import ArtifactSort
+from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
 from areal_core.config.schema import RunConfig
@@ -47,6 +48,7 @@ from flows.shared import COST, PLAN, PROGRESS, RESULT, SUMMARY, TRACKING
 from flows.shares import FINISH, Shares
 from flows.stack import STATE
 
+REAPER = "areal-reap/reap"
 _LOOK_S = 2.0
 _END_S = 90.0  # for shares whose run has ended
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,26}")  # with a flow run's part, what a cloud takes for a run
@@ -77,6 +79,8 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
             raise
         except BaseException:  # asked to end, with half a minute for it
             supply.hand_over()
+            with seen_where_it_answers(), get_client(sync_client=True) as client:
+                _call_the_reaper(client)
             raise
         teardown(supply)
         summary = _summary(on_nodes, run_id)
@@ -249,8 +253,20 @@ def _given_out(config: RunConfig, hosts: list[Host], shares: Shares, supply: Sup
     ) as fleet:
         try:
             yield fleet
-        finally:
-            _end(shares, log)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                _end(shares, log)
+            else:
+                with seen_where_it_answers():
+                    shares.stop()
+            raise
+        _end(shares, log)
+
+
+def _call_the_reaper(client: SyncPrefectClient) -> None:
+    """Not to wait for its schedule."""
+    with suppress(ObjectNotFound):  # where there is none, the nodes' own end comes
+        client.create_flow_run_from_deployment(client.read_deployment_by_name(REAPER).id)
 
 
 def _end(shares: Shares, log: Log) -> None:
