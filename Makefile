@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench control nodes cloud clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench control nodes reap cloud clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
@@ -119,6 +119,9 @@ nodes: $(SETUP) ## the nodes of a run on AWS: VARS=file.yaml ACTION=plan|apply|h
 
 cloud: $(SETUP) ## an emulated AWS whose instances are machines of namespaces, as root, until Ctrl-C
 	@$(BIN)/python -m tests.emulated_cloud
+
+reap: $(SETUP) ## end nodes on AWS that nobody has any more: STORE=s3://bucket
+	@$(BIN)/python -m flows.reap_command $(if $(STORE),--store '$(STORE)')
 
 clean: ## remove caches and build leftovers; .venv and .areal stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage

@@ -2,7 +2,8 @@
 
     python -m flows.nodes_command plan|apply|hosts|destroy FILE [--yes] [--replace NAME ...]
 
-FILE is YAML: what infra/terraform/run/variables.tf asks for. Of what `make control` has made nothing need be said.
+FILE is YAML: what infra/terraform/run/variables.tf asks for. Of what `make control` has made nothing need be said. What
+is applied has a lease until `lease.expires_at`, when the reaper ends it, if it is not destroyed before.
 Exit status: 0 done; 1 it could not be done, or was not wanted; 2 a setting is wrong.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from rich.console import Console
 
 from areal_core.errors import ConfigError, ProvisionError
 from areal_core.run.command import Parser, run_command
+from flows.provision.leased import LeasedNodes
 from flows.provision.nodes import Host, Nodes
 from flows.provision.terraform import Plan
 from flows.stack import STATE
@@ -30,16 +33,29 @@ def main() -> int:
 
 def _run() -> None:
     options = _parse()
-    console = Console(highlight=False)
-    with Nodes(read(options.file), STATE, log=lambda line: console.print(line, markup=False, soft_wrap=True)) as nodes:
-        if options.action in ("plan", "apply", "destroy"):
-            plan = nodes.plan_end() if options.action == "destroy" else nodes.plan(replace=options.replace)
-            _show(plan, console)
-            if options.action != "plan" and plan.changes:
-                _confirm(f"Run {nodes.run}: {plan}.", options.yes)
-                nodes.apply(plan)
-        if options.action in ("apply", "hosts"):
-            _list(nodes.hosts(), console)
+    console, request = Console(highlight=False), read(options.file)
+
+    def log(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    if options.action in ("plan", "hosts"):
+        with Nodes(request, STATE, log=log) as nodes:
+            if options.action == "plan":
+                _show(nodes.plan(replace=options.replace), console)
+            else:
+                _list(nodes.hosts(), console)
+        return
+
+    def agreed(plan: Plan) -> None:
+        _show(plan, console)
+        if plan.changes:
+            _confirm(f"Run {request['run']}: {plan}.", options.yes)
+
+    with LeasedNodes(request, STATE, by="command", kept_until=_expiry(request), log=log) as nodes:
+        if options.action == "destroy":
+            nodes.end(agreed)
+        else:
+            _list(nodes.replace(options.replace, agreed) if options.replace else nodes.make(agreed), console)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -62,6 +78,18 @@ def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if value.tzinfo else value.isoformat()
     return value
+
+
+def _expiry(request: Mapping[str, Any]) -> float:
+    """When the nodes end by themselves, in seconds since 1970."""
+    lease = request.get("lease")
+    expires_at = lease.get("expires_at") if isinstance(lease, Mapping) else None
+    try:
+        return datetime.strptime(str(expires_at), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        raise ConfigError(
+            f"lease.expires_at: must be a time in UTC, as 2030-01-31T12:00:00Z, got {expires_at!r}"
+        ) from None
 
 
 def _confirm(what: str, sure: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, WaiterError
+from botocore.parsers import ResponseParserError
 
 from areal_core.errors import ProvisionError
 from flows.provision.cloud import Found
@@ -179,5 +180,5 @@ def _unless_gone(ask: Callable[[], T]) -> T | None:
 def _told(ask: Callable[[], T]) -> T:
     try:
         return ask()
-    except (BotoCoreError, ClientError, WaiterError) as error:
+    except (BotoCoreError, ClientError, WaiterError, ResponseParserError) as error:
         raise ProvisionError(f"aws: {' '.join(str(error).split())}") from None

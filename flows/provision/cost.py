@@ -79,15 +79,14 @@ class Meter:
 def split(
     dollars: Mapping[str, float | None], shares: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float] | None]:
-    """What the money of each role was for: `shares` of its time by what it did, as idle and stale, from 0 to 1; the
-    rest is useful. None where the cost is not known. Raises ValueError for shares that are none."""
+    """What the money of each role was for: `shares` of its time by what it did, as idle and stale, from 0 to 1, and the
+    rest useful; what is measured to be more than all of it is taken for all. None where the cost is not known."""
     parts: dict[str, dict[str, float] | None] = {}
     for role, spent in dollars.items():
-        its = shares.get(role, {})
-        if any(not 0.0 <= share <= 1.0 for share in its.values()) or sum(its.values()) > 1.0 + 1e-9:
-            raise ValueError(f"shares of {role} must be from 0 to 1, all together too, got {dict(its)}")
-        useful = {"useful": max(0.0, 1.0 - sum(its.values()))}
-        parts[role] = None if spent is None else {what: spent * share for what, share in {**useful, **its}.items()}
+        its = {what: max(0.0, share) for what, share in shares.get(role, {}).items()}
+        all_ = max(1.0, sum(its.values()))
+        its = {"useful": 1.0 - sum(its.values()) / all_} | {what: share / all_ for what, share in its.items()}
+        parts[role] = None if spent is None else {what: spent * share for what, share in its.items()}
     return parts
 
 

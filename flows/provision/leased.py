@@ -44,6 +44,7 @@ _HAND_OVER_S = 10.0  # for a terraform that runs
 _PASSING = re.compile(
     r"throttl|too many requests|rate exceeded|RequestLimitExceeded|SlowDown|ServiceUnavailable|StatusCode: 5\d\d"
     r"|Internal(Server)?(Error|Failure)|timeout|connection re(set|fused)|no such host|unexpected EOF"
+    r"|could not connect|connection was closed|unable to parse response"
     r"|Saved plan is stale|IncorrectState|DependencyViolation|OperationAborted|interrupted|halted|canceled",
     re.IGNORECASE,
 )
@@ -181,6 +182,7 @@ class LeasedNodes:
         is ended first."""
         self._nodes.terraform.stop(_HAND_OVER_S)
         with self._changing:
+            self._seen(self._hosts)
             self._held.put_down(keep=False)
             self._over = True
 
@@ -205,10 +207,11 @@ class LeasedNodes:
 
     def _end(self, on_plan: Show) -> None:
         self._settle()
+        there = {found.id for found in self._cloud.found(self.run)}
+        self._seen([host for host in self._nodes.hosts() if host.id in there])
         planned = self._nodes.plan_end()
         on_plan(planned)
-        if planned.changes:
-            self._apply(planned)
+        self._apply(planned)  # even where nothing is left: the state may say otherwise
         self._seen([])
         self._held.renew()
         self._cloud.end(self._cloud.found(self.run))
@@ -317,7 +320,7 @@ def cloud_of(foundation: Mapping[str, Any]) -> Cloud:
     """What `control` has made it in."""
     from flows.provision.aws import Aws  # boto3 is dear to import
 
-    return Aws(foundation["region"], foundation.get("vpc_id"))
+    return Aws(foundation.get("region"), foundation.get("vpc_id"))
 
 
 def _owner(request: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -129,7 +130,7 @@ class Leases:
             lives = found.by != "reaper" and found.beat != first.beat  # a reaper is done soon
             if lives or claimant.by == "reaper" or self.clock.passed() - began >= patience_s:
                 raise HeldError(refusal)
-            self.clock.sleep(min(_LOOK_S, max(0.0, began + patience_s - self.clock.passed())))
+            self.clock.sleep(_LOOK_S)
 
     def read(self, run: str) -> Lease | None:
         """The lease of a run; None where there is none, or it was given back. Raises ProvisionError."""
@@ -256,6 +257,7 @@ class Held:
     def put_down(self, *, keep: bool = True) -> None:
         """Hold it no longer: anybody may take it, and the nodes live as long as they are kept, if they are."""
         with self._writing:
+            self._began = -math.inf  # should the answer be lost, it is renewed first
             self._change(held_until=None, **({} if keep else {"kept_until": None}))
             self._over = "put down"
 
@@ -263,6 +265,7 @@ class Held:
         """Give it back; nothing may be left of the nodes."""
         with self._writing:
             self._check()
+            self._began = -math.inf
             if not self.write(None):
                 raise self._is_lost()
             self._over = "given back"

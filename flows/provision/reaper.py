@@ -21,14 +21,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from areal_core.errors import ArealError, ProvisionError
+from areal_core.storage.objects import Storage
 from flows.provision.cloud import Cloud, Found
-from flows.provision.leased import LeasedNodes
+from flows.provision.leased import LeasedNodes, cloud_of
 from flows.provision.leases import Claimant, Held, HeldError, Lease, LeaseLostError, Leases
+from flows.provision.nodes import control_outputs
 from flows.provision.terraform import Plan
 
 LEASE_S = 300.0  # so that the next reaper finds those over that were a killed one's
 YOUNG_S = 300.0  # what is younger is left to the next one, if it has no lease
 _AT_ONCE = 4
+_STORE_S = 30.0  # of patience with the store
 _STATES = "terraform/runs"
 
 
@@ -57,6 +60,17 @@ class Reaped:
     def __str__(self) -> str:
         done = f"run {self.run}: {self.ended or 'nothing'} ended"
         return f"{done}; to be tried again: {self.failed}" if self.failed else done
+
+
+def reaper_of(state: Path, store: str | None, log: Callable[[str], None]) -> Reaper | None:
+    """The reaper of the store at this location, or of the one that `control` has made here; None where neither is.
+    Raises StorageError."""
+    foundation = control_outputs(state).get("foundation", {})
+    url = store or (f"s3://{foundation['bucket']}" if foundation else None)
+    if url is None:
+        return None
+    leases = Leases(Storage.open(url, patience_s=_STORE_S))
+    return Reaper(leases, state, cloud_of=cloud_of, foundation=foundation, log=log)
 
 
 class Reaper:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from areal_core.errors import ConfigError, ProvisionError
 
-INFRA = Path(__file__).resolve().parents[2] / "infra" / "terraform"
+INFRA = Path(os.environ.get("AREAL_INFRA", Path(__file__).resolve().parents[2] / "infra" / "terraform"))
 PLUGINS = "AREAL_TERRAFORM_PLUGINS"  # a folder that mirrors the providers, for machines that reach no registry
 BINARY = "AREAL_TERRAFORM"  # another program than terraform
 
@@ -185,7 +185,7 @@ class Terraform:
             [self._binary, *arguments], cwd=self._root, env=self._environment, capture_output=True, text=True
         )
         if ended.returncode:
-            raise ProvisionError(f"terraform {arguments[0]}: {' '.join(ended.stderr.split())}")
+            raise _failure(arguments[0], ended.returncode, " ".join(ended.stderr.split()))
         return ended.stdout
 
     def stop(self, within_s: float) -> None:
@@ -216,10 +216,7 @@ class Terraform:
                 raise
         if running.returncode:
             reason = "; ".join(dict.fromkeys(errors)) or " ".join("".join(other).split()[-60:])
-            message = f"terraform {command}: {reason or f'exited with code {running.returncode}'}"
-            if running.returncode < 0:
-                raise KilledError(message)
-            raise (LockedError if _LOCKED in reason else ProvisionError)(message)
+            raise _failure(command, running.returncode, reason)
 
     @contextlib.contextmanager
     def _started(self, arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
@@ -269,6 +266,13 @@ def _resources(module: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield from module.get("resources", [])
     for child in module.get("child_modules", []):
         yield from _resources(child)
+
+
+def _failure(command: str, code: int, reason: str) -> ProvisionError:
+    message = f"terraform {command}: {reason or f'exited with code {code}'}"
+    if code < 0:
+        return KilledError(message)
+    return (LockedError if _LOCKED in reason else ProvisionError)(message)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from flows import nodes_command
 from flows.provision import terraform
 from flows.provision.nodes import Nodes
 from flows.provision.terraform import Change, Terraform
+from tests.support import signals
 
 CHANGES = [
     ("a.made", ["create"]),
@@ -38,12 +39,8 @@ Says = Callable[[str], Path]  # what the script is to do, in Python; returns whe
 
 @pytest.fixture(autouse=True)
 def python_s_own_signals() -> Iterator[None]:
-    """Commands of this package, here and in other files, put handlers of their own in their place."""
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
+    with signals.pythons_own():
+        yield
 
 
 @pytest.fixture
@@ -244,30 +241,6 @@ def test_one_command_at_a_time(says: Says, tmp_path: Path, monkeypatch: pytest.M
     says()
     with Nodes(REQUEST, tmp_path):  # nobody holds what has failed or ended
         pass
-
-
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, *options: str) -> int:
-    file = tmp_path / "nodes.yaml"
-    file.write_text("run: r\nfoundation: {bucket: b, region: us-east-1}\nlease: {expires_at: 2037-01-31T12:00:00Z}\n")
-    monkeypatch.setattr(nodes_command, "STATE", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["nodes", action, str(file), *options])
-    return nodes_command.main()
-
-
-def test_the_command_shows_a_plan_and_applies_it_once_it_is_wanted(
-    says: Says, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = says()
-    assert command(tmp_path, monkeypatch, "plan") == 0
-    assert "create   a.made" in capsys.readouterr().out
-    assert command(tmp_path, monkeypatch, "apply") == 1  # nobody is there to say yes
-    assert "nothing was changed" in capsys.readouterr().err
-    assert not [call for call in called(calls) if call[0] == "apply"]
-    assert command(tmp_path, monkeypatch, "apply", "--yes") == 0
-    assert "No nodes." in capsys.readouterr().out
-    assert command(tmp_path, monkeypatch, "destroy", "--yes") == 0
-    assert len([call for call in called(calls) if call[0] == "apply"]) == 2
-    assert [call for call in called(calls) if "-destroy" in call]
 
 
 def test_the_command_reads_a_time_as_it_stands(tmp_path: Path) -> None:

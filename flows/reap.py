@@ -1,0 +1,48 @@
+"""The flow `areal-reap`: ends nodes that nobody has any more, on its schedule (flows.provision.reaper)."""
+
+from __future__ import annotations
+
+import signal
+
+from prefect import flow, get_run_logger
+from prefect.artifacts import create_table_artifact
+from prefect.client.schemas.objects import State
+from prefect.runtime import deployment
+from prefect.states import Completed, Failed
+
+from areal_core.errors import ArealError
+from areal_core.launch.process import die_with_parent
+from flows.page import told
+from flows.provision.reaper import reaper_of
+from flows.stack import STATE
+
+REAPED = "areal-reaped"  # key of an artifact
+NOTHING_KNOWN = "nothing to reap: no cloud is known here"
+
+
+@flow(name="areal-reap")
+def areal_reap(store: str | None = None) -> State:
+    """End nodes whose lease has run out, and what is left of runs without a lease. What fails is tried again by the
+    next run.
+
+    Args:
+        store: Where the leases are, as s3://bucket. Empty: the bucket that `make control` has made from this machine.
+    """
+    if deployment.id is not None:
+        die_with_parent(signal.SIGTERM)  # the worker; what is half done, the next run does
+    log = get_run_logger()
+    try:
+        reaper = reaper_of(STATE, store, log.info)
+        if reaper is None:
+            return Completed(message=NOTHING_KNOWN)
+        reaped = reaper.reap()
+    except ArealError as error:
+        log.error("%s", error)
+        return Failed(message=str(error))
+    if not reaped:
+        return Completed(message="nothing to reap")
+    rows = [one.row() for one in reaped]
+    told("what was reaped", lambda: create_table_artifact(rows, key=REAPED, description="Ended"), log.warning)
+    if failed := [one for one in reaped if one.failed]:
+        return Failed(message="; ".join(map(str, failed)))
+    return Completed(message=", ".join(one.run for one in reaped))

@@ -1,0 +1,395 @@
+"""Nodes under a lease, with a terraform and a cloud by script (tests/provisioning): what is done, what is put right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.errors import ConfigError, ProcessError, ProvisionError
+from flows import nodes_command, reap_command
+from flows.provision import leased, reaper
+from flows.provision.leased import LeasedNodes
+from flows.provision.leases import HeldError, LeaseLostError, name_of
+from flows.provision.terraform import Plan
+from tests.provisioning.world import RUN, World
+from tests.support import signals
+
+NAMES = ["generation-0", "generation-1", "trainer-0"]
+LEASE = name_of(RUN)
+EXPIRES_AT = datetime(2037, 1, 31, 12, tzinfo=UTC).timestamp()  # of requests here
+
+
+@pytest.fixture(autouse=True)
+def python_s_own_signals() -> Iterator[None]:
+    with signals.pythons_own():
+        yield
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World(tmp_path / "world")
+    for name, value in made.environment("flow").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(leased, "_PAUSE_S", 0.01)
+    return made
+
+
+def ids(world: World) -> dict[str, str]:
+    return {each["name"]: id_ for id_, each in world.living().items() if each["kind"] == "aws_instance"}
+
+
+def effects(world: World) -> list[tuple[str, str]]:
+    return [(entry["op"], entry["name"]) for entry in world.entries() if entry["op"] != "lease"]
+
+
+def lease_of(world: World) -> dict[str, Any] | None:
+    file = world.folder / "store" / LEASE
+    return json.loads(file.read_bytes() or b"null") if file.exists() else None
+
+
+def struck(world: World, *faults: tuple[str, str] | tuple[str, str, int]) -> None:
+    """These are to strike, each the first or n-th time."""
+    world.plan([{"place": place, "kind": kind, "nth": nth[0] if nth else 0} for place, kind, *nth in faults])
+
+
+def test_nodes_are_made_replaced_and_ended_as_it_was_shown(world: World) -> None:
+    shown: list[str] = []
+
+    def show(plan: Plan) -> None:
+        shown.append(str(plan))
+
+    with world.nodes("a") as nodes:
+        hosts = nodes.make(show)
+        assert [host.name for host in hosts] == NAMES
+        assert {host.name: host.id for host in hosts} == ids(world)
+        assert nodes.hosts() == hosts
+        again = nodes.replace(["generation-1"], show)
+        assert {host.name for host in again if host not in hosts} == {"generation-1"}
+        assert nodes.make(show) == again
+        nodes.end(show)
+        assert world.living() == {}
+        assert lease_of(world) is None
+    assert shown == ["6 to create", "1 to replace", "nothing to change", "6 to delete"]
+
+
+def test_a_plan_that_is_refused_changes_nothing(world: World) -> None:
+    def refuse(plan: Plan) -> None:
+        raise ProvisionError("no")
+
+    with pytest.raises(ProvisionError, match=r"^no$"), world.nodes("a") as nodes:
+        nodes.make(refuse)
+    assert effects(world) == []
+    assert lease_of(world) is None  # nothing was made: it was given back
+
+
+def test_a_flow_that_ends_without_ending_its_nodes_leaves_its_lease(world: World) -> None:
+    with world.nodes("a") as nodes:
+        hosts = nodes.make()
+    lease = lease_of(world)
+    assert lease is not None
+    assert lease["request"] == world.request()
+    assert world.reaper("r").reap() == []
+    with pytest.raises(HeldError), world.nodes("b", patience_s=0.0):
+        pass
+    with world.nodes("a", prices={"trainer": 1.0}) as nodes:  # the flow run's next process
+        assert nodes.make() == hosts
+        assert nodes.spent().noted()["nodes"].keys() == {host.id for host in hosts}
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ("plan:locked", "throttling"),
+        ("apply:middle", "unavailable"),
+        ("apply:unanswered", "unavailable"),
+        ("apply:unanswered", "kill"),
+        ("apply:stored", "kill"),
+    ],
+)
+def test_what_passes_is_tried_again(world: World, place: str, kind: str) -> None:
+    struck(world, (place, kind), ("output", kind))
+    with world.nodes("a") as nodes:
+        assert {host.name: host.id for host in nodes.make()} == ids(world)
+        assert len(world.living()) == 6
+        nodes.end()
+    assert world.living() == {}
+    assert len(world.struck()) == 2
+
+
+@pytest.mark.parametrize(("kind", "said"), [("quota", "VcpuLimitExceeded"), ("capacity", "InsufficientInstanceCapac")])
+def test_what_lasts_is_told_and_put_right_by_the_next_one(world: World, kind: str, said: str) -> None:
+    struck(world, ("apply:middle", kind, 3))
+    with world.nodes("a") as nodes:
+        with pytest.raises(ProvisionError, match=rf"^terraform apply: creating EC2 Instance: .*{said}"):
+            nodes.make()
+        assert 0 < len(world.living()) < 6
+    world.forward(40.0)
+    with world.nodes("b") as nodes:
+        assert [host.name for host in nodes.make()] == NAMES
+    assert len(world.living()) == 6
+
+
+def test_what_was_made_and_is_in_no_state_is_ended(world: World) -> None:
+    struck(world, ("apply:unanswered", "kill", 4))  # with an instance that nobody was told of
+    with world.nodes("a") as nodes:
+        hosts = nodes.make()
+    assert {host.id for host in hosts} == set(ids(world).values())
+    assert effects(world).count(("make", "generation-0")) == 2
+    assert effects(world).count(("end", "generation-0")) == 1
+
+
+def test_a_state_that_could_not_be_stored_is_stored_by_the_next_process(world: World) -> None:
+    struck(world, ("apply:write", "unwritable"), ("push:start", "quota"))  # which is told, as it would last
+    with world.nodes("a") as nodes, pytest.raises(ProvisionError, match=r"^terraform state push: .*VcpuLimitExceeded"):
+        nodes.make()
+    before = ids(world)
+    with world.nodes("a") as nodes:
+        assert {host.name: host.id for host in nodes.make()} == before
+        nodes.end()
+    assert world.living() == {}
+
+
+def test_one_that_is_no_longer_the_newest_is_dropped(world: World) -> None:
+    struck(world, ("apply:write", "unwritable"), ("push:start", "quota"))
+    with world.nodes("a") as nodes, pytest.raises(ProvisionError):
+        nodes.make()
+    world.forward(40.0)
+    with world.nodes("b") as nodes:  # on another machine, where nobody knows of it
+        hosts = nodes.make()
+    world.forward(40.0)
+    with world.nodes("a") as nodes:
+        assert nodes.make() == hosts
+    assert set(ids(world).values()) == {host.id for host in hosts}
+
+
+@pytest.mark.parametrize("place", ["plan:unlock", "apply:unlock", "apply:middle"])
+def test_a_lock_that_was_left_is_removed(world: World, place: str) -> None:
+    kind = "kill" if place == "apply:middle" else "unlock fails"
+    struck(world, (place, kind))
+    with world.nodes("a") as nodes:
+        assert len(nodes.make()) == 3
+    assert len(world.struck()) == 1
+
+
+def test_the_lock_of_somebody_who_came_later_is_not_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leased, "_TRIES", 2)
+    with world.nodes("a") as nodes:
+        nodes.make()
+        lock = world.folder / "store" / "terraform" / "runs" / f"{RUN}.tfstate.tflock"
+        lock.write_text(json.dumps({"ID": "1", "Who": "somebody@elsewhere", "Created": "2037-01-01T00:00:00Z"}))
+        with pytest.raises(ProvisionError, match=r"^terraform plan: Error acquiring the state lock"):
+            nodes.make()
+        assert lock.exists()
+        lock.unlink()
+        nodes.end()
+
+
+def test_whoever_has_lost_the_lease_changes_nothing(world: World) -> None:
+    lost: list[str] = []
+    with world.nodes("a", on_lost=lost.append) as nodes:
+        nodes.make()
+        world.forward(40.0)
+        (reaped,) = world.reaper("r").reap()
+        assert reaped.failed is None
+        before = effects(world)
+        for change in (nodes.make, nodes.end, lambda: nodes.replace(["trainer-0"])):
+            with pytest.raises(LeaseLostError, match=rf"^run {RUN}: the lease of its nodes is lost, somebody else has"):
+                change()
+        assert nodes.lost is not None
+        with pytest.raises(LeaseLostError):
+            nodes.check()
+    assert effects(world) == before
+    assert world.living() == {}
+
+
+def test_nodes_that_are_handed_over_are_ended_by_the_next_reaper(world: World) -> None:
+    with world.nodes("a", prices={"generation": 3600.0, "trainer": 3600.0}) as nodes:
+        nodes.make()
+        world.forward(10.0)
+        nodes.hand_over()
+    (reaped,) = world.reaper("r").reap()
+    assert reaped.row() == {
+        "run": RUN,
+        "owner": "somebody@example.org",
+        "over since": "it was put down",
+        "ended": "3 aws_instance, 2 aws_launch_template, 1 aws_security_group",
+        "cost": reaped.cost,
+        "failed": "",
+    }
+    assert float(reaped.cost.removeprefix("$")) >= 30.0  # three nodes, a dollar a second
+    assert world.living() == {}
+
+
+def test_a_state_that_says_more_than_there_is_keeps_nobody_from_the_end(world: World) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+        world.cloud().end(world.cloud().found(RUN))
+        nodes.end()
+    assert lease_of(world) is None
+
+
+# ---- the reaper ----
+
+
+def test_the_reaper_ends_what_has_no_owner_and_nothing_else(world: World) -> None:
+    with world.nodes("a", "first", request=world.request("first")) as nodes:
+        nodes.make()
+    world.forward(20.0)
+    with world.nodes("a", "second", request=world.request("second")) as nodes:
+        nodes.make()
+        world.forward(20.0)
+        (reaped,) = world.reaper("r").reap()
+        assert (reaped.run, reaped.failed) == ("first", None)
+        assert {each["run"] for each in world.living().values()} == {"second"}
+        assert world.reaper("r").reap() == []
+
+
+def test_what_a_reaper_did_not_end_the_next_one_does(world: World) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+    world.forward(40.0)
+    struck(world, ("destroy:middle", "quota", 2), ("cloud:end", "quota"))
+    (reaped,) = world.reaper("r").reap()
+    assert reaped.failed is not None
+    assert str(reaped).endswith(f"to be tried again: {reaped.failed}")
+    (reaped,) = world.reaper("r").reap()
+    assert reaped.failed is None
+    assert world.living() == {}
+    assert lease_of(world) is None
+
+
+def test_without_terraform_the_cloud_ends_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+    world.forward(40.0)
+    monkeypatch.setenv("AREAL_TERRAFORM", "no-such-program")
+    (reaped,) = world.reaper("r").reap()
+    assert reaped.ended.startswith(
+        "3 aws_instance, 2 aws_launch_template, 1 aws_security_group, without Terraform: no-such-program is not on"
+    )
+    assert world.living() == {}
+    assert lease_of(world) is None
+
+
+def test_what_has_no_lease_is_swept(world: World) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+    (world.folder / "store" / LEASE).unlink()
+    young = world.reaper("r", young_s=300.0)
+    assert young.reap() == []
+    world.forward(301.0)
+    (reaped,) = young.reap()
+    assert (reaped.since, reaped.failed) == ("no lease", None)
+    assert world.living() == {}
+
+
+def test_runs_of_another_store_are_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+    found = [dataclasses.replace(each, near=False) for each in world.cloud().found()]
+    (world.folder / "store" / LEASE).unlink()
+    (world.folder / "store" / "terraform" / "runs" / f"{RUN}.tfstate").unlink()
+    monkeypatch.setattr("tests.provisioning.world.ScriptedCloud.found", lambda self, run=None: found)
+    assert world.reaper("r").reap() == []
+    assert len(world.living()) == 6
+
+
+# ---- commands ----
+
+
+@pytest.fixture
+def run_nodes(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`make nodes` in this world."""
+    file, request = tmp_path / "nodes.json", world.request()
+    file.write_text(json.dumps(request))
+    monkeypatch.setattr(nodes_command, "STATE", world.folder / "by-hand")
+
+    def leased_nodes(request: dict[str, Any], state: Path, **options: Any) -> LeasedNodes:
+        return LeasedNodes(request, state, leases=world.leases(), cloud=world.cloud(), length_s=30.0, **options)
+
+    monkeypatch.setattr(nodes_command, "LeasedNodes", leased_nodes)
+
+    def run(action: str, *options: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["nodes", action, str(file), *options])
+        return nodes_command.main()
+
+    return run
+
+
+def test_nodes_by_hand_live_until_they_expire(
+    run_nodes: Callable[..., int], world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_nodes("apply") == 1  # nobody is there to say yes
+    assert lease_of(world) is None
+    assert run_nodes("apply", "--yes") == 0
+    assert len(world.living()) == 6
+    lease = lease_of(world)
+    assert lease is not None
+    assert (lease["by"], lease["held_until"], lease["kept_until"]) == ("command", None, EXPIRES_AT)
+    world.forward(3600.0)
+    assert world.reaper("r").reap() == []
+    assert run_nodes("apply", "--yes", "--replace", "trainer-0") == 0
+    assert run_nodes("hosts") == 0
+    assert ids(world)["trainer-0"] in capsys.readouterr().out
+    with pytest.raises(HeldError, match="keeps its nodes by hand"), world.nodes("a", patience_s=0.0):
+        pass
+    world.forward(EXPIRES_AT - world.clock().wall() + 10.0)
+    (reaped,) = world.reaper("r").reap()
+    assert reaped.since == "2037-01-31T12:00:00Z"
+
+
+def test_nodes_by_hand_are_destroyed(run_nodes: Callable[..., int], world: World) -> None:
+    assert run_nodes("apply", "--yes") == 0
+    assert run_nodes("destroy") == 1
+    assert len(world.living()) == 6
+    assert run_nodes("destroy", "--yes") == 0
+    assert world.living() == {}
+    assert lease_of(world) is None
+
+
+def test_a_command_is_refused_while_a_flow_is_at_the_nodes(
+    run_nodes: Callable[..., int], world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+        assert run_nodes("destroy", "--yes") == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"areal: error: run {RUN}: a flow of somebody@example.org is at its nodes, on ")
+        assert said.count("\n") == 1
+        assert len(world.living()) == 6
+
+
+def test_reaping_by_hand(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["reap"])
+    reap_command.reap(tmp_path)
+    assert capsys.readouterr().out == "Nothing to reap: no cloud is known here.\n"
+    with world.nodes("a") as nodes:
+        nodes.make()
+        nodes.hand_over()
+    monkeypatch.setattr(reaper, "cloud_of", lambda foundation: world.cloud())
+    monkeypatch.setattr(sys, "argv", ["reap", "--store", str(world.folder / "store")])
+    reap_command.reap(tmp_path)
+    assert f"run {RUN}: 3 aws_instance" in capsys.readouterr().out
+    reap_command.reap(tmp_path)
+    assert capsys.readouterr().out == "Nothing to reap.\n"
+
+
+def test_two_processes_of_a_machine_are_not_at_the_nodes_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leased, "_BUSY_S", 0.1)
+    with (
+        world.nodes("a"),
+        pytest.raises(ProcessError, match="another command is at its nodes on this machine"),
+        world.nodes("a", patience_s=0.0),
+    ):
+        pass
+    with pytest.raises(ConfigError, match=r"^foundation: must be what `control` has made"):
+        LeasedNodes({"run": RUN}, world.folder)
