@@ -22,7 +22,7 @@ from flows.run_result import tracking_page
 from flows.shared import PROGRESS, TRACKING
 from flows.shares import FINISH
 
-_LOOK_S = 10.0
+_PATIENCE_S = 1.0  # with the controller: the next look asks again
 
 Log = Callable[[str], None]
 
@@ -63,7 +63,8 @@ class _Looks:
             return
         with seen_where_it_answers():
             self._tell()
-            self._finish_if_asked()
+            if not self._run_dir.summary.exists():
+                self._finish_if_asked()
 
     def _tell(self) -> None:
         if info := self._run_dir.ready_info("files"):
@@ -76,7 +77,7 @@ class _Looks:
         with get_client(sync_client=True) as client:
             tags = client.read_flow_run(UUID(flow_run.id)).tags
         if asked := next((tag.removeprefix(FINISH) for tag in tags if tag.startswith(FINISH)), None):
-            client = ControllerClient(self._run_dir, patience_s=_LOOK_S)
+            client = ControllerClient(self._run_dir, patience_s=_PATIENCE_S)
             try:
                 client.stop(asked)
             except ArealError as error:  # it is being restarted: the next look asks again
