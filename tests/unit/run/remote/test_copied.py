@@ -214,13 +214,17 @@ def test_a_head_node_that_is_away_for_a_while_and_one_that_is_gone(
     file.write_text(json.dumps({"url": head_node.serve()}))
     machine = node(Head(in_file(file), head_node.run.token(), timeout_s=1.0))
     place = machine.take()
-    head_node.close()
-    place.run.log_file("generation").write_text("while it was away\n")
-    assert not place.ended()
-    file.write_text(json.dumps({"url": head_node.serve()}))
-    log = head_node.run.log_file("generation")
-    wait_for(lambda: log.exists() and log.read_text() == "while it was away\n")
-    assert not place.ended()
+    following = place.ended.__self__  # type: ignore[attr-defined]
+    log, written = head_node.run.log_file("generation"), ""
+    for outage in range(3):  # longer than that all together
+        head_node.close()
+        written += f"in outage {outage}\n"
+        place.run.log_file("generation").write_text(written)
+        wait_for(lambda: following._silent_s > 0.5)
+        assert not place.ended()
+        file.write_text(json.dumps({"url": head_node.serve()}))
+        wait_for(lambda written=written: log.exists() and log.read_text() == written)
+        wait_for(lambda: following._silent_s == 0.0)
     head_node.close()
     with pytest.raises(ProcessError, match=r"^the head node has said nothing for 1 s: run r has ended, or can't be"):
         wait_for(place.ended)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_core.config.schema import LaunchConfig
@@ -220,6 +220,7 @@ STEPS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(steps=STEPS)
 def test_whatever_happens_everything_is_there_once(steps: list[tuple[str, int]]) -> None:
     """As long as a log is rotated no more than once after a look that was answered and has sent something of it."""
