@@ -168,17 +168,18 @@ class _Copy:
         if response.length is None:
             raise StorageError(f"{self._path}: the head node does not say how long it is")
         self.total = self.size + response.length
-        while not self._stopped() and (piece := self._read(response)):
-            self._file.write(piece)
-            self.digest.update(piece)
-            self.size += len(piece)
+        room = memoryview(bytearray(_PIECE))
+        while not self._stopped() and (count := self._read(response, room)):
+            self._file.write(room[:count])
+            self.digest.update(room[:count])
+            self.size += count
         if not self.complete:
             self._session.close()
             raise AwayError("the response ended before the file")
 
-    def _read(self, response: http.client.HTTPResponse) -> bytes:
+    def _read(self, response: http.client.HTTPResponse, room: memoryview) -> int:
         try:
-            return response.read(_PIECE)
+            return response.readinto(room)
         except (OSError, http.client.HTTPException) as error:
             self._session.close()
             raise AwayError(f"the connection broke: {error or type(error).__name__}") from None
