@@ -119,7 +119,7 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`supply` None: nodes are given, and none is replaced; `restarts` of a share that fails."""
-        self._config, self._work, self._supply, self._restarts = config, work, supply, restarts
+        self.config, self._work, self._supply, self._restarts = config, work, supply, restarts
         self._log, self._clock = log, clock
         self._born: dict[str, float] = {}  # when nodes were first known, by their ids
         self._heard: set[str] = set()  # nodes whose workers have been there
@@ -229,16 +229,16 @@ class Fleet:
         self._looked = now
         if now - before > _GAP_S:
             self._heard_since = now
-        hears = now - self._heard_since > self._config.lost_s
+        hears = now - self._heard_since > self.config.lost_s
         self._heard |= silent.keys()
         for host in self.hosts:
             if host.name in self._bad or host.name in self._replaced:
                 continue
             if host.id not in self._heard:
-                if (age := self._clock() - self._born[host.id]) > self._config.boot_s:
+                if (age := self._clock() - self._born[host.id]) > self.config.boot_s:
                     self._lost(host, f"has not come up in {age:.0f} s (provision.boot_s)")
-            elif hears and silent.get(host.id, self._config.lost_s + 1) > self._config.lost_s:
-                self._lost(host, f"has been silent for more than {self._config.lost_s:g} s (provision.lost_s)")
+            elif hears and silent.get(host.id, self.config.lost_s + 1) > self.config.lost_s:
+                self._lost(host, f"has been silent for more than {self.config.lost_s:g} s (provision.lost_s)")
 
     def _lost(self, host: Host, why: str) -> None:
         why = f"node {host.name} ({host.id}) {why}"
@@ -263,7 +263,7 @@ class Fleet:
             self._replacements -= 1
             self._bad[host.name] = why
             return
-        budget = "" if self._supply is None else f"; provision.replacements ({self._config.replacements}) are spent"
+        budget = "" if self._supply is None else f"; provision.replacements ({self.config.replacements}) are spent"
         for share in self.shares:
             if share.seen.node == host.id:
                 self._give_up(share, why + budget)

@@ -34,8 +34,8 @@ from areal_core.errors import ConfigError, ProvisionError, TrackingError
 from areal_core.run.launcher import summary_of
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunInfo
-from areal_core.types import RunSummary
-from flows import whereabouts
+from areal_core.types import Alert, RunSummary
+from flows.alerts import Alerts
 from flows.compose import configure
 from flows.fleet import Fleet
 from flows.page import CancelUnheard, Progress, seen_where_it_answers, told
@@ -70,10 +70,8 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
             with get_client(sync_client=True) as client:
                 shares = Shares(client, on_nodes, run_id, {"known_by": flow_run.id, "run": shown})
                 with _given_out(on_nodes, hosts, shares, supply, log) as fleet:
-                    _watch(fleet, shares, supply, progress, client, config.provision.budget)
+                    _watch(fleet, shares, supply, progress, client, Alerts(run_id))
                 _take_over(client, fleet.leading.id, log)
-                whereabouts.forget(run_id, client)
-                shares.close()
         except Exception:
             teardown(supply)
             raise
@@ -270,16 +268,18 @@ def _call_the_reaper(client: SyncPrefectClient) -> None:
 
 
 def _end(shares: Shares, log: Log) -> None:
+    """Have all shares end, and nothing be given out any more."""
     deadline = time.monotonic() + _END_S
     while not told("that the run's shares are to end", shares.stop, log):
         if time.monotonic() > deadline:
             log(f"some nodes have not ended their shares in {_END_S:g} s")
-            return
+            break
         time.sleep(_LOOK_S)
+    told("that nothing of the run is given out any more", shares.close, log)
 
 
 def _watch(
-    fleet: Fleet, shares: Shares, supply: Supply, progress: Progress, client: SyncPrefectClient, budget: float | None
+    fleet: Fleet, shares: Shares, supply: Supply, progress: Progress, client: SyncPrefectClient, alerts: Alerts
 ) -> None:
     """Look after nodes and shares until the run has ended in order."""
     tasks = [bootstrap.submit(fleet), generate.submit(fleet), train.submit(fleet)]
@@ -289,8 +289,9 @@ def _watch(
         with seen_where_it_answers():
             fleet.look()
             _show_progress(fleet, progress, client)
-            if (spent := supply.spent()) is not None and spent.is_over(budget):
+            if (spent := supply.spent()) is not None and spent.is_over(fleet.config.budget):
                 shares.mark(fleet.leading.id, f"{FINISH}budget")
+                alerts.show([Alert(kind="budget", step=0, text=f"the nodes have cost ${spent.dollars():.2f}")])
         if fleet.cancelled or progress.cancelled_unheard():
             raise CancelUnheard
     deadline = time.monotonic() + _END_S  # the other nodes see for themselves that the run has ended

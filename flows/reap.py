@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 
-from prefect import flow, get_run_logger
+from prefect import flow, get_client, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.runtime import deployment
 from prefect.states import Completed, Failed
 
+from areal_core.config.groups import ProvisionConfig
 from areal_core.errors import ArealError
 from areal_core.launch.process import die_with_parent
 from flows.page import told
 from flows.provision.reaper import reaper_of
+from flows.shares import forget
 from flows.stack import STATE
 
 REAPED = "areal-reaped"  # key of an artifact
@@ -41,6 +44,9 @@ def areal_reap(store: str | None = None) -> State:
         return Failed(message=str(error))
     if not reaped:
         return Completed(message="nothing to reap")
+    with get_client(sync_client=True) as client:
+        for run in {one.run for one in reaped if not one.failed}:
+            told(f"that run {run} is over", partial(forget, client, run, ProvisionConfig.work_pool), log.warning)
     rows = [one.row() for one in reaped]
     told("what was reaped", lambda: create_table_artifact(rows, key=REAPED, description="Ended"), log.warning)
     if failed := [one for one in reaped if one.failed]:

@@ -7,6 +7,7 @@ of the final state what has become of its share.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
@@ -25,9 +26,10 @@ from prefect.states import Cancelled, Cancelling, Crashed
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProvisionError
+from flows import whereabouts
 from flows.fleet import Seen, Stage
 from flows.provision.nodes import Host
-from flows.provision.request import by_role, queue
+from flows.provision.request import ROLES, by_role, queue
 
 DEPLOYMENT = "areal-node/node"
 CHECKED = "checked"
@@ -61,13 +63,10 @@ class Shares:
         except ObjectNotFound:
             raise ProvisionError(f"{DEPLOYMENT}: Prefect has no such deployment: `prefect deploy --all`") from None
         self._tag = f"run:{run_id}"
-        self._queues: dict[str, UUID] = {}
         for role in by_role(config):
-            name = queue(config, run_id, role)
             try:
-                self._queues[role] = client.create_work_queue(name, work_pool_name=self._pool).id
-            except ObjectAlreadyExists:
-                self._queues[role] = client.read_work_queue_by_name(name, work_pool_name=self._pool).id
+                with suppress(ObjectAlreadyExists):
+                    client.create_work_queue(queue(config, run_id, role), work_pool_name=self._pool)
             except ObjectNotFound:
                 raise ProvisionError(f"provision.work_pool: Prefect has no work pool {self._pool}") from None
         # Those of a flow that was killed go on.
@@ -95,7 +94,7 @@ class Shares:
         self._client.set_flow_run_state(UUID(share), Crashed(message=reason), force=True)
 
     def silent_s(self) -> dict[str, float]:
-        return {node: silent for role in self._queues for node, silent in self._workers(role)}
+        return {node: silent for role in by_role(self._config) for node, silent in self._workers(role)}
 
     def hosts(self, role: str) -> list[Host]:
         """Hosts that are there and serve the queue of a role. They have no names but what they have of each other."""
@@ -130,12 +129,10 @@ class Shares:
         return not unfinished
 
     def close(self) -> None:
-        """Nothing is given out any more: the queues of this run's own go."""
+        """Nothing is given out any more."""
         for run in self._unfinished():
             self._client.set_flow_run_state(run.id, Cancelled(message="Its node is gone."), force=True)
-        for role, its in self._queues.items():
-            if queue(self._config, self._run, role) != role:
-                self._client.delete_work_queue_by_id(its)
+        forget(self._client, self._run, self._pool)
 
     def _unfinished(self) -> list[FlowRun]:
         chosen = FlowRunFilter(
@@ -143,6 +140,14 @@ class Shares:
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)),
         )
         return self._client.read_flow_runs(flow_run_filter=chosen)
+
+
+def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
+    """Remove what Prefect has of a run whose nodes are ended: the queues of its own, and where its head node was."""
+    for role in ROLES:
+        with suppress(ObjectNotFound):
+            client.delete_work_queue_by_id(client.read_work_queue_by_name(f"{run_id}-{role}", work_pool_name=pool).id)
+    whereabouts.forget(run_id, client)
 
 
 def _seen(run: FlowRun) -> Seen:

@@ -33,7 +33,7 @@ from flows.stack import ROOT, SOLE, WORKER_READY
 POOL = "areal-local"
 CLOUD_POOL = "areal-cloud"
 NODES_POOL = "areal-nodes"  # nodes have workers of their own
-_LIMITS = {POOL: 1, CLOUD_POOL: 16}  # flow runs at once
+_LIMITS = {POOL: 1, CLOUD_POOL: 16}  # flow runs of this machine at once
 
 _UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 _API_TIMEOUT_S = 90.0

@@ -114,7 +114,7 @@ def test_it_learns_and_its_checkpoint_is_in_the_store(ended: Ended, cloud: Emula
     assert any(
         name.startswith(f"checkpoints/step-{summary['steps']:06d}") and name.endswith("manifest.json") for name in names
     )
-    assert {f"logs/{name}.log" for name in ("controller-0", "generation-0", "generation-1")} <= {*names}
+    assert {f"logs/{name}.log" for name in ("controller-0", "host-generation-0", "host-generation-1")} <= {*names}
 
 
 def test_a_budget_ends_a_run_after_a_checkpoint(ended: Ended, cloud: EmulatedCloud) -> None:
