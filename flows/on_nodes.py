@@ -50,7 +50,8 @@ from flows.stack import STATE
 
 REAPER = "areal-reap/reap"
 _LOOK_S = 2.0
-_END_S = 90.0  # for shares whose run has ended
+_SEE_S = 20.0  # for nodes to see that their run has ended in order
+_END_S = 90.0  # for shares that were told to end
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,26}")  # with a flow run's part, what a cloud takes for a run
 
 Log = Callable[[str], None]
@@ -294,7 +295,7 @@ def _watch(
                 alerts.show([Alert(kind="budget", step=0, text=f"the nodes have cost ${spent.dollars():.2f}")])
         if fleet.cancelled or progress.cancelled_unheard():
             raise CancelUnheard
-    deadline = time.monotonic() + _END_S  # the other nodes see for themselves that the run has ended
+    deadline = time.monotonic() + _SEE_S  # the other nodes see for themselves that the run has ended
     while time.monotonic() < deadline and not all(share.seen.stage.over for share in fleet.shares):
         time.sleep(_LOOK_S)
         with seen_where_it_answers():

@@ -89,17 +89,17 @@ class LeasedNodes:
         for, for `patience_s`: a flow's waits as long as a dead one's takes to run out, unless it is renewed. `prices`
         are those of a node by role, in dollars an hour. `leases` and `cloud` are those of what `control` has made.
         `on_lost` is told why by another thread, once, when somebody else has taken the lease."""
-        self._request, self._state, self._log = completed(request, control_outputs(state)), state, log
+        self.request, self._state, self._log = completed(request, control_outputs(state)), state, log
         self._by: By = by
         self._length_s, self._kept_until, self._on_lost = length_s, kept_until, on_lost
-        foundation = self._request["foundation"]
+        foundation = self.request["foundation"]
         self._leases = leases or Leases(store_of(foundation, min(_STORE_S, length_s / 6)))
         self._cloud = cloud or cloud_of(foundation)
         self._patience_s = patience_s
         if patience_s is None:
             self._patience_s = length_s + self._leases.margin_s + _BUSY_S if by == "flow" else 0.0
         self._prices = prices or {}
-        self.run = str(self._request["run"])
+        self.run = str(self.request["run"])
         self._changing = threading.RLock()
         self._metering = threading.Lock()
         self._hosts: list[Host] = []  # as they were seen last
@@ -109,7 +109,7 @@ class LeasedNodes:
     def __enter__(self) -> LeasedNodes:
         with ExitStack() as stack:
             self._nodes = nodes = Nodes(
-                self._request,
+                self.request,
                 self._state,
                 folder="reap" if self._by == "reaper" else "provision",
                 busy_s=max(_BUSY_S, self._patience_s or 0.0),
@@ -120,9 +120,9 @@ class LeasedNodes:
             stack.push(nodes.__exit__)
             self._held = held = self._leases.acquire(
                 self.run,
-                Claimant(owner=_owner(self._request), by=self._by, where=_place(nodes.folder)),
+                Claimant(owner=_owner(self.request), by=self._by, where=_place(nodes.folder)),
                 self._length_s,
-                request=None if self._by == "reaper" else self._request,
+                request=None if self._by == "reaper" else self.request,
                 kept_until=self._kept_until,
                 patience_s=self._patience_s or 0.0,
             )

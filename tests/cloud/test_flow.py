@@ -82,7 +82,7 @@ def ended(plane: Plane, cloud: EmulatedCloud) -> Ended:
     user_data = [cloud.user_data_of(run_id, role) for role in ("generation", "trainer")]
     cloud.reclaim(reclaimed, 120.0)
     another = plane.train(
-        "areal/train-cloud", *asked_for, "provision.generation.count=1", "provision.budget=0.02", steps=_MANY
+        "areal/train-cloud", *asked_for, "provision.generation.count=1", "provision.budget=0.03", steps=_MANY
     )
     other = f"cpu-async-{str(another)[-12:]}"
     plane.at_work(another, other, {"trainer-0", "generation-0"})

@@ -35,6 +35,7 @@ T = TypeVar("T")
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 SECRETS = {"PREFECT_API_AUTH_STRING": PARAMETER, "MLFLOW_TRACKING_PASSWORD": MLFLOW_PARAMETER}
 _START_S = 120.0
+_PAGE = 200  # of log lines
 
 
 class Plane:
@@ -45,6 +46,7 @@ class Plane:
         self.api = f"http://{cloud.address}:{PREFECT_PORT}/api"
         self.mlflow = f"http://{cloud.address}:{MLFLOW_PORT}"
         self.client = SyncPrefectClient(self.api, auth_string=SECRET)
+        self._server = Server("prefect", _prefect(cloud), state, _prefect_settings(state))
         self.settings = environment(state) | {
             **cloud.environment,
             "AREAL_INFRA": str(infra),
@@ -58,6 +60,35 @@ class Plane:
             "MLFLOW_TRACKING_PASSWORD": MLFLOW_SECRET,
             "DO_NOT_TRACK": "1",
         }
+
+    def kill_prefect(self) -> None:
+        """Prefect's server, at once."""
+        self._server.kill()
+
+    def start_prefect(self) -> None:
+        """It is there again."""
+        self._server.start()
+        until(lambda: responds(f"{self.api}/health"), "Prefect's server", _START_S)
+
+    @contextmanager
+    def servers(self, tracked: bool) -> Iterator[None]:
+        """Prefect's, and MLflow's where runs are tracked."""
+        mlflow = Server("mlflow", _mlflow(self.cloud, self.state), self.state, _mlflow_settings(self.state))
+        try:
+            if tracked:
+                mlflow.start()
+            self.start_prefect()
+            if tracked:
+                until(lambda: responds(f"{self.mlflow}/health"), "MLflow's server", _START_S)
+            yield
+        finally:
+            mlflow.end()
+            self._server.end()
+
+    def up(self) -> None:
+        """`make up`: the worker of flows."""
+        started = run_python(self.state, "flows.stack", "up", **self.settings)
+        assert started.returncode == 0, started.stderr
 
     def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "prefect", *arguments]
@@ -135,25 +166,27 @@ class Plane:
 
     def logs(self, flow_run: UUID) -> str:
         """What a flow run has logged."""
-        body = {"logs": {"flow_run_id": {"any_": [str(flow_run)]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
-        lines = self.client.request("POST", "/logs/filter", json=body).json()
-        return "\n".join(line["message"] for line in lines)
+        lines: list[str] = []
+        while len(lines) % _PAGE == 0:
+            body: Any = {"logs": {"flow_run_id": {"any_": [str(flow_run)]}}, "sort": "TIMESTAMP_ASC"}
+            page = self.client.request("POST", "/logs/filter", json=body | {"limit": _PAGE, "offset": len(lines)}).json()
+            if not page:
+                break
+            lines += [line["message"] for line in page]
+        return "\n".join(lines)
 
 
 @contextmanager
-def plane_on(cloud: EmulatedCloud, state: Path, infra: Path) -> Iterator[Plane]:
-    """The caller is inside of the cloud. `infra/control` was applied in `state`."""
+def plane_on(cloud: EmulatedCloud, state: Path, infra: Path, *, tracked: bool = True) -> Iterator[Plane]:
+    """The caller is inside of the cloud. `infra/control` was applied in `state`. Without MLflow where no run is
+    `tracked`."""
     parameters = boto3.client("ssm", **_client(cloud))
     for name, value in ((PARAMETER, SECRET), (MLFLOW_PARAMETER, MLFLOW_SECRET)):
         parameters.put_parameter(Name=name, Value=value, Type="SecureString", Overwrite=True)
     plane = Plane(cloud, state, infra)
     with contextlib.ExitStack() as servers:
-        servers.enter_context(_server("prefect", _prefect(cloud), state, _prefect_settings(state)))
-        servers.enter_context(_server("mlflow", _mlflow(cloud, state), state, _mlflow_settings(state)))
-        until(lambda: responds(f"{plane.api}/health"), "Prefect's server", _START_S)
-        until(lambda: responds(f"{plane.mlflow}/health"), "MLflow's server", _START_S)
-        up = run_python(state, "flows.stack", "up", **plane.settings)
-        assert up.returncode == 0, up.stderr
+        servers.enter_context(plane.servers(tracked))
+        plane.up()
         try:
             with plane.client:
                 yield plane
@@ -169,29 +202,41 @@ def _client(cloud: EmulatedCloud) -> dict[str, Any]:
     return {name: cloud.environment[variable] for name, variable in names.items()}
 
 
-@contextmanager
-def _server(name: str, command: list[str], state: Path, settings: Mapping[str, str]) -> Iterator[None]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "AWS_"))}
-    with (
-        (state / f"{name}.log").open("wb") as log,
-        subprocess.Popen(
-            [sys.executable, "-m", *command],
-            cwd=ROOT,
-            env={**kept, "DO_NOT_TRACK": "1", **settings},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        ) as server,
-    ):
-        try:
-            yield
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)
+class Server:
+    """One that runs on the control host."""
+
+    def __init__(self, name: str, command: list[str], state: Path, settings: Mapping[str, str]) -> None:
+        self._log, self._command, self._settings = state / f"{name}.log", command, settings
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "AWS_"))}
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *self._command],
+                cwd=ROOT,
+                env={**kept, "DO_NOT_TRACK": "1", **self._settings},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def end(self) -> None:
+        """In order, if it does so in time."""
+        if self._process is not None:
             try:
-                server.wait(20)
+                self._end(signal.SIGTERM)
             except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
+                self._end(signal.SIGKILL)
+
+    def _end(self, signum: signal.Signals) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signum)
+        self._process.wait(20)
 
 
 def _prefect(cloud: EmulatedCloud) -> list[str]:
