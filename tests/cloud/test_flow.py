@@ -28,6 +28,13 @@ _LEARNS = (
     *("training.checkpoint_every=20", "tracking.flush_timeout_s=120", "storage.lease_s=5"),
     *("launch.disk_low_gib=0.2", "launch.disk_min_gib=0.1"),
 )
+# Time passes there, and nothing is computed.
+_LIGHT = (
+    *("generation.engine=emulated", "training.engine=emulated", "emulation.speed=200", "tracking.enabled=false"),
+    *("warmup.worked_steps=1", "warmup.worked_batch=1", "warmup.direct_steps=0", "storage.lease_s=5"),
+    *("launch.disk_low_gib=0.2", "launch.disk_min_gib=0.1"),
+)
+_FRUGAL = ("provision.generation.count=1", "provision.budget=0.03")
 
 
 def asked(plane: Plane, image: str) -> list[str]:
@@ -71,8 +78,7 @@ def node_of(share: FlowRun) -> str:
 
 @pytest.fixture(scope="module")
 def ended(plane: Plane, cloud: EmulatedCloud) -> Ended:
-    asked_for = (*_LEARNS, *asked(plane, cloud.image()))
-    flow_run = plane.train("areal/train", *asked_for, steps=_MANY)
+    flow_run = plane.train("areal/train", *_LEARNS, *asked(plane, cloud.image()), steps=_MANY)
     run_id = f"cpu-async-{str(flow_run)[-12:]}"
     begun = plane.at_work(flow_run, run_id, {"trainer-0", "generation-0", "generation-1"})
     nodes = cloud.instances(run_id)
@@ -81,10 +87,8 @@ def ended(plane: Plane, cloud: EmulatedCloud) -> Ended:
     token = cloud.run_in(node_of(begun["trainer-0"]), "cat", f"{ROOT}/.areal/runs/{run_id}/token").strip()
     user_data = [cloud.user_data_of(run_id, role) for role in ("generation", "trainer")]
     cloud.reclaim(reclaimed, 120.0)
-    another = plane.train(
-        "areal/train-cloud", *asked_for, "provision.generation.count=1", "provision.budget=0.03", steps=_MANY
-    )
-    other = f"cpu-async-{str(another)[-12:]}"
+    another = plane.train("areal/train-cloud", *_LIGHT, *asked(plane, cloud.image()), *_FRUGAL, steps=_MANY)
+    other = f"emulated-cpu-async-{str(another)[-12:]}"
     plane.at_work(another, other, {"trainer-0", "generation-0"})
     other_nodes = cloud.instances(other)
     plane.until("another node is there", lambda: "checked" in plane.shares(run_id)["generation-1"][-1].tags, flow_run)
