@@ -20,7 +20,8 @@ from prefect.client.schemas.filters import (
     WorkPoolFilter,
     WorkPoolFilterName,
 )
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker
@@ -40,6 +41,21 @@ _API_TIMEOUT_S = 90.0
 _PROBE_INTERVAL_S = 0.1
 
 
+class Worker(ProcessWorker):
+    """One that outlives a retry that comes at once: Prefect's own fails when it is given a flow run whose earlier
+    process it still counts, and would end all others with it."""
+
+    @classmethod
+    def __dispatch_key__(cls) -> str:
+        """Not in the place of Prefect's own, whose type it has."""
+        return "areal"
+
+    async def _submit_scheduled_flow_runs(self, flow_run_response: list[WorkerFlowRunResponse]) -> list[FlowRun]:
+        counted = self._limiter.statistics().borrowers if self._limiter else ()
+        free = [response for response in flow_run_response if response.flow_run.id not in counted]
+        return await super()._submit_scheduled_flow_runs(free)  # the others come again with the next look
+
+
 async def _prepare() -> None:
     async with get_client() as client:
         await _until_healthy(client)
@@ -57,7 +73,7 @@ async def _work() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     process.announce_ready(WORKER_READY)
     workers = [
-        ProcessWorker(work_pool_name=pool, name=f"{pool}-{os.getpid()}", limit=limit) for pool, limit in _LIMITS.items()
+        Worker(work_pool_name=pool, name=f"{pool}-{os.getpid()}", limit=limit) for pool, limit in _LIMITS.items()
     ]
     with contextlib.suppress(asyncio.CancelledError):  # SIGTERM, and all is ended
         await asyncio.gather(*(worker.start() for worker in workers))

@@ -1,0 +1,46 @@
+"""The worker of flows, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from uuid import UUID, uuid4
+
+import anyio
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import WorkerFlowRunResponse
+from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+
+from flows.worker import Worker
+
+
+class _Counting(Worker):
+    """One that starts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(work_pool_name="a-pool", limit=2)
+        self._limiter = anyio.CapacityLimiter(2)
+        self.started: list[UUID] = []
+
+    async def _submit_run(self, flow_run: FlowRun, *_: object) -> None:
+        self.started.append(flow_run.id)
+
+    async def look(self, *runs: FlowRun) -> None:
+        async with anyio.create_task_group() as self._runs_task_group:
+            found = [WorkerFlowRunResponse(work_pool_id=uuid4(), work_queue_id=uuid4(), flow_run=run) for run in runs]
+            await self._submit_scheduled_flow_runs(found)
+        for run in runs:
+            self._submitting_flow_run_ids.discard(run.id)
+
+
+def test_a_retry_that_comes_before_the_end_of_the_earlier_process_waits_for_it_and_others_do_not() -> None:
+    async def tried() -> None:
+        worker, again, other = _Counting(), FlowRun(flow_id=uuid4()), FlowRun(flow_id=uuid4())
+        await worker.look(again)
+        await worker.look(again, other)
+        assert worker.started == [again.id, other.id]
+        worker._release_limit_slot(again.id)
+        await worker.look(again)
+        assert worker.started == [again.id, other.id, again.id]
+
+    with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
+        asyncio.run(tried())
