@@ -38,9 +38,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
     if config.emulated:
         check_emulation(config.emulation)
     check_packages(config, {HEAD, "generation", "trainer"} - config.remote_roles)
-    _check_address("launch.address", config.launch.address)
-    if config.serves_files and config.launch.files_port:
-        _check_address("launch.files_port", config.launch.address, config.launch.files_port)
+    _check_address(config.launch.address)
     if config.launch.accelerator == "cuda" and not config.remote_roles:  # else each machine has a share of them
         found = len(visible_gpus())
         if found < config.launch.devices:
@@ -64,14 +62,12 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         check_reachable(uri)
 
 
-def _check_address(field: str, address: str, port: int = 0) -> None:
+def _check_address(address: str) -> None:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:
-            probe.bind((address, port))
+            probe.bind((address, 0))
         except OSError as error:
-            where = f"port {port} of {address}" if port else address
-            raise ConfigError(f"{field}: this machine can't listen on {where}: {error.strerror}") from error
+            raise ConfigError(f"launch.address: this machine can't listen on {address}: {error.strerror}") from error
 
 
 def plan(config: RunConfig, log: Log = print) -> Footprint:

@@ -28,7 +28,7 @@ from areal_core.api import bodies
 from areal_core.api.guard import guard
 from areal_core.api.refusals import refusals
 from areal_core.config.schema import LaunchConfig
-from areal_core.errors import StorageError
+from areal_core.errors import ConfigError, StorageError
 from areal_core.launch import logs, process, pulse
 from areal_core.run.remote.appending import FullError, MisfitError, append, begin_anew
 from areal_core.run.remote.nodes import Nodes, Said, TakenError
@@ -174,7 +174,8 @@ def _split(name: str) -> tuple[str, int]:
 
 
 async def _serve(run: RunDir, ready_file: Path) -> bool:
-    """Serve until the run has ended; whether it has in order. Raises OSError."""
+    """Serve until the run has ended; whether it has in order. Raises ConfigError, and OSError for a model that can't be
+    read."""
     launch, loop = run.config().launch, asyncio.get_running_loop()
     asked = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -198,14 +199,15 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
 
 
 async def _listen(runner: web.AppRunner, run: RunDir, launch: LaunchConfig) -> None:
-    """On the port that is set, or that of the process before, where remote workers look for it. Raises OSError."""
+    """On the port that is set, or that of the process before, where remote workers look for it. Raises ConfigError."""
     kept = run.root / "files-port"
     before = int(kept.read_text()) if kept.exists() else 0
     try:
         await web.TCPSite(runner, launch.address, launch.files_port or before).start()
-    except OSError:
-        if launch.files_port or not before:
-            raise
+    except OSError as error:
+        if launch.files_port:
+            where = f"port {launch.files_port} of {launch.address}"
+            raise ConfigError(f"launch.files_port: this machine can't listen on {where}: {error.strerror}") from None
         await web.TCPSite(runner, launch.address, 0).start()
     kept.write_text(f"{runner.addresses[0][1]}\n")
 
@@ -238,8 +240,8 @@ def main() -> None:
     process.adopt(ready_file)
     try:
         in_order = asyncio.run(_serve(run, ready_file))
-    except OSError as error:
-        logger.error("launch.files_port, model.path: %s", " ".join(str(error).split()))
+    except (ConfigError, OSError) as error:
+        logger.error("%s", " ".join(str(error).split()))
         raise SystemExit(1) from None
     if not in_order:
         raise SystemExit(128 + signal.SIGTERM)

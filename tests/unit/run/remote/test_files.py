@@ -5,16 +5,24 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import signal
+import socket
+import subprocess
+import sys
+import time
 import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areal_core.api.access import authorization
+from areal_core.run.remote.head import Head
 from areal_core.storage import weights
 from areal_core.storage.rundir import write_json
-from tests.support.remote import HeadNode
+from tests.support.remote import PATIENCE_S, HeadNode
 
 SAID = {"role": "generation", "first": 0, "count": 1, "address": "10.0.0.2"}
 
@@ -177,3 +185,98 @@ def test_a_body_that_is_none_is_refused_in_one_line(ask: Asked, body: bytes) -> 
     status, content = ask("POST", "/nodes/a", body)
     assert status == 400
     assert len(content.splitlines()) == 1
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(head_node: HeadNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Its process, for this run; other settings of its launch may be given."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(**launch: Any) -> subprocess.Popen[bytes]:
+        values = head_node.config.to_dict()
+        write_json(head_node.run.root / "config.json", values | {"launch": values["launch"] | launch})
+        command = [sys.executable, "-m", "areal_core.run.remote.files", "--run-dir", str(head_node.run.root)]
+        started.append(subprocess.Popen(command, stderr=subprocess.PIPE))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+def url(head_node: HeadNode, *, but: str | None = None) -> str:
+    """Where it listens, once it does."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (info := head_node.run.ready_info("files")) is None or info["url"] is None or info["url"] == but:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return info["url"]
+
+
+def test_a_process_in_the_place_of_another_one_is_found_where_that_was(
+    head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    first = start()
+    where = url(head_node)
+    first.kill()
+    first.wait()
+    head_node.run.ready_file("files").unlink()
+    second = start()
+    assert url(head_node) == where
+    second.terminate()
+    assert second.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    head_node.run.ready_file("files").unlink()
+    port = int(where.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):  # which somebody else has taken meanwhile
+        third = start()
+        elsewhere = url(head_node)
+        assert elsewhere != where
+        write_json(head_node.run.summary, {})
+        assert third.wait(PATIENCE_S) == 0  # nobody is to be told
+
+
+def test_a_port_that_is_taken_is_one_line(head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = start(files_port=port)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    line = f"areal: error: launch.files_port: this machine can't listen on port {port} of 127.0.0.1: "
+    assert said.decode().startswith(line)
+    assert len(said.splitlines()) == 1
+
+
+def test_a_model_that_can_not_be_read_is_one_line(
+    head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    head_node.model.rename(head_node.model.with_name("moved"))
+    process = start()
+    _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert said.decode() == f"areal: error: [Errno 2] No such file or directory: '{head_node.model}'\n"
+
+
+def test_remote_workers_hear_of_an_end_before_it_ends(
+    head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    process = start(stop_timeout_s=60.0)
+    head = Head(url(head_node), head_node.run.token())
+    with closing(head.session()) as session:
+
+        def hear(**fields: Any) -> Any:
+            status, content = session.ask("POST", "/nodes/a", json.dumps(SAID | fields).encode())
+            assert status == 200
+            return json.loads(content)["ended"]
+
+        assert hear() is None
+        process.terminate()
+        deadline = time.monotonic() + PATIENCE_S
+        while hear() is None:
+            assert time.monotonic() < deadline
+        assert process.poll() is None
+        assert hear(over=True) == "otherwise"
+    assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
