@@ -22,18 +22,12 @@ _RUN, _NODE = "areal:run", "areal:node"  # tags
 _NAMED = "areal-"  # how all names of a run's begin: areal-RUN or areal-RUN-ROLE
 _ROLES = ("generation", "trainer")
 _COST = ["pending", "running", "stopping", "stopped"]  # states of instances that are not about to be gone
-_GONE = (
-    "InvalidInstanceID.NotFound",
-    "InvalidLaunchTemplateId.NotFound",
-    "InvalidGroup.NotFound",
-    "InvalidPlacementGroup.Unknown",
-    "NoSuchEntity",
-)
+_GONE = (".NotFound", ".Unknown", "NoSuchEntity")  # in codes of errors
 _INSTANCE, _TEMPLATE, _GROUP = "aws_instance", "aws_launch_template", "aws_security_group"
 _PROFILE, _ROLE, _PLACEMENT = "aws_iam_instance_profile", "aws_iam_role", "aws_placement_group"
 # In this order they can be ended: a group of instances is in use until they are gone.
 _ORDER = (_INSTANCE, _TEMPLATE, _PROFILE, _ROLE, _PLACEMENT, _GROUP)
-_WAIT = {"Delay": 5, "MaxAttempts": 120}  # for instances to be gone
+_WAIT = {"Delay": 2, "MaxAttempts": 300}  # for instances to be gone
 
 
 class Aws:
@@ -172,9 +166,9 @@ def _unless_gone(ask: Callable[[], T]) -> T | None:
     try:
         return ask()
     except ClientError as error:
-        if error.response["Error"]["Code"] in _GONE:
-            return None
-        raise
+        if not any(gone in error.response["Error"]["Code"] for gone in _GONE):
+            raise
+        return None
 
 
 def _told(ask: Callable[[], T]) -> T:

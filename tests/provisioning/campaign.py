@@ -8,15 +8,19 @@ alone, the reaper looks twice at most, and the ledger is read (checker.py).
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
-import itertools
+import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,14 @@ LENGTH_S, MARGIN_S = 1.8, 0.6  # of leases, in real seconds
 _SKEW_S = 0.25  # at most, each way: two clocks differ by less than the margin
 _LIVES = 3  # of an owner
 _DEADLINE_S = 60.0  # for all of a scene; it takes a few
+_MOST = 5  # faults of one scene
+# What nobody comes to unless this was before.
+_BEFORE = {
+    "push:start": {"place": "destroy:write", "kind": "unwritable"},
+    "force-unlock": {"place": "destroy:middle", "kind": "kill"},
+}
+_TRIES = 4  # of a fault that nobody comes to, before it is left to the next turn
+_TOLD = 50  # scenes between two lines
 _PAUSE_S = 0.02  # between two tries, and two looks
 
 _ERRORS = ("throttling", "unavailable")
@@ -84,6 +96,7 @@ class Outcome:
     """What was done in one scene, and what came of it."""
 
     struck: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # kind and place
+    settings: list[str] = field(default_factory=list[str])  # what the whole scene had to live with
     missed: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # faults whose place nobody came to
     findings: Findings = field(default_factory=Findings)
 
@@ -111,7 +124,7 @@ class Cast:
     @classmethod
     def chosen(cls, rng: random.Random, *, needs_reaper: bool) -> Cast:
         return cls(
-            lives=rng.choice((1, 1, 2, _LIVES)),
+            lives=rng.choice((1, 2, 2, _LIVES)),
             leaves=needs_reaper or rng.random() < 0.3,
             rival=rng.random() < 0.2,
             reapers=rng.choice((1, 2)) if needs_reaper else rng.choice((0, 0, 1, 2)),
@@ -138,7 +151,7 @@ def play(folder: Path, seed: int, planned: list[dict[str, Any]], cast: Cast | No
     struck = world.struck()
     outcome = Outcome([(fault["kind"], f"{fault['actor']} {fault['place']}") for fault in struck])
     also = {"two owners": cast.rival, "two reapers": cast.reapers > 1, "clocks off": scene.skewed}
-    outcome.struck += [(kind, "whole scene") for kind, there in also.items() if there]
+    outcome.settings = [kind for kind, there in also.items() if there]
     came = {fault["id"] for fault in struck}
     outcome.missed = [fault for number, fault in enumerate(planned) if number not in came]
     world.plan([])
@@ -259,9 +272,9 @@ def _play(world: World, actor: str, skew_s: float, part: Callable[[], None]) -> 
     status = 1
     try:
         os.environ.update(world.environment(actor, skew_s))
-        log = os.open(world.folder / f"{actor}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        log = (world.folder / f"{actor}.log").open("a", buffering=1)
+        sys.stdout = sys.stderr = log
+        os.dup2(log.fileno(), 2)
         leased._PAUSE_S = _PAUSE_S  # pyright: ignore[reportPrivateUsage]
         part()
         status = 0
@@ -275,17 +288,73 @@ def _play(world: World, actor: str, skew_s: float, part: Callable[[], None]) -> 
         os._exit(status)
 
 
-def schedule(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
-    """Faults of one scene after the other: all of them by turns, one to four at once."""
-    order: list[dict[str, Any]] = []
-    for turn in itertools.count():
-        number = 1 + turn % 4
-        while len(order) < number:
+# ---- all scenes ----
+
+
+class Schedule:
+    """Which faults strike in which scene: all by turns, one to five at once; what nobody came to is tried again."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._order: list[dict[str, Any]] = []
+        self._scenes = 0
+        self._tries: Counter[str] = Counter()
+
+    def next(self) -> list[dict[str, Any]]:
+        number = 1 + self._scenes % _MOST
+        self._scenes += 1
+        if len(self._order) < _MOST:
             again = faults()
-            rng.shuffle(again)
-            order += again
-        yield [dict(fault) for fault in order[:number]]
-        del order[:number]
+            self._rng.shuffle(again)
+            self._order += again
+        first = self._order[0]
+        chosen = [fault for fault in self._order if _go_together(first, fault)][:number]
+        self._order = [fault for fault in self._order if fault not in chosen]
+        return chosen + [_BEFORE[fault["place"]] | {"actor": fault["actor"]} for fault in chosen if _needs(fault)]
+
+    def missed(self, planned: list[dict[str, Any]]) -> None:
+        """In other scenes, at other moments, somebody may come to these."""
+        for fault in planned:
+            name = f"{fault['actor']} {fault['place']} {fault['kind']}"
+            self._tries[name] += 1
+            if self._tries[name] % _TRIES:
+                self._order.append(fault)
 
 
-__all__ = ["RUN", "Outcome", "faults", "play", "schedule"]
+def _go_together(first: dict[str, Any], fault: dict[str, Any]) -> bool:
+    """Where a reaper is to be struck, an owner leaves him something to do."""
+    if first["actor"] == "reaper":
+        return fault["actor"] == "reaper" or not fault["place"].startswith(("destroy", "cloud:end", "store:after-rel"))
+    return fault["actor"] == "flow"
+
+
+def _needs(fault: dict[str, Any]) -> bool:
+    return fault["place"] in _BEFORE
+
+
+def run(folder: Path, wanted: int, seed: int, tell: Callable[[str], None], *, at_once: int = 5) -> list[Outcome]:
+    """Scenes, until there were as many faults as are wanted. This process must have no other threads."""
+    schedule, outcomes = Schedule(seed), list[Outcome]()
+    struck = number = 0
+    with ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("fork")) as pool:
+        playing: dict[Future[Outcome], Path] = {}
+        while struck < wanted or playing:
+            while struck < wanted and len(playing) < at_once:
+                scene = folder / f"scene-{number}"
+                playing[pool.submit(play, scene, seed * 1_000_000 + number, schedule.next())] = scene
+                number += 1
+            for ended in concurrent.futures.wait(playing, return_when=FIRST_COMPLETED).done:
+                scene, outcome = playing.pop(ended), ended.result()
+                outcomes.append(outcome)
+                schedule.missed(outcome.missed)
+                struck += len(outcome.struck)
+                for line in outcome.findings.problems():
+                    tell(f"  {line}")
+                if not outcome.findings.problems():
+                    shutil.rmtree(scene)
+                if len(outcomes) % _TOLD == 0:
+                    tell(f"  {len(outcomes)} scenes, {struck} faults")
+    return outcomes
+
+
+__all__ = ["RUN", "Cast", "Outcome", "faults", "play", "run"]

@@ -1,0 +1,152 @@
+"""What AWS holds of runs, as moto has it in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+from botocore.client import BaseClient
+from botocore.exceptions import ClientError, EndpointConnectionError
+from moto import mock_aws
+
+from areal_core.errors import ProvisionError
+from flows.provision.aws import Aws
+from tests.support.terraform import CREDENTIALS, REGION
+
+ROLE = '{"Version": "2012-10-17", "Statement": []}'
+POLICY = ROLE.replace("[]", '[{"Effect": "Allow", "Action": "s3:ListBucket", "Resource": "*"}]')
+
+
+class Account:
+    """Things of runs, made as terraform makes them."""
+
+    def __init__(self) -> None:
+        self.ec2: Any = boto3.client("ec2", region_name=REGION)
+        self.iam: Any = boto3.client("iam", region_name=REGION)
+        self.network = self.ec2.create_vpc(CidrBlock="10.64.0.0/16")["Vpc"]["VpcId"]
+        self._subnet = self.ec2.create_subnet(VpcId=self.network, CidrBlock="10.64.0.0/24")["Subnet"]["SubnetId"]
+        images = self.ec2.describe_images(Filters=[{"Name": "architecture", "Values": ["x86_64"]}])["Images"]
+        self._image = min(image["ImageId"] for image in images)
+
+    def make(self, run: str) -> dict[str, str]:
+        """One of everything, by its type."""
+        tags = [{"Key": "areal:run", "Value": run}]
+        name = f"areal-{run}-trainer"
+        group = self.ec2.create_security_group(
+            GroupName=f"areal-{run}",
+            Description="nodes",
+            VpcId=self.network,
+            TagSpecifications=[{"ResourceType": "security-group", "Tags": tags}],
+        )["GroupId"]
+        template = self.ec2.create_launch_template(
+            LaunchTemplateName=name,
+            LaunchTemplateData={"ImageId": self._image},
+            TagSpecifications=[{"ResourceType": "launch-template", "Tags": tags}],
+        )["LaunchTemplate"]["LaunchTemplateId"]
+        self.iam.create_role(RoleName=name, AssumeRolePolicyDocument=ROLE, Tags=tags)
+        self.iam.put_role_policy(RoleName=name, PolicyName="run", PolicyDocument=POLICY)
+        self.iam.create_instance_profile(InstanceProfileName=name, Tags=tags)
+        self.iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
+        self.ec2.create_placement_group(
+            GroupName=name,
+            Strategy="cluster",
+            TagSpecifications=[{"ResourceType": "placement-group", "Tags": tags}],
+        )
+        (instance,) = self.ec2.run_instances(
+            ImageId=self._image,
+            MinCount=1,
+            MaxCount=1,
+            SubnetId=self._subnet,
+            SecurityGroupIds=[group],
+            TagSpecifications=[
+                {"ResourceType": "instance", "Tags": [*tags, {"Key": "areal:node", "Value": "trainer-0"}]}
+            ],
+        )["Instances"]
+        return {
+            "aws_instance": instance["InstanceId"],
+            "aws_launch_template": template,
+            "aws_placement_group": name,
+            "aws_security_group": group,
+            "aws_iam_instance_profile": name,
+            "aws_iam_role": name,
+        }
+
+
+class PlacementGroups:
+    """Which moto has none of."""
+
+    def __init__(self) -> None:
+        self._tags: dict[str, list[dict[str, str]]] = {}
+
+    def answer(self, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
+        if operation == "CreatePlacementGroup":
+            self._tags[asked["GroupName"]] = asked["TagSpecifications"][0]["Tags"]
+        elif operation == "DeletePlacementGroup" and self._tags.pop(asked["GroupName"], None) is None:
+            raise ClientError({"Error": {"Code": "InvalidPlacementGroup.Unknown"}}, operation)
+        (wanted,) = asked.get("Filters", [{"Name": "tag-key"}])
+        names = [
+            name
+            for name, tags in self._tags.items()
+            if wanted["Name"] == "tag-key" or tags[0]["Value"] in wanted["Values"]
+        ]
+        return {"PlacementGroups": [{"GroupName": name, "Tags": self._tags[name]} for name in names]}
+
+
+@pytest.fixture
+def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Account]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    groups, call = PlacementGroups(), BaseClient._make_api_call  # pyright: ignore[reportAttributeAccessIssue]
+
+    def call_or_answer(client: Any, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
+        return groups.answer(operation, asked) if "PlacementGroup" in operation else call(client, operation, asked)
+
+    monkeypatch.setattr(BaseClient, "_make_api_call", call_or_answer)
+    with mock_aws():
+        yield Account()
+
+
+def test_what_there_is_of_a_run_is_found_and_ended(account: Account) -> None:
+    first, second = account.make("first"), account.make("second.1")
+    cloud = Aws(REGION, account.network)
+    found = cloud.found("first")
+    assert {each.kind: each.id for each in found} == first
+    assert found[0].kind == "aws_instance"
+    assert {each.run for each in found} == {"first"}
+    assert {each.kind for each in found if each.near} == {"aws_instance", "aws_security_group"}
+    assert {each.kind for each in found if each.since is None} == {"aws_placement_group", "aws_security_group"}
+    assert found[0].role == "trainer"
+    every = cloud.found()
+    assert {(each.kind, each.id) for each in every} == {*first.items(), *second.items()}
+    assert {each.run for each in every} == {"first", "second.1"}
+    cloud.end(found)
+    assert cloud.found("first") == []
+    assert {(each.kind, each.id) for each in cloud.found()} == set(second.items())
+    cloud.end(found)  # what is gone is fine
+    cloud.end([])
+
+
+def test_what_belongs_to_no_run_is_not_found(account: Account) -> None:
+    account.iam.create_role(RoleName="areal-first-trainer", AssumeRolePolicyDocument=ROLE)  # not tagged
+    account.iam.create_role(RoleName="areal-control", AssumeRolePolicyDocument=ROLE)
+    account.ec2.create_security_group(GroupName="areal-control", Description="control", VpcId=account.network)
+    cloud = Aws(REGION, "vpc-of-another-one")
+    assert cloud.found() == []
+    account.make("second")
+    assert not any(each.near for each in cloud.found())
+
+
+def test_errors_are_one_line(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    cloud = Aws(REGION, account.network)
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise EndpointConnectionError(endpoint_url="https://ec2.us-east-1.amazonaws.com/")
+
+    monkeypatch.setattr("botocore.endpoint.Endpoint.make_request", fail)
+    with pytest.raises(ProvisionError, match=r'^aws: Could not connect to the endpoint URL: "https://ec2'):
+        cloud.found("first")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    with pytest.raises(ProvisionError, match=r"^aws: You must specify a region"):
+        Aws(None, None)
