@@ -50,6 +50,11 @@ from tests.support.terraform import (
 _lack = cache(lambda: missing() or emulation_missing())
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file that takes longest begins, beside all others."""
+    items.sort(key=lambda item: item.path.name != "test_flow.py")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     skip_without(_lack(), REQUIRE_CLOUD)
 
