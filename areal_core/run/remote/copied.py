@@ -123,7 +123,7 @@ class CopiedFolder:
         write_json(run.root / "run.json", dataclasses.asdict(info))
 
     def _fetch_model(self, run: RunDir, stop: StopSignal) -> None:
-        """What of the model's files is not here, or is another one. Raises AwayError once `stop` is set."""
+        """What of the model's files is not here, or is another one. Raises RunLostError, also once `stop` is set."""
         folder, wanted = _model(run), self._about["model"]
         for stale in folder.iterdir():
             if stale.name not in wanted:
@@ -133,14 +133,11 @@ class CopiedFolder:
             if path.exists() and path.stat().st_size == file["size"] and _sha256(path) == file["sha256"]:
                 continue
             scratch = folder / ".arriving"
-            fetch(
-                self._head,
-                f"/model/{urllib.parse.quote(name)}",
-                scratch,
-                file["sha256"],
-                stopped=stop.is_set,
-                patience_s=NO_HEAD_S,
-            )
+            url = f"/model/{urllib.parse.quote(name)}"
+            try:
+                fetch(self._head, url, scratch, file["sha256"], stopped=stop.is_set, patience_s=NO_HEAD_S)
+            except AwayError as error:
+                raise RunLostError(str(error)) from None
             scratch.replace(path)
 
 
@@ -198,10 +195,11 @@ class _Following:
             try:
                 if (taken := self._beat(session)) is None:
                     return
+                lack = ProcessError(taken)
             except AwayError as error:
-                taken = str(error)
+                lack = RunLostError(str(error))
             if time.monotonic() > deadline or stop.wait(POLL_S):
-                raise ProcessError(taken)
+                raise lack
 
     def _follow(self, session: Session) -> None:
         since = time.monotonic()

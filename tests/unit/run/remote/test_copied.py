@@ -24,8 +24,8 @@ from areal_core.run.remote import copied as module
 from areal_core.run.remote import head as head_module
 from areal_core.run.remote import nodes as nodes_module
 from areal_core.run.remote.copied import CopiedFolder
-from areal_core.run.remote.folder import Place
-from areal_core.run.remote.head import Head, in_file
+from areal_core.run.remote.folder import Place, RunLostError
+from areal_core.run.remote.head import AwayError, Head, in_file
 from areal_core.run.remote.share import Share
 from areal_core.storage.rundir import write_json
 from tests.support.remote import PATIENCE_S, HeadNode
@@ -140,6 +140,23 @@ def test_a_damaged_model_is_an_error_that_names_it(head_node: HeadNode, node: Ca
     (head_node.model / "config.json").write_text("changed")
     with pytest.raises(StorageError, match=r"^/model/config\.json is damaged: its sha256 is "):
         node(head).take()
+
+
+def test_a_head_node_that_goes_before_the_copy_is_made(
+    head_node: HeadNode, node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NO_HEAD_S", 0.3)
+    monkeypatch.setattr(module, "_CLAIM_S", 0.3)
+    machine = node(head_node.head())
+    config = machine.copy.find(1.0, machine.stop)
+    assert config is not None
+    head_node.close()
+    taken = machine.copy.taken(GENERATION, config, "127.0.0.1", guarded=lambda action: action(), stop=machine.stop)
+    with pytest.raises(RunLostError, match=r"^the head node at \S+ does not answer"), taken:
+        raise AssertionError
+    monkeypatch.setattr(module, "fetch", lambda *_, **__: (_ for _ in ()).throw(AwayError("cut short")))
+    with pytest.raises(RunLostError, match=r"^cut short$"):
+        node(head_node.head(), "other").take()
 
 
 def test_ready_files_and_pulses_go_both_ways(head_node: HeadNode, node: Callable[..., Node]) -> None:
