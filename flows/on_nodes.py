@@ -300,6 +300,7 @@ def _watch(
         time.sleep(_LOOK_S)
         with seen_where_it_answers():
             fleet.look()
+    fleet.closed = True  # nobody looks any more: no task waits for a node that has not seen it
     for each in tasks:
         each.wait()
 
