@@ -172,7 +172,7 @@ def test_ranks_without_a_common_folder(tmp_path: Path, start: Start) -> None:
         )
         try:
             servers = start(run, "generation")
-            run.until_step(2)
+            run.until_step(7)  # then the checkpoint of step 3 is complete: that of step 6 has waited for it
             ranks = [run.pid("trainer", rank) for rank in range(2)]
             assert ranks[0] in [one.pid for one in psutil.Process(first.pid).children(recursive=True)]
             assert ranks[1] in second.processes()
