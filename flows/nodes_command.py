@@ -39,7 +39,7 @@ def _run() -> None:
         console.print(line, markup=False, soft_wrap=True)
 
     if options.action in ("plan", "hosts"):
-        with Nodes(request, STATE, log=log) as nodes:
+        with Nodes(request, STATE, lock_timeout_s=None, log=log) as nodes:
             if options.action == "plan":
                 _show(nodes.plan(replace=options.replace), console)
             else:

@@ -166,9 +166,9 @@ class LeasedNodes:
             return self._changed(plan, on_plan)
 
     def hosts(self) -> list[Host]:
-        """Those that Terraform's state holds; waits for what is being changed."""
+        """Those that Terraform's state holds, none after `end`; waits for what is being changed."""
         with self._changing:
-            return self._seen(self._nodes.hosts())
+            return self._seen([] if self._over else self._nodes.hosts())
 
     def end(self, on_plan: Show = ignore) -> None:
         """End the nodes, see that nothing is left of them, and give the lease back. A plan is shown as by `make`."""
@@ -176,6 +176,7 @@ class LeasedNodes:
             self._tried(lambda: self._end(on_plan))
             self._held.release()
             self._over = True
+            self._nodes.terraform.clean()
 
     def hand_over(self) -> None:
         """Have the reaper end the nodes, as soon as it looks: for those who have no time for it. What terraform is at

@@ -41,7 +41,7 @@ class Nodes:
         state: Path,
         *,
         folder: str = "provision",
-        lock_timeout_s: int = 30,
+        lock_timeout_s: int | None = 30,
         busy_s: float | None = None,
         remaining_s: Callable[[], float] = lambda: math.inf,
         grace_s: float = 0.0,
@@ -49,8 +49,9 @@ class Nodes:
     ) -> None:
         """`request` holds the variables of the root module; `foundation` and the address of Prefect are taken from
         `control` where it has none. `state` is the state folder of this checkout, `folder` a part of it. Whoever works
-        on the run's nodes from another machine is waited for, for `lock_timeout_s`; from this one, for `busy_s`, which
-        includes a terraform whose parent has died. For `remaining_s` and `grace_s` see Terraform."""
+        on the run's nodes from another machine is waited for, for `lock_timeout_s`, or, by those who change nothing,
+        not at all (None); from this machine for `busy_s`, a terraform whose parent has died included. For
+        `remaining_s` and `grace_s` see Terraform."""
         self.variables = completed(request, control_outputs(state))
         self.run = str(self.variables["run"])
         self.folder = state / folder / self.run

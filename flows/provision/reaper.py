@@ -123,7 +123,7 @@ class Reaper:
     def _by_terraform(self, lease: Lease) -> tuple[str, str]:
         """What was ended, and what it cost all in all."""
         assert lease.request is not None
-        plans: list[Plan] = []
+        cloud, plans = self._cloud_of(lease.request.get("foundation", self._foundation)), list[Plan]()
         try:
             with LeasedNodes(
                 lease.request,
@@ -131,7 +131,7 @@ class Reaper:
                 length_s=self._length_s,
                 by="reaper",
                 leases=self._leases,
-                cloud=self._cloud_of(lease.request["foundation"]),
+                cloud=cloud,
                 on_lost=self._log,
                 log=self._log,
             ) as nodes:
@@ -141,7 +141,7 @@ class Reaper:
             raise
         except ArealError as error:
             self._log(f"run {lease.run}: ending it without Terraform: {error}")
-            return self._by_cloud(lease.run, str(error), self._cloud_of(lease.request["foundation"]))
+            return self._by_cloud(lease.run, str(error), cloud)
         counts = Counter(change.address.split(".")[-2] for plan in plans for change in plan.changes)
         ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing was left"
         return ended, "unknown" if dollars is None else f"${dollars:.2f}"

@@ -90,14 +90,15 @@ class Terraform:
         folder: Path,
         *,
         backend: Mapping[str, str],
-        lock_timeout_s: int = 30,
+        lock_timeout_s: int | None = 30,
         log: Callable[[str], None] = print,
         remaining_s: Callable[[], float] = lambda: math.inf,
         grace_s: float = 0.0,
         keep: Sequence[int] = (),
     ) -> None:
         """`folder` is of this process alone, and may be there from earlier; `backend` says where the state lies;
-        another process that works on it is waited for, for `lock_timeout_s`. What changes something may run for
+        another process that works on it is waited for, for `lock_timeout_s`; None is for those who change nothing,
+        and go beside it. What changes something may run for
         `remaining_s` from the moment on when that is asked, at its start and by `extend`; `grace_s` before its end it
         is asked to end in order. While it runs it holds the descriptors `keep`, whatever becomes of this process."""
         self._binary = os.environ.get(BINARY, "terraform")
@@ -107,7 +108,7 @@ class Terraform:
             )
         self._folder, self._backend, self._log = folder, backend, log
         self._root = folder / "copy" / root
-        self._lock = f"-lock-timeout={lock_timeout_s}s"
+        self._lock = "-lock=false" if lock_timeout_s is None else f"-lock-timeout={lock_timeout_s}s"
         self._remaining_s, self._grace_s, self._keep = remaining_s, grace_s, keep
         self._right: int | None = None  # the pipe that the guard of what runs listens at
         self._telling = threading.Lock()
@@ -124,6 +125,13 @@ class Terraform:
         plugins = [f"-plugin-dir={os.environ[PLUGINS]}"] if PLUGINS in os.environ else []
         backend = [f"-backend-config={name}={value}" for name, value in self._backend.items()]
         self._call("init", *_MACHINE, "-reconfigure", *plugins, *backend)
+
+    def clean(self) -> None:
+        """Leave nothing in the folder that `init` makes, programs of providers above all."""
+        for made in ("copy", "data"):
+            shutil.rmtree(self._folder / made, ignore_errors=True)
+        for plan in self._folder.glob(f"{_PLAN}*"):
+            plan.unlink()
 
     def plan(self, variables: Mapping[str, Any], *, destroy: bool = False, replace: Iterable[str] = ()) -> Plan:
         """What is to change for the root module to be as `variables` say, or to be gone; `replace` are addresses of

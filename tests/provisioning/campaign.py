@@ -39,6 +39,7 @@ _MOST = 5  # faults of one scene
 _BEFORE = {
     "push:start": {"place": "destroy:write", "kind": "unwritable"},
     "force-unlock": {"place": "destroy:middle", "kind": "kill"},
+    "cloud:end": {"actor": "flow", "place": "apply:unanswered", "kind": "kill both", "nth": 4},
 }
 _TRIES = 4  # of a fault that nobody comes to, before it is left to the next turn
 _TOLD = 50  # scenes between two lines
@@ -79,7 +80,7 @@ _PLACES = {
 _REAPERS = {
     place: kinds
     for place, kinds in _PLACES.items()
-    if not place.startswith(("apply", "plan:")) and place != "store:before-acquire"
+    if not place.startswith(("apply", "plan:")) and not place.endswith("-acquire")
 }
 _OFTEN = {"apply:middle": 5, "apply:unanswered": 6, "destroy:middle": 5, "destroy:unanswered": 6}  # a command
 _SEVERAL = {
@@ -310,7 +311,8 @@ class Schedule:
         first = self._order[0]
         chosen = [fault for fault in self._order if _go_together(first, fault)][:number]
         self._order = [fault for fault in self._order if fault not in chosen]
-        return chosen + [_BEFORE[fault["place"]] | {"actor": fault["actor"]} for fault in chosen if _needs(fault)]
+        before = [_BEFORE[fault["place"]] for fault in chosen if fault["place"] in _BEFORE]
+        return chosen + [{"actor": chosen[0]["actor"]} | fault for fault in before]
 
     def missed(self, planned: list[dict[str, Any]]) -> None:
         """In other scenes, at other moments, somebody may come to these."""
@@ -326,10 +328,6 @@ def _go_together(first: dict[str, Any], fault: dict[str, Any]) -> bool:
     if first["actor"] == "reaper":
         return fault["actor"] == "reaper" or not fault["place"].startswith(("destroy", "cloud:end", "store:after-rel"))
     return fault["actor"] == "flow"
-
-
-def _needs(fault: dict[str, Any]) -> bool:
-    return fault["place"] in _BEFORE
 
 
 def run(folder: Path, wanted: int, seed: int, tell: Callable[[str], None], *, at_once: int = 5) -> list[Outcome]:

@@ -17,7 +17,7 @@ from flows import nodes_command, reap_command
 from flows.provision import leased, reaper
 from flows.provision.leased import LeasedNodes
 from flows.provision.leases import HeldError, LeaseLostError, name_of
-from flows.provision.terraform import Plan
+from flows.provision.terraform import Plan, Terraform
 from tests.provisioning.world import RUN, World
 from tests.support import signals
 
@@ -76,6 +76,8 @@ def test_nodes_are_made_replaced_and_ended_as_it_was_shown(world: World) -> None
         nodes.end(show)
         assert world.living() == {}
         assert lease_of(world) is None
+        assert nodes.hosts() == []
+    assert sorted(path.name for path in (world.folder / "a" / "provision" / RUN).iterdir()) == ["lock", "place"]
     assert shown == ["6 to create", "1 to replace", "nothing to change", "6 to delete"]
 
 
@@ -176,6 +178,20 @@ def test_a_lock_that_was_left_is_removed(world: World, place: str) -> None:
     with world.nodes("a") as nodes:
         assert len(nodes.make()) == 3
     assert len(world.struck()) == 1
+
+
+def test_a_lock_that_goes_meanwhile_is_fine(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = world.folder / "store" / "terraform" / "runs" / f"{RUN}.tfstate.tflock"
+
+    def unlock(self: Terraform, id_: str) -> None:
+        lock.unlink()
+        raise ProvisionError("terraform force-unlock: there is no lock")
+
+    lock.parent.mkdir(parents=True)
+    lock.write_text(json.dumps({"ID": "1", "Who": "somebody@elsewhere", "Created": "2020-01-01T00:00:00Z"}))
+    with monkeypatch.context() as patched, world.nodes("a") as nodes:
+        patched.setattr(Terraform, "unlock", unlock)
+        assert len(nodes.make()) == 3
 
 
 def test_the_lock_of_somebody_who_came_later_is_not_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from areal_core.errors import ConfigError, ProcessError, ProvisionError
 from flows import nodes_command
 from flows.provision import terraform
 from flows.provision.nodes import Nodes
-from flows.provision.terraform import Change, Terraform
+from flows.provision.terraform import Change, KilledError, Terraform
 from tests.support import signals
 
 CHANGES = [
@@ -201,6 +201,86 @@ def test_it_ends_in_order_when_this_process_is_killed(says: Says, tmp_path: Path
         owner.kill()
         owner.wait()
     until(note, "SIGTERM")
+
+
+class Right:
+    """To run terraform, for some seconds that change once it is at it."""
+
+    def __init__(self, root: Path, note: Path, **options: Any) -> None:
+        self._left_s, self._note = 60.0, note
+        self.terraform = made(root, remaining_s=lambda: self._left_s, **options)
+
+    def apply(self, before_s: float, then_s: float) -> None:
+        plan = self.terraform.plan({})
+        self._left_s = before_s
+
+        def change() -> None:
+            until(self._note, "at it")
+            self._left_s = then_s
+            self.terraform.extend()
+            self._note.write_text("go")
+
+        changing = threading.Thread(target=change)
+        changing.start()
+        try:
+            self.terraform.apply(plan)
+        finally:
+            changing.join()
+
+
+def test_it_is_asked_to_end_and_then_killed_when_its_right_is_over(says: Says, tmp_path: Path) -> None:
+    note, asked = tmp_path / "note", tmp_path / "asked"
+    says(
+        f"def asked(signum, _): open({str(asked)!r}, 'a').write(signal.Signals(signum).name)\n"
+        "if command == 'apply':\n"
+        "  signal.signal(signal.SIGTERM, asked)\n"
+        f"  open({str(note)!r}, 'w').write('at it')\n"
+        "  while True: time.sleep(0.05)"
+    )
+    with pytest.raises(KilledError, match=r"^terraform apply: exited with code -9$"):
+        Right(tmp_path, note, grace_s=0.9).apply(60.0, 1.0)
+    assert asked.read_text() == "SIGTERM"  # and once
+
+
+def test_it_goes_on_while_its_right_is_extended(says: Says, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    says(
+        "if command == 'apply':\n"
+        f"  open({str(note)!r}, 'w').write('at it')\n"
+        f"  while open({str(note)!r}).read() != 'go': time.sleep(0.02)\n"
+        "  time.sleep(5.1)"
+    )
+    Right(tmp_path, note).apply(5.0, 60.0)
+
+
+def test_nodes_are_locked_until_the_terraform_of_a_dead_owner_has_ended(
+    says: Says, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "note"
+    says(
+        "def end(*_):\n"
+        f"  while open({str(note)!r}).read() != 'go': time.sleep(0.02)\n"
+        "  sys.exit(1)\n"
+        "if command == 'apply':\n"
+        "  signal.signal(signal.SIGTERM, end)\n"
+        f"  open({str(note)!r}, 'w').write('at it')\n"
+        "  while True: time.sleep(0.05)"
+    )
+    program = (
+        "import json, sys; from pathlib import Path; from flows.provision.nodes import Nodes\n"
+        "with Nodes(json.loads(sys.argv[1]), Path(sys.argv[2])) as nodes: nodes.apply(nodes.plan())"
+    )
+    command = [sys.executable, "-c", program, json.dumps(REQUEST), str(tmp_path)]
+    with subprocess.Popen(command, cwd=Path(terraform.__file__).parents[2]) as owner:
+        try:
+            until(note, "at it")
+        finally:
+            owner.kill()
+    with pytest.raises(ProcessError, match="another command is at its nodes on this machine"):
+        Nodes(REQUEST, tmp_path, busy_s=0.3)
+    note.write_text("go")
+    with Nodes(REQUEST, tmp_path, busy_s=_TIMEOUT_S):
+        pass
 
 
 def test_what_control_has_made_need_not_be_said(says: Says, tmp_path: Path) -> None:
