@@ -206,7 +206,7 @@ def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_pat
     with Launched(config("first"), "apart") as run:
         write_json(where, {"url": files_of(run)})
         node = start(run, "generation", head=f"@{where}")
-        run.until_step(5)
+        run.until_step(7)  # so that there is a checkpoint
         server, token = run.pid("generation"), run.run.token()
         run.launcher.send_signal(signal.SIGSTOP)
         os.kill(run.pid("files"), signal.SIGKILL)  # which says nothing more, as on a machine that loses power
