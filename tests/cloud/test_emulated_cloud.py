@@ -471,3 +471,12 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_an_instance_can_be_ended_again_as_in_aws(cloud: EmulatedCloud) -> None:
+    one, other = (instance["InstanceId"] for instance in start(cloud, None, 2))
+    end(cloud, one)
+    end(cloud, one, other)
+    assert [state(cloud, instance) for instance in (one, other)] == ["terminated", "terminated"]
+    with pytest.raises(ClientError, match=r"InvalidInstanceID\.NotFound"):
+        end(cloud, "i-0123456789abcdef0")

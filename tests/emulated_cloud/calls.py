@@ -1,13 +1,14 @@
 """Calls of AWS's API: which one a request is, and what AWS makes of one that moto doesn't.
 
 - RunInstances with a launch template: moto takes some of what the template says. The rest is put into the request.
+- TerminateInstances of one that is terminated: moto looks for its interface, and refuses.
 - A call with a `ClientToken` that has been carried out is not carried out again: the first answer comes back.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -15,6 +16,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from botocore.exceptions import ClientError
 
 _SCOPE = re.compile(r"Credential=[^/]+/\d+/[^/]+/([^/]+)/aws4_request")  # of a signature
+TERMINATED = "InvalidNetworkInterfaceID.NotFound"  # moto's refusal
 _FORM = "application/x-www-form-urlencoded"
 _TEMPLATE = "LaunchTemplate."
 # Of a template's interfaces, by what the request calls it.
@@ -71,6 +73,24 @@ def with_template(call: Call, describe: Describe) -> bytes | None:
         kinds.add("NetworkInterface")
     fresh = {field: value for field, value in added.items() if field.partition(".")[0] not in kinds}
     return urlencode({**call.fields, **fresh}).encode()
+
+
+def each_terminated(call: Call) -> dict[str, bytes]:
+    """The bodies of calls that terminate one instance each, by its id."""
+    ids = [value for field, value in call.fields.items() if field.startswith("InstanceId.")]
+    rest = {field: value for field, value in call.fields.items() if not field.startswith("InstanceId.")}
+    return {instance: urlencode({**rest, "InstanceId.1": instance}).encode() for instance in ids}
+
+
+def terminated(instances: Iterable[str]) -> bytes:
+    """The answer to TerminateInstances."""
+    state = "<code>32</code><name>shutting-down</name>"
+    items = "".join(
+        f"<item><instanceId>{instance}</instanceId><currentState>{state}</currentState>"
+        f"<previousState>{state}</previousState></item>"
+        for instance in instances
+    )
+    return f"<TerminateInstancesResponse><instancesSet>{items}</instancesSet></TerminateInstancesResponse>".encode()
 
 
 def _of_template(data: Mapping[str, Any]) -> dict[str, str]:

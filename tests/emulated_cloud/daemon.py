@@ -22,8 +22,10 @@ from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
+from botocore.exceptions import ClientError
 
 from areal_core.launch.process import die_with_parent
+from tests.emulated_cloud.calls import TERMINATED
 from tests.emulated_cloud.faults import Fault
 from tests.emulated_cloud.machines import PREFIX, Machine, Site, reach_all
 from tests.emulated_cloud.proxy import Proxy
@@ -206,9 +208,16 @@ class Daemon:
         name = "instanceInitiatedShutdownBehavior"
         found = self._ec2.describe_instance_attribute(InstanceId=instance, Attribute=name)
         if found["InstanceInitiatedShutdownBehavior"].get("Value") == "terminate":
-            self._ec2.terminate_instances(InstanceIds=[instance])
+            self._terminate(instance)
         else:
             self._ec2.stop_instances(InstanceIds=[instance])
+
+    def _terminate(self, instance: str) -> None:
+        try:
+            self._ec2.terminate_instances(InstanceIds=[instance])
+        except ClientError as error:  # somebody else was faster
+            if error.response["Error"]["Code"] != TERMINATED:
+                raise
 
     def _write(self, event: str, machine: Machine, **what: object) -> None:
         tags = tags_of(machine.described)
@@ -282,11 +291,11 @@ class Daemon:
         await asyncio.sleep(notice_s)
         if machine.why is None:
             machine.end("reclaimed", at_once=False)
-            await asyncio.to_thread(self._ec2.terminate_instances, InstanceIds=[machine.instance])
+            await asyncio.to_thread(self._terminate, machine.instance)
 
     async def _lose(self, instance: str) -> None:
         self._machine(instance).end("lost", at_once=True)
-        await asyncio.to_thread(self._ec2.terminate_instances, InstanceIds=[instance])
+        await asyncio.to_thread(self._terminate, instance)
 
     async def _freeze(self, instance: str, cut: bool) -> None:
         if cut:

@@ -13,13 +13,22 @@ from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, web
 from multidict import CIMultiDict
 from yarl import URL
 
-from tests.emulated_cloud.calls import Call, Describe, call_of, with_template
+from tests.emulated_cloud.calls import (
+    TERMINATED,
+    Call,
+    Describe,
+    call_of,
+    each_terminated,
+    terminated,
+    with_template,
+)
 from tests.emulated_cloud.faults import Fault, Faults, error
 
 # Of one connection; the body has its length, and is whole when it is handed on.
 _NOT_HANDED_ON = ("Connection", "Keep-Alive", "Transfer-Encoding", "Content-Length", "Expect")
 _TIMEOUT_S = 300.0
 _DONE = 200
+_TERMINATED = TERMINATED.encode()
 _NO_GROUPS = b"<DescribePlacementGroupsResponse><placementGroupSet/></DescribePlacementGroupsResponse>"
 
 Answer = tuple[int, CIMultiDict[str], bytes]
@@ -97,8 +106,22 @@ class Proxy:
     async def _hand_on(self, call: Call, request: web.BaseRequest, body: bytes) -> Answer:
         if call.name == "DescribePlacementGroups":  # moto has none, and no such call
             return _DONE, CIMultiDict({"Content-Type": "text/xml"}), _NO_GROUPS
+        if call.name == "TerminateInstances":
+            return await self._terminate(call, request)
         if call.name == "RunInstances":
             body = await asyncio.to_thread(with_template, call, self._describe) or body
+        return await self._to_moto(call, request, body)
+
+    async def _terminate(self, call: Call, request: web.BaseRequest) -> Answer:
+        """One by one: moto refuses the second time, and then all; AWS does not."""
+        each = each_terminated(call)
+        for body in each.values():
+            answer = await self._to_moto(call, request, body)
+            if answer[0] != _DONE and _TERMINATED not in answer[2]:
+                return answer
+        return _DONE, CIMultiDict({"Content-Type": "text/xml"}), terminated(each)
+
+    async def _to_moto(self, call: Call, request: web.BaseRequest, body: bytes) -> Answer:
         assert self._session is not None
         url = URL(self._moto + request.raw_path, encoded=True)
         headers = _handed_on(request.headers)
