@@ -295,7 +295,17 @@ class Run:
         return self.world.object(f"terraform/runs/{self.id}.tfstate.tflock") is not None
 
     def retry(self) -> None:
-        """As the button of that name on its page."""
+        """As the button on its page; again where Prefect's worker, which tells of a death twice, was later."""
+
+        def goes_on() -> bool:
+            if self.state == "Crashed":
+                self._set_awaiting()
+            return self.process() is not None
+
+        self._set_awaiting()
+        self.until("it is tried again", goes_on)
+
+    def _set_awaiting(self) -> None:
         self.world.plane.client.set_flow_run_state(self.flow_run, AwaitingRetry(), force=True)
 
     def leave(self) -> None:

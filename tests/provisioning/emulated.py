@@ -92,17 +92,17 @@ def api(w: World) -> list[bool]:
 def deaths(w: World) -> list[bool]:
     """Flows, terraform and processes of shares that are killed. One run completes, the other one is left dead amidst
     its teardown."""
-    one, other = w.start(), w.start()
+    one = w.start()
     one.until("it plans", lambda: one.terraform("plan"))
     one.kill("plan")
     one.retry()
+    one.until("it applies", one.terraform)
+    one.kill("apply")
+    one.retry()
+    other = w.start()
     w.spoil("apply", "RunInstances", "delay", count=2)
     other.until("its state is locked", lambda: other.terraform() and other.is_locked())
     other.kill_terraform("apply")
-    one.until("it applies", one.terraform)
-    time.sleep(w.rng.uniform(1.0, 4.0))
-    one.kill("apply")
-    one.retry()
     one.until("its nodes are made", lambda: one.logged("nodes: "))
     one.kill("bootstrap")
     one.retry()

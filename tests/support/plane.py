@@ -169,7 +169,9 @@ class Plane:
         lines: list[str] = []
         while len(lines) % _PAGE == 0:
             body: Any = {"logs": {"flow_run_id": {"any_": [str(flow_run)]}}, "sort": "TIMESTAMP_ASC"}
-            page = self.client.request("POST", "/logs/filter", json=body | {"limit": _PAGE, "offset": len(lines)}).json()
+            page = self.client.request(
+                "POST", "/logs/filter", json=body | {"limit": _PAGE, "offset": len(lines)}
+            ).json()
             if not page:
                 break
             lines += [line["message"] for line in page]
