@@ -57,14 +57,14 @@ def hosts(up: Up, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def overrides(up: Up, *more: str) -> list[str]:
-    return [*emulated(up.state, tracked=True), *_NODES, *more]
+    return [*emulated(up.state), *_NODES, *more]
 
 
 @pytest.mark.usefixtures("hosts")
 def test_a_run_on_given_hosts(up: Up) -> None:
     run = up.wait(up.start("areal/train", provision="static", steps=4, overrides=overrides(up)), "Completed")
     assert up.result(run)["steps"] == "4 (ended by steps)"
-    assert {"areal-result", "areal-summary", "areal-tracking"} <= up.artifacts(run.id).keys()
+    assert {"areal-result", "areal-summary"} <= up.artifacts(run.id).keys()
     run_id = f"emulated-cpu-async-{str(run.id)[-12:]}"
     kept = up.state / "storage" / "runs" / run_id
     assert {file.name for file in (kept / "logs").iterdir()} >= {"controller-0.log", "generation-0.log"}
