@@ -45,10 +45,9 @@ from flows.provision.nodes import Host, control_outputs
 from flows.provision.request import by_role, overrides, variables
 from flows.provision.terraform import Plan
 from flows.shared import COST, PLAN, PROGRESS, RESULT, SUMMARY, TRACKING
-from flows.shares import FINISH, Shares
+from flows.shares import FINISH, REAPER, Shares
 from flows.stack import STATE
 
-REAPER = "areal-reap/reap"
 _LOOK_S = 2.0
 _SEE_S = 20.0  # for nodes to see that their run has ended in order
 _END_S = 90.0  # for shares that were told to end

@@ -32,6 +32,7 @@ from flows.provision.nodes import Host
 from flows.provision.request import ROLES, by_role, queue
 
 DEPLOYMENT = "areal-node/node"
+REAPER = "areal-reap/reap"  # another one: ends nodes that nobody has
 CHECKED = "checked"
 NODE = "node:"  # and its id
 FINISH = "finish:"  # said by the flow that has provisioned the nodes: the run is to end in order, and why

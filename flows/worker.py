@@ -29,7 +29,9 @@ from prefect.workers.process import ProcessWorker
 from areal_core.errors import ProcessError
 from areal_core.launch import process
 from flows.alerts import make_automations
-from flows.stack import ROOT, SOLE, WORKER_READY
+from flows.provision.nodes import control_outputs
+from flows.shares import REAPER
+from flows.stack import ROOT, SOLE, STATE, WORKER_READY
 
 POOL = "areal-local"
 CLOUD_POOL = "areal-cloud"
@@ -64,6 +66,16 @@ async def _prepare() -> None:
         await make_automations(client)
         if SOLE in sys.argv:
             await _mark_crashed(client)
+
+
+async def _reap() -> None:
+    """Have nodes that nobody has ended on a schedule, where there may be some."""
+    if not control_outputs(STATE):
+        return
+    async with get_client() as client:
+        deployment = await client.read_deployment_by_name(REAPER)
+        for schedule in deployment.schedules:
+            await client.update_deployment_schedule(deployment.id, schedule.id, active=True)
 
 
 async def _work() -> None:
@@ -121,6 +133,7 @@ if __name__ == "__main__":
     try:
         asyncio.run(_prepare())
         _deploy()
+        asyncio.run(_reap())
         asyncio.run(_work())
     except ProcessError as error:
         sys.exit(f"areal: error: {error}")

@@ -117,9 +117,9 @@ def test_run_that_a_schedule_starts_is_cancelled_and_leaves_no_process(up: Up) -
     schedules = f"/deployments/{up.deployment(DEPLOYMENT).id}/schedules"
     (schedule,) = up.call("POST", schedules, [paused])
     path = f"{schedules}/{schedule['id']}"
-    assert up.scheduled() == []
+    assert up.scheduled(DEPLOYMENT) == []
     up.call("PATCH", path, {"active": True, "parameters": parameters})  # what isn't named is emptied
-    first = up.until("runs are scheduled", up.scheduled)[0]
+    first = up.until("runs are scheduled", lambda: up.scheduled(DEPLOYMENT))[0]
     assert first.auto_scheduled
     assert first.created_by is not None
     assert (first.created_by.type, first.created_by.id) == ("SCHEDULE", UUID(schedule["id"]))
@@ -129,7 +129,7 @@ def test_run_that_a_schedule_starts_is_cancelled_and_leaves_no_process(up: Up) -
     def those_to_come_are_gone() -> bool:
         """The server's look for due schedules, when one was under way, makes some once more."""
         up.call("PATCH", path, {"active": False})
-        return [run.id for run in up.scheduled()] == [first.id]
+        return [run.id for run in up.scheduled(DEPLOYMENT)] == [first.id]
 
     up.until("the schedule sleeps", those_to_come_are_gone)
     assert [schedule.active for schedule in up.deployment(DEPLOYMENT).schedules] == [False, False]
