@@ -14,7 +14,7 @@ from botocore.exceptions import BotoCoreError, ClientError, WaiterError
 from botocore.parsers import ResponseParserError
 
 from areal_core.errors import ProvisionError
-from flows.provision.cloud import Found
+from flows.provision.cloud import Found, anybody
 
 T = TypeVar("T")
 
@@ -25,8 +25,6 @@ _COST = ["pending", "running", "stopping", "stopped"]  # states of instances tha
 _GONE = (".NotFound", ".Unknown", "NoSuchEntity")  # in codes of errors
 _INSTANCE, _TEMPLATE, _GROUP = "aws_instance", "aws_launch_template", "aws_security_group"
 _PROFILE, _ROLE, _PLACEMENT = "aws_iam_instance_profile", "aws_iam_role", "aws_placement_group"
-# In this order they can be ended: a group of instances is in use until they are gone.
-_ORDER = (_INSTANCE, _TEMPLATE, _PROFILE, _ROLE, _PLACEMENT, _GROUP)
 _WAIT = {"Delay": 2, "MaxAttempts": 300}  # for instances to be gone
 
 
@@ -47,15 +45,27 @@ class Aws:
     def found(self, run: str | None = None) -> list[Found]:
         return _told(lambda: [*self._ec2_found(run), *self._iam_found(run)])
 
-    def end(self, found: Iterable[Found]) -> None:
-        by_kind = (
-            {kind: [each.id for each in found if each.kind == kind] for kind in _ORDER}
-            if (found := list(found))
-            else {}
-        )
-        for kind, ids in by_kind.items():
-            if ids:
-                _told(lambda kind=kind, ids=ids: self._end(kind, ids))
+    def end(self, found: Iterable[Found], confirm: Callable[[], None] = anybody) -> None:
+        ends = {
+            _INSTANCE: lambda id_: self._ec2.terminate_instances(InstanceIds=[id_]),
+            _TEMPLATE: lambda id_: self._ec2.delete_launch_template(LaunchTemplateId=id_),
+            _PROFILE: self._end_profile,
+            _ROLE: self._end_role,
+            _PLACEMENT: lambda id_: self._ec2.delete_placement_group(GroupName=id_),
+            _GROUP: lambda id_: self._ec2.delete_security_group(GroupId=id_),
+        }
+        found = list(found)
+        for kind, end in ends.items():  # in this order they can be ended
+            ids = [each.id for each in found if each.kind == kind]
+            for id_ in ids:
+                confirm()
+                _told(lambda end=end, id_=id_: _unless_gone(lambda: end(id_)))
+            if kind == _INSTANCE:  # which use the others until they are gone
+                for id_ in ids:
+                    _told(lambda id_=id_: _unless_gone(lambda: self._wait(id_)))
+
+    def _wait(self, instance: str) -> None:
+        self._ec2.get_waiter("instance_terminated").wait(InstanceIds=[instance], WaiterConfig=_WAIT)
 
     def _ec2_found(self, run: str | None) -> Iterator[Found]:
         tagged = {"Name": "tag-key", "Values": [_RUN]} if run is None else {"Name": f"tag:{_RUN}", "Values": [run]}
@@ -111,25 +121,6 @@ class Aws:
         """Lists leave tags out."""
         each = _unless_gone(lambda: self._profile(name) if kind == _PROFILE else self._role(name))
         return each is not None and _tags(each).get(_RUN) == run
-
-    def _end(self, kind: str, ids: list[str]) -> None:
-        if kind == _INSTANCE:
-            for id_ in ids:  # one that is gone would have all be refused
-                _unless_gone(lambda id_=id_: self._ec2.terminate_instances(InstanceIds=[id_]))
-            for id_ in ids:
-                waiter = self._ec2.get_waiter("instance_terminated")
-                _unless_gone(lambda id_=id_, waiter=waiter: waiter.wait(InstanceIds=[id_], WaiterConfig=_WAIT))
-        for id_ in ids:
-            if kind == _TEMPLATE:
-                _unless_gone(lambda id_=id_: self._ec2.delete_launch_template(LaunchTemplateId=id_))
-            elif kind == _PLACEMENT:
-                _unless_gone(lambda id_=id_: self._ec2.delete_placement_group(GroupName=id_))
-            elif kind == _GROUP:
-                _unless_gone(lambda id_=id_: self._ec2.delete_security_group(GroupId=id_))
-            elif kind == _PROFILE:
-                _unless_gone(lambda id_=id_: self._end_profile(id_))
-            elif kind == _ROLE:
-                _unless_gone(lambda id_=id_: self._end_role(id_))
 
     def _end_profile(self, name: str) -> None:
         for role in self._profile(name)["Roles"]:

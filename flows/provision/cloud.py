@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,10 @@ class Found:
         return f"{self.kind} {self.id}"
 
 
+def anybody() -> None:
+    """Whoever asks may."""
+
+
 class Cloud(Protocol):
     """Raises ProvisionError."""
 
@@ -36,6 +40,7 @@ class Cloud(Protocol):
         """What there is of a run, or of all of them, nodes first. What is about to be gone is left out."""
         ...
 
-    def end(self, found: Iterable[Found]) -> None:
-        """End these, in an order in which that can be done, and wait until they are gone. What is gone is fine."""
+    def end(self, found: Iterable[Found], confirm: Callable[[], None] = anybody) -> None:
+        """End these, in an order in which that can be done, and wait until they are gone. What is gone is fine. Before
+        each of them `confirm` is called, which raises once this process may do so no more."""
         ...

@@ -214,8 +214,7 @@ class LeasedNodes:
         on_plan(planned)
         self._apply(planned)  # even where nothing is left: the state may say otherwise
         self._seen([])
-        self._held.renew()
-        self._cloud.end(self._cloud.found(self.run))
+        self._cloud.end(self._cloud.found(self.run), self._held.confirm)
         left = sorted(f"{kind} {id_}" for kind, id_ in self._nodes.terraform.held())
         left += [str(found) for found in self._cloud.found(self.run)]
         if left:
@@ -254,7 +253,7 @@ class LeasedNodes:
             held = self._nodes.terraform.held()
             if strays := [each for each in found if each.key not in held]:
                 self._log(f"run {self.run}: ending what is in no state: {', '.join(map(str, strays))}")
-                self._cloud.end(strays)
+                self._cloud.end(strays, self._held.confirm)
 
     def _unlock(self) -> None:
         lock = self._lock()

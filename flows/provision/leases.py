@@ -250,6 +250,13 @@ class Held:
             self._began = began
         self.on_renewed()
 
+    def confirm(self) -> None:
+        """Before each of many changes: raises LeaseLostError where it is lost; a lease that is nearly over is renewed
+        first."""
+        self._check()
+        if self.remaining_s() < self._length_s / 3:
+            self.renew()
+
     def note(self, spent: Mapping[str, Any]) -> None:
         """What the nodes have cost, to be written with the next renewal."""
         self._spent = dict(spent)

@@ -151,7 +151,7 @@ class Reaper:
         cloud = cloud or self._cloud_of(self._foundation)
         with self._taken(run) as held:
             found = cloud.found(run)
-            cloud.end(found)
+            cloud.end(found, held.confirm)
             if left := cloud.found(run):
                 raise ProvisionError(f"run {run}: {', '.join(map(str, left))} could not be ended")
             held.release()

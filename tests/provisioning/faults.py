@@ -62,15 +62,28 @@ def _strike(fault, fail):
         fail("creating EC2 Instance", ERRORS[kind])
     if kind == "slow":
         time.sleep(fault["seconds"])
+    if kind in ("kill owner", "kill both"):
+        _signal_owner(signal.SIGKILL)
     if kind in ("kill", "kill both"):
-        owner = int(os.environ["AREAL_SCRIPTED_OWNER"])
-        if kind == "kill both" and owner != os.getpid():
-            os.kill(owner, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "kill owner":
-        os.kill(int(os.environ["AREAL_SCRIPTED_OWNER"]), signal.SIGKILL)
-        time.sleep(fault.get("seconds", 0.05))
+        time.sleep(fault["seconds"])
     if kind in ("stop owner", "stall"):
-        os.kill(int(os.environ["AREAL_SCRIPTED_OWNER"]), signal.SIGSTOP)
+        _signal_owner(signal.SIGSTOP)
     if kind == "stall":  # and goes on for longer than the lease lasts
         time.sleep(fault["stall_s"])
+
+
+def _signal_owner(signum):
+    """Unless it is gone: its number may be another one's by now."""
+    owner = int(os.environ["AREAL_SCRIPTED_OWNER"])
+    if owner in (os.getpid(), parent := os.getppid(), _parent_of(parent)):  # with a guard between, or without
+        os.kill(owner, signum)
+
+
+def _parent_of(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

@@ -12,6 +12,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from moto import mock_aws
 
 from areal_core.errors import ProvisionError
+from areal_core.storage.lease import LeaseLostError
 from flows.provision.aws import Aws
 from tests.support.terraform import CREDENTIALS, REGION
 
@@ -108,6 +109,10 @@ def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Account]:
         yield Account()
 
 
+def forbid() -> None:
+    raise LeaseLostError("lost")
+
+
 def test_what_there_is_of_a_run_is_found_and_ended(account: Account) -> None:
     first, second = account.make("first"), account.make("second.1")
     cloud = Aws(REGION, account.network)
@@ -121,6 +126,9 @@ def test_what_there_is_of_a_run_is_found_and_ended(account: Account) -> None:
     every = cloud.found()
     assert {(each.kind, each.id) for each in every} == {*first.items(), *second.items()}
     assert {each.run for each in every} == {"first", "second.1"}
+    with pytest.raises(LeaseLostError):
+        cloud.end(found, forbid)
+    assert {each.kind: each.id for each in cloud.found("first")} == first
     cloud.end(found)
     assert cloud.found("first") == []
     assert {(each.kind, each.id) for each in cloud.found()} == set(second.items())

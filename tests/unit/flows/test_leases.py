@@ -100,6 +100,20 @@ def test_a_renewal_holds_it_for_its_length_again(leases: Leases, time: Time) -> 
         acquire(leases, "b")
 
 
+def test_between_many_changes_it_is_looked_at(leases: Leases, time: Time) -> None:
+    held = acquire(leases)
+    beat = held.lease.beat
+    held.confirm()
+    assert held.lease.beat == beat  # it is held for long
+    time.now += 0.7 * LENGTH_S
+    held.confirm()
+    assert held.remaining_s() == LENGTH_S
+    time.now += LENGTH_S + MARGIN_S + 0.1
+    acquire(leases, "b")
+    with pytest.raises(LeaseLostError):
+        held.confirm()
+
+
 def test_one_that_nobody_took_is_still_one_s_own(leases: Leases, time: Time) -> None:
     held = acquire(leases)
     time.now += 10 * LENGTH_S
