@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from areal_core.errors import ProvisionError, StorageError
 from areal_core.storage.objects import MissingError, Storage
@@ -34,9 +34,10 @@ from flows.provision.leases import By, Claimant, LeaseLostError, Leases
 from flows.provision.nodes import Host, Nodes, completed, control_outputs
 from flows.provision.terraform import KilledError, LockedError, Plan
 
+T = TypeVar("T")
+
 LEASE_S = 900.0
-_TRIES = 4  # of what fails for reasons that pass
-_PAUSE_S = 5.0  # before the second one; before each other one twice as long
+_PAUSE_S = 5.0  # before what failed for reasons that pass is tried again; each of three times twice as long
 _GRACE_S = 60.0  # at most, and a sixth of the lease: for terraform to end in order before it is over
 _STORE_S = 30.0  # likewise, of patience with the store
 _BUSY_S = 5.0  # at least, for another command of this machine
@@ -104,6 +105,7 @@ class LeasedNodes:
         self._metering = threading.Lock()
         self._hosts: list[Host] = []  # as they were seen last
         self._touched = self._over = False  # something may have been made; the lease is no longer this one's
+        self._failed = False  # a terraform since the state was put in order
         self._stack = ExitStack()
 
     def __enter__(self) -> LeasedNodes:
@@ -225,28 +227,31 @@ class LeasedNodes:
         self._touched = True
         self._nodes.apply(plan)
 
-    def _tried(self, change: Callable[[], Any]) -> Any:
+    def _tried(self, change: Callable[[], T]) -> T:
         """What `change` gives; again, and again later, where it fails for reasons that pass."""
-        for turn in range(_TRIES):
+        for pause_s in (_PAUSE_S, 2 * _PAUSE_S, 4 * _PAUSE_S):
             try:
-                return change()
-            except ProvisionError as error:
-                self._failed(error)
-                if turn == _TRIES - 1 or not passes(error):
+                return self._once(change)
+            except (ProvisionError, StorageError) as error:
+                if not passes(error):
                     raise
-                pause_s = _PAUSE_S * 2**turn
                 self._log(f"run {self.run}: trying again in {pause_s:g} s: {error}")
                 self._leases.clock.sleep(pause_s)
-        raise AssertionError
+        return self._once(change)
 
-    def _failed(self, error: ProvisionError) -> None:
-        """Terraform has failed, perhaps because the lease is lost. What it has left locked is older than a lease that
-        is taken anew now, as whoever else has locked the state was waited for."""
-        self._held.renew(anew=not isinstance(error, LockedError))
+    def _once(self, change: Callable[[], T]) -> T:
+        try:
+            return change()
+        except ProvisionError as error:
+            self._failed |= not isinstance(error, LockedError)
+            self.check()  # it may have failed because the lease is lost
+            raise
 
     def _settle(self) -> None:
-        """Put in order what an earlier holder, or a failure, has left."""
-        self._held.renew()
+        """Put in order what an earlier holder, or a failure, has left. What a terraform that has failed has left locked
+        is older than a lease that is taken anew: whoever else had locked the state was waited for."""
+        self._held.renew(anew=self._failed)
+        self._failed = False
         self._unlock()
         self._nodes.terraform.store_unstored()
         if found := self._cloud.found(self.run):
@@ -304,9 +309,9 @@ class LeasedNodes:
             self._log(f"run {self.run}: its lease was left as it is: {error}")
 
 
-def passes(error: ProvisionError) -> bool:
+def passes(error: ProvisionError | StorageError) -> bool:
     """Whether the same may succeed a little later."""
-    if isinstance(error, KilledError | LockedError):
+    if isinstance(error, KilledError | LockedError | StorageError):
         return True
     return bool(_PASSING.search(str(error))) and not _LASTING.search(str(error))
 

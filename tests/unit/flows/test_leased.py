@@ -109,6 +109,7 @@ def test_a_flow_that_ends_without_ending_its_nodes_leaves_its_lease(world: World
     ("place", "kind"),
     [
         ("plan:locked", "throttling"),
+        ("store:before-renewal", "store error"),
         ("apply:middle", "unavailable"),
         ("apply:unanswered", "unavailable"),
         ("apply:unanswered", "kill"),
@@ -194,8 +195,7 @@ def test_a_lock_that_goes_meanwhile_is_fine(world: World, monkeypatch: pytest.Mo
         assert len(nodes.make()) == 3
 
 
-def test_the_lock_of_somebody_who_came_later_is_not_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leased, "_TRIES", 2)
+def test_the_lock_of_somebody_who_came_later_is_not_removed(world: World) -> None:
     with world.nodes("a") as nodes:
         nodes.make()
         lock = world.folder / "store" / "terraform" / "runs" / f"{RUN}.tfstate.tflock"
