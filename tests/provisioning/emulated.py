@@ -103,7 +103,7 @@ def deaths(w: World) -> list[bool]:
     w.spoil("apply", "RunInstances", "delay", count=2)
     other.until("its state is locked", lambda: other.terraform() and other.is_locked())
     other.kill_terraform("apply")
-    one.until("its nodes are made", lambda: one.logged("nodes: "))
+    one.until("its nodes are made", lambda: one.logged("nodes: generation-0"))
     one.kill("bootstrap")
     one.retry()
     for run in (one, other):
@@ -133,7 +133,7 @@ def servers(w: World) -> list[bool]:
     run = w.start()
     run.until("it applies", run.terraform)
     w.kill_prefect("apply")
-    run.until("its nodes are made", lambda: run.logged("nodes: "))
+    run.until("its nodes are made", lambda: run.logged("nodes: generation-0"))
     w.kill_prefect("bootstrap")
     run.until_at_work()
     run.until_trains()
@@ -158,7 +158,7 @@ def nodes(w: World) -> list[bool]:
     w.cloud.boot_never(1)
     w.cloud.boot_fails(1)
     one = w.start()
-    one.until("its nodes are made", lambda: one.logged("nodes: "))
+    one.until("its nodes are made", lambda: one.logged("nodes: generation-0"))
     w.act("boot that never comes", "bootstrap")
     w.act("user data that fails", "bootstrap")
     one.doomed |= {*one.nodes().values()}
@@ -274,8 +274,7 @@ def _play(w: World, name: str, verdict: Verdict) -> None:
         how = f"not done: {error}"
         verdict.failed.append(f"{name}: {error}")
         for run in w.runs[first:]:
-            if run.ends_at is None:
-                _abandon(run)
+            _abandon(run)
     finally:
         w.settle()
     faults = (w.struck - before).total()
@@ -286,7 +285,8 @@ def _abandon(run: Run) -> None:
     """A scene did not come to its end: the reaper has its nodes."""
     if (process := run.process()) is not None:
         process.kill()
-    run.leave()
+    if run.ends_at is None:
+        run.leave()
 
 
 def _reap(w: World) -> None:
