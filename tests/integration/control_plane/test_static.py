@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.dear]
 
 _NODES = ("provision.generation.count=1", "provision.trainer.count=1", f"provision.software={ROOT}")
 
+_THREE = ("provision.generation.count=3", "launch.devices=4")
+
 
 @contextmanager
 def host(up: Up, folder: Path, role: str) -> Iterator[None]:
@@ -67,7 +69,7 @@ def test_a_run_on_given_hosts(up: Up) -> None:
     assert {"areal-result", "areal-summary"} <= up.artifacts(run.id).keys()
     run_id = f"emulated-cpu-async-{str(run.id)[-12:]}"
     kept = up.state / "storage" / "runs" / run_id
-    assert {file.name for file in (kept / "logs").iterdir()} >= {"controller-0.log", "generation-0.log"}
+    assert {file.name for file in (kept / "logs").iterdir()} >= {"controller-0.log", "host-generation-0.log"}
     copy = up.state / "copies" / "generation-0" / "runs" / run_id
     assert (copy / "run.json").exists()  # what it had of the run was a copy
     queues = up.call("POST", "/work_pools/areal-nodes/queues/filter", {})
@@ -76,9 +78,7 @@ def test_a_run_on_given_hosts(up: Up) -> None:
 
 @pytest.mark.usefixtures("hosts")
 def test_more_hosts_than_there_are(up: Up) -> None:
-    run = up.wait(
-        up.start("areal/train", provision="static", overrides=overrides(up, "provision.generation.count=3")), "Failed"
-    )
+    run = up.wait(up.start("areal/train", provision="static", overrides=overrides(up, *_THREE)), "Failed")
     assert run.state is not None
     assert run.state.message == (
         "provision.generation.count: 3 hosts must serve the queue generation of the work pool areal-nodes, 1 does"
