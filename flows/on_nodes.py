@@ -123,7 +123,7 @@ class Given:
             if len(there) < nodes.count:
                 raise ProvisionError(
                     f"provision.{role}.count: {nodes.count} hosts must serve the queue {role} of the work pool "
-                    f"{self._config.provision.work_pool}, {len(there)} do"
+                    f"{self._config.provision.work_pool}, there are {len(there)}"
                 )
             hosts += there[: nodes.count]
         return hosts

@@ -385,6 +385,9 @@ def world(seed: int, tell: Callable[[str], None]) -> Iterator[World]:
                     made = World(cloud, plane, Path(model), seed, tell)
                     made.pause_reaper()
                     yield made
+            except BaseException:
+                tell((folder / "cloud" / "daemon.log").read_text()[-2000:])  # where it is the cloud that has failed
+                raise
             finally:
                 for name, value in before.items():
                     if value is None:

@@ -81,5 +81,5 @@ def test_more_hosts_than_there_are(up: Up) -> None:
     run = up.wait(up.start("areal/train", provision="static", overrides=overrides(up, *_THREE)), "Failed")
     assert run.state is not None
     assert run.state.message == (
-        "provision.generation.count: 3 hosts must serve the queue generation of the work pool areal-nodes, 1 does"
+        "provision.generation.count: 3 hosts must serve the queue generation of the work pool areal-nodes, there are 1"
     )
