@@ -343,8 +343,15 @@ def test_a_machine_that_leaves_a_run_without_a_controller_ends_all_the_same(
     head_node: HeadNode, part: Callable[..., Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registration, "_RESPONSE_S", 0.1)
+    known, server_ready = threading.Event(), registration.ServerRegistration.server_ready
+
+    def noticed(self: registration.ServerRegistration, index: int, info: dict[str, Any]) -> None:
+        server_ready(self, index, info)
+        known.set()
+
+    monkeypatch.setattr(registration.ServerRegistration, "server_ready", noticed)
     played = part()
-    wait_for(lambda: head_node.run.ready_info("generation"))
+    wait_for(known.is_set)
     played.worker.leave("it is reclaimed")
     assert played.end() is None
     assert played.running.result() == "left"
