@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+
 from flows.provision.leases import MARGIN_S
 from tests.provisioning.cloud_world import LEASE_S, Run, World, worker_on, world
 from tests.support.cloud import BUCKET
@@ -270,7 +272,7 @@ def _play(w: World, name: str, verdict: Verdict) -> None:
         survived = SCENES[name](w)
         verdict.survived += survived
         how = "done" if all(survived) else "a run did not go on"
-    except AssertionError as error:
+    except (AssertionError, httpx.HTTPError) as error:
         how = f"not done: {error}"
         verdict.failed.append(f"{name}: {error}")
         for run in w.runs[first:]:
