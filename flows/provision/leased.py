@@ -46,7 +46,8 @@ _PASSING = re.compile(
     r"throttl|too many requests|rate exceeded|RequestLimitExceeded|SlowDown|ServiceUnavailable|StatusCode: 5\d\d"
     r"|Internal(Server)?(Error|Failure)|timeout|connection re(set|fused)|no such host|unexpected EOF"
     r"|could not connect|connection was closed|unable to parse response"
-    r"|Saved plan is stale|IncorrectState|DependencyViolation|OperationAborted|interrupted|halted|canceled",
+    r"|Saved plan is stale|IncorrectState|DependencyViolation|OperationAborted|interrupted|halted|canceled"
+    r"|AlreadyExists|\.Duplicate",  # made by a call whose answer was lost: in no state, hence ended before the next try
     re.IGNORECASE,
 )
 _LASTING = re.compile(r"(?<!Request)LimitExceeded|InsufficientInstanceCapacity|Unauthorized|AccessDenied")

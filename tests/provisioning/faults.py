@@ -4,12 +4,13 @@ A fault is due the n-th time that somebody comes to its place; `faults.json` of 
 file for each time. Also imported by program.py, which has no packages: nothing but the standard library.
 """
 
+import fcntl
 import json
 import os
 import signal
 import time
 
-PLAN, STRUCK = "faults.json", "struck"
+PLAN, STRUCK, LEDGER = "faults.json", "struck", "ledger.jsonl"
 ERRORS = {
     "throttling": "operation error EC2: RunInstances, StatusCode: 400, api error RequestLimitExceeded: later.",
     "unavailable": "operation error EC2: RunInstances, StatusCode: 503, api error ServiceUnavailable: later.",
@@ -31,7 +32,7 @@ def strike(world, place, fail=None):
         if fault["place"] != place or not actor.startswith(fault["actor"]) or not _is_due(world, fault):
             continue
         struck.append(fault["kind"])
-        _strike(fault, fail)
+        _strike(world, fault, fail)
     return struck
 
 
@@ -56,29 +57,48 @@ def _file(world, fault, number):
     return os.path.join(world, STRUCK, f"{fault['id']}-{number}")
 
 
-def _strike(fault, fail):
+def _strike(world, fault, fail):
     kind = fault["kind"]
     if kind in ERRORS and fail is not None:
         fail("creating EC2 Instance", ERRORS[kind])
     if kind == "slow":
         time.sleep(fault["seconds"])
     if kind in ("kill owner", "kill both"):
-        _signal_owner(signal.SIGKILL)
+        _kill_owner()
     if kind in ("kill", "kill both"):
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "kill owner":
         time.sleep(fault["seconds"])
     if kind in ("stop owner", "stall"):
-        _signal_owner(signal.SIGSTOP)
+        _stop_owner(world)
     if kind == "stall":  # and goes on for longer than the lease lasts
         time.sleep(fault["stall_s"])
 
 
-def _signal_owner(signum):
+def _kill_owner():
     """Unless it is gone: its number may be another one's by now."""
-    owner = int(os.environ["AREAL_SCRIPTED_OWNER"])
-    if owner in (os.getpid(), parent := os.getppid(), _parent_of(parent)):  # with a guard between, or without
-        os.kill(owner, signum)
+    if (owner := _owner()) is not None:
+        os.kill(owner, signal.SIGKILL)
+
+
+def _stop_owner(world):
+    """While none of its threads has the ledger, which the others go on with."""
+    owner = _owner()
+    if owner is None:
+        return
+    stopper = os.fork()
+    if stopper == 0:
+        with open(os.path.join(world, LEDGER), "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.kill(owner, signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(stopper, 0)
+
+
+def _owner():
+    """Whoever this process does it for, as long as he is there: itself, or a parent, with a guard between or not."""
+    owner, parent = int(os.environ["AREAL_SCRIPTED_OWNER"]), os.getppid()
+    return owner if owner in (os.getpid(), parent, _parent_of(parent)) else None
 
 
 def _parent_of(pid):
