@@ -29,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _harness
-from tests.provisioning import campaign
+from tests.emulated_cloud.cloud import missing as no_cloud
+from tests.provisioning import campaign, emulated
+from tests.support.terraform import missing as no_terraform
 
 PARTS = ("scripted", "emulated")
 _NAMED = 30
@@ -41,6 +43,8 @@ def main() -> None:
     parser.add_argument("--scripted", type=_harness.positive, default=600, metavar="N", help="faults by script")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", type=_harness.some_of(PARTS), default=list(PARTS), metavar=",".join(PARTS))
+    scenes = list(emulated.SCENES)
+    parser.add_argument("--scenes", type=_harness.some_of(scenes), default=scenes, metavar=",".join(scenes))
     parser.add_argument("--keep", type=Path, help="a new folder for scenes in which something was found")
     options = parser.parse_args()
     _harness.report(lambda: measure(options))
@@ -87,14 +91,10 @@ def _scripted(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _emulated(options: argparse.Namespace) -> dict[str, Any]:
-    from tests.emulated_cloud.cloud import missing as no_cloud
-    from tests.provisioning import emulated
-    from tests.support.terraform import missing as no_terraform
-
     if lack := no_terraform() or no_cloud():
         _harness.tell(f"  left out: {lack}")
         return {}
-    found = emulated.campaign(options.seed, list(emulated.SCENES), _harness.tell)
+    found = emulated.campaign(options.seed, options.scenes, _harness.tell)
     return {"faults_real": found.pop("emulated_faults"), **found}
 
 

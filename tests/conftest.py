@@ -28,6 +28,7 @@ _SHARING = (
     "tests/s3",
     "tests/integration/control_plane",
 )  # their files share what they start
+_APART = tuple(f"tests/cloud/test_{name}.py" for name in ("flow", "terraform", "emulated_cloud"))  # but not these
 _TOGETHER = (*_SHARING, "tests/unit/comparison", "tests/unit/flows")  # or what they import and compose
 
 
@@ -51,6 +52,8 @@ class _Scheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
+        if file in _APART:
+            return file
         if (folder := str(Path(file).parent)) in _TOGETHER:
             return f"{folder} of vllm" if "[vllm" in nodeid else folder
         return file

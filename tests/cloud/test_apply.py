@@ -75,14 +75,11 @@ def test_a_node_that_is_bad_is_replaced_alone(nodes: Nodes) -> None:
 def test_a_longer_lease_touches_no_node_that_runs(nodes: Nodes, cloud: Cloud) -> None:
     before, lease = ids(cloud), nodes.variables["lease"]
     nodes.variables["lease"] = lease | {"expires_at": "2037-02-28T12:00:00Z"}
-    try:
-        nodes.apply(nodes.plan())
-        expiries = {tags_of(instance)["areal:expires"] for instance in cloud.instances(RUN).values()}
-    finally:
-        nodes.variables["lease"] = lease
-        nodes.apply(nodes.plan())
+    nodes.apply(nodes.plan())
     assert ids(cloud) == before
-    assert expiries == {"2037-02-28T12:00:00Z"}
+    assert {tags_of(instance)["areal:expires"] for instance in cloud.instances(RUN).values()} == {
+        "2037-02-28T12:00:00Z"
+    }
 
 
 def test_one_process_writes_the_state_of_a_run(nodes: Nodes, cloud: Cloud) -> None:

@@ -34,7 +34,7 @@ _LIGHT = (
     *("warmup.worked_steps=1", "warmup.worked_batch=1", "warmup.direct_steps=0", "storage.lease_s=5"),
     *("launch.disk_low_gib=0.2", "launch.disk_min_gib=0.1"),
 )
-_FRUGAL = ("provision.generation.count=1", "provision.budget=0.03")
+_FRUGAL = ("provision.generation.count=1", "provision.budget=0.015")
 
 
 def asked(plane: Plane, image: str) -> list[str]:
@@ -92,9 +92,9 @@ def ended(plane: Plane, cloud: EmulatedCloud) -> Ended:
     plane.at_work(another, other, {"trainer-0", "generation-0"})
     other_nodes = cloud.instances(other)
     plane.until("another node is there", lambda: "checked" in plane.shares(run_id)["generation-1"][-1].tags, flow_run)
-    plane.wait(another, "Completed")
     plane.finish(run_id)
-    plane.wait(flow_run, "Completed")
+    for each in (another, flow_run):
+        plane.wait(each, "Completed")
     return Ended(
         run_id, reclaimed, nodes, plane.shares(run_id), user_data, plane.artifacts(flow_run), token, other, other_nodes
     )

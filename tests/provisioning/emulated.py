@@ -246,7 +246,6 @@ SCENES: dict[str, Callable[[World], list[bool]]] = {
     "left": left,
     "reaper": reaper,
 }
-SHORT = ("api",)
 
 
 # ---- the campaign ----
