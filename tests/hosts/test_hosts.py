@@ -31,12 +31,19 @@ def missed(host: str) -> str:
     return f"rank {rank} (host {ADDRESSES[host]}) did not reach "
 
 
-def test_a_run_across_machines(cluster: Cluster) -> None:
+def test_a_run_across_machines_of_which_the_one_that_generates_is_cut_off_and_returns(cluster: Cluster) -> None:
     ranks = [cluster.pid("trainer", rank) for rank in range(2)]
     assert ranks[0] in cluster.pids(FIRST)
     assert ranks[1] in cluster.pids(SECOND)
-    assert cluster.pid("generation") in cluster.pids(GENERATES)
+    server = cluster.pid("generation")
+    assert server in cluster.pids(GENERATES)
+    cluster.until_step(2)
+    cluster.network.cut(GENERATES)
+    cluster.says(HEAD_NODE, "generation server generation-0 is taken out")
+    cluster.network.join(GENERATES)
+    cluster.says(GENERATES, "was taken out by the controller: killed")
     summary = cluster.finished()
+    assert cluster.pid("generation") != server
     assert summary.tokens.consumed > 0
     assert summary.model_url.startswith("s3://runs/areal/")
     step, *model = cluster.network.run(
@@ -53,17 +60,6 @@ def test_each_training_machine_is_cut_off_and_returns(cluster: Cluster) -> None:
         cluster.says(left, missed(cut))
         cluster.network.join(cut)
     cluster.finished()
-
-
-def test_the_generating_machine_is_cut_off_and_returns(cluster: Cluster) -> None:
-    cluster.until_step(2)
-    server = cluster.pid("generation")
-    cluster.network.cut(GENERATES)
-    cluster.says(HEAD_NODE, "generation server generation-0 is taken out")
-    cluster.network.join(GENERATES)
-    cluster.says(GENERATES, "was taken out by the controller: killed")
-    cluster.finished()
-    assert cluster.pid("generation") != server
 
 
 def test_a_rank_that_dies_and_one_that_hangs(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ from tests.support.generation import by_transformers
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / ".areal" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 TIE = 1e-4  # nats between the two most probable tokens, below which rounding decides
-NEW = 24  # tokens
+PROMPTS, NEW = 24, 24  # completions, and tokens of each
 
 pytestmark = [
     pytest.mark.pretrained,
@@ -45,10 +45,10 @@ def paragraphs(count):
 def test_greedy_completions_are_those_of_transformers(folder):
     spec, tokenizer = read_spec(folder), Tokenizer.from_folder(folder)
     engine = Engine(spec, read_arrays(folder, spec), slots=16, context=512)
-    texts = paragraphs(50)
+    texts = paragraphs(PROMPTS)
     chat, plain = Dialogue(ChatConfig(enabled=True), tokenizer), Dialogue(ChatConfig(), tokenizer)
     prompts = [(chat if index % 2 else plain).prompt(text) for index, text in enumerate(texts)]
-    assert len(prompts) == 50
+    assert len(prompts) == PROMPTS
     requests = [
         GenerationRequest(
             request_id=str(index), token_ids=prompt, n=1, max_tokens=NEW, seed=0,
@@ -68,7 +68,7 @@ def test_greedy_completions_are_those_of_transformers(folder):
         assert behind.max() < TIE, tokenizer.decode(completion.token_ids.tolist())
         ties, tokens = ties + int((behind > 0).sum()), tokens + len(behind)
         deviations.append((torch.from_numpy(completion.logprobs) - chosen).abs())
-    assert tokens > 50 * NEW / 2
+    assert tokens > PROMPTS * NEW / 2
     assert ties <= 2
     deviation = torch.cat(deviations)
     assert deviation.quantile(0.99) < 1e-4

@@ -122,8 +122,15 @@ def test_groups_wait_until_every_damaged_version_is_made_again(config: RunConfig
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize("file", [checkpoint.WEIGHTS, checkpoint.OPTIMIZER, "ledger"])
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["in its folder", "on a new machine"])
+@pytest.mark.parametrize(
+    ("file", "elsewhere"),
+    [
+        pytest.param(checkpoint.WEIGHTS, False, id="weights"),
+        pytest.param(checkpoint.OPTIMIZER, True, id="optimizer, on a new machine"),
+        pytest.param("ledger", False, id="ledger"),
+        pytest.param("ledger", True, id="ledger, on a new machine"),
+    ],
+)
 def test_the_newest_checkpoint_is_damaged(config: RunConfig, file: str, elsewhere: bool) -> None:
     run = killed(config, 4)
     newest = checkpoint.newest(_store(config))
