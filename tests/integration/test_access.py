@@ -94,6 +94,7 @@ def test_version_0_is_the_base_model(run: Launched) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.dear
 def test_what_is_no_request_at_all_ends_no_service(run: Launched, service: str) -> None:
     pid, where = run.pid(service), urllib.parse.urlsplit(run.url(service))
 
@@ -114,6 +115,7 @@ def test_what_is_no_request_at_all_ends_no_service(run: Launched, service: str) 
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["without the token", "with the token"])
+@pytest.mark.dear
 def test_whatever_is_sent_the_controller_serves_on(run: Launched, known: bool) -> None:
     pid = run.pid("controller")
     asked = [route for route in routes() if not (known and route[1] in ENDS)]

@@ -134,6 +134,7 @@ def test_folders_that_can_t_be_written(refused: Callable[..., str], tmp_path: Pa
     )
 
 
+@pytest.mark.dear
 def test_servers_that_do_not_listen(refused: Callable[..., str], closed_port: int) -> None:
     url = f"http://127.0.0.1:{closed_port}"
     assert refused(f"tracking.uri={url}") == f"tracking.uri: can't use MLflow at {url}: Connection refused"

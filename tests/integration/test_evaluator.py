@@ -68,6 +68,7 @@ def test_scores_do_not_depend_on_what_they_are_from(
     assert (run.ready_info("evaluation", 1) is not None) == (servers == 2)
 
 
+@pytest.mark.dear
 def test_every_version_has_its_scores_a_table_and_a_page(own_engine: tuple[RunDir, RunConfig]) -> None:
     run, config = own_engine
     scored = evaluations(run, config)

@@ -64,6 +64,7 @@ def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Pat
         assert f"trainer-0: resumed from the checkpoint of step {steps - 1}" in lines
 
 
+@pytest.mark.dear
 def test_a_run_whose_token_ledger_does_not_balance_fails_once_its_model_is_safe(tmp_path: Path) -> None:
     """A request from outside the run has an id like those of its groups, so that its tokens are counted."""
     with Launched(runs.tiny(tmp_path, training={"steps": 4}), "unbalanced") as run:

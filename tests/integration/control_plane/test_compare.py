@@ -61,6 +61,7 @@ def test_deployment_has_a_form_and_a_pool(up: Up) -> None:
     assert set(properties) == {*("experiment", "arms", "seeds", "overrides", "name")}
 
 
+@pytest.mark.dear
 def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0, first.stdout + first.stderr
     folder = up.state / "comparisons" / "first"
@@ -71,6 +72,7 @@ def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subpro
     assert "first: trial 2 of 2: async-1 seed 1" in first.stdout
 
 
+@pytest.mark.dear
 def test_comparison_leaves_artifacts_and_a_task_a_trial(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0
     flow_run = up.newest()
@@ -87,6 +89,7 @@ def test_comparison_leaves_artifacts_and_a_task_a_trial(up: Up, first: subproces
     }
 
 
+@pytest.mark.dear
 def test_trials_are_children_of_the_comparison_in_mlflow(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0
     parent = _parent(up, "first")

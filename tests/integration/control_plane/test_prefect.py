@@ -159,6 +159,7 @@ def test_unknown_experiment_is_refused_with_the_known_ones(up: Up) -> None:
     assert "cpu-async" in refused.value.response.text
 
 
+@pytest.mark.dear
 def test_a_run_that_is_unwell_is_cancelled_by_an_automation(up: Up) -> None:
     overrides = ["training.steps=10000", "health.max_step_s=0.001", *emulated(up.state)]
     flow_run_id = up.start(DEPLOYMENT, overrides=overrides)
