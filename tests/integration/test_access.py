@@ -53,6 +53,7 @@ def routes() -> list[tuple[str, str]]:
     return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
 
 
+@pytest.mark.dear
 def test_the_token_is_its_users_alone(run: Launched) -> None:
     file = run.run.token_file
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
