@@ -34,7 +34,7 @@ _LIGHT = (
     *("warmup.worked_steps=1", "warmup.worked_batch=1", "warmup.direct_steps=0", "storage.lease_s=5"),
     *("launch.disk_low_gib=0.2", "launch.disk_min_gib=0.1"),
 )
-_FRUGAL = ("provision.generation.count=1", "provision.budget=0.015")
+_FRUGAL = ("provision.generation.count=1", "provision.budget=0.025")
 
 
 def asked(plane: Plane, image: str) -> list[str]:
