@@ -28,7 +28,8 @@ _SHARING = (
     "tests/s3",
     "tests/integration/control_plane",
 )  # their files share what they start
-_APART = tuple(f"tests/cloud/test_{name}.py" for name in ("flow", "terraform", "emulated_cloud"))  # but not these
+# Of these folders, but they share nothing, or take as long as all others.
+_APART = tuple(f"tests/cloud/test_{name}.py" for name in ("flow", "terraform", "emulated_cloud"))
 _TOGETHER = (*_SHARING, "tests/unit/comparison", "tests/unit/flows")  # or what they import and compose
 
 

@@ -35,9 +35,9 @@ _ASK_S = 60.0
 _COMMANDS = ("unshare", "nsenter")
 # What a machine is made of, tried: a file system of its own over this one, and processes of its own.
 _PROBE = """
-folder=$(mktemp -d) && mount -t tmpfs tmpfs "$folder" && mkdir "$folder"/{upper,work,root} \
-  && mount -t overlay overlay -o "lowerdir=/,upperdir=$folder/upper,workdir=$folder/work" "$folder/root" \
-  && mount -t proc proc "$folder/root/proc"; ended=$?
+folder=$(mktemp -d) && mount -t tmpfs tmpfs "$folder" && mkdir "$folder"/{upper,work,all} \
+  && mount -t overlay overlay -o "lowerdir=/,upperdir=$folder/upper,workdir=$folder/work" "$folder/all" \
+  && mount -t proc proc "$folder/all/proc"; ended=$?
 umount -R "$folder" && rmdir "$folder"; exit $ended
 """
 
@@ -97,9 +97,9 @@ class EmulatedCloud(Cloud):
     What has been started there and still runs at the end of the cloud is killed.
 
     **Machines** share no file that anybody writes: each sees this host's root file system with a layer of its own above
-    it, and fresh /tmp, /var/tmp, /run, /root and .areal of the checkout. They have their own processes and host name
+    it, and fresh /tmp, /var/tmp, /run, home and .areal of the checkout. They have their own processes and host name
     (ip-10-64-0-4). User data is run at first boot, as root, with the environment of `init.ENVIRONMENT` and nothing of
-    the caller's; there is no systemd. boto3 finds the API by /root/.aws/config, and credentials by the metadata
+    the caller's; there is no systemd. boto3 finds the API by the configuration in ~, and credentials by the metadata
     service, which wants a token, and has tags where `MetadataOptions.InstanceMetadataTags` is enabled. `shutdown -P +N`
     powers a machine off after N times `minute_s`; the instance is then terminated, or stopped if it was started so. A
     machine whose instance was terminated gets SIGTERM, and SIGKILL `power_off_s` later. One whose first process crashes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pwd
 import select
 import signal
 import socket
@@ -21,10 +22,11 @@ from typing import NamedTuple
 from tests.support import namespaces
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-ENVIRONMENT = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"}  # of everything that runs in a machine
+HOME = pwd.getpwuid(0).pw_dir
+ENVIRONMENT = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8"}  # of everything that runs in a machine
 _USER_DATA = Path("/var/lib/cloud/instance/scripts/part-001")
 _REQUESTS = Path("/run/emulated-init")  # what `shutdown` writes into
-FRESH = {"/tmp": "1777", "/var/tmp": "1777", "/run": "755", "/root": "700", "/var/lib/cloud": "755"}
+FRESH = {"/tmp": "1777", "/var/tmp": "1777", "/run": "755", HOME: "700", "/var/lib/cloud": "755"}
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP = 1, 24
@@ -151,7 +153,7 @@ def _files(machine: Machine) -> None:
     _write("/etc/hostname", f"{machine.hostname}\n")
     _write("/etc/hosts", f"127.0.0.1 localhost\n{machine.address} {machine.hostname}.ec2.internal {machine.hostname}\n")
     _write("/etc/resolv.conf", "")  # nobody knows other names
-    _write("/root/.aws/config", f"[default]\nendpoint_url = {machine.endpoint}\n")
+    _write(f"{HOME}/.aws/config", f"[default]\nendpoint_url = {machine.endpoint}\n")
     for folder in dict.fromkeys(("/usr/local/sbin", os.path.realpath("/sbin"))):
         _write(f"{folder}/shutdown", _SHUTDOWN, 0o755)
         _write(f"{folder}/poweroff", _POWER_OFF, 0o755)

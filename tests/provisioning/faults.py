@@ -10,7 +10,8 @@ import os
 import signal
 import time
 
-PLAN, STRUCK, LEDGER = "faults.json", "struck", "ledger.jsonl"
+PLAN, STRUCK = "faults.json", "struck"
+_LEDGER = "ledger.jsonl"  # ledger.py's, which program.py imports by another name than the tests do
 ERRORS = {
     "throttling": "operation error EC2: RunInstances, StatusCode: 400, api error RequestLimitExceeded: later.",
     "unavailable": "operation error EC2: RunInstances, StatusCode: 503, api error ServiceUnavailable: later.",
@@ -88,10 +89,12 @@ def _stop_owner(world):
         return
     stopper = os.fork()
     if stopper == 0:
-        with open(os.path.join(world, LEDGER), "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            os.kill(owner, signal.SIGSTOP)
-        os._exit(0)
+        try:
+            with open(os.path.join(world, _LEDGER), "a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                os.kill(owner, signal.SIGSTOP)
+        finally:
+            os._exit(0)  # whatever happens, it must not go on as its parent does
     os.waitpid(stopper, 0)
 
 

@@ -64,5 +64,8 @@ def test_a_safeguard_that_is_not_there_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     faults = [{"actor": "flow", "place": place, "kind": kind, "nth": 0} for place, kind in planned]
+    sound = play(tmp_path / "sound", 2, faults, cast)
+    assert sound.missed == []
+    assert sound.findings.problems() == []
     mutate(monkeypatch)
     assert getattr(play(tmp_path / "mutant", 2, faults, cast).findings, found)

@@ -126,6 +126,11 @@ def test_what_passes_is_tried_again(world: World, place: str, kind: str) -> None
     assert len(world.struck()) == 2
 
 
+@pytest.mark.parametrize("code", ["EntityAlreadyExists", "InvalidGroup.Duplicate"])
+def test_what_a_lost_answer_has_made_passes(code: str) -> None:
+    assert leased.passes(ProvisionError(f"terraform apply: StatusCode: 409, api error {code}: it is there"))
+
+
 @pytest.mark.parametrize(("kind", "said"), [("quota", "VcpuLimitExceeded"), ("capacity", "InsufficientInstanceCapac")])
 def test_what_lasts_is_told_and_put_right_by_the_next_one(world: World, kind: str, said: str) -> None:
     struck(world, ("apply:middle", kind, 3))
