@@ -37,7 +37,8 @@ _MS_RDONLY, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 
 _SHUTDOWN = f"""#!/bin/sh
-# The emulated cloud's: asks the first process.
+# The emulated cloud's: asks the first process, which may end all others before this one has.
+trap '' TERM
 when=+1
 while [ $# -gt 0 ]; do
   case $1 in
