@@ -63,7 +63,7 @@ test-s3: $(SETUP) radosgw ## the store and whole runs on a real S3 server, Ceph'
 	AREAL_REQUIRE_S3=1 $(BIN)/python -m pytest -m s3 -rs tests/s3 $(ARGS)
 
 test-cloud: $(SETUP) $(CHECKOV_SETUP) ## nodes made and ended by the real terraform on an emulated cloud: ARGS= goes to pytest
-	$(BIN)/python -m pytest -n 2 -m cloud -rs tests/cloud $(ARGS)
+	$(BIN)/python -m pytest -n 3 -m cloud -rs tests/cloud $(ARGS)
 
 test-gpu: $(SETUP) ## the CUDA path, on a machine with a GPU: ARGS= goes to pytest
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

@@ -111,7 +111,7 @@ def serve(control: Control) -> None:
             database.create(name)
         services.start(
             "prefect-server",
-            _module("prefect", "server", "start", "--host", control.address, "--port", str(control.prefect_port)),
+            _module("flows.prefect_server", "--host", control.address, "--port", str(control.prefect_port)),
             {
                 "DO_NOT_TRACK": "1",
                 "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

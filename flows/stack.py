@@ -213,7 +213,7 @@ def _start(services: Services, owner: Owner) -> Stack:
     if prefect_api is None and "PREFECT_PROFILE" not in os.environ:
         port = _port("PREFECT_PORT", 4200, before.get("prefect_api"))
         prefect_api = f"http://127.0.0.1:{port}/api"
-        argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+        argv = [sys.executable, "-m", "flows.prefect_server", "--host", "127.0.0.1", "--port", str(port)]
         settings = prefect_environment(prefect_api) | _own_pages_alone(port)
         services.start("prefect-server", argv, settings, restarts=_PREFECT_RESTARTS)
         probes["prefect-server"] = lambda: responds(f"{prefect_api}/health")

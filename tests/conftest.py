@@ -29,7 +29,7 @@ _SHARING = (
     "tests/integration/control_plane",
 )  # their files share what they start
 # Of these folders, but they share nothing, or take as long as all others.
-_APART = tuple(f"tests/cloud/test_{name}.py" for name in ("flow", "terraform", "emulated_cloud"))
+_APART = tuple(f"tests/cloud/test_{name}.py" for name in ("flow", "leased", "emulated_cloud", "control", "terraform"))
 _TOGETHER = (*_SHARING, "tests/unit/comparison", "tests/unit/flows")  # or what they import and compose
 
 

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from areal_core.errors import ConfigError, ProvisionError
 
@@ -35,13 +35,7 @@ BINARY = "AREAL_TERRAFORM"  # another program than terraform
 
 Action = Literal["create", "update", "replace", "delete"]
 
-_ACTIONS: dict[tuple[str, ...], Action] = {
-    ("create",): "create",
-    ("update",): "update",
-    ("delete",): "delete",
-    ("delete", "create"): "replace",
-    ("create", "delete"): "replace",
-}
+_STATE_FORMAT = 4  # of `state pull`; `show` would have the provider's schema loaded, for seconds, to say the same
 _PLAN = "plan-"  # how its files' names begin
 _TOLD = ("apply_start", "apply_complete", "apply_errored")  # of what it prints, what people want to see
 _RULE = "This was checked by the validation rule"  # how it ends what is wrong with a variable
@@ -139,12 +133,10 @@ class Terraform:
         (self._root / "given.auto.tfvars.json").write_text(json.dumps(variables))
         options = ["-destroy"] if destroy else [f"-replace={address}" for address in replace]
         path = self._folder / f"{_PLAN}{secrets.token_hex(4)}"  # never another than was shown
-        self._call("plan", *_MACHINE, self._lock, f"-out={path}", *options)
-        changes = json.loads(self._output("show", "-json", str(path))).get("resource_changes", [])
-        found = ((change["address"], tuple(change["change"]["actions"])) for change in changes)
-        return Plan(
-            path, tuple(Change(address, _ACTIONS[actions]) for address, actions in found if actions in _ACTIONS)
-        )
+        said = self._call("plan", *_MACHINE, self._lock, f"-out={path}", *options)
+        planned = [each["change"] for each in said if each.get("type") == "planned_change"]
+        changes = (Change(each["resource"]["addr"], each["action"]) for each in planned)
+        return Plan(path, tuple(change for change in changes if change.action in get_args(Action)))
 
     def apply(self, plan: Plan) -> None:
         """Make it so. What has changed since the plan was made is an error, and nothing is changed then."""
@@ -152,11 +144,16 @@ class Terraform:
 
     def held(self) -> set[tuple[str, str]]:
         """Everything that the state holds: type and id."""
-        module = json.loads(self._output("show", "-json")).get("values", {}).get("root_module", {})
+        pulled = self._output("state", "pull").strip()
+        state = json.loads(pulled) if pulled else {"version": _STATE_FORMAT, "resources": []}
+        if state["version"] != _STATE_FORMAT:
+            raise ProvisionError(f"{self._binary}: its state has format {state['version']}: needs {_STATE_FORMAT}")
         return {
-            (each["type"], str(each["values"]["id"]))
-            for each in _resources(module)
-            if each["mode"] == "managed" and each["values"].get("id")
+            (each["type"], str(instance["attributes"]["id"]))
+            for each in state["resources"]
+            if each["mode"] == "managed"
+            for instance in each["instances"]
+            if instance["attributes"].get("id")
         }
 
     def store_unstored(self) -> None:
@@ -201,9 +198,10 @@ class Terraform:
         self._stop_at = time.clock_gettime(time.CLOCK_BOOTTIME) + within_s
         self.extend()
 
-    def _call(self, *arguments: str) -> None:
-        """A command that takes its time or changes something, and says what it is at."""
+    def _call(self, *arguments: str) -> list[dict[str, Any]]:
+        """A command that takes its time or changes something, and says what it is at: that, as it said it."""
         command = " ".join(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+        told: list[dict[str, Any]] = []
         errors: list[str] = []
         other: list[str] = []
         with self._started(arguments) as running:
@@ -213,7 +211,9 @@ class Terraform:
                     said = _parsed(line)
                     if said is None:
                         other.append(line)
-                    elif said.get("type") in _TOLD and said.get("hook", {}).get("action") != "read":
+                        continue
+                    told.append(said)
+                    if said.get("type") in _TOLD and said.get("hook", {}).get("action") != "read":
                         self._log(f"terraform: {said['@message']}")
                     elif (found := said.get("diagnostic", {})).get("severity") == "error":
                         errors.append(_one_line(found))
@@ -225,6 +225,7 @@ class Terraform:
         if running.returncode:
             reason = "; ".join(dict.fromkeys(errors)) or " ".join("".join(other).split()[-60:])
             raise _failure(command, running.returncode, reason)
+        return told
 
     @contextlib.contextmanager
     def _started(self, arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
@@ -268,12 +269,6 @@ class Terraform:
     def _environment(self) -> dict[str, str]:
         settings = {"TF_IN_AUTOMATION": "1", "CHECKPOINT_DISABLE": "1", "TF_DATA_DIR": str(self._folder / "data")}
         return {**os.environ, **settings}
-
-
-def _resources(module: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    yield from module.get("resources", [])
-    for child in module.get("child_modules", []):
-        yield from _resources(child)
 
 
 def _failure(command: str, code: int, reason: str) -> ProvisionError:

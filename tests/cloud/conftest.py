@@ -51,9 +51,9 @@ _lack = cache(lambda: missing() or emulation_missing())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First the file that takes longest; beside it, the one whose reaper ends what has no lease, as the nodes of others
-    have none."""
-    first = ("test_flow.py", "test_leased.py")
+    """First the files that take longest, and while these wait for terraform, those that do not. A reaper ends what has
+    no lease, as the nodes of other files have none: it has a cloud without them."""
+    first = ("test_flow.py", "test_leased.py", "test_emulated_cloud.py", "test_terraform.py", "test_control.py")
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
@@ -121,7 +121,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectCli
         "DO_NOT_TRACK": "1",
     }
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "flows.prefect_server", "--host", "127.0.0.1", "--port", str(port)]
     log = folder / "server.log"
     with (
         log.open("wb") as output,

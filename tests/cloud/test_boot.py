@@ -1,7 +1,8 @@
-"""A node boots: what terraform has given it to run is run on this machine, and its worker comes to a real server."""
+"""Machines boot: what terraform has given them to run is run on this one. A node's worker comes to a real server."""
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import subprocess
@@ -9,13 +10,16 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import Worker
 
+from flows.control import Control
 from flows.provision.nodes import Nodes
-from tests.support.cloud import PARAMETER, POOL, RUN, SECRET, Cloud
-from tests.support.terraform import CREDENTIALS
+from flows.stack import ROOT
+from tests.support.cloud import MLFLOW_SECRET, PARAMETER, POOL, RUN, SECRET, Cloud
+from tests.support.terraform import CREDENTIALS, Root
 
 pytestmark = [pytest.mark.cloud, pytest.mark.slow]
 
@@ -106,3 +110,44 @@ def test_an_image_without_the_environment(nodes: Nodes, cloud: Cloud, tmp_path: 
     with Node(told, cloud, tmp_path) as node:
         assert node.ended() == 1
         assert "The image has no environment, and software.install is empty." in node.output()
+
+
+def test_what_the_control_plane_s_machine_runs(control: Root, cloud: Cloud, tmp_path: Path) -> None:
+    """Its commands are recorded where they would change this machine."""
+    (instance,) = (
+        instance
+        for reservation in cloud.client("ec2").describe_instances()["Reservations"]
+        for instance in reservation["Instances"]
+        if {"Key": "Name", "Value": "areal-control"} in instance["Tags"]
+    )
+    attribute = cloud.client("ec2").describe_instance_attribute(InstanceId=instance["InstanceId"], Attribute="userData")
+    text = base64.b64decode(attribute["UserData"]["Value"]).decode()
+    assert SECRET not in text
+    assert MLFLOW_SECRET not in text
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("apt-get", "blkid", "mount", "id", "chown", "systemctl"):
+        (commands / name).write_text(f'#!/bin/sh\necho "{name} $@" >> {tmp_path}/ran\n')
+        (commands / name).chmod(0o755)
+    for place in ("/etc/", "/srv/areal", "/dev/disk/"):
+        text = (
+            text.replace(f"'{place}", f"'{tmp_path}{place}")
+            .replace(f" {place}", f" {tmp_path}{place}")
+            .replace(f"={place}", f"={tmp_path}{place}")
+        )
+    disk = tmp_path / "dev/disk/by-id"
+    disk.mkdir(parents=True)
+    (tmp_path / "etc/systemd/system").mkdir(parents=True)
+    volume = next(line for line in text.splitlines() if line.startswith("disk=")).rpartition("/")[2]
+    (disk / volume).touch()
+    (tmp_path / "user-data").write_text(text)
+    settings = os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"}
+    ran = subprocess.run(
+        ["bash", str(tmp_path / "user-data")], env=settings, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = msgspec.json.decode((tmp_path / "etc/areal/control.json").read_bytes(), type=Control)
+    assert (told.address, told.artifacts) == (instance["PrivateIpAddress"], "s3://areal-emulated/mlflow")
+    unit = (tmp_path / "etc/systemd/system/areal-control.service").read_text()
+    assert f"ExecStart={ROOT}/.venv/bin/python -m flows.control " in unit
+    assert (tmp_path / "ran").read_text().splitlines()[-1] == "systemctl enable --now areal-control"

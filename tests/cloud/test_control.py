@@ -20,7 +20,7 @@ from flows.control import Control
 from flows.stack import ROOT
 from tests.support.cloud import MLFLOW_PARAMETER, MLFLOW_SECRET, PARAMETER, SECRET, Cloud
 from tests.support.mlflow_server import free_port
-from tests.support.terraform import CREDENTIALS, REGION, Root
+from tests.support.terraform import CREDENTIALS, REGION
 
 pytestmark = [
     pytest.mark.cloud,
@@ -115,44 +115,3 @@ def test_they_take_nobody_without_a_password_and_keep_what_they_know(cloud: Clou
     for secret in (SECRET, MLFLOW_SECRET):
         told = [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
         assert told == []
-
-
-def test_what_the_machine_runs_when_it_boots(control: Root, cloud: Cloud, tmp_path: Path) -> None:
-    """Its commands are recorded where they would change this machine."""
-    (instance,) = (
-        instance
-        for reservation in cloud.client("ec2").describe_instances()["Reservations"]
-        for instance in reservation["Instances"]
-        if {"Key": "Name", "Value": "areal-control"} in instance["Tags"]
-    )
-    attribute = cloud.client("ec2").describe_instance_attribute(InstanceId=instance["InstanceId"], Attribute="userData")
-    text = base64.b64decode(attribute["UserData"]["Value"]).decode()
-    assert SECRET not in text
-    assert MLFLOW_SECRET not in text
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name in ("apt-get", "blkid", "mount", "id", "chown", "systemctl"):
-        (commands / name).write_text(f'#!/bin/sh\necho "{name} $@" >> {tmp_path}/ran\n')
-        (commands / name).chmod(0o755)
-    for place in ("/etc/", "/srv/areal", "/dev/disk/"):
-        text = (
-            text.replace(f"'{place}", f"'{tmp_path}{place}")
-            .replace(f" {place}", f" {tmp_path}{place}")
-            .replace(f"={place}", f"={tmp_path}{place}")
-        )
-    disk = tmp_path / "dev/disk/by-id"
-    disk.mkdir(parents=True)
-    (tmp_path / "etc/systemd/system").mkdir(parents=True)
-    volume = next(line for line in text.splitlines() if line.startswith("disk=")).rpartition("/")[2]
-    (disk / volume).touch()
-    (tmp_path / "user-data").write_text(text)
-    settings = os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"}
-    ran = subprocess.run(
-        ["bash", str(tmp_path / "user-data")], env=settings, capture_output=True, text=True, timeout=60
-    )
-    assert ran.returncode == 0, ran.stderr
-    told = msgspec.json.decode((tmp_path / "etc/areal/control.json").read_bytes(), type=Control)
-    assert (told.address, told.artifacts) == (instance["PrivateIpAddress"], "s3://areal-emulated/mlflow")
-    unit = (tmp_path / "etc/systemd/system/areal-control.service").read_text()
-    assert f"ExecStart={ROOT}/.venv/bin/python -m flows.control " in unit
-    assert (tmp_path / "ran").read_text().splitlines()[-1] == "systemctl enable --now areal-control"

@@ -76,22 +76,25 @@ def node_of(share: FlowRun) -> str:
     return next(tag.removeprefix("node:") for tag in share.tags if tag.startswith("node:"))
 
 
+def another_one(plane: Plane, run_id: str, name: str) -> list[str]:
+    """Tags of the second share of this name."""
+    return next((share.tags for share in plane.shares(run_id)[name][1:]), [])
+
+
 @pytest.fixture(scope="module")
 def ended(plane: Plane, cloud: EmulatedCloud) -> Ended:
     flow_run = plane.train("areal/train", *_LEARNS, *asked(plane, cloud.image()), steps=_MANY)
-    run_id = f"cpu-async-{str(flow_run)[-12:]}"
+    another = plane.train("areal/train-cloud", *_LIGHT, *asked(plane, cloud.image()), *_FRUGAL, steps=_MANY)
+    run_id, other = f"cpu-async-{str(flow_run)[-12:]}", f"emulated-cpu-async-{str(another)[-12:]}"
     begun = plane.at_work(flow_run, run_id, {"trainer-0", "generation-0", "generation-1"})
-    nodes = cloud.instances(run_id)
-    reclaimed = node_of(begun["generation-1"])
+    plane.at_work(another, other, {"trainer-0", "generation-0"})
+    nodes, other_nodes = cloud.instances(run_id), cloud.instances(other)
     plane.until("the run trains", lambda: plane.step(flow_run) >= 2, flow_run)
     token = cloud.run_in(node_of(begun["trainer-0"]), "cat", f"{ROOT}/.areal/runs/{run_id}/token").strip()
     user_data = [cloud.user_data_of(run_id, role) for role in ("generation", "trainer")]
+    reclaimed = node_of(begun["generation-1"])
     cloud.reclaim(reclaimed, 120.0)
-    another = plane.train("areal/train-cloud", *_LIGHT, *asked(plane, cloud.image()), *_FRUGAL, steps=_MANY)
-    other = f"emulated-cpu-async-{str(another)[-12:]}"
-    plane.at_work(another, other, {"trainer-0", "generation-0"})
-    other_nodes = cloud.instances(other)
-    plane.until("another node is there", lambda: "checked" in plane.shares(run_id)["generation-1"][-1].tags, flow_run)
+    plane.until("another node is there", lambda: "checked" in another_one(plane, run_id, "generation-1"), flow_run)
     plane.finish(run_id)
     for each in (another, flow_run):
         plane.wait(each, "Completed")

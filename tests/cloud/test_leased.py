@@ -70,10 +70,11 @@ def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gon
     state: Path, request_: dict[str, Any], cloud: EmulatedCloud
 ) -> None:
     said: list[str] = []
+    creating = 'aws_instance.node["trainer-0"]: Creating...'
 
     def log(line: str) -> None:
         said.append(line)
-        if line.endswith('aws_instance.node["trainer-0"]: Creating...') and len(cloud.instances(RUN)) == 0:
+        if line.endswith(creating) and sum(each.endswith(creating) for each in said) == 1:
             time.sleep(1.0)  # its request is on its way, and is carried out later
             kill_terraform()
 

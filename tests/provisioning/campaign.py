@@ -64,7 +64,7 @@ _PLACES = {
     "destroy:end": ("kill", "kill owner", "kill both", "stop owner"),
     "destroy:write": ("unwritable",),
     "destroy:stored": ("unavailable", *_DEATHS),
-    "show": ("unavailable", "kill", "kill owner"),
+    "pull": ("unavailable", "kill", "kill owner"),
     "output": ("unavailable", "kill", "kill owner"),
     "push:start": ("unavailable", "kill both"),
     "force-unlock": ("unavailable", "kill", "kill both"),
@@ -86,7 +86,7 @@ _OFTEN = {"apply:middle": 5, "apply:unanswered": 6, "destroy:middle": 5, "destro
 _SEVERAL = {
     "store:before-renewal": 12,
     "store:after-renewal": 12,
-    "show": 6,
+    "pull": 6,
     "cloud:found": 4,
     "cloud:end": 3,
 }  # a scene

@@ -148,6 +148,8 @@ def plan():
         out = next(a.removeprefix("-out=") for a in sys.argv if a.startswith("-out="))
         made = {"serial": there["serial"], "destroy": destroy, "actions": actions, "wanted": should}
         write(out, made)
+        for address, each in actions:
+            say("planned_change", change={"resource": {"addr": address}, "action": "replace" if each[1:] else each[0]})
         faults.strike(WORLD, f"{kind}:end", fail=fail)
     finally:
         if faults.strike(WORLD, f"{kind}:unlock"):
@@ -155,19 +157,15 @@ def plan():
         state.unlock()
 
 
-def show():
-    faults.strike(WORLD, "show", fail=fail)
-    if len(sys.argv) > 3:
-        made = read(sys.argv[3])
-        changes = [{"address": address, "change": {"actions": actions}} for address, actions in made["actions"]]
-        print(json.dumps({"resource_changes": changes}))
-        return
+def state_pull():
+    faults.strike(WORLD, "pull", fail=fail)
+    there = State().read()
     resources = [
-        {"address": address, "mode": "managed", "type": each["type"], "values": {"id": each["id"]}}
-        for address, each in State().read()["resources"].items()
+        {"mode": "managed", "type": each["type"], "instances": [{"attributes": {"id": each["id"]}}]}
+        for each in there["resources"].values()
     ]
-    module = {"child_modules": [{"resources": resources}]}
-    print(json.dumps({"format_version": "1.0", **({"values": {"root_module": module}} if resources else {})}))
+    if there["serial"]:
+        print(json.dumps({"version": 4, "resources": resources}))
 
 
 def apply():
@@ -256,10 +254,9 @@ def force_unlock():
 COMMANDS = {
     "init": init,
     "plan": plan,
-    "show": show,
     "apply": apply,
     "output": output,
-    "state": state_push,
+    "state": lambda: {"pull": state_pull, "push": state_push}[sys.argv[2]](),
     "force-unlock": force_unlock,
 }
 

@@ -41,7 +41,7 @@ def test_scenes_of_all_kinds(tmp_path: Path) -> None:
 def test_every_place_is_one_that_somebody_comes_to() -> None:
     """A place whose name has changed would never be struck."""
     text = "".join((Path(world.__file__).with_name(name)).read_text() for name in ("program.py", "world.py"))
-    places = set(re.findall(r'f?"([a-z{}-]+:[a-z{}-]+|init|show|output|force-unlock)"', text))
+    places = set(re.findall(r'f?"([a-z{}-]+:[a-z{}-]+|init|pull|output|force-unlock)"', text))
     kinds = ("plan", "destroy-plan", "apply", "destroy")
     whats = ("acquire", "renewal", "release")
     named = {place.format(kind=kind, what=what) for place in places for kind in kinds for what in whats}

@@ -121,9 +121,9 @@ class Plane:
     def until(self, what: str, look: Callable[[], T | None], flow_run: UUID, timeout_s: float = 240.0) -> T:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
+            state = self.run(flow_run).state  # before it is looked: it may end in between
             if found := look():
                 return found
-            state = self.run(flow_run).state
             assert state is None or not state.is_final(), f"{state.name}: {state.message}\n{self.logs(flow_run)}"
             time.sleep(1.0)
         raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.logs(flow_run)}")
@@ -242,7 +242,7 @@ class Server:
 
 
 def _prefect(cloud: EmulatedCloud) -> list[str]:
-    return ["prefect", "server", "start", "--host", cloud.address, "--port", str(PREFECT_PORT)]
+    return ["flows.prefect_server", "--host", cloud.address, "--port", str(PREFECT_PORT)]
 
 
 def _prefect_settings(state: Path) -> dict[str, str]:

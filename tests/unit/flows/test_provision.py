@@ -24,12 +24,12 @@ from flows.provision.terraform import Change, KilledError, Terraform
 from tests.support import signals
 
 CHANGES = [
-    ("a.made", ["create"]),
-    ("a.kept", ["no-op"]),
-    ("a.read", ["read"]),
-    ("a.anew", ["delete", "create"]),
-    ("a.ended", ["delete"]),
-    ("a.changed", ["update"]),
+    ("a.made", "create"),
+    ("a.moved", "move"),
+    ("a.read", "read"),
+    ("a.anew", "replace"),
+    ("a.ended", "delete"),
+    ("a.changed", "update"),
 ]
 REQUEST: dict[str, Any] = {"run": "r", "foundation": {"bucket": "b", "region": "us-east-1"}}
 _TIMEOUT_S = 20.0
@@ -47,12 +47,13 @@ def python_s_own_signals() -> Iterator[None]:
 def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
     def install(body: str = "") -> Path:
         calls, program = tmp_path / "calls", tmp_path / "terraform"
-        shown = json.dumps({"resource_changes": [{"address": a, "change": {"actions": b}} for a, b in CHANGES]})
+        planned = [{"resource": {"addr": address}, "action": action} for address, action in CHANGES]
         program.write_text(
             f"#!{sys.executable}\nimport json, os, signal, sys, time\ncommand = sys.argv[1]\n"
             f"open({str(calls)!r}, 'a').write(json.dumps(sys.argv[1:]) + chr(10))\n"
             f"def say(**said): print(json.dumps(said), flush=True)\n{body}\n"
-            f"print({shown!r} if command == 'show' else '{{}}')\n"
+            f"for each in {planned!r} if command == 'plan' else (): say(type='planned_change', change=each)\n"
+            "print('{}')\n"
         )
         program.chmod(0o755)
         monkeypatch.setenv(terraform.BINARY, str(program))
@@ -83,11 +84,33 @@ def test_only_what_was_planned_is_applied(says: Says, tmp_path: Path) -> None:
     )
     assert str(first) == "1 to create, 1 to delete, 1 to replace, 1 to update"
     root.apply(first)
-    init, plan, _, again, _, apply = called(calls)
+    init, plan, again, apply = called(calls)
     assert init[-2:] == ["-backend-config=bucket=b", "-backend-config=key=k"]
     assert f"-out={first.path}" in plan
     assert "-replace=a.b" in again
     assert apply[-1] == str(first.path) != str(second.path)
+
+
+def test_what_a_state_holds(says: Says, tmp_path: Path) -> None:
+    says()
+    root = made(tmp_path)
+    role = {"mode": "managed", "type": "aws_iam_role", "instances": [{"attributes": {"id": "r"}}]}
+    nodes = {"mode": "managed", "type": "aws_instance", "instances": [{"attributes": {"id": "i-1"}}]}
+    nodes["instances"] += [{"deposed": "0", "attributes": {"id": "i-0"}}, {"attributes": {"id": None}}]
+    region = {"mode": "data", "type": "aws_region", "instances": [{"attributes": {"id": "us-east-1"}}]}
+    for printed, held in (
+        ("", set[tuple[str, str]]()),
+        ({"version": 4, "resources": []}, set[tuple[str, str]]()),
+        (
+            {"version": 4, "resources": [role, nodes, region]},
+            {("aws_iam_role", "r"), ("aws_instance", "i-1"), ("aws_instance", "i-0")},
+        ),
+    ):
+        says(f"print({json.dumps(printed) if printed else ''!r}) or sys.exit()")
+        assert root.held() == held
+    says("print(json.dumps({'version': 5})) or sys.exit()")
+    with pytest.raises(ProvisionError, match="its state has format 5: needs 4"):
+        root.held()
 
 
 def test_variables_are_told_by_a_file(says: Says, tmp_path: Path) -> None:
