@@ -195,6 +195,12 @@ class GenerationPool:
 
     # -- versions ----------------------------------------------------------------------------------------------
 
+    @property
+    def loading(self) -> set[int]:
+        """Versions that servers load, or will: none of them may be gone before they have it."""
+        found = [self.registry.target, *(server.loading for server in self.registry.servers)]
+        return {version.version for version in found if version is not None}
+
     async def load_version(self, version: PolicyVersion) -> None:
         """Load a version into all servers, at the same time; those that fail are taken out. It goes on when its caller
         is cancelled, so that no update is left half done."""
@@ -349,13 +355,17 @@ class GenerationPool:
         return (await server.client.load()).rollout_tokens
 
     async def _load(self, server: Server, target: PolicyVersion) -> None:
-        if target.version == 0 and await server.client.loaded_version() == 0:
-            await server.client.resume()  # it may have left, or lost its controller, while it was paused
-        elif self._by_files:
-            await server.client.load_version(target, self._interruption)
-        else:
-            await server.client.reload(target)
-        server.loaded = target
+        server.loading = target
+        try:
+            if target.version == 0 and await server.client.loaded_version() == 0:
+                await server.client.resume()  # it may have left, or lost its controller, while it was paused
+            elif self._by_files:
+                await server.client.load_version(target, self._interruption)
+            else:
+                await server.client.reload(target)
+            server.loaded = target
+        finally:
+            server.loading = None
 
     async def _retire(self, name: str) -> None:
         """Have the servers of a name hand over their requests and end; a lost one just ends."""

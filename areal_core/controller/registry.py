@@ -85,6 +85,7 @@ class Server:
     client: GenerationClient
     state: ServerState = ServerState.ANNOUNCED
     why: str = ""  # the reason for this state
+    loading: PolicyVersion | None = None  # as it joins
     loaded: PolicyVersion | None = None
     joining: asyncio.Task[None] | None = None  # the task that has it join
     completions: int = 0  # in flight

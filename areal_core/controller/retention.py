@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from areal_core.config.schema import RunConfig
 from areal_core.controller.best import best_of
@@ -35,7 +35,9 @@ class Retention:
         storage: Storage,
         payloads: PayloadStore,
         snapshots: Snapshots,
+        loading: Callable[[], Collection[int]],
     ) -> None:
+        """`loading` tells versions that servers load."""
         self._config = config
         self._number = number
         self._ledger = ledger
@@ -44,6 +46,7 @@ class Retention:
         self._storage = storage
         self._payloads = payloads
         self._snapshots = snapshots
+        self._loading = loading
         self._pruning: asyncio.Task[None] | None = None
 
     def released(self) -> list[int]:
@@ -51,8 +54,8 @@ class Retention:
         newest = self._ledger.versions.newest()
         kept = min(self._config.max_staleness + 2, _VERSIONS_KEPT)
         last = 0 if newest is None else newest.version - kept
-        awaited = self._schedule.awaited(last)
-        return [version for version in range(1, last + 1) if version not in awaited]
+        needed = {*self._schedule.awaited(last), *self._loading()}  # a server may take longer than many steps
+        return [version for version in range(1, last + 1) if version not in needed]
 
     def committed(self) -> None:
         """A checkpoint is complete: older ones are deleted, and the payloads of steps that no run will be replayed

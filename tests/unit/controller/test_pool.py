@@ -503,8 +503,10 @@ async def test_a_server_that_is_slow_to_join_holds_up_nobody_and_catches_up(serv
         await pool.load_version(newest)
         await pool.leave("nobody")
     assert (pool.version, pool.capacity, servers[0].label) == (2, 10, "2")
+    assert pool.loading == {1, 2}
     servers[1].hanging.clear()
     await joining
+    assert pool.loading == {2}
     assert (pool.version, pool.capacity, servers[1].label) == (2, 20, "2")
     assert [body["weight_version"] for path, body in servers[1].updates() if path == "/finish_weight_update"] == [
         "1",
@@ -539,6 +541,7 @@ async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(
     servers[1].hanging.add("/update_weights")
     with pytest.raises(ServerLostError, match=r"^b: it took more than 0\.05 s to catch up$"):
         await pool.join("b", servers[1].url, lambda: version(1))
+    assert [server.loading for server in pool.registry.servers] == [None]
     assert not pool.registry.exclusive.locked()
 
 

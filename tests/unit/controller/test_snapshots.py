@@ -146,6 +146,7 @@ async def test_what_is_deleted_while_checkpoints_come_is_none_of_theirs(
         storage=run.storage,
         payloads=run.payloads,
         snapshots=run.snapshots,
+        loading=set,
     )
     away, looked, back, sizes = threading.Event(), threading.Event(), threading.Event(), Storage.sizes
 
