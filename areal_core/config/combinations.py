@@ -112,6 +112,9 @@ def _check_mode(config: RunConfig) -> None:
         raise ConfigError("generation.sleep: must be false with mode=async, where servers never stop, got true")
     if config.mode == "sync" and config.max_staleness != 0:
         raise ConfigError(f"rollout.max_staleness: must be 0 or null with mode=sync, got {config.max_staleness}")
+    if config.pipeline_depth > config.max_staleness:
+        eta = config.max_staleness
+        raise ConfigError(f"rollout.pipeline_depth: must be at most max_staleness, {eta}, got {config.pipeline_depth}")
 
 
 def _check_evaluation(config: RunConfig) -> None:

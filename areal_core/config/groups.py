@@ -206,6 +206,7 @@ class RolloutConfig:
 
     batch_size: int = bounded(512, low=1)  # B, trajectories a step
     max_staleness: int | None = bounded(None, low=0)  # eta; None: 0 in sync mode, else 2
+    pipeline_depth: float | None = bounded(None, low=0.0)  # batches begun beside the one that trains; None: eta
     policy: str = choice("wait", "wait", "admit", "drop")  # which groups a batch takes, and so what eta bounds
     dynamic_sampling: bool = False  # a group that is all right or all wrong gives its place to another prompt
     max_uniform_groups: int = bounded(1024, low=1)  # of these, one after the other, before the run fails

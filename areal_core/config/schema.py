@@ -106,6 +106,12 @@ class RunConfig:
         return 0 if self.mode == "sync" else 2
 
     @property
+    def pipeline_depth(self) -> float:
+        """How far ahead of training generation is to be, in batches; eta is how far it may be."""
+        depth = self.rollout.pipeline_depth
+        return self.max_staleness if depth is None else depth
+
+    @property
     def emulated(self) -> bool:
         """Whether accelerators are emulated: their time passes, nothing is generated or learnt."""
         return self.generation.engine == "emulated"

@@ -168,7 +168,7 @@ def _of_cores(account: Account, config: RunConfig) -> Bound:
         f"{account.wall_s:.1f} s, and {_percent(total)} of their time went to {by_role}.{taken if known else ''}",
         f"{_waits(account)}.",
         f"With work all the time it would have been {_times(1 / busy)} as fast at most, with {_NAMES[largest]} for "
-        f"nothing {_times(relieved)}{_REMEDIES[bottleneck]}.",
+        f"nothing {_times(relieved)}{_remedy(bottleneck, config)}.",
     ]
     return Bound(bottleneck=bottleneck, busy=busy, relieved=relieved, text=" ".join(sentences))
 
@@ -201,12 +201,12 @@ def _of_stages(account: Account, config: RunConfig, used: float | None) -> Bound
     if bottleneck == "staleness":
         sentences.append(
             f"Each waited for the other: without that it would have been {_times(1 / busy)} as fast at most"
-            f"{_REMEDIES[bottleneck]}."
+            f"{_remedy(bottleneck, config)}."
         )
     else:
         sentences.append(
             f"Without bubbles it would have been {_times(1 / busy)} as fast at most; with more of {_NAMES[first]} "
-            f"{_times(relieved)} at most, then {_NAMES[second]} would bound it{_REMEDIES[bottleneck]}."
+            f"{_times(relieved)} at most, then {_NAMES[second]} would bound it{_remedy(bottleneck, config)}."
         )
     return Bound(bottleneck=bottleneck, busy=busy, relieved=relieved, text=" ".join(sentences))
 
@@ -242,6 +242,12 @@ _REMEDIES: dict[Bottleneck, str] = {
     "staleness": "; a larger rollout.max_staleness would help",
     "turns": "; mode=async does both at once",
 }
+
+
+def _remedy(bottleneck: Bottleneck, config: RunConfig) -> str:
+    if bottleneck == "staleness" and config.pipeline_depth < config.max_staleness:
+        return "; a larger rollout.pipeline_depth would help"
+    return _REMEDIES[bottleneck]
 
 
 def _waits(account: Account) -> str:

@@ -4,7 +4,7 @@
          ^                    ^ ^                        |                                                     |
          |                    | +---- further turns -----+                                                     |
          |                    +---- load: newest published version <------- publish ---------------------------+
-         +---- gate: admits while N_r <= (i + eta + 1) B
+         +---- gate: admits while N_r <= (i + depth + 1) B
 
 Four coroutines move everything:
 
@@ -139,7 +139,7 @@ class RolloutController:
         self._stop_token_ids = stop_token_ids
         self._group_size = config.algorithm.group_size
         self._gate = StalenessGate(
-            batch_size=config.rollout.batch_size, max_staleness=config.max_staleness, steps=config.training.steps
+            batch_size=config.rollout.batch_size, depth=config.pipeline_depth, steps=config.training.steps
         )
         self._selection = Selection(
             groups=config.groups_per_batch,

@@ -44,6 +44,17 @@ def test_sampling_that_is_not_cut_off_is_accepted() -> None:
     assert (config.generation.top_k, config.generation.temperature) == (-1, 0.7)
 
 
+def test_the_pipeline_is_as_deep_as_the_bound_unless_it_is_said_and_never_deeper() -> None:
+    assert load({"rollout": {"max_staleness": 4}}).pipeline_depth == 4
+    assert load({"rollout": {"max_staleness": 4, "pipeline_depth": 0.5}}).pipeline_depth == 0.5
+    for fields, eta in (
+        ({"rollout": {"pipeline_depth": 2.5}}, 2),
+        ({"mode": "sync", "rollout": {"pipeline_depth": 1}}, 0),
+    ):
+        with pytest.raises(ConfigError, match=rf"^rollout.pipeline_depth: must be at most max_staleness, {eta}, got "):
+            load(fields)
+
+
 def test_a_zero_stage_needs_deepspeed() -> None:
     assert load({"training": {"engine": "deepspeed", "zero_stage": 3}}).training.zero_stage == 3
     with pytest.raises(

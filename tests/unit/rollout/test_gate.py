@@ -10,7 +10,7 @@ from areal_core.rollout.gate import StalenessGate
 @pytest.mark.parametrize("batch_size", [1, 4, 12])
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 def test_admits_exactly_what_equation_3_admits(batch_size, max_staleness):
-    gate = StalenessGate(batch_size=batch_size, max_staleness=max_staleness, steps=1000)
+    gate = StalenessGate(batch_size=batch_size, depth=max_staleness, steps=1000)
     for version in range(4):
         for admitted in range(12 * batch_size):
             n_r = admitted + 1
@@ -19,12 +19,18 @@ def test_admits_exactly_what_equation_3_admits(batch_size, max_staleness):
 
 
 def test_a_group_is_admitted_whole_or_not_at_all():
-    gate = StalenessGate(batch_size=8, max_staleness=0, steps=10)
+    gate = StalenessGate(batch_size=8, depth=0, steps=10)
     assert gate.admits(4, admitted=4, version=0)
     assert not gate.admits(4, admitted=5, version=0)
 
 
+def test_a_depth_is_a_share_of_a_batch_too_and_every_batch_becomes_complete():
+    gate = StalenessGate(batch_size=8, depth=0.5, steps=10)
+    assert [gate.limit(version) for version in (0, 1, 9, 10)] == [12, 20, 80, 80]
+    assert [StalenessGate(batch_size=3, depth=0.5, steps=10).limit(version) for version in range(3)] == [4, 7, 10]
+
+
 def test_nothing_is_admitted_that_no_step_will_consume():
-    gate = StalenessGate(batch_size=8, max_staleness=4, steps=2)
+    gate = StalenessGate(batch_size=8, depth=4, steps=2)
     assert gate.limit(0) == 16
     assert not gate.admits(1, admitted=16, version=2)
