@@ -325,9 +325,11 @@ class _Run:
             self._spoil(self._chance.choice(sorted(folders[-1].iterdir())))
 
     def spoil_checkpoint(self) -> None:
-        """Of the newest one; the one before is whole."""
+        """Of the newest one, where the one before is whole: it too may be spoilt, and nobody have read it since."""
         folders = sorted(file.parent for file in self.store.glob("checkpoints/step-*/manifest.json"))
-        files = [file for file in folders[-1].iterdir() if file.name != "manifest.json"] if len(folders) > 1 else []
+        if len(folders) < 2 or str(folders[-2]) in {str(Path(file).parent) for file in self._spoilt}:
+            return
+        files = sorted(file for file in folders[-1].iterdir() if file.name != "manifest.json")
         if files and all(file.exists() for file in files):
             self._spoil(self._chance.choice(files))
 
