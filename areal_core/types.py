@@ -16,7 +16,7 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
-FORMAT = 7  # of what a run stores and of what its processes send each other: another one is refused
+FORMAT = 8  # of what a run stores and of what its processes send each other: another one is refused
 
 
 class GroupState(StrEnum):
@@ -106,16 +106,15 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPayload:
-    """What the trainer learns from: the trajectories of one group, without their prompt, laid end to end."""
+    """What the trainer learns from: trajectories of one group, without their prompt, laid end to end."""
 
     prompt_tokens: Int32Array  # [L_prompt] the first segment, the same in all of them
-    lengths: Int32Array  # [G] tokens of each trajectory after its prompt; T is their sum
+    lengths: Int32Array  # [N] tokens of each trajectory after its prompt; T is their sum
     tokens: Int32Array  # [T] completions, end tokens included, and the environment's messages between them
     loss_mask: BoolArray  # [T] tokens that the policy is trained on; none where there is no reward
     logprobs: Float32Array  # [T] log-probability under the behaviour policy, nats; 0 where it did not sample
     versions: Int32Array  # [T] policy version that sampled the token; -1 where none did
-    rewards: Float32Array  # [G]; NaN: none
-    truncated: BoolArray  # [G] the trajectory ran into the length limit
+    truncated: BoolArray  # [N] the trajectory ran into the length limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +127,9 @@ class GroupSummary:
     min_version: int  # oldest token
     max_version: int
     outcomes: dict[Outcome, int]  # trajectories of each, of G
-    truncated: int  # trajectories that were cut off, of G
+    truncated: tuple[bool, ...]  # [G] it ran into the length limit
     prompt_tokens: int = 0  # tokens of the prompt
-    samples: tuple[tuple[str, float | None, str], ...] = ()  # (text after the prompt, reward, version spans), a few
+    checksums: tuple[int, ...] = ()  # [1 + G] CRC-32 of the parts of its payload (api.scored_groups)
     unused_tokens: int = 0  # sampled ones that the environment took into no trajectory
 
     @property
@@ -146,13 +145,17 @@ class GroupSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchGroup:
-    """One group's row of a fixed batch."""
+    """One group's row of a fixed batch: what every rank has to know of it, and where its payload lies."""
 
     group_id: int
     lengths: tuple[int, ...]  # [G] tokens of each trajectory after its prompt
     rewards: tuple[float | None, ...]  # [G]; None: its verifier found no result
+    truncated: tuple[bool, ...]  # [G] it ran into the length limit
     ready_version: int  # policy version in force when the group entered the buffer
-    prompt_tokens: int = 0  # tokens of the prompt
+    prompt_tokens: int  # tokens of the prompt
+    checksums: tuple[int, ...]  # [1 + G] CRC-32 of the parts of its payload (api.scored_groups)
+    segment: str  # name of the file that its payload is a part of
+    start: int  # bytes from the file's beginning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

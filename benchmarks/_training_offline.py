@@ -25,6 +25,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments.arithmetic import training_chain
 from areal_core.models.folders import ModelSpec, init_weights
 from areal_core.training.batching.packing import Packed, pack
+from areal_core.training.batching.partition import Part
 from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.warmup import embedded_spec
@@ -188,15 +189,15 @@ def make_batch(setting: Setting, seed: int) -> TrainingBatch:
             loss_mask=np.ones(tokens, np.bool_),
             logprobs=(rng.normal(size=tokens) / 10 - np.log(vocabulary)).astype(np.float32),
             versions=np.zeros(tokens, np.int32),
-            rewards=np.arange(len(completions), dtype=np.float32) % 2,
             truncated=np.zeros(len(completions), np.bool_),
         )
         total += tokens + prompt * len(completions)
         if total >= BATCH_TOKENS:
             break
-    advantages = np.array([2.0 * group.rewards - 1.0 for group in payloads.values()])
+    advantages = np.array([2.0 * (np.arange(len(group.lengths)) % 2) - 1.0 for group in payloads.values()])
     capacity = config.training.microbatch_tokens
-    return build_batch(1, [[], list(payloads)], payloads, advantages, capacity=capacity, share_prompts=True)
+    share = [Part(index, tuple(range(len(group.lengths)))) for index, group in payloads.items()]
+    return build_batch(1, [[], share], payloads, advantages, capacity=capacity, share_prompts=True)
 
 
 def recut(batch: TrainingBatch, how: str, capacity: int) -> TrainingBatch:

@@ -48,7 +48,7 @@ from areal_core.rollout.turns import trajectory_seed
 from areal_core.run.base_model import base_model
 from areal_core.run.preflight import preflight
 from areal_core.storage import weights
-from areal_core.training.batching.partition import shard
+from areal_core.training.batching.partition import GroupCost, shard
 from areal_core.training.engines.engine import TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import GenerationRequest, PolicyVersion
@@ -253,11 +253,18 @@ class LaggedTraining:
 
     def _build(self, step: int, scored: Sequence[ScoredGroup]) -> TrainingBatch:
         config = self._config
-        tokens = [group.summary.tokens for group in scored]
+        summaries = [group.summary for group in scored]
+        shares = shard(
+            [GroupCost(0, summary.lengths) for summary in summaries],
+            config.training.minibatches,
+            1,
+            seed=config.seed,
+            step=step,
+        )
         return build_batch(
             step,
-            shard(tokens, config.training.minibatches, 1, seed=config.seed, step=step)[0],
-            {index: unpack_group(group.payload) for index, group in enumerate(scored)},
+            shares[0],
+            {index: unpack_group(group.payload, group.summary) for index, group in enumerate(scored)},
             advantages_of(
                 [group.summary.rewards for group in scored],
                 [group.summary.lengths for group in scored],

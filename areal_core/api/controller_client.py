@@ -1,6 +1,6 @@
 """HTTP client of the controller, for the trainer, the evaluator and the launcher.
 
-Synchronous and stdlib only. The controller may be restarted on another port: after a failed connection the address is
+Synchronous. The controller may be restarted on another port: after a failed connection the address is
 read again from its ready file, for a bounded time. Every call is safe to repeat.
 """
 
@@ -12,14 +12,17 @@ import json
 import secrets
 import time
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
+
+import msgspec
 
 from areal_core.api.access import authorization
 from areal_core.errors import ProcessError, RunFinished
 from areal_core.storage.rundir import RunDir
-from areal_core.types import Alert, BatchGroup, BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
+from areal_core.types import Alert, BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
 
 _POLL_S = 20.0  # one long poll
 _RETRY_S = 0.2  # between two attempts to connect
@@ -42,24 +45,15 @@ class ControllerClient:
         while True:
             body = self._call("GET", f"/batch/{step}?timeout_s={_POLL_S}")
             if body is not None:
-                manifest = json.loads(body)
-                groups = (
-                    BatchGroup(
-                        group_id=group["group_id"],
-                        lengths=tuple(group["lengths"]),
-                        rewards=tuple(group["rewards"]),
-                        ready_version=group["ready_version"],
-                        prompt_tokens=group["prompt_tokens"],
-                    )
-                    for group in manifest["groups"]
-                )
-                return BatchManifest(step=manifest["step"], groups=tuple(groups))
+                return msgspec.json.decode(body, type=BatchManifest)
 
-    def group(self, group_id: int) -> bytes:
-        """The packed trajectories of a group."""
-        body = self._call("GET", f"/groups/{group_id}")
+    def group(self, group_id: int, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Parts of a group's payload, by their first byte and the one after their last."""
+        wanted = ",".join(f"{start}-{end}" for start, end in spans)
+        body = self._call("GET", f"/groups/{group_id}?spans={wanted}")
         assert body is not None
-        return body
+        ends = list(accumulate(end - start for start, end in spans))
+        return [body[end - (span[1] - span[0]) : end] for span, end in zip(spans, ends, strict=True)]
 
     def announce(self, version: PolicyVersion) -> list[int]:
         """Publish a version; returns the versions whose folders are no longer needed."""

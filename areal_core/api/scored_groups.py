@@ -1,29 +1,43 @@
-"""Scored trajectory groups as bytes: safetensors in memory, never a pickle. The controller stores them unopened."""
+"""Scored trajectory groups as bytes, of which a rank reads its own completions and nothing else.
+
+    prompt | trajectory 0 | trajectory 1 | ...           one part each, end to end
+      |           `- tokens int32[L] | logprobs float32[L] | versions int32[L] | loss_mask bool[L]
+      `- int32[L_prompt]                                 all little-endian
+
+There is no header: where a part lies follows from the lengths, which the description of a batch has, beside the
+checksum of every part.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from areal_core.errors import StorageError
-from areal_core.types import GroupPayload, GroupSummary
+from areal_core.types import BatchGroup, GroupPayload, GroupSummary
 
-_DTYPES = {
-    "prompt_tokens": np.int32,
-    "lengths": np.int32,
-    "tokens": np.int32,
-    "loss_mask": np.bool_,
-    "logprobs": np.float32,
-    "versions": np.int32,
-    "rewards": np.float32,
-    "truncated": np.bool_,
+_PROMPT = np.dtype("<i4")
+_FIELDS = {
+    "tokens": np.dtype("<i4"),
+    "logprobs": np.dtype("<f4"),
+    "versions": np.dtype("<i4"),
+    "loss_mask": np.dtype("?"),
 }
+_TOKEN_BYTES = sum(dtype.itemsize for dtype in _FIELDS.values())
+
+SUFFIX = ".bin"  # of segments, the files that payloads are parts of
+
+Span = tuple[int, int]  # bytes from the beginning of a payload: start and end
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
     """A trajectory group whose rollouts have ended."""
 
@@ -31,23 +45,71 @@ class ScoredGroup:
     summary: GroupSummary
 
 
-def pack_group(payload: GroupPayload) -> bytes:
-    """The group as safetensors bytes, which `unpack_group` turns back into exactly the same arrays."""
-    groups, tokens = (len(payload.lengths),), (int(payload.lengths.sum()),)
-    shapes: dict[str, tuple[int]] = {"lengths": groups, "rewards": groups, "truncated": groups}
-    shapes |= {"tokens": tokens, "loss_mask": tokens, "logprobs": tokens, "versions": tokens}
-    arrays: dict[str, np.ndarray] = {}
-    for field in dataclasses.fields(GroupPayload):
-        array: np.ndarray = getattr(payload, field.name)
-        assert array.dtype == _DTYPES[field.name], f"{field.name}: {array.dtype}"
-        assert array.shape == shapes.get(field.name, array.shape), f"{field.name}: {array.shape}"
-        arrays[field.name] = np.ascontiguousarray(array)
-    return save(arrays)
+def segment_file(folder: Path, segment: str) -> Path:
+    return folder / f"{segment}{SUFFIX}"
 
 
-def unpack_group(data: bytes) -> GroupPayload:
-    """Raises StorageError for bytes that `pack_group` did not make."""
-    try:
-        return GroupPayload(**load(data))
-    except (SafetensorError, TypeError, KeyError) as error:
-        raise StorageError(f"trajectory group: {len(data)} bytes that are not a packed group: {error}") from error
+def part_spans(prompt_tokens: int, lengths: Sequence[int]) -> list[Span]:
+    """Where the parts of a payload lie: the prompt, and each of the trajectories."""
+    sizes = [_PROMPT.itemsize * prompt_tokens, *(_TOKEN_BYTES * length for length in lengths)]
+    return list(pairwise(accumulate(sizes, initial=0)))
+
+
+def pack_group(payload: GroupPayload) -> tuple[bytes, tuple[int, ...]]:
+    """The group as bytes, and the CRC-32 of each part."""
+    ends = np.cumsum(payload.lengths)
+    for name, dtype in _FIELDS.items():
+        array: np.ndarray = getattr(payload, name)
+        assert array.dtype == dtype, f"{name}: {array.dtype}"
+        assert array.shape == (int(payload.lengths.sum()),), f"{name}: {array.shape}"
+    assert payload.prompt_tokens.dtype == _PROMPT, f"prompt_tokens: {payload.prompt_tokens.dtype}"
+    parts = [payload.prompt_tokens.tobytes()]
+    for start, end in zip(ends - payload.lengths, ends, strict=True):
+        parts.append(b"".join(getattr(payload, name)[start:end].tobytes() for name in _FIELDS))
+    return b"".join(parts), tuple(map(zlib.crc32, parts))
+
+
+def read_group_file(folder: Path, group: BatchGroup, completions: Sequence[int]) -> GroupPayload:
+    """As `read_group`, from the segment in `folder`. Raises OSError, too."""
+    with segment_file(folder, group.segment).open("rb") as segment:
+
+        def read(spans: Sequence[Span]) -> list[bytes]:
+            return [os.pread(segment.fileno(), end - start, group.start + start) for start, end in spans]
+
+        return read_group(read, group, completions)
+
+
+def read_group(
+    read: Callable[[Sequence[Span]], list[bytes]], group: BatchGroup | GroupSummary, completions: Sequence[int]
+) -> GroupPayload:
+    """Some of a group's completions, in the order given. `read` returns the bytes of spans of its payload. Raises
+    StorageError for bytes that are not what was stored."""
+    spans = part_spans(group.prompt_tokens, group.lengths)
+    chosen = [0, *(1 + completion for completion in completions)]
+    parts = read([spans[part] for part in chosen])
+    for part, data in zip(chosen, parts, strict=True):
+        start, end = spans[part]
+        if len(data) != end - start or zlib.crc32(data) != group.checksums[part]:
+            raise StorageError(f"part {part} of a trajectory group is not what was stored")
+    prompt, *trajectories = parts
+    lengths = [group.lengths[completion] for completion in completions]
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in _FIELDS}
+    for data, length in zip(trajectories, lengths, strict=True):
+        at = 0
+        for name, dtype in _FIELDS.items():
+            columns[name].append(np.frombuffer(data, dtype, length, at))
+            at += length * dtype.itemsize
+    joined: dict[str, Any] = {
+        name: np.concatenate([np.zeros(0, _FIELDS[name]), *arrays]) for name, arrays in columns.items()
+    }
+    return GroupPayload(
+        prompt_tokens=np.frombuffer(prompt, _PROMPT),
+        lengths=np.array(lengths, np.int32),
+        truncated=np.array([group.truncated[completion] for completion in completions], np.bool_),
+        **joined,
+    )
+
+
+def unpack_group(data: bytes, group: BatchGroup | GroupSummary) -> GroupPayload:
+    """All of a group, as `read_group` reads it."""
+    return read_group(lambda spans: [data[start:end] for start, end in spans], group, range(len(group.lengths)))

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from areal_core.api.scored_groups import SUFFIX, segment_file
 from areal_core.errors import StorageError
 from areal_core.rollout.payloads import Place
 from areal_core.storage import durable
 
 T = TypeVar("T")
 
-SUFFIX = ".bin"
 _SEGMENT_BYTES = 64 * 2**20  # after which another one is begun
 
 
@@ -94,7 +94,7 @@ class PayloadStore:
         await self._do(lambda: self._delete(doomed))
 
     def file(self, segment: str) -> Path:
-        return _file(self._folder, segment)
+        return segment_file(self._folder, segment)
 
     def close(self) -> None:
         """End the thread, once it has written what it was given."""
@@ -156,7 +156,7 @@ class PayloadStore:
 
 def read_payload(folder: Path, place: Place) -> bytes:
     """A payload of the run whose segments lie in `folder`. Raises DamagedPayloadError."""
-    file = _file(folder, place.segment)
+    file = segment_file(folder, place.segment)
     try:
         with file.open("rb") as segment:
             payload = os.pread(segment.fileno(), place.bytes, place.start)
@@ -165,7 +165,3 @@ def read_payload(folder: Path, place: Place) -> bytes:
     if len(payload) != place.bytes or zlib.crc32(payload) != place.crc32:
         raise DamagedPayloadError(f"{file} is damaged: at {place.start} lies another payload than was written")
     return payload
-
-
-def _file(folder: Path, segment: str) -> Path:
-    return folder / f"{segment}{SUFFIX}"

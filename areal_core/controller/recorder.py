@@ -26,7 +26,6 @@ from areal_core.tracking.timeline import Span
 from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow, Outcome, RunStatus, RunSummary
 
 logger = logging.getLogger(__name__)
-_TABLE_ROWS = 16
 
 BatchMetrics = Callable[[Sequence[GroupSummary]], dict[str, float]]  # of the groups of a step's batch
 
@@ -74,7 +73,7 @@ class Recorder:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def batch_fixed(self, manifest: BatchManifest, prompt: Callable[[int], str]) -> None:
+    def batch_fixed(self, manifest: BatchManifest) -> None:
         """Record the metrics of a step's batch, once its groups are chosen."""
         step = manifest.step
         groups = self._ledger.summaries(step)
@@ -92,7 +91,7 @@ class Recorder:
                 },
                 "completion/tokens_mean": sum(group.tokens for group in groups) / completions,
                 "completion/tokens_longest": sum(max(group.lengths) for group in groups) / len(groups),
-                "completion/truncated": sum(group.truncated for group in groups) / completions,
+                "completion/truncated": sum(sum(group.truncated) for group in groups) / completions,
                 "staleness/oldest_token_mean": sum(lag) / len(lag),
                 "staleness/oldest_token_max": max(lag),
                 "staleness/groups_over_bound": sum(value > self._config.max_staleness for value in lag),
@@ -100,14 +99,10 @@ class Recorder:
         )
         if self._batch_metrics is not None:
             self.log(step, self._batch_metrics(groups))
-        if step == 1 or step % self._config.tracking.table_every == 0:
-            indices = self._ledger.prompt_indices(step)
-            rows = [
-                {"step": step, "prompt": prompt(index), "completion": text, "reward": reward, "versions": versions}
-                for index, group in zip(indices, groups, strict=True)
-                for text, reward, versions in group.samples
-            ]
-            self.document("trajectories", step, {"rows": rows[:_TABLE_ROWS]})
+
+    def tabled(self, step: int) -> bool:
+        """Whether people get to see texts and pictures of a step."""
+        return step == 1 or step % self._config.tracking.table_every == 0
 
     def published(self, step: int, loads: Sequence[ServerLoad]) -> None:
         """Record a finished step: throughput and bubbles since the step before, and the token ledger."""
@@ -272,7 +267,7 @@ class Recorder:
     def staleness(self, step: int, counts: dict[str, int]) -> None:
         """Record the tokens that a step trained on, by staleness: a histogram now and then, and the whole run's sum."""
         self._notes.add_staleness(step, counts)
-        if step == 1 or step % self._config.tracking.table_every == 0:
+        if self.tabled(step):
             self.document("staleness_histogram", step, {"counts": counts})
 
     def _rate(self, tokens: int, wall_s: float) -> float:

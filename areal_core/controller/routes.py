@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import web
 
 from areal_core.api.guard import guard
@@ -18,7 +19,7 @@ from areal_core.controller.weight_transfer import transfer_routes
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished, StorageError
 from areal_core.launch import logs
 from areal_core.rollout.notes import Ending
-from areal_core.types import Evaluation, MetricRow, PolicyVersion
+from areal_core.types import BatchManifest, Evaluation, MetricRow, PolicyVersion
 
 if TYPE_CHECKING:
     from areal_core.controller.service import Service
@@ -29,6 +30,7 @@ class Routes:
 
     def __init__(self, run: Service) -> None:
         self._run = run
+        self._description: tuple[BatchManifest, bytes] | None = None  # of the batch that was asked for last
 
     def app(self) -> web.Application:
         middlewares = [guard(self._run.run_dir.token()), _errors_as_lines]
@@ -82,14 +84,24 @@ class Routes:
         if self._run.config.sleeps:
             await self._run.servers.sleep()
         if manifest.step >= fixed_before:  # once more after a restart, which may have come before the first time
-            self._run.recorder.batch_fixed(manifest, self._run.prompt_text)
-        return web.json_response(dataclasses.asdict(manifest))
+            self._run.recorder.batch_fixed(manifest)
+            await self._run.record_texts(manifest)
+        return web.Response(body=self._described(manifest), content_type="application/json")
+
+    def _described(self, manifest: BatchManifest) -> bytes:
+        """A batch as JSON, made once for all ranks."""
+        if self._description is None or self._description[0] != manifest:
+            self._description = manifest, msgspec.json.encode(manifest)
+        return self._description[1]
 
     async def _group(self, request: web.Request) -> web.Response:
+        """Parts of a group's payload, for a rank that can't read them itself."""
         group_id = int(request.match_info["group_id"])
+        spans = [span.split("-") for span in request.query["spans"].split(",")]
         place = self._run.ledger.payload(group_id)
         try:
-            return web.Response(body=await self._run.payloads.read(place))
+            payload = await self._run.payloads.read(place)
+            return web.Response(body=b"".join(payload[int(start) : int(end)] for start, end in spans))
         except DamagedPayloadError as error:
             await self._run.lose_damaged(group_id, error)
             raise

@@ -20,6 +20,7 @@ from pathlib import Path
 from aiohttp import web
 
 from areal_core.config.schema import RunConfig
+from areal_core.controller import texts
 from areal_core.controller.best import best_of, export
 from areal_core.controller.card import model_card
 from areal_core.controller.evaluations import EvaluationSchedule
@@ -47,7 +48,7 @@ from areal_core.storage.rundir import RunDir, write_json
 from areal_core.storage.weights import base_version
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
-from areal_core.types import Prompt, RunSummary, TokenLedger
+from areal_core.types import BatchManifest, Prompt, RunSummary, TokenLedger
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 5.0  # between two looks at the generation servers' health
@@ -142,9 +143,19 @@ class Service:
         """How the trainer has finished; None until then."""
         return self.ledger.notes.ending
 
-    def prompt_text(self, index: int) -> str:
-        """A training prompt as the policy is fed it, special tokens included."""
-        return self.tokenizer.decode(self.source.prompt(index).token_ids, special=True)
+    async def record_texts(self, manifest: BatchManifest) -> None:
+        """Have people see some trajectories of a batch, with their prompts as the policy is fed them."""
+        if not self.recorder.tabled(manifest.step):
+            return
+        indices = self.ledger.prompt_indices(manifest.step)[: texts.GROUPS]
+        prompts = [self.tokenizer.decode(self.source.prompt(index).token_ids, special=True) for index in indices]
+        table = (texts.trajectory_table, manifest, prompts, self.run_dir.payloads, self.tokenizer)
+        try:
+            rows = await asyncio.to_thread(*table)
+        except (OSError, StorageError) as error:
+            logger.warning("step %d: its texts are not recorded: %s", manifest.step, error)
+        else:
+            self.recorder.document("trajectories", manifest.step, {"rows": rows})
 
     async def published(self) -> None:
         """Wait until the newest version can be loaded: its weights may be damaged, and are made again then."""

@@ -13,7 +13,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from areal_core.controller.payloads import SUFFIX, PayloadStore
+from areal_core.api.scored_groups import SUFFIX
+from areal_core.controller.payloads import PayloadStore
 from areal_core.rollout.ledger import snapshot
 from areal_core.storage import checkpoint
 from areal_core.storage.checkpoint import FileEntry

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areal_core.api.scored_groups import ScoredGroup, pack_group
-from areal_core.api.wire import SampledCompletion, join_completions, version_spans
+from areal_core.api.wire import SampledCompletion, join_completions
 from areal_core.environments.environment import Environment
 from areal_core.errors import RewardError
 from areal_core.models.tokenizer import Tokenizer
@@ -30,8 +30,6 @@ from areal_core.types import (
     Segment,
     Trajectory,
 )
-
-_SAMPLES = 2  # trajectories of a group that are kept as text
 
 Requests = tuple[SampleRequest, ...]
 
@@ -109,26 +107,23 @@ class GroupRollout:
             ),
             logprobs=np.concatenate([rest.logprobs for rest in rests]),
             versions=np.concatenate([rest.versions for rest in rests]),
-            rewards=np.array(rewards, np.float32),
             truncated=np.array([trajectory.truncated for trajectory in trajectories], np.bool_),
         )
         versions = payload.versions[payload.versions >= 0]
+        packed, checksums = pack_group(payload)
         summary = GroupSummary(
             prompt_tokens=len(prompt),
+            checksums=checksums,
             lengths=tuple(payload.lengths.tolist()),
             rewards=tuple(rewards),
             tokens=len(versions),
             min_version=int(versions.min()),
             max_version=int(versions.max()),
             outcomes=dict(Counter(trajectory.outcome for trajectory in trajectories)),
-            truncated=int(payload.truncated.sum()),
-            samples=tuple(
-                (self._tokenizer.decode(rest.token_ids.tolist()), reward, _spans(rest.versions))
-                for rest, reward in zip(rests[:_SAMPLES], rewards, strict=False)
-            ),
+            truncated=tuple(payload.truncated.tolist()),
             unused_tokens=self._policy.sampled_tokens - len(versions),
         )
-        return ScoredGroup(payload=pack_group(payload), summary=summary)
+        return ScoredGroup(payload=packed, summary=summary)
 
 
 class _Policy:
@@ -219,8 +214,3 @@ def _check(trajectory: Trajectory, rest: Segment) -> None:
         raise RewardError("environment: a trajectory must hold tokens that the policy sampled")
     if (rest.loss_mask & (rest.versions < 0)).any():
         raise RewardError("environment: loss_mask must be False where the policy did not sample")
-
-
-def _spans(versions: Int32Array) -> str:
-    """Per-token versions for people: "3:0-40 4:40-77"; tokens of the environment are left out."""
-    return " ".join(f"{version}:{start}-{end}" for version, start, end in version_spans(versions) if version >= 0)

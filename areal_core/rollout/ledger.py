@@ -204,7 +204,7 @@ class TrajectoryLedger:
                             "outcomes": summary.outcomes,
                             "truncated": summary.truncated,
                             "prompt_tokens": summary.prompt_tokens,
-                            "samples": summary.samples,
+                            "checksums": summary.checksums,
                         }
                     ),
                     group_id,
@@ -223,20 +223,26 @@ class TrajectoryLedger:
     def batch(self, step: int) -> BatchManifest | None:
         """The batch of `step`, if it has been fixed."""
         rows = self._db.execute(
-            "SELECT group_id, summary, ready_version FROM groups WHERE step = ? ORDER BY admission", (step,)
+            "SELECT group_id, summary, ready_version, segment, start FROM groups LEFT JOIN payloads USING (group_id) "
+            "WHERE step = ? ORDER BY admission",
+            (step,),
         ).fetchall()
         if not rows:
             return None
-        stored = [(row, json.loads(row["summary"])) for row in rows]
         groups = (
             BatchGroup(
                 group_id=row["group_id"],
                 lengths=tuple(summary["lengths"]),
                 rewards=tuple(summary["rewards"]),
+                truncated=tuple(summary["truncated"]),
                 ready_version=row["ready_version"],
                 prompt_tokens=summary["prompt_tokens"],
+                checksums=tuple(summary["checksums"]),
+                segment=row["segment"] or "",  # it is forgotten
+                start=row["start"] or 0,
             )
-            for row, summary in stored
+            for row in rows
+            for summary in [json.loads(row["summary"])]
         )
         return BatchManifest(step=step, groups=tuple(groups))
 
@@ -472,7 +478,7 @@ def _summary(row: sqlite3.Row) -> GroupSummary:
         max_version=row["max_version"],
         rewards=tuple(stored["rewards"]),
         outcomes={Outcome(name): count for name, count in stored["outcomes"].items()},
-        truncated=stored["truncated"],
+        truncated=tuple(stored["truncated"]),
         prompt_tokens=stored["prompt_tokens"],
-        samples=tuple((text, reward, versions) for text, reward, versions in stored["samples"]),
+        checksums=tuple(stored["checksums"]),
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from areal_core.models.spec import ModelSpec, weight_shapes
 from areal_core.planning.time_model import ACCELERATORS, ModelShape
+from areal_core.training.batching.partition import GroupCost
 from areal_core.training.engines.engine import TrainingBatch
 
 
@@ -56,10 +57,12 @@ def forward_flops(spec: ModelSpec, prompt: int, completions: Sequence[int], *, s
     return round(layers + sum(completions) * head)
 
 
-def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> int:
-    """FLOPs of forward and backward passes over a group, by which groups are partitioned over ranks: long completions
+def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> GroupCost:
+    """FLOPs of forward and backward passes over a group, by which its completions are partitioned over ranks: long ones
     cost more than their tokens say. Arguments as of `forward_flops`."""
-    return 3 * forward_flops(spec, prompt, completions, shared=shared)
+    once = forward_flops(spec, prompt, [], shared=True) if shared else 0
+    own = [forward_flops(spec, prompt, [length], shared=shared) - once for length in completions]
+    return GroupCost(3 * once, [3 * flops for flops in own])
 
 
 def peak_flops_per_s(name: str, dtype: str) -> float | None:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from areal_core.algorithm.advantages import advantages_of
 from areal_core.api.controller_client import ControllerClient
-from areal_core.api.scored_groups import unpack_group
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, DivergenceError, RunFinished
 from areal_core.launch import logs, process, pulse
@@ -35,7 +35,8 @@ from areal_core.storage.parts import read_tensors
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.batching.feed import BatchFeed
-from areal_core.training.batching.partition import shard
+from areal_core.training.batching.partition import GroupCost, shard
+from areal_core.training.batching.trajectories import Trajectories
 from areal_core.training.distributed.ranks import RankGroup, rendezvous_of_ranks
 from areal_core.training.engines.engine import (
     EngineState,
@@ -63,6 +64,7 @@ class Trainer:
         self.config: RunConfig = run.config()
         self.rank = rank
         self.controller = ControllerClient(run)
+        self._trajectories = Trajectories(run.payloads)
         store = self.config.storage
         self.storage = Storage.open(run.info().checkpoint_url, store.endpoint_url, store.patience_s)
         self.spec = read_spec(run.info().model_path)
@@ -185,18 +187,17 @@ class Trainer:
         config = self.config
         rewards, lengths = zip(*((group.rewards, group.lengths) for group in manifest.groups), strict=True)
         advantages = advantages_of(rewards, lengths, config.algorithm, config.task.max_new_tokens)
-        trained = (row.any() or config.algorithm.regularised for row in advantages)
-        shares = shard(  # a group without a gradient costs nothing
-            [self._cost(group) if trains else 0 for group, trains in zip(manifest.groups, trained, strict=True)],
+        shares = shard(
+            [self._cost(group, of_its) for group, of_its in zip(manifest.groups, advantages, strict=True)],
             config.training.minibatches,
             config.trainer_processes,
             seed=config.seed,
             step=manifest.step,
         )[self.rank]
         payloads = {
-            index: unpack_group(controller.group(manifest.groups[index].group_id))
+            part.group: self._trajectories.read(manifest.groups[part.group], part.completions, controller)
             for share in shares
-            for index in share
+            for part in share
         }
         batch = build_batch(
             manifest.step,
@@ -219,8 +220,11 @@ class Trainer:
         """Never where transformers' modules run the model: they know no prompt that several completions attend to."""
         return self.config.shares_prompts and self.spec.transformers is None
 
-    def _cost(self, group: BatchGroup) -> int:
-        return training_cost(self.spec, group.prompt_tokens, group.lengths, shared=self._shares_prompts)
+    def _cost(self, group: BatchGroup, advantages: NDArray[np.float64]) -> GroupCost:
+        """What training on a group costs. A completion without a gradient costs nothing."""
+        trained = self.config.algorithm.regularised | (advantages != 0)
+        prompt, completions = training_cost(self.spec, group.prompt_tokens, group.lengths, shared=self._shares_prompts)
+        return GroupCost(prompt, np.where(trained, completions, 0).tolist())
 
     # -- what is kept ------------------------------------------------------------------------------------------
 

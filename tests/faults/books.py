@@ -179,7 +179,7 @@ class _Run:
             min_version=version,
             max_version=version,
             outcomes={},
-            truncated=0,
+            truncated=(False,),
         )
         place = self._loop.run_until_complete(self._payloads.append(self._chance.randbytes(100)))
         self._ledger.ready(group_id, summary, place, version=version)

@@ -89,7 +89,7 @@ def left(tmp_path: Path) -> Iterator[Left]:
                 min_version=step - 1,
                 max_version=step - 1,
                 outcomes={},
-                truncated=0,
+                truncated=(False,),
             )
             ledger.ready(ledger.admit().group_id, summary, _PLACE, version=step - 1)
         assert ledger.fix_batch(step, _SELECTION)

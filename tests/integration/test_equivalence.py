@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_core.api.scored_groups import unpack_group
+from areal_core.api.scored_groups import read_group_file
 from areal_core.config.schema import load
-from areal_core.controller.payloads import read_payload
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.run.launcher import execute, run_folder
 from areal_core.types import GroupPayload
@@ -45,8 +44,9 @@ def run(root: Path, mode: str) -> tuple[list[list[GroupPayload]], list[float], l
     folder = run_folder(config, mode)
     ledger = TrajectoryLedger(folder.ledger, group_size=GROUP)
     batches = [ledger.batch(step) for step in range(1, STEPS + 1)]
-    places = [[ledger.payload(group.group_id) for group in batch.groups] for batch in batches]
-    trajectories = [[unpack_group(read_payload(folder.payloads, place)) for place in batch] for batch in places]
+    trajectories = [
+        [read_group_file(folder.payloads, group, range(GROUP)) for group in batch.groups] for batch in batches
+    ]
     hashes = [ledger.versions.get(step).sha256 for step in range(STEPS + 1)]
     ledger.close()
     with sqlite3.connect(folder.outbox) as outbox:

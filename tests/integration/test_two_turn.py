@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_core.api.scored_groups import unpack_group
-from areal_core.controller.payloads import read_payload
+from areal_core.api.scored_groups import read_group_file
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.run.launcher import execute, run_folder
 from areal_core.types import GroupPayload
@@ -38,9 +37,7 @@ def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     ledger = TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)
     batches = [ledger.batch(step) for step in range(1, STEPS + 1)]
     groups = [
-        unpack_group(read_payload(run.payloads, ledger.payload(group.group_id)))
-        for batch in batches
-        for group in batch.groups
+        read_group_file(run.payloads, group, range(len(group.lengths))) for batch in batches for group in batch.groups
     ]
     hashes = {ledger.versions.get(step).sha256 for step in range(STEPS + 1)}
     ledger.close()

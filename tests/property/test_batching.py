@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core.training.batching.partition import allocate, allocate_groups, partition, shard
+from areal_core.training.batching.partition import GroupCost, allocate, allocate_groups, partition, shard
 
 CAPACITY = 64
 lengths = st.lists(st.integers(1, CAPACITY), max_size=80)
@@ -52,22 +52,39 @@ def test_groups_of_one_completion_are_cut_as_sequences_are(lengths: list[int], l
     assert [[item[0][0] for item in members] for members in cut] == plain
 
 
-@given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 6))
-def test_partition_is_complete_and_balanced(tokens: list[int], ranks: int):
-    shares = partition(tokens, ranks)
-    assert sorted(item for share in shares for item in share) == list(range(len(tokens)))
-    loads = [sum(tokens[item] for item in share) for share in shares]
-    assert max(loads) - min(loads) <= max(tokens, default=0)
-    assert len(tokens) < ranks or all(shares)
+costs = st.lists(
+    st.builds(
+        GroupCost, st.sampled_from([0, 1, 50, 2000]), st.lists(st.sampled_from([0, 0, 1, 7, 300, 1000]), max_size=8)
+    ),
+    max_size=12,
+)
+
+
+@given(costs, st.integers(1, 6))
+def test_partition_is_complete_and_balanced(costs: list[GroupCost], ranks: int):
+    shares = partition(costs, ranks)
+    held = sorted((part.group, completion) for share in shares for part in share for completion in part.completions)
+    assert held == [(group, place) for group, cost in enumerate(costs) for place in range(len(cost.completions))]
+    loads = [0.0] * ranks
+    for rank, share in enumerate(shares):
+        assert [part.group for part in share] == sorted({part.group for part in share})
+        for part in share:
+            own = [costs[part.group].completions[completion] for completion in part.completions]
+            loads[rank] += sum(own) + (costs[part.group].prompt if any(own) else 0)
+    # No later than if every completion were placed alone: an equal share of all, and one more.
+    everything = sum(sum(cost.completions) + cost.prompt * len(cost.completions) for cost in costs)
+    largest = max((cost.prompt + max(cost.completions, default=0) for cost in costs), default=0)
+    assert max(loads) <= everything / ranks + largest
 
 
 @given(st.data(), st.integers(1, 5), st.integers(0, 2**32), st.integers(0, 10_000))
 def test_shards_cover_the_batch_once(data: st.DataObject, ranks: int, seed: int, step: int):
-    tokens = data.draw(st.lists(st.integers(1, 1000), min_size=1, max_size=40))
-    minibatches = data.draw(st.integers(1, len(tokens)))
-    shares = shard(tokens, minibatches, ranks, seed=seed, step=step)
-    assert shares == shard(tokens, minibatches, ranks, seed=seed, step=step)
-    assert sorted(group for rank in shares for part in rank for group in part) == list(range(len(tokens)))
-    sizes = [sum(len(rank[minibatch]) for rank in shares) for minibatch in range(minibatches)]
-    assert min(sizes) >= 1
-    assert max(sizes) - min(sizes) <= 1
+    groups = data.draw(costs.filter(len))
+    minibatches = data.draw(st.integers(1, len(groups)))
+    shares = shard(groups, minibatches, ranks, seed=seed, step=step)
+    assert shares == shard(groups, minibatches, ranks, seed=seed, step=step)
+    parts = [part for rank in shares for minibatch in rank for part in minibatch]
+    held = sorted((part.group, completion) for part in parts for completion in part.completions)
+    assert held == [(group, place) for group, cost in enumerate(groups) for place in range(len(cost.completions))]
+    whose = [{part.group for rank in shares for part in rank[minibatch]} for minibatch in range(minibatches)]
+    assert sum(map(len, whose)) == len(set().union(*whose)), "a group is in one minibatch"

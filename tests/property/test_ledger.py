@@ -53,7 +53,7 @@ class LedgerMachine(RuleBasedStateMachine):
             min_version=version,
             max_version=version,
             outcomes={},
-            truncated=0,
+            truncated=(False,),
         )
         self.ledger.ready(group_id, summary, PLACE, version=len(self.batches))
         self.ready[group_id] = self.inflight.pop(group_id)

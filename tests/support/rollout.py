@@ -177,7 +177,7 @@ class FakeRewards:
             min_version=min(versions),
             max_version=max(versions),
             outcomes={Outcome.RIGHT: correct},
-            truncated=0,
+            truncated=(False,) * n,
         )
         return ScoredGroup(payload=b"", summary=summary)
 

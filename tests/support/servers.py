@@ -45,7 +45,7 @@ class FakeServer:
     in `broken` fails with the status there. Without a `+` in `release_name` it is vLLM's own.
     """
 
-    def __init__(self, release_name: str = "0.32.0+areal.7") -> None:
+    def __init__(self, release_name: str = "0.32.0+areal.8") -> None:
         self.release_name = release_name
         self.calls: list[Any] = []  # (path, body); of requests for completions their id
         self.requests: dict[str, dict[str, Any]] = {}  # by id

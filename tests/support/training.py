@@ -1,8 +1,10 @@
 """A tiny model and batches for tests of training; run as a module, one rank of a data-parallel group."""
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ import torch
 from areal_core.algorithm.advantages import group_advantages
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.models.folders import ModelSpec, init_weights
-from areal_core.training.batching.partition import shard
+from areal_core.training.batching.partition import GroupCost, Part, shard
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import StepStats, TrainingBatch, build_batch
 from areal_core.training.engines.torch_engine import TorchEngine
@@ -62,9 +64,34 @@ def payload(seed: int, completions: int = GROUP_SIZE, version: int = 0) -> Group
         loss_mask=np.ones(total, np.bool_),
         logprobs=(-3 + 0.5 * rng.normal(size=total)).astype(np.float32),
         versions=np.full(total, version, np.int32),
-        rewards=(rng.random(completions) < 0.5).astype(np.float32),
         truncated=rng.random(completions) < 0.3,
     )
+
+
+def taken(group: GroupPayload, completions: Sequence[int]) -> GroupPayload:
+    """Some of a group's completions."""
+    ends = np.cumsum(group.lengths)
+    spans = [slice(ends[index] - group.lengths[index], ends[index]) for index in completions]
+
+    def of_tokens(name: str) -> Any:
+        return np.concatenate([getattr(group, name)[span] for span in spans])
+
+    return GroupPayload(
+        prompt_tokens=group.prompt_tokens,
+        lengths=group.lengths[list(completions)],
+        truncated=group.truncated[list(completions)],
+        **{name: of_tokens(name) for name in ("tokens", "loss_mask", "logprobs", "versions")},
+    )
+
+
+def shares_of(payloads: Mapping[int, GroupPayload], shares: Sequence[Sequence[Part]]) -> dict[int, GroupPayload]:
+    """What a rank reads of some groups."""
+    return {part.group: taken(payloads[part.group], part.completions) for share in shares for part in share}
+
+
+def whole(payloads: Mapping[int, GroupPayload], *shares: Sequence[int]) -> list[list[Part]]:
+    """Shares that hold these groups, whole."""
+    return [[Part(group, tuple(range(len(payloads[group].lengths)))) for group in share] for share in shares]
 
 
 def batch(
@@ -78,13 +105,13 @@ def batch(
     share_prompts: bool = False,
 ) -> TrainingBatch:
     payloads = {group: payload(100 * step + group, version=step - 1) for group in range(GROUPS)}
-    tokens = [int(group.lengths.sum()) for group in payloads.values()]
-    shares = shard(tokens, minibatches, world_size, seed=0, step=step)[rank]
-    advantages = group_advantages([group.rewards for group in payloads.values()])
+    costs = [GroupCost(0, group.lengths.tolist()) for group in payloads.values()]
+    shares = shard(costs, minibatches, world_size, seed=0, step=step)[rank]
+    advantages = group_advantages([np.arange(GROUP_SIZE) % (2 + group % 2) for group in payloads])
     return build_batch(
         step,
         shares,
-        payloads,
+        shares_of(payloads, shares),
         advantages,
         capacity=capacity,
         min_microbatches=least,

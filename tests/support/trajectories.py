@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from areal_core.api.access import authorization
-from areal_core.api.scored_groups import unpack_group
+from areal_core.api.scored_groups import read_group_file
 from areal_core.api.wire import completion_tokens, encode_request
 from areal_core.config.schema import RunConfig
-from areal_core.controller.payloads import read_payload
 from areal_core.environments.source import open_source
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rollout.ledger import TrajectoryLedger
@@ -185,7 +184,7 @@ def _payloads(run: Launched, ledger: TrajectoryLedger) -> dict[int, dict[int, Gr
         manifest = ledger.batch(step)
         assert manifest is not None
         for prompt_index, group in zip(ledger.prompt_indices(step), manifest.groups, strict=True):
-            payload = unpack_group(read_payload(run.run.payloads, ledger.payload(group.group_id)))
+            payload = read_group_file(run.run.payloads, group, range(len(group.lengths)))
             assert tuple(payload.prompt_tokens.tolist()) == source.prompt(prompt_index).token_ids
             assert tuple(payload.lengths.tolist()) == group.lengths
             assert len(payload.tokens) == len(payload.versions) == len(payload.logprobs) == sum(group.lengths)

@@ -1,4 +1,4 @@
-"""Partition of a batch: groups into PPO minibatches, minibatches over ranks, a rank's share into micro-batches.
+"""Partition of a batch: groups into PPO minibatches, their completions over ranks, a rank's share into micro-batches.
 
 Pure functions of what every rank knows, so that all ranks derive the same partition without communication.
 """
@@ -6,10 +6,31 @@ Pure functions of what every rank knows, so that all ranks derive the same parti
 from __future__ import annotations
 
 import hashlib
+import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
 
 from areal_core.errors import ConfigError
+
+_GOOD = 1.005  # times an equal share: a partition that is better is not looked for
+
+
+class GroupCost(NamedTuple):
+    """What training on a group costs, in tokens or FLOPs."""
+
+    prompt: float  # once for each rank that holds some of its completions
+    completions: Sequence[float]  # [G] of each; 0 for one without a gradient
+
+
+class Part(NamedTuple):
+    """Some of the completions of a group."""
+
+    group: int
+    completions: tuple[int, ...]  # ascending
 
 
 def cut_minibatches(groups: int, count: int, *, seed: int, step: int) -> list[list[int]]:
@@ -29,32 +50,74 @@ def cut_minibatches(groups: int, count: int, *, seed: int, step: int) -> list[li
     return [order[start:end] for start, end in pairwise(cuts)]
 
 
-def partition(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Partition items that cost `costs[i]` each over ranks: largest first, each to the rank with the least cost so far.
+def partition(costs: Sequence[GroupCost], ranks: int) -> list[list[Part]]:
+    """Partition the completions of groups over ranks, so that the rank that ends last ends early.
 
-    Returns the items of each rank, ascending. Ties go to the lower item and the lower rank. No rank is left empty while
-    another holds two items that cost something.
+    Groups stay whole, or are cut into halves, quarters, ..., single completions: as little as is good, which is half a
+    percent from an equal share, or else as ends earliest. The pieces go to ranks dearest first, each to the one that
+    ends first with it; a rank pays for a group's prompt once. Returns the parts of each rank, ascending. Ties go to the
+    lower group, completion and rank.
     """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
+    share = sum(cost.prompt * any(cost.completions) + sum(cost.completions) for cost in costs) / ranks
+    most = max((len(cost.completions) for cost in costs), default=0)
+    pieces, (best, least) = 1, _placed(costs, 1, ranks)
+    while ranks > 1 and pieces < most and least > _GOOD * share:
+        pieces *= 2
+        parts, last = _placed(costs, pieces, ranks)
+        if last < least:
+            best, least = parts, last
+    return best
+
+
+def _placed(costs: Sequence[GroupCost], pieces: int, ranks: int) -> tuple[list[list[Part]], float]:
+    """Groups in so many pieces each, placed on ranks: their parts, and the cost of the rank that ends last. What costs
+    nothing goes where others of its group are, or to the rank with the fewest completions."""
+    cut = [
+        (sum(cost.completions[index] for index in piece), group, piece)
+        for group, cost in enumerate(costs)
+        for piece in _cut(cost.completions, pieces)
+    ]
+    held: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(ranks)]  # by rank, group -> completions
+    holders: list[list[int]] = [[] for _ in costs]  # ranks that hold some of a group
+    loads, counts = np.zeros(ranks), np.zeros(ranks, np.int64)
+    for cost, group, piece in sorted(cut, key=lambda each: -each[0] - costs[each[1]].prompt * (each[0] > 0)):
+        if cost:
+            ends = loads + costs[group].prompt
+            ends[holders[group]] -= costs[group].prompt
+            rank = int(ends.argmin())
+            loads[rank] = ends[rank] + cost
+        else:
+            rank = holders[group][0] if holders[group] else int(counts.argmin())
+        if rank not in holders[group]:
+            holders[group].append(rank)
+        counts[rank] += len(piece)
+        held[rank][group] += piece
+    parts = [[Part(group, tuple(sorted(share[group]))) for group in sorted(share)] for share in held]
+    return parts, float(loads.max())
+
+
+def _cut(costs: Sequence[float], pieces: int) -> list[list[int]]:
+    """Items in so many pieces of about the same cost: the dearest first, each to the cheapest piece."""
+    cut: list[list[int]] = [[] for _ in range(min(pieces, len(costs)))]
+    sums = [(0.0, 0, place) for place in range(len(cut))]  # cost, items
     for item in _longest_first(costs):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(item)
-        loads[lightest] += costs[item]
-    return [sorted(share) for share in shares]
+        cost, items, place = heapq.heappop(sums)
+        cut[place].append(item)
+        heapq.heappush(sums, (cost + costs[item], items + 1, place))
+    return cut
 
 
-def shard(costs: Sequence[int], minibatches: int, ranks: int, *, seed: int, step: int) -> list[list[list[int]]]:
-    """Which groups each rank trains on, by minibatch: `shard(...)[rank][minibatch]` lists groups, ascending.
+def shard(costs: Sequence[GroupCost], minibatches: int, ranks: int, *, seed: int, step: int) -> list[list[list[Part]]]:
+    """What each rank trains on, by minibatch: `shard(...)[rank][minibatch]` lists parts of groups, ascending.
 
-    `costs[g]` is what training on group g costs, in tokens or FLOPs. Minibatches hold the same groups whatever the
-    number of ranks; each of them is balanced over the ranks by cost, because ranks wait for each other at the end of
-    every minibatch.
+    Minibatches hold the same groups whatever the number of ranks; each of them is balanced over the ranks by cost,
+    because ranks wait for each other at the end of every minibatch.
     """
-    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    shares: list[list[list[Part]]] = [[] for _ in range(ranks)]
     for groups in cut_minibatches(len(costs), minibatches, seed=seed, step=step):
-        for rank, items in enumerate(partition([costs[group] for group in groups], ranks)):
-            shares[rank].append(sorted(groups[item] for item in items))
+        members = sorted(groups)
+        for rank, parts in enumerate(partition([costs[group] for group in members], ranks)):
+            shares[rank].append([Part(members[part.group], part.completions) for part in parts])
     return shares
 
 
@@ -122,5 +185,5 @@ def _check_fits(length: int, capacity: int) -> None:
         )
 
 
-def _longest_first(lengths: Sequence[int]) -> list[int]:
+def _longest_first(lengths: Sequence[float]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda index: -lengths[index])

@@ -16,7 +16,7 @@ from areal_core.algorithm.means import LOSS_MEANS
 from areal_core.errors import ModelError
 from areal_core.models.spec import ModelSpec
 from areal_core.training.batching.packing import Packed, pack, pack_shared
-from areal_core.training.batching.partition import allocate, allocate_groups
+from areal_core.training.batching.partition import Part, allocate, allocate_groups
 from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array, PolicyVersion
 
 
@@ -232,7 +232,7 @@ def check_batch(batch: TrainingBatch, spec: ModelSpec) -> None:
 
 def build_batch(
     step: int,
-    shares: Sequence[Sequence[int]],
+    shares: Sequence[Sequence[Part]],
     payloads: Mapping[int, GroupPayload],
     advantages: NDArray[np.float64],
     *,
@@ -244,14 +244,15 @@ def build_batch(
     regularised: bool = False,
     share_prompts: bool = False,
 ) -> TrainingBatch:
-    """Lay out one rank's groups for training.
+    """Lay out one rank's completions for training.
 
-    shares: this rank's groups by minibatch, as `partition.shard` gives them. payloads: those groups.
+    shares: this rank's parts of groups by minibatch, as `partition.shard` gives them. payloads: by group, its
+    completions that are in such a part.
     advantages: [P, G] of the global batch. mask_truncated: leave truncated completions out of the loss.
     loss_mean: of algorithm.means, and max_new_tokens, the completions' limit that it may need. regularised: completions
     without an advantage have a gradient too. share_prompts: compute a group's prompt once for all of its completions.
     """
-    members = [payloads[group] for share in shares for group in share]
+    members = [payloads[part.group] for share in shares for part in share]
     assert all(len(group.prompt_tokens) and group.lengths.all() for group in members), "empty prompt or completion"
     completions = _joined([group.lengths for group in members], np.int32)  # [N]
     prompts = np.array([len(group.prompt_tokens) for group in members for _ in group.lengths], np.int32)  # [N]
@@ -266,14 +267,14 @@ def build_batch(
 
     cut_off = np.repeat(_joined([group.truncated & mask_truncated for group in members], np.bool_), completions)
     counted = _joined([group.loss_mask for group in members], np.bool_) & ~cut_off  # [T]
-    rewarded = _joined([advantages[group] for share in shares for group in share], np.float32)
+    rewarded = _joined([advantages[part.group, part.completions] for share in shares for part in share], np.float32)
     loss_tokens = (
         np.add.reduceat(counted, np.cumsum(completions) - completions, dtype=np.int64)
         if len(completions)
         else completions
     )
     mean = LOSS_MEANS[loss_mean](loss_tokens, max_new_tokens)
-    ends = np.cumsum([sum(len(payloads[group].lengths) for group in share) for share in shares]).tolist()
+    ends = np.cumsum([sum(len(part.completions) for part in share) for share in shares]).tolist()
     return TrainingBatch(
         step=step,
         tokens=laid_out(

@@ -64,7 +64,19 @@ def serve(run: RunDir) -> Iterator[Callable[[Respond], ThreadingHTTPServer]]:
 
 MANIFEST = {
     "step": 1,
-    "groups": [{"group_id": 7, "lengths": [3, 1], "rewards": [1.0, 0.0], "ready_version": 0, "prompt_tokens": 5}],
+    "groups": [
+        {
+            "group_id": 7,
+            "lengths": [3, 1],
+            "rewards": [1.0, None],
+            "truncated": [False, True],
+            "ready_version": 0,
+            "prompt_tokens": 5,
+            "checksums": [1, 2, 3],
+            "segment": "000001-000001",
+            "start": 12,
+        }
+    ],
 }
 
 
@@ -74,7 +86,7 @@ def test_a_batch_is_polled_for_until_it_is_there(run: RunDir, serve: Callable[[R
     manifest = ControllerClient(run).batch(1)
     assert manifest.step == 1
     assert manifest.groups[0].group_id == 7
-    assert manifest.groups[0].rewards == (1.0, 0.0)
+    assert manifest.groups[0].rewards == (1.0, None)
 
 
 def test_a_join_is_asked_for_until_the_server_is_at_work(
@@ -96,8 +108,8 @@ def test_the_end_of_the_run_and_a_refusal_are_told_apart(
     client = ControllerClient(run)
     with pytest.raises(RunFinished, match=r"^score$"):
         client.batch(3)
-    with pytest.raises(ProcessError, match=r"GET /groups/9 answered 400: no such group"):
-        client.group(9)
+    with pytest.raises(ProcessError, match=r"GET /groups/9\?spans=0-1 answered 400: no such group"):
+        client.group(9, [(0, 1)])
 
 
 def test_a_restarted_controller_is_found_on_its_new_port(
@@ -105,19 +117,19 @@ def test_a_restarted_controller_is_found_on_its_new_port(
 ) -> None:
     first = serve(lambda path: (200, b"old"))
     client = ControllerClient(run, patience_s=10.0)
-    assert client.group(1) == b"old"
+    assert client.group(1, [(0, 3)]) == [b"old"]
     first.shutdown()
     first.server_close()
     client.close()  # the kept-alive connection would outlive a server thread, not a killed process
     serve(lambda path: (200, b"new"))
-    assert client.group(1) == b"new"
+    assert client.group(1, [(0, 2), (2, 3)]) == [b"ne", b"w"]
 
 
 def test_patience_ends_with_one_line_that_names_the_call(run: RunDir) -> None:
     with pytest.raises(
-        ProcessError, match=r"controller: no response to GET /groups/1 within 0 s \(the controller is not"
+        ProcessError, match=r"controller: no response to GET /groups/1\?spans=0-1 within 0 s \(the controller is not"
     ):
-        ControllerClient(run, patience_s=0.0).group(1)
+        ControllerClient(run, patience_s=0.0).group(1, [(0, 1)])
 
 
 def test_a_response_without_its_body_is_asked_for_again(
@@ -126,4 +138,4 @@ def test_a_response_without_its_body_is_asked_for_again(
     """As a server that is killed while it writes one may leave it."""
     responses = iter([(200, b""), (200, b"the group")])
     serve(lambda path: next(responses))
-    assert ControllerClient(run).group(1) == b"the group"
+    assert ControllerClient(run).group(1, [(0, 9)]) == [b"the group"]

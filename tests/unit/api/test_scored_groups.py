@@ -1,14 +1,15 @@
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from areal_core.api.scored_groups import pack_group, unpack_group
+from areal_core.api.scored_groups import pack_group, part_spans, read_group, read_group_file, unpack_group
 from areal_core.errors import StorageError
-from areal_core.types import GroupPayload
+from areal_core.types import BatchGroup, GroupPayload
 
 
-def group(lengths=(3, 1)):
+def group(lengths: Sequence[int] = (3, 1, 2)) -> GroupPayload:
     rng, total = np.random.default_rng(0), sum(lengths)
     return GroupPayload(
         prompt_tokens=np.array([5, 6], np.int32),
@@ -17,22 +18,69 @@ def group(lengths=(3, 1)):
         loss_mask=rng.random(total) < 0.5,
         logprobs=-rng.random(total, np.float32),
         versions=np.arange(total, dtype=np.int32),
-        rewards=np.array([1.0, 0.0], np.float32),
-        truncated=np.array([False, True]),
+        truncated=np.arange(len(lengths)) == 1,
+    )
+
+
+def described(payload: GroupPayload, checksums: tuple[int, ...], start: int = 0) -> BatchGroup:
+    return BatchGroup(
+        group_id=4,
+        lengths=tuple(payload.lengths.tolist()),
+        rewards=(0.0,) * len(payload.lengths),
+        truncated=tuple(payload.truncated.tolist()),
+        ready_version=0,
+        prompt_tokens=len(payload.prompt_tokens),
+        checksums=checksums,
+        segment="000001-000001",
+        start=start,
     )
 
 
 def test_a_group_comes_back_exactly():
     before = group()
-    after = unpack_group(pack_group(before))
+    data, checksums = pack_group(before)
+    after = unpack_group(data, described(before, checksums))
     for field in dataclasses.fields(GroupPayload):
         one, two = getattr(before, field.name), getattr(after, field.name)
         assert one.dtype == two.dtype
         np.testing.assert_array_equal(one, two)
 
 
-def test_the_same_group_gives_the_same_bytes():
-    assert pack_group(group()) == pack_group(group())
+def test_some_completions_are_read_and_nothing_of_the_others():
+    before, read = group(), []
+    data, checksums = pack_group(before)
+
+    def spans_of(spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        read.extend(spans)
+        return [data[start:end] for start, end in spans]
+
+    after = read_group(spans_of, described(before, checksums), [2, 0])
+    assert read == [part_spans(2, (3, 1, 2))[part] for part in (0, 3, 1)]
+    assert after.prompt_tokens.tolist() == [5, 6]
+    assert after.lengths.tolist() == [2, 3]
+    assert after.tokens.tolist() == [*before.tokens[4:].tolist(), *before.tokens[:3].tolist()]
+    assert after.versions.tolist() == [4, 5, 0, 1, 2]
+    np.testing.assert_array_equal(after.loss_mask, np.concatenate([before.loss_mask[4:], before.loss_mask[:3]]))
+    np.testing.assert_array_equal(after.logprobs, np.concatenate([before.logprobs[4:], before.logprobs[:3]]))
+    assert after.truncated.tolist() == [False, False]
+
+
+def test_parts_lie_end_to_end():
+    spans = part_spans(2, (3, 1, 2))
+    assert spans == [(0, 8), (8, 47), (47, 60), (60, 86)]  # 4 bytes a prompt token, 13 a token of a trajectory
+    assert len(pack_group(group())[0]) == 86
+
+
+def test_a_group_is_read_from_its_segment(tmp_path):
+    data, checksums = pack_group(group())
+    (tmp_path / "000001-000001.bin").write_bytes(b"others" + data + b"others")
+    payload = read_group_file(tmp_path, described(group(), checksums, start=6), [1])
+    assert payload.tokens.tolist() == group().tokens[3:4].tolist()
+    with pytest.raises(StorageError, match="not what was stored"):
+        read_group_file(tmp_path, described(group(), checksums, start=5), [1])
+    (tmp_path / "000001-000001.bin").unlink()
+    with pytest.raises(FileNotFoundError):
+        read_group_file(tmp_path, described(group(), checksums), [1])
 
 
 @pytest.mark.parametrize(
@@ -40,9 +88,8 @@ def test_the_same_group_gives_the_same_bytes():
     [
         ("tokens", np.zeros(3, np.int32)),
         ("loss_mask", np.zeros(3, np.bool_)),
-        ("rewards", np.zeros(3, np.float32)),
-        ("truncated", np.zeros(2, np.int32)),
-        ("logprobs", np.zeros(4, np.float64)),
+        ("logprobs", np.zeros(6, np.float64)),
+        ("prompt_tokens", np.zeros(2, np.int64)),
     ],
 )
 def test_a_group_that_contradicts_itself_is_not_packed(field, value):
@@ -50,14 +97,22 @@ def test_a_group_that_contradicts_itself_is_not_packed(field, value):
         pack_group(dataclasses.replace(group(), **{field: value}))
 
 
-@pytest.mark.parametrize("data", [b"", b"junk that is no safetensors file", pack_group(group())[:-1]])
-def test_bytes_that_are_no_group_are_refused(data):
-    with pytest.raises(StorageError, match="not a packed group"):
-        unpack_group(data)
+@pytest.mark.parametrize("part", range(4))
+def test_a_flipped_bit_is_found_in_its_part_alone(part: int):
+    data, checksums = pack_group(group())
+    start, _ = part_spans(2, (3, 1, 2))[part]
+    damaged = bytearray(data)
+    damaged[start] ^= 1
+    its = described(group(), checksums)
+    for completion in range(3):
+        if part in (0, completion + 1):
+            with pytest.raises(StorageError, match=f"^part {part} of a trajectory group is not what was stored$"):
+                read_group(lambda spans: [bytes(damaged[a:b]) for a, b in spans], its, [completion])
+        else:
+            read_group(lambda spans: [bytes(damaged[a:b]) for a, b in spans], its, [completion])
 
 
-def test_a_safetensors_file_of_something_else_is_refused():
-    from safetensors.numpy import save
-
-    with pytest.raises(StorageError, match="not a packed group"):
-        unpack_group(save({"weights": np.zeros(2)}))
+@pytest.mark.parametrize("data", [b"", b"junk", pack_group(group())[0][:-1]])
+def test_bytes_that_are_no_group_are_refused(data: bytes):
+    with pytest.raises(StorageError, match="not what was stored"):
+        unpack_group(data, described(group(), pack_group(group())[1]))

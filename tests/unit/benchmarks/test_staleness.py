@@ -94,7 +94,7 @@ def test_every_objective_and_lag_sees_the_same_prompts(tmp_path: Path) -> None:
         training = LaggedTraining(job(tmp_path, lag, objective), tmp_path / f"{objective}-{lag}")
         seen: list[bytes] = []
         for step in (1, 2):
-            groups = [staleness.unpack_group(group.payload) for group in training._roll_out(step)]
+            groups = [staleness.unpack_group(group.payload, group.summary) for group in training._roll_out(step)]
             seen += [group.prompt_tokens.tobytes() for group in groups]
         return seen
 

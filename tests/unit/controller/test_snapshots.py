@@ -27,7 +27,13 @@ from areal_core.types import GroupSummary, Outcome
 
 ONE = Selection(groups=1, policy="admit", max_staleness=9, max_requeues=0)
 SUMMARY = GroupSummary(
-    lengths=(1, 1), rewards=(1.0, 0.0), tokens=2, min_version=0, max_version=0, outcomes={Outcome.RIGHT: 1}, truncated=0
+    lengths=(1, 1),
+    rewards=(1.0, 0.0),
+    tokens=2,
+    min_version=0,
+    max_version=0,
+    outcomes={Outcome.RIGHT: 1},
+    truncated=(False, False),
 )
 
 

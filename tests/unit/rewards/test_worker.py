@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_core.api.scored_groups import ScoredGroup, unpack_group
+from areal_core.api.scored_groups import ScoredGroup, pack_group, unpack_group
 from areal_core.api.wire import SampledCompletion, encode_generation, whole_completions
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError
@@ -23,7 +23,7 @@ from areal_core.types import Completion, GenerationRequest, GroupSummary, Prompt
 
 END = char_tokenizer().token_id(EOS)
 BUSY_S = 0.05  # CPU seconds of a job that does nothing else
-SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=0)
+SUMMARY = GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=())
 
 
 def completion(text, versions, finish_reason="stop"):
@@ -88,9 +88,8 @@ def obey(job):
 def test_a_group_is_scored_and_packed(model):
     group = whole(completion("1-1=0;0-7=3#3", [4] * 9 + [5] * 5), completion("#7", [5, 5, 5]))
     scored = score_group(job(group, model_path=model, reward_correct=5.0, reward_wrong=-5.0))
-    payload = unpack_group(scored.payload)
+    payload = unpack_group(scored.payload, scored.summary)
     assert payload.lengths.tolist() == [14, 3]
-    assert payload.rewards.tolist() == [5.0, -5.0]
     assert payload.truncated.tolist() == [False, False]
     assert payload.tokens[-3:].tolist() == [*char_tokenizer().encode("#7"), END]
     assert payload.versions.tolist() == [4] * 9 + [5] * 8
@@ -105,8 +104,8 @@ def test_a_group_is_scored_and_packed(model):
         "min_version": 4,
         "max_version": 5,
         "outcomes": {"right": 1, "wrong": 1},
-        "truncated": 0,
-        "samples": (("1-1=0;0-7=3#3", 5.0, "4:0-9 5:9-14"), ("#7", -5.0, "5:0-3")),
+        "truncated": (False, False),
+        "checksums": pack_group(payload)[1],
         "unused_tokens": 0,
     }
 
@@ -118,19 +117,19 @@ def test_the_segments_of_an_interrupted_completion_are_scored_as_one(model):
     )
     interrupted = SampledCompletion(segments=((parts[0], 0), (parts[1], 0)))
     scored = score_group(job((interrupted, SampledCompletion(segments=((parts[0], 1),))), model_path=model))
-    payload = unpack_group(scored.payload)
+    payload = unpack_group(scored.payload, scored.summary)
     assert payload.lengths.tolist() == [14, 3]
     assert payload.versions.tolist() == [4] * 6 + [5] * 8 + [4] * 3
-    assert payload.rewards.tolist() == [1.0, 1.0]
-    assert scored.summary.samples[0] == ("1-1=0;0-7=3#3", 1.0, "4:0-6 5:6-14")
+    assert scored.summary.rewards == (1.0, 1.0)
+    assert char_tokenizer().decode(payload.tokens[:14].tolist()) == "1-1=0;0-7=3#3"
 
 
 def test_a_truncated_completion_is_flagged_and_wrong_even_if_its_text_is_right(model):
     scored = score_group(job(whole(completion("#3", [0, 0], "length"), completion("#3", [0, 0, 0])), model_path=model))
-    payload = unpack_group(scored.payload)
+    payload = unpack_group(scored.payload, scored.summary)
     assert payload.truncated.tolist() == [True, False]
-    assert payload.rewards.tolist() == [0.0, 1.0]
-    assert (scored.summary.correct, scored.summary.truncated) == (1, 1)
+    assert scored.summary.rewards == (0.0, 1.0)
+    assert (scored.summary.correct, scored.summary.truncated) == (1, (True, False))
 
 
 @pytest.mark.parametrize("unfinished", [completion("#3", [0, 0], "abort"), completion("", [], "length")])
@@ -276,7 +275,9 @@ async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
     texts = [char_tokenizer().decode(request.token_ids) for (request,) in requests]
     assert texts == ["1-1-7=#0=", "1-1-7=#1=", "1-1-7=#2="]
     scored = [await session.advance([whole(completion("#3", [1, 1, 1]))]) for session in reversed(sessions)]
-    assert [one.summary.samples[0][0] for one in scored] == ["#2=#3", "#1=#3", "#0=#3"]
+    payloads = [unpack_group(one.payload, one.summary) for one in scored]
+    said = [char_tokenizer().decode(payload.tokens.tolist()) for payload in payloads]
+    assert said == ["#2=#3", "#1=#3", "#0=#3"]
     assert {one.summary.rewards for one in scored} == {(0.5,)}
     await pool.close()
 

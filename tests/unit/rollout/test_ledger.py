@@ -23,8 +23,9 @@ def summary(tokens: int = 4, version: int = 0) -> GroupSummary:
         min_version=version,
         max_version=version,
         outcomes={Outcome.RIGHT: 1},
-        truncated=0,
-        samples=(("#3", 1.0, "0"),),
+        truncated=(False, True),
+        prompt_tokens=3,
+        checksums=(1, 2, 3),
     )
 
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from areal_core.models.spec import ModelSpec
 from areal_core.training.batching.packing import Packed, pack, pack_shared
+from areal_core.training.batching.partition import GroupCost
 from areal_core.training.flops import forward_flops, peak_flops_per_s, step_flops, training_cost
 from areal_core.training.model.forward import completion_logprobs
 from tests.support.training import SPEC, batch, weights
@@ -52,7 +53,7 @@ def test_products_are_those_that_torch_counts(spec: ModelSpec, shared: bool) -> 
     forward, backward = counted(spec, pack_shared(*laid, [[0, 1], [2, 3]]) if shared else pack(*laid, range(4)))
     attention = 4 * spec.layers * spec.heads * spec.head_dim * (PAIRED_ATTENDED if shared else ATTENDED)
     passes = [forward_flops(spec, *group, shared=shared) for group in groups]
-    costs = [training_cost(spec, *group, shared=shared) for group in groups]
+    costs = [total(training_cost(spec, *group, shared=shared)) for group in groups]
     assert sum(passes) - attention == forward
     # The backward pass makes the logits again, which torch counts and model FLOPs don't, and adds a product of the same
     # size to the head's gradient in place, which model FLOPs count and torch doesn't.
@@ -95,9 +96,13 @@ def passed(packed: Packed) -> float:
     return len(packed.inputs) * matrices + 4 * SPEC.layers * SPEC.heads * SPEC.head_dim * attended + head
 
 
+def total(cost: GroupCost) -> float:
+    return cost.prompt + sum(cost.completions)
+
+
 def test_a_long_completion_costs_more_than_its_tokens() -> None:
     def cost(*completions: int, shared: bool = False) -> int:
-        return training_cost(SPEC, 1, completions, shared=shared)
+        return total(training_cost(SPEC, 1, completions, shared=shared))
 
     assert cost(1000) > cost(500, 501)
     assert cost(1000, 6) == cost(1000) + cost(6)
@@ -105,8 +110,9 @@ def test_a_long_completion_costs_more_than_its_tokens() -> None:
 
 def test_what_is_shared_costs_once() -> None:
     alone, twice = (training_cost(SPEC, 300, completions, shared=True) for completions in ([9], [9, 9]))
-    assert alone == training_cost(SPEC, 300, [9], shared=False)
-    assert twice < 1.1 * alone
+    assert total(alone) == total(training_cost(SPEC, 300, [9], shared=False))
+    assert total(twice) < 1.1 * total(alone)
+    assert alone.prompt == twice.prompt > 9 * alone.completions[0] / 10
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from areal_core.api.scored_groups import pack_group, unpack_group
+from areal_core.api.controller_client import ControllerClient
+from areal_core.api.scored_groups import pack_group
 from areal_core.config.schema import load
+from areal_core.training.batching.trajectories import Trajectories
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.trainer import Trainer
 from areal_core.types import BatchGroup, BatchManifest, GroupPayload
@@ -19,28 +22,39 @@ from tests.support.training import SPEC
 LENGTHS, REWARDS = [[1, 4], [3, 4]], [[0.0, 1.0], [1.0, 1.0]]
 
 
-class Served:
+class Served(ControllerClient):
     """A controller that serves these groups."""
 
-    def group(self, group_id: int) -> bytes:
-        lengths = LENGTHS[group_id]
-        total = sum(lengths)
-        return pack_group(
-            GroupPayload(
-                prompt_tokens=np.array([7], np.int32),
-                lengths=np.array(lengths, np.int32),
-                tokens=np.full(total, 9, np.int32),
-                loss_mask=np.ones(total, np.bool_),
-                logprobs=np.full(total, -1.0, np.float32),
-                versions=np.zeros(total, np.int32),
-                rewards=np.array(REWARDS[group_id], np.float32),
-                truncated=np.array([False, True]),
-            )
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def group(self, group_id: int, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        self.asked.append(group_id)
+        data, _ = packed(group_id)
+        return [data[start:end] for start, end in spans]
+
+
+def packed(group_id: int) -> tuple[bytes, tuple[int, ...]]:
+    lengths = LENGTHS[group_id]
+    total = sum(lengths)
+    return pack_group(
+        GroupPayload(
+            prompt_tokens=np.array([7], np.int32),
+            lengths=np.array(lengths, np.int32),
+            tokens=np.full(total, 9, np.int32),
+            loss_mask=np.ones(total, np.bool_),
+            logprobs=np.full(total, -1.0, np.float32),
+            versions=np.zeros(total, np.int32),
+            truncated=np.zeros(2, np.bool_),
         )
+    )
 
 
-def built(**algorithm: Any) -> TrainingBatch:
+def built(
+    folder: Path = Path("/nowhere"), cut_off: tuple[bool, bool] = (False, True), **algorithm: Any
+) -> TrainingBatch:
     trainer = Trainer.__new__(Trainer)
+    trainer._trajectories = Trajectories(folder)
     trainer.config = load(
         {
             "algorithm": {"group_size": 2, "advantage": "group_mean", **algorithm},
@@ -52,10 +66,23 @@ def built(**algorithm: Any) -> TrainingBatch:
     trainer.rank = 0
     trainer.spec = SPEC
     groups = (
-        BatchGroup(group_id=group, lengths=tuple(LENGTHS[group]), rewards=tuple(REWARDS[group]), ready_version=0)
+        BatchGroup(
+            group_id=group,
+            lengths=tuple(LENGTHS[group]),
+            rewards=tuple(REWARDS[group]),
+            truncated=cut_off,
+            ready_version=0,
+            prompt_tokens=1,
+            checksums=packed(group)[1],
+            segment=f"000001-{group:06d}",
+            start=0,
+        )
         for group in (0, 1)
     )
-    return trainer._build(BatchManifest(step=1, groups=tuple(groups)), Served())
+    return trainer._build(BatchManifest(step=1, groups=tuple(groups)), CONTROLLER)
+
+
+CONTROLLER = Served()
 
 
 def completions(batch: TrainingBatch, values: np.ndarray) -> list[float]:
@@ -91,11 +118,21 @@ def test_the_mean_is_the_one_that_was_chosen() -> None:
     assert (masked.loss_tokens, masked.denominators) == ([4], [2 * 4])
 
 
-def test_no_completion_is_left_where_all_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_cut(data: bytes) -> GroupPayload:
-        return replace(unpack_group(data), truncated=np.array([True, True]))
+def test_segments_are_read_where_they_are_and_the_controller_is_asked_for_the_others(tmp_path: Path) -> None:
+    """One of the two is damaged here: the controller is asked for it, which finds out, too."""
+    (tmp_path / "000001-000000.bin").write_bytes(packed(0)[0])
+    (tmp_path / "000001-000001.bin").write_bytes(packed(1)[0][:-1])
+    CONTROLLER.asked.clear()
+    here = built(tmp_path)
+    assert CONTROLLER.asked == [1]
+    CONTROLLER.asked.clear()
+    elsewhere = built()
+    assert CONTROLLER.asked == [0, 1]
+    for name, values in here.arrays.items():
+        np.testing.assert_array_equal(values, elsewhere.arrays[name])
 
-    monkeypatch.setattr("areal_core.training.trainer.unpack_group", all_cut)
-    batch = built(truncated="mask")
+
+def test_no_completion_is_left_where_all_are_masked() -> None:
+    batch = built(cut_off=(True, True), truncated="mask")
     assert (batch.loss_tokens, batch.denominators) == ([0], [0.0])
     assert batch.microbatches == ((),)

@@ -1,7 +1,15 @@
 import pytest
 
 from areal_core.errors import ConfigError
-from areal_core.training.batching.partition import allocate, allocate_groups, cut_minibatches, partition, shard
+from areal_core.training.batching.partition import (
+    GroupCost,
+    Part,
+    allocate,
+    allocate_groups,
+    cut_minibatches,
+    partition,
+    shard,
+)
 
 
 def test_algorithm_1_by_hand():
@@ -56,13 +64,43 @@ def test_impossible_minibatches_are_refused(count: int):
 
 
 def test_partition_by_hand():
-    # 9 -> rank 0, 7 -> rank 1, 5 -> rank 1 (12), 4 -> rank 0 (13), 3 -> rank 1 (15), 2 -> rank 0 (15)
-    assert partition([4, 9, 2, 7, 3, 5], 2) == [[0, 1, 2], [3, 4, 5]]
+    # Of single completions: 9 -> rank 0, 7 -> 1, 5 -> 1 (12), 4 -> 0 (13), 3 -> 1 (15), 2 -> 0 (15)
+    costs = [GroupCost(0, [cost]) for cost in (4, 9, 2, 7, 3, 5)]
+    shares = partition(costs, 2)
+    assert [[part.group for part in share] for share in shares] == [[0, 1, 2], [3, 4, 5]]
+    assert {part.completions for share in shares for part in share} == {(0,)}
+
+
+def test_groups_are_cut_no_further_than_balance_gains():
+    assert partition([GroupCost(0, [8, 2]), GroupCost(0, [3, 7])], 2) == [[Part(0, (0, 1))], [Part(1, (0, 1))]]
+    # Halves, each the dearest first to the cheaper one: 8 | 7, 3 -> 7, 2 -> 8.
+    assert partition([GroupCost(0, [8, 7, 2, 3])], 2) == [[Part(0, (0, 2))], [Part(0, (1, 3))]]
+
+
+def test_a_prompt_that_costs_more_than_balance_gains_keeps_its_group_together():
+    # Whole, 112 and 104; halved, each rank pays for both prompts.
+    costs = [GroupCost(100, [3, 3, 3, 3]), GroupCost(100, [2, 2])]
+    assert partition(costs, 2) == [[Part(0, (0, 1, 2, 3))], [Part(1, (0, 1))]]
+    assert partition([GroupCost(2, [30, 30])], 2) == [[Part(0, (0,))], [Part(0, (1,))]]
+
+
+def test_a_rank_pays_for_a_prompt_once():
+    """Whole, 90 and 60. In halves 10 + 40 on one rank; on the other 10 + 40 as well, then one half of 60 each."""
+    costs = [GroupCost(10, [20, 20, 20, 20]), GroupCost(0, [30, 30])]
+    assert partition(costs, 2) == [[Part(0, (0, 2)), Part(1, (0,))], [Part(0, (1, 3)), Part(1, (1,))]]
+
+
+def test_completions_that_cost_nothing_go_with_their_group_or_where_the_fewest_are():
+    costs = [GroupCost(5, [9, 0, 0]), GroupCost(5, [0, 0]), GroupCost(5, [0])]
+    assert partition(costs, 2) == [[Part(0, (0, 1, 2))], [Part(1, (0, 1)), Part(2, (0,))]]
 
 
 def test_shard_cuts_the_same_minibatches_for_any_number_of_ranks():
-    tokens = [5, 80, 20, 35, 60, 10, 15, 40]
-    alone = shard(tokens, 2, 1, seed=3, step=4)
-    both = shard(tokens, 2, 2, seed=3, step=4)
+    costs = [GroupCost(1, [cost, cost + 1]) for cost in (5, 80, 20, 35, 60, 10, 15, 40)]
+    alone = shard(costs, 2, 1, seed=3, step=4)
+    both = shard(costs, 2, 2, seed=3, step=4)
     for minibatch in range(2):
-        assert sorted(both[0][minibatch] + both[1][minibatch]) == alone[0][minibatch]
+        parts = both[0][minibatch] + both[1][minibatch]
+        assert sorted({part.group for part in parts}) == [part.group for part in alone[0][minibatch]]
+        assert sum(len(part.completions) for part in parts) == 8
+        assert {part.completions for part in alone[0][minibatch]} == {(0, 1)}

@@ -1,12 +1,14 @@
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from areal_core.errors import ModelError
-from areal_core.training.engines.engine import build_batch, check_batch
+from areal_core.training.batching.partition import Part
+from areal_core.training.engines.engine import TrainingBatch, build_batch, check_batch
 from areal_core.types import GroupPayload
-from tests.support.training import SPEC, batch
+from tests.support.training import SPEC, batch, shares_of, whole
 
 GROUP = GroupPayload(
     prompt_tokens=np.array([7, 8], np.int32),
@@ -15,15 +17,18 @@ GROUP = GroupPayload(
     loss_mask=np.ones(4, np.bool_),
     logprobs=np.array([-0.1, -0.2, -0.3, -0.4], np.float32),
     versions=np.array([4, 4, 5, 5], np.int32),
-    rewards=np.array([1, 0], np.float32),
     truncated=np.array([False, True]),
 )
 OTHER = replace(GROUP, prompt_tokens=np.array([9], np.int32))
 ADVANTAGES = np.array([[0.5, -0.5], [0.0, 0.0], [2.0, -2.0]])
 
 
+def built(*shares: list[int], payloads: dict[int, GroupPayload], **how: Any) -> TrainingBatch:
+    return build_batch(6, whole(payloads, *shares), payloads, ADVANTAGES, capacity=64, **how)
+
+
 def test_layout_of_a_share():
-    batch = build_batch(6, [[2], [], [0]], {0: GROUP, 2: OTHER}, ADVANTAGES, capacity=64)
+    batch = built([2], [], [0], payloads={0: GROUP, 2: OTHER})
     assert batch.step == 6
     assert batch.tokens.tolist() == [9, 10, 11, 1, 9, 12, 7, 8, 10, 11, 1, 7, 8, 12]
     assert batch.lengths.tolist() == [4, 2, 5, 3]
@@ -36,8 +41,19 @@ def test_layout_of_a_share():
     assert batch.loss_tokens == [4, 0, 4]
 
 
+def test_a_share_may_hold_some_of_a_groups_completions():
+    """As many as `payloads` has of it, with the advantages that these have."""
+    share = [[Part(0, (1,))], [Part(2, (0,))]]
+    batch = build_batch(6, share, shares_of({0: GROUP, 2: OTHER}, share), ADVANTAGES, capacity=64, share_prompts=True)
+    assert batch.tokens.tolist() == [7, 8, 12, 9, 10, 11, 1]
+    assert batch.advantages.tolist() == [0, 0, -0.5, 0, 2, 2, 2]
+    assert batch.minibatches == ((0,), (1,))
+    assert batch.groups is not None
+    assert batch.groups.tolist() == [0, 1]
+
+
 def test_truncated_completions_can_be_masked_out():
-    batch = build_batch(6, [[0]], {0: GROUP}, ADVANTAGES, capacity=64, mask_truncated=True)
+    batch = built([0], payloads={0: GROUP}, mask_truncated=True)
     assert batch.loss_mask.tolist() == [False, False, True, True, True, False, False, False]
     assert batch.loss_tokens == [3]
 
@@ -46,17 +62,17 @@ def test_what_the_policy_did_not_sample_is_no_loss_token():
     """One token of the first trajectory is the environment's: it counts in no mean, and not as sampled."""
     sampled = np.array([True, False, True, True])
     group = replace(GROUP, loss_mask=sampled, versions=np.where(sampled, GROUP.versions, -1).astype(np.int32))
-    batch = build_batch(6, [[0]], {0: group}, ADVANTAGES, capacity=64, loss_mean="sequence")
+    batch = built([0], payloads={0: group}, loss_mean="sequence")
     assert batch.loss_mask.tolist() == [False, False, True, False, True, False, False, True]
     assert batch.versions.tolist() == [-1, -1, 4, -1, 5, -1, -1, 5]
     assert batch.weights[[2, 4, 7]].tolist() == [0.5, 0.5, 1.0]
     assert batch.loss_tokens == [3]
-    both = build_batch(6, [[0]], {0: group}, ADVANTAGES, capacity=64, mask_truncated=True)
+    both = built([0], payloads={0: group}, mask_truncated=True)
     assert both.loss_tokens == [2]
 
 
 def test_a_rank_without_groups():
-    batch = build_batch(6, [[], []], {}, ADVANTAGES, capacity=64)
+    batch = built([], [], payloads={})
     assert batch.minibatches == ((), ())
     assert batch.loss_tokens == [0, 0]
     assert batch.tokens.shape == (0,)
@@ -66,7 +82,7 @@ def test_a_rank_without_groups():
 def test_empty_prompts_and_completions_never_reach_training(field: str):
     broken = replace(GROUP, **{field: np.zeros(0 if field == "prompt_tokens" else 2, np.int32)})
     with pytest.raises(AssertionError, match="empty prompt or completion"):
-        build_batch(6, [[0]], {0: broken}, ADVANTAGES, capacity=64)
+        built([0], payloads={0: broken})
 
 
 @pytest.mark.parametrize(

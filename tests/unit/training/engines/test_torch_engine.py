@@ -16,7 +16,7 @@ from areal_core.training.engines.engine import StepStats, TrainingEngine, build_
 from areal_core.training.engines.policy_engine import learning_rate
 from areal_core.training.model.forward import completion_logprobs
 from tests.support import forked
-from tests.support.training import GROUP_SIZE, SPEC, TRAINING, batch, engine, payload, run_rank, train, weights
+from tests.support.training import GROUP_SIZE, SPEC, TRAINING, batch, engine, payload, run_rank, train, weights, whole
 
 STANDARD = AlgorithmConfig(objective="standard")
 HALF = replace(TRAINING, dtype="bfloat16")
@@ -254,7 +254,8 @@ def test_masked_completions_have_no_effect():
     group = replace(payload(5), truncated=np.array([True, False, True, False]))
     all_cut = replace(payload(6), truncated=np.ones(GROUP_SIZE, bool))
     advantages = np.array([[1.0, -1.0, 0.5, 2.0], [1.0, -1.0, 0.5, 2.0]])
-    share = build_batch(1, [[0], [1]], {0: group, 1: all_cut}, advantages, capacity=64, mask_truncated=True)
+    payloads = {0: group, 1: all_cut}
+    share = build_batch(1, whole(payloads, [0], [1]), payloads, advantages, capacity=64, mask_truncated=True)
     garbage = np.where(share.loss_mask, share.advantages, np.nan)
     one, other = engine(), engine()
     stats = one.train_step(share, one.logprobs(share))
