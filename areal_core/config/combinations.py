@@ -44,10 +44,10 @@ def _check_batch(config: RunConfig) -> None:
             f"training.minibatches: must be at most {config.groups_per_batch}, the groups in a batch, "
             f"got {config.training.minibatches}"
         )
-    groups_per_minibatch = config.groups_per_batch // config.training.minibatches
-    if config.trainer_processes > groups_per_minibatch:
+    completions = config.groups_per_batch // config.training.minibatches * group
+    if config.trainer_processes > completions:
         raise ConfigError(
-            f"training.ranks: must be at most {groups_per_minibatch}, the groups in a minibatch, "
+            f"training.ranks: must be at most {completions}, the completions in a minibatch, "
             f"got {config.trainer_processes}"
         )
     if config.rollout.dynamic_sampling and group == 1:
