@@ -28,6 +28,8 @@ from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
+_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL)  # what says nothing of the ledger itself
+
 
 def restore(run: RunDir, storage: Storage) -> int | None:
     """Where this run has no ledger in its folder, or one that does not belong to the newest checkpoint, take that one's
@@ -105,6 +107,8 @@ def _belongs(run: RunDir, newest: CheckpointInfo | None) -> bool:
                 return False  # the batches from there on can't be trained on again
             return ledger.versions.sha256(newest.step) == newest.extra[checkpoint.VERSION]
     except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode & 0xFF in _PASSING:
+            raise
         logger.warning("%s can't be read: %s", run.ledger, error)
         return False
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -95,6 +97,18 @@ def test_a_damaged_ledger_before_the_first_checkpoint_is_kept_aside(
     assert "the run begins anew" in caplog.text
     with closing(TrajectoryLedger(run.ledger, group_size=2)) as ledger:
         assert ledger.admit().group_id == 1
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL])
+def test_a_ledger_that_is_held_or_has_no_room_is_not_a_damaged_one(
+    run: RunDir, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = sqlite3.OperationalError()
+    error.sqlite_errorcode = code
+    monkeypatch.setattr("areal_core.controller.restore.TrajectoryLedger", MagicMock(side_effect=error))
+    with pytest.raises(sqlite3.OperationalError):
+        restore(run, Storage.open(run.info().checkpoint_url))
+    assert run.ledger.exists()
 
 
 def test_a_whole_ledger_before_the_first_checkpoint_stays(run: RunDir) -> None:
