@@ -70,8 +70,9 @@ def areal_compare(
     """Runs that differ in one thing, compared: every arm with every seed, matched in what they train on, and a report.
 
     Args:
-        experiment: A file of conf/experiment, common to all arms.
-        arms: Name of each arm and the settings that make it, as in {"sync": ["mode=sync"]}. The first is the reference.
+        experiment: A file of conf/experiment, for all arms that name none.
+        arms: Name of each arm and the settings that make it, as in {"sync": ["mode=sync"]}; experiment=NAME among them
+            is another file of conf/experiment. The first is the reference.
         seeds: Every arm runs with each of them. Six or more give intervals of 95 %.
         overrides: Any other setting of all arms, one a line, as training.steps=50.
         name: Of the comparison, letters, digits and dashes. A name that exists is continued, with its settings and

@@ -17,8 +17,8 @@ from flows.comparison.design import DEFAULT_ARMS, generated_name
 from flows.comparison.record import Comparison, read_comparison
 
 _EPILOG = """
-An arm is a name, a colon and what makes it, as in --arm 'async-2: mode=async rollout.max_staleness=2'. The first one is
-the reference. Without any: sync, async-1, async-2 and async-4.
+An arm is a name, a colon and what makes it, as in --arm 'async-2: mode=async rollout.max_staleness=2' or
+--arm 'sync: experiment=cpu-sync'. The first one is the reference. Without any: sync, async-1, async-2 and async-4.
 """
 
 

@@ -88,7 +88,8 @@ def quoted(value: str) -> str:
 
 
 def named_fields(overrides: Sequence[str]) -> set[str]:
-    """The fields that overrides name, `training.steps`; of a choice, `algorithm=paper`, those that its file sets."""
+    """The fields that overrides name, `training.steps`; of a choice, `algorithm=paper`, those that its file sets, of an
+    experiment without those of the one that it is built on."""
     named: set[str] = set()
     for override in overrides:
         parsed = OverridesParser.create().parse_override(override)
@@ -103,6 +104,8 @@ def _set_by(group: str, option: str) -> set[str]:
     prefix = f"{group}." if package is None else "" if package[1] == "_global_" else f"{package[1]}."
     values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
     bases = [entry for entry in values.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
+    if group == "experiment":
+        bases = []
     return {name for name, _ in leaves(values, prefix)}.union(*(_set_by(group, base) for base in bases))
 
 

@@ -51,9 +51,13 @@ PLANNED = {
     "gpu-shared": "1.5b",
     "paper-small": "1.5b",
     "paper-1.5b-math": "1.5b",
+    "paper-1.5b-math-sync": "1.5b",
     "paper-7b-math": "7b",
+    "paper-7b-math-sync": "7b",
     "paper-14b-code": "14b",
+    "paper-14b-code-sync": "14b",
     "paper-32b-code": "32b",
+    "paper-32b-code-sync": "32b",
 }  # experiment -> the largest model that it is meant for
 
 

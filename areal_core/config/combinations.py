@@ -44,10 +44,10 @@ def _check_batch(config: RunConfig) -> None:
             f"training.minibatches: must be at most {config.groups_per_batch}, the groups in a batch, "
             f"got {config.training.minibatches}"
         )
-    completions_per_minibatch = config.groups_per_batch // config.training.minibatches * group
-    if config.trainer_processes > completions_per_minibatch:
+    completions = config.groups_per_batch // config.training.minibatches * group
+    if config.trainer_processes > completions:
         raise ConfigError(
-            f"training.ranks: must be at most {completions_per_minibatch}, the completions in a minibatch, "
+            f"training.ranks: must be at most {completions}, the completions in a minibatch, "
             f"got {config.trainer_processes}"
         )
     if config.rollout.dynamic_sampling and group == 1:
@@ -121,9 +121,16 @@ def _check_evaluation(config: RunConfig) -> None:
     if not config.evaluated:
         return
     evaluation, lent = config.evaluation, not config.evaluation.servers
-    if lent and (config.generation_servers < 2 or config.sleeps):
-        why = "generation.sleep=true" if config.sleeps else "one generation server, which the run can't spare"
-        raise ConfigError(f"evaluation.servers: must be at least 1 with {why}, got 0")
+    if lent and config.generation_servers < 2:
+        raise ConfigError(
+            "evaluation.servers: must be at least 1 with one generation server, which the run can't spare, got 0"
+        )
+    if config.scores_at_the_end:
+        late = "with evaluation.servers=0 and generation.sleep=true, as versions are scored once the run has ended"
+        if config.stop.score is not None:
+            raise ConfigError(f"stop.score: must be null {late}, got {config.stop.score}")
+        if config.training.keep_best:
+            raise ConfigError(f"training.keep_best: must be false {late}, got true")
     if evaluation.accelerator != "cpu" and (lent or config.launch.accelerator == "cpu"):
         why = "evaluation.servers=0, whose servers are the run's" if lent else "launch.accelerator=cpu"
         raise ConfigError(f"evaluation.accelerator: must be cpu with {why}, got {evaluation.accelerator!r}")

@@ -256,7 +256,8 @@ class EvaluationConfig:
 
     enabled: bool = True  # false: no version is scored, and a run has no accuracies
     every: int = bounded(5, low=1)  # steps between two evaluations; the base and the last version always count
-    servers: int = bounded(1, low=0)  # generation servers of its own; 0: one of the run's is borrowed for each version
+    # Generation servers of its own; 0: one of the run's is borrowed for each version, at the end where they sleep.
+    servers: int = bounded(1, low=0)
     engine: str = "embedded"  # of its own servers: embedded, vllm, or an import path
     accelerator: str = choice("cpu", "cpu", "cuda")  # of its own servers: a core beside all else, or GPUs of their own
     slots: int = bounded(32, low=1)  # of each of its own servers

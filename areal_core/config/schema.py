@@ -247,6 +247,12 @@ class RunConfig:
         """Whether servers release their accelerators while the trainer trains."""
         return self.generation.sleep and self.mode == "sync"
 
+    @property
+    def scores_at_the_end(self) -> bool:
+        """Whether versions are scored once the run has ended: a server that is lent, and so awake, would be in the way
+        of ranks that train on its accelerators."""
+        return self.evaluated and self.sleeps and not self.evaluation.servers
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

@@ -13,7 +13,7 @@ from areal_core.types import PolicyVersion
 
 class EvaluationSchedule:
     """Every `evaluation.every`-th version of a run is due, the base and the last one always; none where versions are
-    not scored."""
+    not scored, and none before the end where that has to wait for it."""
 
     def __init__(self, config: RunConfig, ledger: TrajectoryLedger, recorder: Recorder) -> None:
         self._config = config
@@ -21,13 +21,17 @@ class EvaluationSchedule:
         self._recorder = recorder
 
     def next(self) -> PolicyVersion | None:
-        """The oldest version that is due and not scored; once the run has ended only the base and the last count."""
+        """The oldest version that is due and not scored; once the run has ended only the base and the last count,
+        unless none could be scored before."""
         newest, ending = self._ledger.versions.newest(), self._ledger.notes.ending
-        if not self._config.evaluated or newest is None:
+        late = self._config.scores_at_the_end
+        if not self._config.evaluated or newest is None or (late and ending is None):
             return None
         scored = self._scored()
-        regular = range(0, newest.version + 1, self._config.evaluation.every)
-        for number in regular if ending is None else sorted({0, ending.version}):
+        due = set(range(0, newest.version + 1, self._config.evaluation.every)) if late or ending is None else {0}
+        if ending is not None:
+            due.add(ending.version)
+        for number in sorted(due):
             version = None if number in scored else self._ledger.versions.get(number)
             # Weights that another machine kept to itself are gone; no score of them will ever come.
             if version is not None and Path(version.path).exists():

@@ -3,7 +3,8 @@
 The ledger in the run's folder belongs to the run as long as it has published what the newest checkpoint in the store
 holds, and has the batches from there on. It does not where the folder is older than the store: its disk has lost power,
 or was put back, or the run has gone on elsewhere meanwhile; or where newer checkpoints turned out to be damaged. Then
-the ledger that was saved beside that checkpoint is taken, and the other one kept beside it.
+the ledger that was saved beside that checkpoint is taken, and the other one kept beside it. A damaged ledger belongs to
+nothing; before the first checkpoint the run begins anew without it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,22 @@ from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
+_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL)  # what says nothing of the ledger itself
+
 
 def restore(run: RunDir, storage: Storage) -> int | None:
     """Where this run has no ledger in its folder, or one that does not belong to the newest checkpoint, take that one's
-    and its policy version. Returns that version; None where there was nothing to do.
+    and its policy version. Returns that version; None where there was nothing to take. A damaged ledger is set aside
+    even so.
 
     Raises StorageError when no checkpoint is whole and the ledger belongs to none."""
     newest = checkpoint.newest(storage)
-    if newest is None or _belongs(run, newest):
+    if _belongs(run, newest):
+        return None
+    if newest is None:
+        if run.ledger.exists():
+            kept = _set_aside(run)
+            logger.warning("there is no checkpoint yet: the run begins anew; its ledger is kept as %s", kept.name)
         return None
 
     def fetched(info: CheckpointInfo) -> dict[str, Path]:
@@ -82,8 +91,9 @@ def forget_damaged(ledger: TrajectoryLedger) -> None:
             ledger.versions.mark_damaged(version.version)
 
 
-def _belongs(run: RunDir, newest: CheckpointInfo) -> bool:
-    """Whether the ledger in the run's folder is there, and the run can go on from this checkpoint with it."""
+def _belongs(run: RunDir, newest: CheckpointInfo | None) -> bool:
+    """Whether the ledger in the run's folder is there, and the run can go on from this checkpoint with it, or from its
+    beginning."""
     if not run.ledger.exists():
         return False
     try:
@@ -91,10 +101,14 @@ def _belongs(run: RunDir, newest: CheckpointInfo) -> bool:
             if found := ledger.damage():
                 logger.warning("%s is damaged: %s", run.ledger, found)
                 return False
+            if newest is None:
+                return True
             if ledger.payloads.forgotten > newest.step:
                 return False  # the batches from there on can't be trained on again
             return ledger.versions.sha256(newest.step) == newest.extra[checkpoint.VERSION]
     except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode & 0xFF in _PASSING:
+            raise
         logger.warning("%s can't be read: %s", run.ledger, error)
         return False
 

@@ -8,8 +8,9 @@ refused can't be expected to work, and one that is accepted may still run out of
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
@@ -91,7 +92,7 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
     state, run = training_state(config, spec, reference=config.algorithm.kl_coef > 0), training_pass(config, spec)
     needs: tuple[Need, ...]
     if config.mode == "async":
-        field, advice = _training_remedy(config, state, run)
+        field, advice = _training_remedy(config, spec, state, run, memory * (1 - MARGIN))
         needs = (
             Need(who="rank", limit=memory, parts=_with_margin(state | run, memory), field=field, advice=advice),
             _server(config, spec, memory),
@@ -107,22 +108,38 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
     )
 
 
-def _training_remedy(config: RunConfig, state: Parts, run: Parts) -> tuple[str, str]:
-    """The field that most of the memory depends on, and what to do."""
-    training, longest = config.training, config.task.max_prompt_tokens + config.task.max_new_tokens
+def _training_remedy(config: RunConfig, spec: ModelSpec, state: Parts, run: Parts, available: float) -> tuple[str, str]:
+    """The field that most of the memory depends on, and what to do. `available` are bytes of a rank."""
+    training, prompt = config.training, config.task.max_prompt_tokens
+    longest = prompt + config.task.max_new_tokens
     in_pass = "activations" in run
     if in_pass and sum(run.values()) > sum(state.values()):
         if not training.checkpoint_activations:
             return "training.checkpoint_activations", "set it, or lower microbatch_tokens"
-        if training.microbatch_tokens > longest:
-            return "training.microbatch_tokens", f"lower it, to {longest} at the least"
-        return "task.max_new_tokens", "lower it and training.microbatch_tokens, which must hold the longest trajectory"
+        fitting = _fitting_tokens(config, spec, available - sum(state.values()))
+        if fitting >= longest:
+            return "training.microbatch_tokens", f"lower it, to {fitting} at the most and {longest} at the least"
+        if fitting > prompt:
+            return "task.max_new_tokens", (
+                f"one rank holds a trajectory of {longest} tokens, prompt included, as a whole: at most {fitting} fit; "
+                f"lower it to {fitting - prompt}, and training.microbatch_tokens to {fitting}"
+            )
     if training.engine == "torch":
         return "training.engine", "every rank of torch's has all of it; deepspeed shares it out among several"
     less = " or lower microbatch_tokens" if in_pass else ""
     if training.zero_stage < 3:
         return "training.zero_stage", f"raise zero_stage or ranks{less}"
     return "training.ranks", f"raise ranks{less}"
+
+
+def _fitting_tokens(config: RunConfig, spec: ModelSpec, available: float) -> int:
+    """Tokens of the largest micro-batch, up to the one that is set, whose pass takes at most `available` bytes."""
+
+    def needed(tokens: int) -> float:
+        chosen = replace(config, training=replace(config.training, microbatch_tokens=tokens))
+        return sum(training_pass(chosen, spec).values())
+
+    return bisect_right(range(1, config.training.microbatch_tokens + 1), available, key=needed)
 
 
 def full_completions(config: RunConfig, spec: ModelSpec, memory: float) -> int:
@@ -161,8 +178,8 @@ def _shared(config: RunConfig, spec: ModelSpec, memory: float, state: Parts, run
         parts, advice = _with_margin(state | run | {"server": served}, memory), "set it, with generation.engine=vllm"
         yield Need(who="rank beside a server", limit=memory, parts=parts, field="generation.sleep", advice=advice)
         return
-    parts, (field, advice) = state | run | {"sleeping server": SLEEPING}, _training_remedy(config, state, run)
-    who = "rank beside a sleeping server"
+    parts, who = state | run | {"sleeping server": SLEEPING}, "rank beside a sleeping server"
+    field, advice = _training_remedy(config, spec, state, run, memory * (1 - MARGIN) - SLEEPING)
     yield Need(who=who, limit=memory, parts=_with_margin(parts, memory), field=field, advice=advice)
     parts, field = _with_margin(state | {"server": served}, memory), "generation.vllm.memory_share"
     yield Need(who="server beside a rank", limit=memory, parts=parts, field=field, advice="lower it")

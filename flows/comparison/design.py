@@ -1,8 +1,9 @@
 """The experimental design: arms times seeds as trials in their order, and the checks that make two arms comparable.
 
-Arms are lists of overrides over one experiment; the first arm is the reference. All arms of a seed have the same
-prompts in the same order and train on the same number of trajectories on the same devices. An asynchronous arm may
-train on others of these prompts: what is still in flight at its end is not trained on (policies admit and drop).
+Arms are lists of overrides over one experiment, or over another that an arm chooses, `experiment=paper-7b-math-sync`;
+the first arm is the reference. All arms of a seed have the same prompts in the same order and train on the same number
+of trajectories on the same devices. An asynchronous arm may train on others of these prompts: what is still in flight
+at its end is not trained on (policies admit and drop).
 
 Trials of a seed are planned as neighbours in time, and who goes first changes from seed to seed, so that neither a
 machine that grows slower nor a cold start favours an arm.
@@ -60,7 +61,7 @@ def plan_trials(
     _check_names(comparison, arms)
     _check_seeds(seeds)
     compose(experiment, overrides)  # what is wrong with what is common is no arm's fault
-    composed = {arm: _compose(arm, experiment, [*overrides, *own]) for arm, own in arms.items()}
+    composed = {arm: _compose(arm, experiment, overrides, own) for arm, own in arms.items()}
     _check_named(arms, composed)
     trials: list[Trial] = []
     for position, seed in enumerate(seeds):
@@ -104,8 +105,9 @@ def _check_named(arms: Mapping[str, Sequence[str]], composed: Mapping[str, RunCo
         named = named_fields(arms[arm]) | named_fields(arms[reference])
         for name, ours, theirs in differences(composed[arm], composed[reference]):
             if name not in named:
+                own = " ".join(arms[arm]) or "what the experiment has"
                 raise ConfigError(
-                    f"arms.{arm}: {' '.join(arms[arm])} also changes {name} from {theirs} to {ours}: name it in the "
+                    f"arms.{arm}: {own} also changes {name} from {theirs} to {ours}: name it in the "
                     "arm too, or set single fields, such as algorithm.objective, instead of choosing a file"
                 )
 
@@ -135,13 +137,19 @@ def _check_seeds(seeds: Sequence[int]) -> None:
         raise ConfigError(f"seeds: must be distinct, got {', '.join(map(str, seeds))}")
 
 
-def _compose(arm: str, experiment: str, overrides: list[str]) -> RunConfig:
-    if any(override.partition("=")[0].strip() == "seed" for override in overrides):
+def _compose(arm: str, experiment: str, overrides: Sequence[str], own: Sequence[str]) -> RunConfig:
+    if any(_field(override) == "seed" for override in (*overrides, *own)):
         raise ConfigError(f"arms.{arm}: seed is chosen by seeds, not by an override")
+    chosen = [override.partition("=")[2].strip() for override in own if _field(override) == "experiment"]
+    others = [override for override in own if _field(override) != "experiment"]
     try:
-        return compose(experiment, overrides)
+        return compose(chosen[-1] if chosen else experiment, [*overrides, *others])
     except ConfigError as error:
         raise ConfigError(f"arms.{arm}: {error}") from error
+
+
+def _field(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
 def _seeded(arm: str, config: RunConfig, seed: int) -> RunConfig:

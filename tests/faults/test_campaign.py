@@ -91,6 +91,11 @@ def test_a_flipped_byte_of_a_manifest_is_noticed(tmp_path: Path, seed: int) -> N
     assert objects.strike(tmp_path / "run", seed).findings.problems() == []
 
 
+@pytest.mark.parametrize("seed", [182, 241, 361])
+def test_a_run_begins_anew_where_its_ledger_is_torn_before_the_first_checkpoint(tmp_path: Path, seed: int) -> None:
+    assert books.strike(tmp_path / "run", seed).findings.problems() == []
+
+
 @pytest.mark.parametrize("seed", [38, 55])
 def test_a_torn_ledger_gives_way_to_the_checkpoint(tmp_path: Path, seed: int) -> None:
     assert books.strike(tmp_path / "run", seed).findings.problems() == []

@@ -1,5 +1,6 @@
 """Arms that are compared match in all that must match, and no arm is favoured by its place in the order."""
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,8 @@ from areal_core.config.schema import RunConfig, load
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import char_tokenizer
-from flows.comparison.design import DEFAULT_ARMS, check_matched, generated_name, plan_trials
+from flows.comparison.design import DEFAULT_ARMS, check_matched, differences, generated_name, plan_trials
+from flows.compose import compose, named_fields
 
 _EMULATED = {"generation__engine": "emulated", "training__engine": "emulated"}
 _TWO = {"sync": ["mode=sync"], "async": ["mode=async"]}
@@ -116,6 +118,53 @@ def test_arms_differ_in_no_more_than_they_name() -> None:
         paper, standard = plan_trials("study", "cpu-async", arms, [1], PAPER)
         assert (paper.config.algorithm.objective, standard.config.algorithm.objective) == ("decoupled", "standard")
         assert standard.config.algorithm.advantage == "batch"
+
+
+FILES = ["model.path=m", "task.path=t", "task.held_out_path=h"]
+
+
+@pytest.mark.parametrize("experiment", ["paper-1.5b-math", "paper-7b-math", "paper-14b-code", "paper-32b-code"])
+def test_the_papers_arms_match(experiment: str) -> None:
+    """Table 1. The two differ in how devices are used, and in nothing else."""
+    arms = {"sync": [f"experiment={experiment}-sync"], "async": [], "eta-1": ["rollout.max_staleness=1"]}
+    sync, own, eta_1 = (trial.config for trial in plan_trials("paper", experiment, arms, [1], FILES))
+    assert own == dataclasses.replace(compose(experiment, FILES), seed=1)
+    assert (sync.mode, own.mode, eta_1.max_staleness) == ("sync", "async", 1)
+    assert {name for name, _, _ in differences(own, sync)} == {
+        *("mode", "rollout.max_staleness", "generation.sleep", "training.ranks", "training.hosts")
+    }
+
+
+@pytest.mark.parametrize(
+    ("weak", "said"),
+    [
+        (
+            "training.ranks=96 training.hosts=12",
+            "arms.sync: training.ranks must be launch.devices (192) in a synchronous reference, so that every device "
+            "trains, got 96",
+        ),
+        ("evaluation.samples=8", "arms.async: evaluation.samples must be the same in every arm, got 32, sync has 8"),
+        (
+            "algorithm=decoupled",
+            "arms.async: what the experiment has also changes algorithm.advantage from group to batch: name it in the "
+            "arm",
+        ),
+    ],
+)
+def test_an_arm_over_its_own_experiment_is_held_to_the_same(weak: str, said: str) -> None:
+    arms = {"sync": ["experiment=paper-7b-math-sync", *weak.split()], "async": []}
+    with pytest.raises(ConfigError) as caught:
+        plan_trials("paper", "paper-7b-math", arms, [1], FILES)
+    assert str(caught.value).startswith(said)
+
+
+def test_an_arms_experiment_names_what_it_sets_itself() -> None:
+    """Not what it is built on: another objective would go unseen."""
+    assert named_fields(["experiment=paper-7b-math-sync"]) == {
+        *("mode", "rollout.max_staleness", "generation.sleep", "training.ranks", "training.hosts")
+    }
+    with pytest.raises(ConfigError, match=r"^arms\.sync: experiment: must be one of .*; did you mean cpu-sync\?$"):
+        plan_trials("study", "cpu-async", {"sync": ["experiment=cpu-sinc"], "async": []}, [1])
 
 
 def test_consumed_trajectories_must_be_equal() -> None:
@@ -226,7 +275,7 @@ def test_a_generated_name_is_a_name(experiment: str) -> None:
     arms, files = _TWO, []
     if experiment.startswith(("gpu-", "paper-")):  # these set what only one of the two modes can have
         arms = {"decoupled": ["algorithm.objective=decoupled"], "standard": ["algorithm.objective=standard"]}
-        files = ["model.path=m", "task.path=t", "task.held_out_path=h"]
+        files = FILES
     assert plan_trials(name, experiment, arms, [1], files)[0].run_id == f"{name}.{next(iter(arms))}.s1"
 
 

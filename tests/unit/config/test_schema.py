@@ -304,8 +304,19 @@ def test_what_is_wrong_with_several_machines_is_one_line_that_names_it(
             "evaluation.servers: must be at least 1 with one generation server, which the run can't spare, got 0",
         ),
         (
-            {"mode": "sync", "evaluation": {"servers": 0}, "generation": {"engine": "vllm", "sleep": True}},
-            "evaluation.servers: must be at least 1 with generation.sleep=true, got 0",
+            {"mode": "sync", "evaluation": {"servers": 0}, "generation": {"sleep": True}, "stop": {"score": 0.9}},
+            "stop.score: must be null with evaluation.servers=0 and generation.sleep=true, as versions are scored once "
+            "the run has ended, got 0.9",
+        ),
+        (
+            {
+                "mode": "sync",
+                "evaluation": {"servers": 0},
+                "generation": {"sleep": True},
+                "training": {"keep_best": True},
+            },
+            "training.keep_best: must be false with evaluation.servers=0 and generation.sleep=true, as versions are "
+            "scored once the run has ended, got true",
         ),
         (
             {"evaluation": {"accelerator": "cuda"}},

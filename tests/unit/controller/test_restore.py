@@ -1,17 +1,23 @@
-"""What a controller starts from: which of the versions that its ledger knows can still be loaded."""
+"""What a controller starts from: a whole ledger, and which of the versions that it knows can still be loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
-from areal_core.controller.restore import forget_damaged
+from areal_core.controller.restore import forget_damaged, restore
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage import weights
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir, RunInfo
+from tests.support.runs import tiny
 
 
 @pytest.fixture
@@ -51,3 +57,67 @@ def test_the_newest_versions_have_to_be_here_and_released_ones_do_not(ledger: Tr
     forget_damaged(ledger)
     assert loadable(ledger) == [1, 2, 3, 4]
     assert ledger.versions.newest() is None
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Without a checkpoint, its ledger of 200 groups closed."""
+    info = RunInfo(run_id="r", model_path="", checkpoint_url=str(tmp_path / "store"))
+    made = RunDir.create(tiny(tmp_path, warm=False), info)
+    with closing(TrajectoryLedger(made.ledger, group_size=2)) as ledger:
+        for _ in range(200):
+            ledger.admit()
+        ledger.counters.join("generation-0", "http://127.0.0.1:1", 0)
+    return made
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def zero_pages(data: bytes) -> bytes:
+    """The first page alone reached the disk."""
+    return data[:4096] + bytes(len(data) - 4096)
+
+
+def overwrite(data: bytes) -> bytes:
+    return b"x" * len(data)
+
+
+@pytest.mark.parametrize("tear", [cut, zero_pages, overwrite])
+def test_a_damaged_ledger_before_the_first_checkpoint_is_kept_aside(
+    run: RunDir, tear: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    torn = tear(run.ledger.read_bytes())
+    run.ledger.write_bytes(torn)
+    with caplog.at_level(logging.WARNING):
+        assert restore(run, Storage.open(run.info().checkpoint_url)) is None
+    assert (run.root / "ledger-1.sqlite").read_bytes() == torn
+    assert not run.ledger.exists()
+    assert "the run begins anew" in caplog.text
+    with closing(TrajectoryLedger(run.ledger, group_size=2)) as ledger:
+        assert ledger.admit().group_id == 1
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL])
+def test_a_ledger_that_is_held_or_has_no_room_is_not_a_damaged_one(
+    run: RunDir, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = sqlite3.OperationalError()
+    error.sqlite_errorcode = code
+    monkeypatch.setattr("areal_core.controller.restore.TrajectoryLedger", MagicMock(side_effect=error))
+    with pytest.raises(sqlite3.OperationalError):
+        restore(run, Storage.open(run.info().checkpoint_url))
+    assert run.ledger.exists()
+
+
+def test_a_whole_ledger_before_the_first_checkpoint_stays(run: RunDir) -> None:
+    assert restore(run, Storage.open(run.info().checkpoint_url)) is None
+    with closing(TrajectoryLedger(run.ledger, group_size=2)) as ledger:
+        assert ledger.admitted == 400
+
+
+def test_without_ledger_and_checkpoint_there_is_nothing_to_restore(run: RunDir) -> None:
+    run.ledger.unlink()
+    assert restore(run, Storage.open(run.info().checkpoint_url)) is None
+    assert not (run.root / "ledger-1.sqlite").exists()

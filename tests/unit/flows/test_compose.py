@@ -27,6 +27,7 @@ def test_an_experiment_asks_for_the_files_it_needs(experiment: str, missing: str
     assert str(caught.value) == f"{name}: must be given, as {name}=VALUE"
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize(
     ("experiment", "eta", "machines", "steps"),
     [
@@ -36,15 +37,24 @@ def test_an_experiment_asks_for_the_files_it_needs(experiment: str, missing: str
         ("paper-32b-code", 4, 48, 60),
     ],
 )
-def test_the_papers_runs_have_the_papers_settings(experiment: str, eta: int, machines: int, steps: int) -> None:
-    """Tables 1 and 3 of the paper."""
-    config = compose(experiment, FILES)
+def test_the_papers_runs_have_the_papers_settings(
+    experiment: str, mode: str, eta: int, machines: int, steps: int
+) -> None:
+    """Tables 1 and 3 of the paper. In synchronous mode all GPUs generate, then all train."""
+    config = compose(experiment if mode == "async" else f"{experiment}-sync", FILES)
     algorithm, training, task = config.algorithm, config.training, config.task
-    assert (config.mode, config.max_staleness, config.interruption) == ("async", eta, "recompute")
+    per_server = config.devices_per_server
+    if mode == "async":
+        assert (config.max_staleness, config.interruption, config.sleeps) == (eta, "recompute", False)
+        assert config.generation_servers * per_server == 6 * machines  # 75 %
+        assert (training.ranks, training.hosts) == (2 * machines, machines // 4)
+    else:
+        assert (config.max_staleness, config.interruption, config.sleeps) == (0, "wait", True)
+        assert config.generation_servers * per_server == training.ranks == 8 * machines
+        assert training.hosts == machines
+    assert (config.mode, config.ranks_per_host) == (mode, 8)
     assert (config.rollout.batch_size, algorithm.group_size, training.minibatches) == (512 * 16, 16, 4)
     assert (config.launch.devices, config.launch.devices_per_host, training.steps) == (8 * machines, 8, steps)
-    assert config.generation_servers * config.devices_per_server == 6 * machines  # 75 %
-    assert training.ranks == 2 * machines
     assert (task.max_prompt_tokens, task.max_new_tokens, training.microbatch_tokens) == (1024, 27648, 32768)
     assert (algorithm.objective, algorithm.advantage, algorithm.clip_eps) == ("decoupled", "batch", 0.2)
     assert (algorithm.reward_correct, algorithm.reward_wrong) == (5.0, -5.0)
@@ -147,6 +157,7 @@ def test_value_beats_group_whatever_their_order() -> None:
         ("training.steps=1,2", "training.steps: must be one value", "1,2"),
         ("training.steps.more=1", "", "training.steps"),
         ("rollout.batch_size=100", "rollout.batch_size: must be a multiple of algorithm.group_size", "100"),
+        ("training.ranks=129", "training.ranks: must be at most 128, the completions in a minibatch, got 129", ""),
         ("mode=both", "mode: must be one of async, sync", "'both'"),
         ("algorithm=standar", "algorithm: must be one of a3po, cispo, dapo, decoupled, ", "did you mean standard?"),
         ("algorithm=naive", "algorithm: naive is called standard now", ""),

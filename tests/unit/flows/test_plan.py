@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,36 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("24 machines: 144 x 1 GPUs generate, and 48 train; the KV cache of a server holds ")
     assert [line.partition(":")[0] for line in lines[1:]] == ["rank", "server"]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "said"),
+    [
+        ("paper-1.5b-math-sync", "16 machines: 128 x 1 GPUs generate, then 128 train; "),
+        ("paper-7b-math-sync", "24 machines: 192 x 1 GPUs generate, then 192 train; "),
+        ("paper-14b-code-sync", "32 machines: 128 x 2 GPUs generate, then 256 train; "),
+        ("paper-32b-code-sync", "48 machines: 96 x 4 GPUs generate, then 384 train; "),
+    ],
+)
+def test_in_a_synchronous_arm_all_gpus_generate_and_then_all_train(
+    experiment: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([experiment, "launch.device_memory_gib=80"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(said)
+    kinds = ["rank beside a sleeping server", "server beside a rank", "server"]
+    assert [line.partition(":")[0] for line in lines[1:]] == kinds
+
+
+def test_a_sequence_that_no_rank_holds_is_refused_with_one_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["paper-32b-code-sync", "launch.device_memory_gib=40", "generation.vllm.memory_share=0.8"]
+    assert plan.main(small) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    found = re.search(r"at most (\d+) fit; lower it to (\d+), and training.microbatch_tokens to \d+$", line)
+    assert line.startswith("areal: error: task.max_new_tokens: rank beside a sleeping server needs ")
+    assert found is not None
+    shorter = [f"task.max_new_tokens={found[2]}", f"training.microbatch_tokens={found[1]}"]
+    assert plan.main([*small, *shorter]) == 0
 
 
 def test_the_command_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

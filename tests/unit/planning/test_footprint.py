@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_a_rank_that_does_not_fit(training: dict[str, Any], memory: float, said:
         ({"zero_stage": 2, "ranks": 6, "microbatch_tokens": 32768}, 40, "zero_stage", "or lower microbatch_tokens"),
         ({"ranks": 1}, 80, "ranks", "raise ranks"),
         ({"engine": "torch", "zero_stage": 2}, 80, "engine", "deepspeed shares it out among several"),
-        ({"ranks": 4, "microbatch_tokens": 131072}, 80, "microbatch_tokens", "lower it, to 8192 at the least"),
+        ({"ranks": 4, "microbatch_tokens": 131072}, 80, "microbatch_tokens", " at the most and 8192 at the least"),
         ({"ranks": 6, "dtype": "float32"}, 24, "ranks", "raise ranks or lower microbatch_tokens"),
     ],
 )
@@ -106,13 +107,43 @@ def test_the_field_to_change_is_that_of_the_largest_part(
     assert said.endswith(advice)
 
 
-def test_completions_that_are_too_long_to_train_on() -> None:
-    long = config(
-        model={"context": 262144},
-        task={"max_new_tokens": 261120},
-        training={"ranks": 4, "microbatch_tokens": 262144},
+@pytest.mark.parametrize(("mode", "who"), [("async", "rank"), ("sync", "rank beside a sleeping server")])
+def test_a_trajectory_that_is_too_long_for_a_rank_is_refused_with_the_longest_that_is_not(mode: str, who: str) -> None:
+    def long(new: int) -> RunConfig:
+        return config(
+            mode,
+            model={"context": 262144},
+            task={"max_new_tokens": new},
+            training={"ranks": 4, "microbatch_tokens": new + 1024},
+            generation={"sleep": mode == "sync", "vllm": {"memory_share": 0.47}},
+        )
+
+    found = re.fullmatch(
+        rf"task\.max_new_tokens: {who} needs .*; one rank holds a trajectory of 262144 tokens, prompt included, as a "
+        r"whole: at most (\d+) fit; lower it to (\d+), and training\.microbatch_tokens to (\d+)",
+        refusal(long(261120)),
     )
-    assert refusal(long).startswith("task.max_new_tokens: rank needs ")
+    assert found is not None
+    fitting, new, microbatch = map(int, found.groups())
+    assert new + 1024 == fitting == microbatch
+    check_footprint(long(new), SPEC, EIGHTY)
+    assert refusal(long(new + 1)).startswith(f"task.max_new_tokens: {who} needs ")
+
+
+def test_a_micro_batch_of_several_trajectories_gives_way_first() -> None:
+    def packed(tokens: int) -> RunConfig:
+        return config(training={"ranks": 4, "microbatch_tokens": tokens})
+
+    found = re.search(r"lower it, to (\d+) at the most and 8192 at the least$", refusal(packed(131072)))
+    assert found is not None
+    check_footprint(packed(int(found[1])), SPEC, EIGHTY)
+    assert refusal(packed(int(found[1]) + 1)).startswith("training.microbatch_tokens: rank needs ")
+
+
+def test_where_not_even_a_prompt_fits_the_length_is_not_what_is_wrong() -> None:
+    assert refusal(config(training={"ranks": 7, "microbatch_tokens": 131072}), 24 * GIB).endswith(
+        "raise ranks or lower microbatch_tokens"
+    )
 
 
 def test_a_reference_model_is_counted() -> None:

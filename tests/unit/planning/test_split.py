@@ -59,8 +59,8 @@ def test_completions_that_have_ended_hold_places_until_their_group_has() -> None
 
 def test_splits_that_the_run_does_not_allow_are_left_out() -> None:
     """Sixteen completions in a minibatch keep sixteen ranks busy at most."""
-    small = config(22, 2, devices=24, batch_size=16)
-    assert {split.ranks for split in splits(small, measured(22, 2))} == set(range(1, 17))
+    small = config(20, 4, devices=24, batch_size=16)
+    assert {split.ranks for split in splits(small, measured(20, 4))} == set(range(1, 17))
 
 
 def test_servers_of_several_devices() -> None:
