@@ -121,6 +121,7 @@ async def test_a_tensor_parallel_process_reads_its_shard_of_an_update(tmp_path):
     parted = sum(sizes.values()) - replicated
     again = sum(size for name, size in sizes.items() if name.endswith("bias"))  # vLLM copies its share of those twice
     assert [rank["bytes"] for rank in counted["results"]] == [replicated + (parted + again) / 2] * 2
+    assert [rank["mapped"] for rank in counted["results"]] == [False, False]
     assert sorted(rank["hashed"] for rank in counted["results"]) == [0, 1]
 
 

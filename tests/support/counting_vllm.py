@@ -14,9 +14,12 @@ class Counting:
         self._reads.__enter__()
 
     def reads(self):
-        """Bytes of the file that this worker has copied since, and files that it has hashed; it counts no more."""
+        """Bytes of the file that this worker has copied since, files that it has hashed, and whether one is still
+        mapped; it counts no more."""
         self._reads.__exit__(None, None, None)
-        return {"bytes": self._reads.bytes, "hashed": hashed[0]}
+        with open("/proc/self/maps") as maps:
+            mapped = any(line.rstrip().endswith("/model.safetensors") for line in maps)
+        return {"bytes": self._reads.bytes, "hashed": hashed[0], "mapped": mapped}
 
 
 class _Reads(TorchDispatchMode):

@@ -21,12 +21,13 @@ import hashlib
 import hmac
 import os
 import stat
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import safe_open
@@ -46,6 +47,8 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MARKS = Path("/dev/shm")  # of this machine alone, and of this boot: what a file was before a crash says nothing
 _MARKS_KEPT = 64
 _PIECE = 2**24  # numbers that are looked at at once
+_CHECK_S, _SLOWEST = 5.0, 1e8  # what a check takes at most: seconds, and bytes/s
+_LOOK_S = 0.05  # between two looks whether another process has checked a file
 
 
 @dataclass
@@ -171,7 +174,8 @@ def _read(file: Path, sha256: str, shapes: dict[str, list[int]], *, head_is_embe
 @contextmanager
 def _unchecked(file: Path, sha256: str) -> Iterator[bool]:
     """Whether the file is to be checked in this block, or another process of this machine has done so; while one does,
-    others wait. An error in the block leaves it unchecked. Raises OSError."""
+    others wait, unless it takes so long that it may have been stopped. An error in the block leaves the file unchecked.
+    Raises OSError."""
     found = file.stat()
     identity = (sha256, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     folder = _MARKS / f"areal-checked-{os.getuid()}"
@@ -181,21 +185,25 @@ def _unchecked(file: Path, sha256: str) -> Iterator[bool]:
         raise PermissionError(f"{folder}: must be a folder that this user alone can write")
     mark = folder / hashlib.sha256(repr(identity).encode()).hexdigest()
     with mark.open("a+b") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        _lock(held, _CHECK_S + found.st_size / _SLOWEST)
         unchecked = os.fstat(held.fileno()).st_size == 0
         yield unchecked
         if unchecked:
             held.write(b"checked")
     if unchecked:
-        for old in sorted(folder.iterdir(), key=_changed_at)[:-_MARKS_KEPT]:
-            old.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process is tidying up as well
+            for old in sorted(folder.iterdir(), key=lambda mark: mark.stat().st_mtime_ns)[:-_MARKS_KEPT]:
+                old.unlink()
 
 
-def _changed_at(file: Path) -> int:
-    try:
-        return file.stat().st_mtime_ns
-    except FileNotFoundError:  # another process has just deleted it
-        return 0
+def _lock(held: IO[bytes], patience_s: float) -> None:
+    """Lock a file, or give up."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        with suppress(BlockingIOError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOOK_S)
 
 
 def _check_hash(file: Path, sha256: str) -> None:
