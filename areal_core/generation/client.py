@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from areal_core.types import Completion, GenerationRequest, PolicyVersion
 
 _KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request sent just then would have it taken out
 _CONTROL_TIMEOUT_S = 10.0  # for what a server answers at once, or between two decode steps
+_HASHING = ThreadPoolExecutor(1, "sha256")  # one thread: of the servers that load a version, the first has it hashed
 _METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -272,7 +275,7 @@ class GenerationClient:
     async def _check(self, version: PolicyVersion) -> None:
         """Raises GenerationError for a damaged file. What was brought was hashed on its way."""
         if self.stager is None:
-            await asyncio.to_thread(_check_weights, version)
+            await asyncio.get_running_loop().run_in_executor(_HASHING, _check_weights, version)
 
     async def _swap(self, version: PolicyVersion, interruption: str) -> None:
         await self._pause(interruption)
@@ -361,6 +364,14 @@ class GenerationClient:
 
 def _check_weights(version: PolicyVersion) -> None:
     """Raises GenerationError for a file that is not what the version says, OSError for one that can't be read."""
-    found = weights_sha256(Path(version.path))
+    path = Path(version.path)
+    stats = [(file.name, file.stat()) for file in sorted(path.glob("*.safetensors"))]
+    found = _hash(path, tuple((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats))
     if found != version.sha256:
         raise GenerationError(f"sha256: {version.path} has {found}, the update names {version.sha256}")
+
+
+@functools.lru_cache(maxsize=8)
+def _hash(path: Path, _files: tuple[tuple[str, int, int, int, int], ...]) -> str:
+    """The hash of a version, read once as long as its files are the same."""
+    return weights_sha256(path)

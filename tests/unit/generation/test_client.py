@@ -12,7 +12,9 @@ import pytest
 from aiohttp import web
 
 from areal_core.errors import GenerationError, ServerLostError
+from areal_core.generation import client as module
 from areal_core.generation.client import GenerationClient
+from areal_core.models.spec import weights_sha256
 from areal_core.types import PolicyVersion
 from tests.support.generation import request
 from tests.support.servers import FakeServer, choices, version
@@ -153,6 +155,23 @@ async def test_a_damaged_file_does_not_stop_vllm(vllm, vllm_client, weights, tmp
         await vllm_client.load_version(weights, "resubmit")
     assert "\n" not in str(caught.value)
     assert [path for path, _ in vllm.calls[1:]] == ["/start_weight_update", "/update_weights"]
+
+
+async def test_a_version_is_hashed_once_however_many_servers_load_it(weights, tmp_path, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(module, "weights_sha256", lambda path: hashed.append(path) or weights_sha256(path))
+    async with FakeServer("0.32.0") as one, FakeServer("0.32.0") as other:
+        clients = [GenerationClient(server.url) for server in (one, other, one)]
+        for client in clients:
+            await client.identify()
+        await asyncio.gather(*(client.load_version(weights, "resubmit") for client in clients))
+        assert hashed == [tmp_path]
+        (tmp_path / "model.safetensors").write_bytes(b"damaged")  # as long as it was
+        with pytest.raises(ServerLostError, match="sha256"):
+            await clients[0].load_version(weights, "resubmit")
+        assert hashed == [tmp_path, tmp_path]
+        for client in clients:
+            await client.close()
 
 
 async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
