@@ -50,9 +50,13 @@ class RewardTimeoutError(RewardError):
 
 
 class RewardWorkerError(RewardError):
-    """The process died in which a group was being scored, or was suspended."""
+    """The process died in which a group was being scored."""
 
     drop_reason = "reward_worker_died"
+
+
+class SessionLostError(RewardError):
+    """The process that a group was suspended in is gone, with another group's work: nothing that this one has done."""
 
 
 class LedgerError(ArealError):

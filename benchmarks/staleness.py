@@ -35,7 +35,7 @@ import torch
 
 from areal_core.__main__ import configuration
 from areal_core.algorithm.advantages import advantages_of
-from areal_core.api.scored_groups import unpack_group
+from areal_core.api.scored_groups import ScoredGroup, unpack_group
 from areal_core.api.wire import encode_generation, whole_completions
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
@@ -43,8 +43,8 @@ from areal_core.errors import ConfigError
 from areal_core.generation.engines.embedded import Engine
 from areal_core.models.folders import read_spec, read_weights
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.worker import GroupJob, ScoredGroup, score_group
-from areal_core.rollout.turns import trajectory_seed
+from areal_core.rewards.worker import GroupJob, score_group
+from areal_core.rollout.rollouts import trajectory_seed
 from areal_core.run.base_model import base_model
 from areal_core.run.preflight import preflight
 from areal_core.storage import weights
@@ -241,12 +241,13 @@ class LaggedTraining:
             score_group(
                 GroupJob(
                     prompt=prompt,
-                    completions=whole_completions(encode_generation(request, group, logprobs=True), len(group)),
+                    n=len(group),
                     environment=config.environment,
                     task=config.task,
                     algorithm=config.algorithm,
                     model_path=self._job.model_path,
-                )
+                ),
+                whole_completions(encode_generation(request, group, logprobs=True), len(group)),
             )
             for prompt, request, group in zip(prompts, requests, completions, strict=True)
         ]

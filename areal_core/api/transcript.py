@@ -1,14 +1,15 @@
 """The completions of one request, as far as they are known while servers work on it.
 
-A server that is interrupted hands back what it has sampled; a request for the rest goes to any server. The bodies of
-responses stay bytes: with log-probabilities they are large, and decoding them is the reward workers' business. Of a
-body with an unfinished completion, token ids and finish reasons are read here, and nothing else.
+Completions come as they end, each finished or with what an interrupted server has sampled of it; a request for the
+rest goes to any server. The bodies of responses stay bytes: with log-probabilities they are large, and decoding them is
+the reward workers' business. Of a body with an unfinished completion, token ids and finish reasons are read here, and
+nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -35,7 +36,7 @@ _decoder = msgspec.json.Decoder(_Body)
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """A response's body and what was requested."""
+    """A body that a server has sent, and what was requested with it."""
 
     body: bytes
     completions: int
@@ -56,41 +57,55 @@ class Transcript:
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self._completions = [_Completion() for _ in range(request.n)]
-        self._begun = False
+        self._finished: list[int] = []  # completions, since `finished` was last called
         self._kept: list[_Response] = []  # what the completions are made of
         self._refused: list[_Response] = []
+        self.sent = False  # to a server, which counts its completions since
+        self.notify: Callable[[], None] = lambda: None  # is called when a completion is finished
 
     @property
     def begun(self) -> bool:
-        """Whether the request itself has a response, complete or interrupted."""
-        return self._begun
+        """Whether anything has come: what is left is requested completion by completion."""
+        return bool(self._kept)
 
-    def begin(self, body: bytes) -> None:
-        """Take the response to the request. Raises GenerationError for a body that can't be continued from."""
-        self._completions = [_Completion() for _ in self._completions]  # of a refused body, nothing stays
-        with self._taking(_Response(body, self.request.n, self.request.max_tokens)):
-            if b"abort" in body:
+    def take(self, indices: Sequence[int], body: bytes) -> None:
+        """Take what a server has sent: a body whose choices are these completions, or the rest of them. Raises
+        GenerationError for one that can't be continued from; nothing of it stays."""
+        most = max(self.request.max_tokens - len(self._completions[index].tokens) for index in indices)
+        with self._taking(_Response(body, len(indices), most)):
+            if b"abort" in body or any(self._completions[index].segments for index in indices):
                 choices = _decode(body)
-                if len(choices) != len(self._completions):
-                    raise GenerationError(f"{len(choices)} completions where {len(self._completions)} were requested")
-                for index, choice in enumerate(choices):
-                    self._add(index, (body, index), choice)
+                if len(choices) != len(indices):
+                    raise GenerationError(f"{len(choices)} completions where {len(indices)} were requested")
+                for index, choice in zip(indices, choices, strict=True):
+                    if not choice.token_ids and choice.finish_reason != "abort":
+                        raise GenerationError(f"completion {index} ended ({choice.finish_reason}) without a token")
+                for place, (index, choice) in enumerate(zip(indices, choices, strict=True)):
+                    self._add(index, (body, place), choice)
             else:
-                for index, completion in enumerate(self._completions):
-                    completion.segments, completion.finished = [(body, index)], True
-        self._begun = True
+                for place, index in enumerate(indices):
+                    self._completions[index].segments = [(body, place)]
+                    self._finish(index)
+        if self._finished:
+            self.notify()
 
-    def extend(self, index: int, body: bytes) -> None:
-        """Take the response to `continuation(index)`. Raises GenerationError as `begin` does."""
-        with self._taking(_Response(body, 1, self.request.max_tokens - len(self._completions[index].tokens))):
-            [choice, *more] = _decode(body) or [None]
-            if choice is None or more:
-                raise GenerationError("not exactly one completion in the response to a continuation")
-            self._add(index, (body, 0), choice)
+    @property
+    def pending(self) -> bool:
+        """Whether `finished` would return any."""
+        return bool(self._finished)
+
+    def finished(self) -> list[tuple[int, SampledCompletion]]:
+        """Completions that were finished since the last call, by index."""
+        finished, self._finished = self._finished, []
+        return [(index, self._sampled(index)) for index in sorted(finished)]
+
+    def repeat(self) -> None:
+        """Have `finished` return again what it has returned before."""
+        self._finished = [index for index, completion in enumerate(self._completions) if completion.finished]
 
     def discard(self) -> None:
         """Start over: what servers have handed over counts as refused."""
-        self._completions, self._begun = [_Completion() for _ in self._completions], False
+        self._completions, self._finished = [_Completion() for _ in self._completions], []
         self._refused += self._kept
         self._kept = []
 
@@ -114,10 +129,7 @@ class Transcript:
 
     def completions(self) -> tuple[SampledCompletion, ...]:
         """The completions with all of their segments, finished or not."""
-        return tuple(
-            SampledCompletion(segments=tuple(completion.segments), finish_reason=completion.finish_reason)
-            for completion in self._completions
-        )
+        return tuple(map(self._sampled, range(len(self._completions))))
 
     def sampled(self) -> Tally:
         """Tokens of everything that servers have handed over, except what `take_refused` has returned."""
@@ -141,17 +153,22 @@ class Transcript:
         completion, request = self._completions[index], self.request
         if choice.token_ids:
             completion.segments.append(segment)
-        elif choice.finish_reason != "abort":
-            raise GenerationError(f"completion {index} ended ({choice.finish_reason}) without a token")
         completion.tokens = completion.tokens + choice.token_ids
         if choice.finish_reason != "abort":
-            completion.finished = True
+            self._finish(index)
         elif completion.tokens and completion.tokens[-1] in request.stop_token_ids:  # interrupted after its last token
-            completion.finished, completion.finish_reason = True, "stop"
+            self._finish(index, "stop")
         elif len(completion.tokens) >= request.max_tokens:
-            completion.finished, completion.finish_reason = True, "length"
-        if completion.finished:
-            completion.tokens = []
+            self._finish(index, "length")
+
+    def _finish(self, index: int, finish_reason: str | None = None) -> None:
+        completion = self._completions[index]
+        completion.finished, completion.finish_reason, completion.tokens = True, finish_reason, []
+        self._finished.append(index)
+
+    def _sampled(self, index: int) -> SampledCompletion:
+        completion = self._completions[index]
+        return SampledCompletion(segments=tuple(completion.segments), finish_reason=completion.finish_reason)
 
 
 def _tally(responses: Sequence[_Response]) -> Tally:

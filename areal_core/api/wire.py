@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import orjson
 
-from areal_core.errors import GenerationError
+from areal_core.errors import GenerationError, ServerLostError
 from areal_core.types import FORMAT, Completion, GenerationRequest, Int32Array
 
 MODEL_NAME = "policy"
 ROUTES_VERSION = "0.32.0"  # the vLLM whose routes and fields these are
 EMBEDDED = f"areal.{FORMAT}"  # what the embedded server adds to it, for what it has beyond them
 ROLLOUT = "group-"  # what ids of the rollout's requests begin with: servers count their tokens apart from all others'
-BodyPart = tuple[bytes, int]  # a response's body, and the index of a choice in it
+# The type of a response that the embedded server sends in parts, as completions end, where a client accepts it.
+PARTS = "application/vnd.areal.parts"
+BodyPart = tuple[bytes, int]  # a response's body, and the place of a choice in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,15 @@ class SampledCompletion:
 
     segments: tuple[BodyPart, ...]
     finish_reason: str | None = None  # None: what the last segment says
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A finished completion of one of a group's requests."""
+
+    request: int  # 0: the one that the group begins with; those of its environment follow, in their order
+    index: int
+    completion: SampledCompletion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +79,17 @@ def encode_request(request: GenerationRequest) -> bytes:
 
 
 def encode_generation(
-    request: GenerationRequest, completions: Sequence[Completion], *, logprobs: bool, eos_token_ids: Sequence[int] = ()
+    request: GenerationRequest,
+    completions: Sequence[Completion],
+    *,
+    logprobs: bool,
+    eos_token_ids: Sequence[int] = (),
+    indices: Sequence[int] | None = None,
 ) -> bytes:
-    """The body of a response. As in vLLM, `stop_reason` names the stop token unless it is the model's own end token."""
+    """The body of a response; `indices` of the completions, if they are not all of them. As in vLLM, `stop_reason`
+    names the stop token unless it is the model's own end token."""
     completion_tokens = sum(len(completion.token_ids) for completion in completions)
+    numbered = zip(range(len(completions)) if indices is None else indices, completions, strict=True)
     return orjson.dumps(
         {
             "request_id": f"generate-tokens-{request.request_id}",
@@ -81,12 +99,19 @@ def encode_generation(
                 "completion_tokens": completion_tokens,
                 "total_tokens": len(request.token_ids) + completion_tokens,
             },
-            "choices": [
-                _encode_choice(index, completion, logprobs, eos_token_ids)
-                for index, completion in enumerate(completions)
-            ],
+            "choices": [_encode_choice(index, completion, logprobs, eos_token_ids) for index, completion in numbered],
         }
     )
+
+
+def encode_part(completions: Sequence[int], body: bytes) -> bytes:
+    """A part of a response of type PARTS: a line of JSON, and a body whose choices are these completions."""
+    return b"%b\n%b" % (orjson.dumps({"completions": completions, "bytes": len(body)}), body)
+
+
+def encode_failure(message: str) -> bytes:
+    """What ends a response of type PARTS that can't be completed."""
+    return b"%b\n" % orjson.dumps({"error": message})
 
 
 def parse_generation(body: bytes) -> list[Completion]:
@@ -104,6 +129,18 @@ def completion_tokens(body: bytes) -> int:
         return int(orjson.loads(body)["usage"]["completion_tokens"])
     except (KeyError, TypeError, ValueError) as error:
         raise GenerationError(f"not a response of /inference/v1/generate: {type(error).__name__}: {error}") from None
+
+
+def parse_part(line: bytes) -> tuple[tuple[int, ...], int]:
+    """The completions of a part, and the bytes of its body, from its first line. Raises ServerLostError for a server
+    that has failed, GenerationError for another line."""
+    try:
+        part = orjson.loads(line)
+        if "error" in part:
+            raise ServerLostError(str(part["error"]))
+        return tuple(map(int, part["completions"])), int(part["bytes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise GenerationError(f"not a part of a response: {type(error).__name__}: {error}") from None
 
 
 def whole_completions(body: bytes, n: int) -> tuple[SampledCompletion, ...]:

@@ -218,9 +218,9 @@ class RunConfig:
 
     @property
     def completions_per_server(self) -> int:
-        """Completions worth having in flight at one server: more than it decodes at once, since those of a group that
-        have ended count until all of them have."""
-        return 2 * self.generation.slots
+        """Completions worth having in flight at one server: what it decodes at once, and a group that waits, from which
+        slots are refilled as completions end."""
+        return self.generation.slots + self.algorithm.group_size
 
     @property
     def devices_per_server(self) -> int:

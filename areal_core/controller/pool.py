@@ -24,7 +24,7 @@ from areal_core.controller import bodies
 from areal_core.controller.registry import Server, ServerRegistry, ServerState, Update
 from areal_core.controller.weight_transfer import Transfer
 from areal_core.errors import GenerationError, ServerLostError
-from areal_core.generation.client import GenerationClient
+from areal_core.generation.client import GenerationClient, Take
 from areal_core.rollout.counters import ServerCounters
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
@@ -56,6 +56,7 @@ class GenerationPool:
         a server to join; `timeline` makes the timeline of a named server, for servers that write none themselves;
         `counters` keep what the servers have counted; `token` is what they want every request to carry."""
         self._completions_per_server = completions_per_server
+        self._freed: list[Callable[[], None]] = []
         self._interruption = interruption
         self._by_files = transfer == "files"
         self._patience_s = patience_s
@@ -83,9 +84,13 @@ class GenerationPool:
         return self.registry.lost
 
     @property
-    def capacity(self) -> int:
-        """Completions worth having in flight at once."""
-        return self._completions_per_server * len(self.registry.at_work)
+    def room(self) -> int:
+        """Completions worth having in flight beside those that are sent: servers take no more at once."""
+        return sum(max(0, self._completions_per_server - server.completions) for server in self.registry.at_work)
+
+    def subscribe(self, freed: Callable[[], None]) -> None:
+        """`freed` is called when completions have ended."""
+        self._freed.append(freed)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -116,10 +121,27 @@ class GenerationPool:
             await self.registry.ask(self.registry.at_work, lambda server: server.client.abort_all())
 
     async def _finish(self, transcript: Transcript) -> None:
-        if not transcript.begun:
-            transcript.begin(await self._send(transcript, transcript.request))
-        rest = [self._continue(transcript, index) for index in transcript.unfinished()]
+        if transcript.begun:
+            rest = [self._continue(transcript, index) for index in transcript.unfinished()]
+        else:
+            rest = [self._begin(transcript)]
         failures = [error for error in await asyncio.gather(*rest, return_exceptions=True) if error is not None]
+        if failures:
+            raise failures[0]
+
+    async def _begin(self, transcript: Transcript) -> None:
+        """Request the completions, all of one server, which computes their prompt once, and the rest of those that are
+        interrupted, each at once."""
+        continuing: list[asyncio.Future[None]] = []
+
+        def take(indices: tuple[int, ...], body: bytes) -> None:
+            transcript.take(indices, body)
+            for index in sorted({*indices} & {*transcript.unfinished()}):
+                continuing.append(asyncio.ensure_future(self._continue(transcript, index)))
+
+        request = self._send(transcript, transcript.request, take)
+        failures = [error for error in await asyncio.gather(request, return_exceptions=True) if error is not None]
+        failures += [error for error in await asyncio.gather(*continuing, return_exceptions=True) if error is not None]
         if failures:
             raise failures[0]
 
@@ -150,20 +172,35 @@ class GenerationPool:
     async def _continue(self, transcript: Transcript, index: int) -> None:
         """Request the rest of a completion until it is finished: updates may interrupt it again and again."""
         while index in transcript.unfinished() and not self._ending and transcript not in self._given_up:
-            transcript.extend(index, await self._send(transcript, transcript.continuation(index), resubmitted=True))
+            request = transcript.continuation(index)
+            await self._send(
+                transcript, request, lambda _, body: transcript.take([index], body), resubmitted=transcript.begun
+            )
 
-    async def _send(self, transcript: Transcript, request: GenerationRequest, *, resubmitted: bool = False) -> bytes:
-        """The body of the response, from the server with the fewest completions in flight; `resubmitted`: the request
-        continues a completion that was interrupted."""
-        server = await self._least_loaded()
-        call = asyncio.ensure_future(server.client.generate(request))
+    async def _send(
+        self, transcript: Transcript, request: GenerationRequest, take: Take, *, resubmitted: bool = False
+    ) -> None:
+        """Have a request served by the server with the fewest completions in flight; `take` gets them as they end.
+        `resubmitted`: it continues a completion that was interrupted."""
+        server, left = await self._least_loaded(), request.n
+        transcript.sent = True
+
+        def taken(indices: tuple[int, ...], body: bytes) -> None:
+            nonlocal left
+            left -= len(indices)
+            server.completions -= len(indices)
+            take(indices, body)
+            for freed in self._freed:
+                freed()
+
+        call = asyncio.ensure_future(server.client.generate(request, taken))
         server.calls.add(call)
         self._open[transcript][request.request_id] = server
         server.completions += request.n
         if resubmitted:
             server.client.resubmitted_tokens += len(request.token_ids)
         try:
-            return await call
+            await call
         except ServerLostError as error:
             self.registry.apply(server, "fail", str(error))
             raise
@@ -173,7 +210,7 @@ class GenerationPool:
             raise
         finally:
             server.calls.discard(call)
-            server.completions -= request.n
+            server.completions -= left
             del self._open[transcript][request.request_id]
 
     async def _least_loaded(self) -> Server:

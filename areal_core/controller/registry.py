@@ -89,7 +89,7 @@ class Server:
     loaded: PolicyVersion | None = None
     joining: asyncio.Task[None] | None = None  # the task that has it join
     completions: int = 0  # in flight
-    calls: set[asyncio.Future[bytes]] = field(default_factory=set[asyncio.Future[bytes]])
+    calls: set[asyncio.Future[None]] = field(default_factory=set[asyncio.Future[None]])
 
     @property
     def url(self) -> str:

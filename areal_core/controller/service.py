@@ -67,6 +67,7 @@ class Environments:
         return self._pool.begin(
             GroupJob(
                 prompt=prompt,
+                n=self._config.algorithm.group_size,
                 environment=self._config.environment,
                 task=self._config.task,
                 algorithm=self._config.algorithm,
@@ -122,6 +123,7 @@ class Service:
             stop_token_ids=stop_token_ids(self.info.model_path),
         )
         self.servers.registry.subscribe(self._server_changed)
+        self.servers.subscribe(self.controller.completions_ended)
         self.schedule = EvaluationSchedule(self.config, self.ledger, self.recorder)
         self.snapshots = Snapshots(run, self.storage, self.payloads, retain=self.config.rollout.retain == "all")
         self.retention = Retention(

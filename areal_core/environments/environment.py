@@ -2,16 +2,18 @@
 
     rollout_group(task, policy, n) -> n trajectories of one or more segments, each with a reward
 
-A single-turn environment samples n completions and judges them; others take further turns. An environment runs in the
-workers of `areal_core.rewards`, and one that blocks its worker or takes it down costs little more than its own group.
-It is started again from its first completions when its worker is lost, so its side effects must bear repetition.
+A single-turn environment samples n completions and judges them; others take further turns. Rollouts that run side by
+side are resumed one by one, each as its completion ends. An environment runs in the workers of `areal_core.rewards`,
+and one that blocks its worker or takes it down costs little more than its own group. It is started again from its first
+completions when its worker is lost, so its side effects must bear repetition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -60,7 +62,8 @@ class Policy(Protocol):
     async def sample(self, token_ids: Sequence[int], *, n: int = 1, max_tokens: int | None = None) -> list[Completion]:
         """`n` completions of `token_ids`, of at most `max_tokens` tokens each; None: as many as the trajectory may
         still have (`room`). A group begins with completions of its task's prompt: the first `n` that are requested, at
-        once or one after the other, are there already. Several calls may wait at the same time."""
+        once or one after the other, are those. Several calls may wait at the same time; each returns when its own
+        completions have ended."""
         ...
 
     def room(self, token_ids: Sequence[int]) -> int:
@@ -102,6 +105,16 @@ class Setting:
             return None
         wrong, right = self.algorithm.reward_wrong, self.algorithm.reward_correct
         return wrong + score * (right - wrong)
+
+
+async def side_by_side(rollouts: Iterable[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+    """The trajectories of rollouts that do not wait for each other, in their order. The first failure ends them all."""
+    tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def given(token_ids: Sequence[int]) -> Segment:

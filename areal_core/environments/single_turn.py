@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from areal_core.environments.environment import Policy, Setting, given, sampled
-from areal_core.types import Completion, Prompt, Trajectory
+from areal_core.environments.environment import Policy, Setting, given, sampled, side_by_side
+from areal_core.types import Prompt, Trajectory
 
 
 class SingleTurn:
@@ -14,10 +14,10 @@ class SingleTurn:
         self._setting = setting
 
     async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
-        completions = await policy.sample(task.token_ids, n=n)
-        return [self._judged(task, completion) for completion in completions]
+        return await side_by_side(self._rollout(task, policy) for _ in range(n))
 
-    def _judged(self, task: Prompt, completion: Completion) -> Trajectory:
+    async def _rollout(self, task: Prompt, policy: Policy) -> Trajectory:
+        [completion] = await policy.sample(task.token_ids)
         verdict = self._setting.judge(task, completion)
         return Trajectory(
             segments=(given(task.token_ids), sampled(completion)),

@@ -7,9 +7,7 @@ The first try stays in the trajectory, and in the loss: the reward is the trajec
 
 from __future__ import annotations
 
-import asyncio
-
-from areal_core.environments.environment import Policy, Setting, Verdict, given, sampled
+from areal_core.environments.environment import Policy, Setting, Verdict, given, sampled, side_by_side
 from areal_core.types import Completion, Outcome, Prompt, Segment, Trajectory
 
 
@@ -23,10 +21,10 @@ class TwoTurn:
         setting.dialogue.message(self._message, ())  # raises for what can't be spelt
 
     async def rollout_group(self, task: Prompt, policy: Policy, n: int) -> list[Trajectory]:
-        first = await policy.sample(task.token_ids, n=n)
-        return list(await asyncio.gather(*(self._trajectory(task, policy, completion) for completion in first)))
+        return await side_by_side(self._rollout(task, policy) for _ in range(n))
 
-    async def _trajectory(self, task: Prompt, policy: Policy, first: Completion) -> Trajectory:
+    async def _rollout(self, task: Prompt, policy: Policy) -> Trajectory:
+        [first] = await policy.sample(task.token_ids)
         segments = [given(task.token_ids), sampled(first)]
         verdict = self._setting.judge(task, first)
         if verdict.outcome is Outcome.RIGHT or verdict.score is None:

@@ -62,6 +62,7 @@ class OwnEngine:
         self._engine = engine
         self._slots = slots
         self._finished: dict[str, asyncio.Future[list[Completion]]] = {}  # by request id
+        self._ended: dict[str, dict[int, Completion]] = {}  # of requests that are not finished
         self._stepping: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -84,6 +85,7 @@ class OwnEngine:
             raise
         finally:
             del self._finished[request.request_id]
+            self._ended.pop(request.request_id, None)
 
     async def _step(self) -> None:
         """Step the engine until nobody waits for it."""
@@ -91,8 +93,10 @@ class OwnEngine:
             while self._finished:
                 pulse.progressed()
                 for generation in self._engine.step():
-                    if not (future := self._finished[generation.request.request_id]).done():  # cancelled
-                        future.set_result(list(generation.completions))
+                    ended = self._ended.setdefault(request_id := generation.request.request_id, {})
+                    ended.update(generation.completions)
+                    if generation.last and not (future := self._finished[request_id]).done():  # cancelled
+                        future.set_result([ended[index] for index in range(len(ended))])
                 await asyncio.sleep(0)
         except Exception as error:  # noqa: BLE001 - handed to all who wait
             for future in self._finished.values():

@@ -30,12 +30,14 @@ from areal_core.api.access import authorization
 from areal_core.api.patience import patience
 from areal_core.api.wire import (
     EMBEDDED,
+    PARTS,
     ROLLOUT,
     ROUTES_VERSION,
     ServerLoad,
     completion_tokens,
     encode_request,
     parse_generation,
+    parse_part,
 )
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.models.spec import weights_sha256
@@ -45,6 +47,7 @@ from areal_core.types import Completion, GenerationRequest, PolicyVersion
 _KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request sent just then would have it taken out
 _CONTROL_TIMEOUT_S = 10.0  # for what a server answers at once, or between two decode steps
 _HASHING = ThreadPoolExecutor(1, "sha256")  # one thread: of the servers that load a version, the first has it hashed
+Take = Callable[[tuple[int, ...], bytes], None]
 _METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -70,6 +73,7 @@ class GenerationClient:
         self.resubmitted_tokens = 0  # prompts and completions begun before, prefilled here since the last update
         self._update_timeout_s = update_timeout_s
         self._calls = 0  # requests in flight
+        self._parts: dict[str, list[str]] = {}  # of those that vLLM gets as several: their ids
         self._timeline = timeline
         self._doing = Activity("wait")
         self._paused = False  # for an update
@@ -104,8 +108,9 @@ class GenerationClient:
         if not self.in_place and self._timeline is not None:
             self._doing = Activity(self._doing.kind, self._timeline())
 
-    async def generate(self, request: GenerationRequest) -> bytes:
-        """The body of the response (wire.parse_generation reads it). Raises GenerationError when the server refuses the
+    async def generate(self, request: GenerationRequest, take: Take) -> None:
+        """Have completions generated; `take` is called with completions as they end, and with the body that has them as
+        its choices, in that order (wire.parse_generation reads it). Raises GenerationError when the server refuses the
         request. Waits as long as the server takes; when cancelled, the server aborts the request."""
         is_rollout = request.request_id.startswith(ROLLOUT)
         most = request.n * request.max_tokens if is_rollout else 0
@@ -113,10 +118,10 @@ class GenerationClient:
         self._requested += most
         self._note()
         try:
-            body = await self._call("POST", "/inference/v1/generate", encode_request(request), timeout_s=None)
-            if not self.in_place and not is_rollout:
-                self._other_tokens += completion_tokens(body)
-            return body
+            if self.in_place:
+                await self._generate_in_parts(request, take)
+            else:
+                await self._generate_one_by_one(request, take, counted=is_rollout)
         finally:
             self._calls -= 1
             self._requested -= most
@@ -125,11 +130,49 @@ class GenerationClient:
 
     async def complete(self, request: GenerationRequest) -> list[Completion]:
         """The completions of a request, as `generate` gets them."""
-        return parse_generation(await self.generate(request))
+        found: dict[int, Completion] = {}
+        await self.generate(
+            request, lambda indices, body: found.update(zip(indices, parse_generation(body), strict=True))
+        )
+        return [found[index] for index in range(request.n)]
+
+    async def _generate_in_parts(self, request: GenerationRequest, take: Take) -> None:
+        """As the embedded server sends them."""
+        headers = {"Content-Type": "application/json", "Accept": PARTS}
+        missing = request.n
+        async with self._answered("POST", "/inference/v1/generate", encode_request(request), headers) as response:
+            while missing and (line := await response.content.readline()):
+                indices, size = parse_part(line)
+                take(indices, await response.content.readexactly(size))
+                missing -= len(indices)
+        if missing:
+            raise ServerLostError(f"{self.url}: the response to {request.request_id} ended early")
+
+    async def _generate_one_by_one(self, request: GenerationRequest, take: Take, *, counted: bool) -> None:
+        """A request for each completion: vLLM makes as many of one, with these seeds, and answers when all have ended.
+        Its prefix cache computes their prompt once."""
+
+        async def one(index: int) -> None:
+            alone = dataclasses.replace(request, request_id=_part_id(request, index), n=1, seed=request.seed + index)
+            body = await self._call("POST", "/inference/v1/generate", encode_request(alone), timeout_s=None)
+            if not counted:
+                self._other_tokens += completion_tokens(body)
+            take((index,), body)
+
+        self._parts[request.request_id] = [_part_id(request, index) for index in range(request.n)]
+        try:
+            # What one of them meets does not concern the others, whose completions are worth having.
+            outcomes = await asyncio.gather(*map(one, range(request.n)), return_exceptions=True)
+        finally:
+            del self._parts[request.request_id]
+        for error in outcomes:
+            if error is not None:
+                raise error
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End requests with the tokens that they have; unknown ids are passed over."""
-        ids = [f"generate-tokens-{request_id}" for request_id in request_ids]  # as in responses
+        parts = [part for request_id in request_ids for part in self._parts.get(request_id, [request_id])]
+        ids = [f"generate-tokens-{part}" for part in parts]  # as in responses
         await self._control("POST", "/abort_requests", {"request_ids": ids})
 
     @property
@@ -342,24 +385,37 @@ class GenerationClient:
         return await self._call(method, path, None if body is None else orjson.dumps(body), timeout_s=timeout_s)
 
     async def _call(self, method: str, path: str, body: bytes | None, *, timeout_s: float | None) -> bytes:
-        where = path if "://" in path else f"{self.url}{path}"
-        if self._session.closed:
-            raise ServerLostError(f"{where}: the client is closed")
         headers = None if body is None else {"Content-Type": "application/json"}
         try:
-            async with (
-                patience(timeout_s),
-                self._session.request(method, path, data=body, headers=headers) as response,
-            ):
-                content = await response.read()
-        except aiohttp.ClientError as error:
-            raise ServerLostError(f"{where}: {type(error).__name__}: {error}") from None
+            async with patience(timeout_s), self._answered(method, path, body, headers) as response:
+                return await response.read()
         except TimeoutError:
-            raise ServerLostError(f"{where}: no response in {timeout_s} s") from None
-        if response.status == 200:
-            return content
-        kind = ServerLostError if response.status >= 500 else GenerationError
-        raise kind(f"{where}: {response.status}: {content.decode(errors='replace'):.500}")
+            raise ServerLostError(f"{self._where(path)}: no response in {timeout_s} s") from None
+
+    @asynccontextmanager
+    async def _answered(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response of status 200."""
+        where = self._where(path)
+        if self._session.closed:
+            raise ServerLostError(f"{where}: the client is closed")
+        try:
+            async with self._session.request(method, path, data=body, headers=headers) as response:
+                if response.status != 200:
+                    kind = ServerLostError if response.status >= 500 else GenerationError
+                    content = (await response.read()).decode(errors="replace")
+                    raise kind(f"{where}: {response.status}: {content:.500}")
+                yield response
+        except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
+            raise ServerLostError(f"{where}: {type(error).__name__}: {error}") from None
+
+    def _where(self, path: str) -> str:
+        return path if "://" in path else f"{self.url}{path}"
+
+
+def _part_id(request: GenerationRequest, index: int) -> str:
+    return request.request_id if request.n == 1 else f"{request.request_id}.{index}"
 
 
 def _check_weights(version: PolicyVersion) -> None:

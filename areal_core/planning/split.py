@@ -6,10 +6,9 @@ Where stages have devices of their own, throughput is that of the slower one:
 
 t, what a rank trains, is what was consumed by the time that ranks worked. A server with n running completions generates
 a token of each in a + b n seconds: a straight line through what steps of the run measured, as reading the weights takes
-the same whatever n is, and reading keys and values n times as much. n is `generation.slots`, or the running ones of the
-completions that a server may have in flight or of its part of what the staleness bound admits, if those are fewer:
-completions of a group that have ended count until its longest one has. The efficiency is what the run made of its own
-split.
+the same whatever n is, and reading keys and values n times as much. n is `generation.slots`, or the running ones of a
+server's part of what the staleness bound admits, if those are fewer: completions that have ended count until their
+group is consumed. The efficiency is what the run made of its own split.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ def _able(config: RunConfig, measured: Rates, servers: int) -> float:
     """Tokens a second of so many servers where generation is the bottleneck. Of what the gate admits beside the batch
     that trains, half a batch waits to be complete."""
     admitted = (config.pipeline_depth + 0.5) * config.rollout.batch_size
-    running = measured.running_share * min(config.completions_per_server, admitted / servers)
+    running = measured.running_share * admitted / servers
     return servers * measured.pace.tokens_per_s(min(config.generation.slots, running))
 
 

@@ -1,6 +1,6 @@
-"""One group's rollouts inside a worker: the environment's coroutine, suspended whenever it waits for the policy.
+"""One group's rollouts inside a worker: the environment's coroutine, suspended while it waits for the policy.
 
-    advance(completions) -> its next requests to the policy, or the scored group
+    advance(completions that have ended) -> its next requests to the policy, or the scored group
 
 Nothing here knows of processes: `rewards.worker` runs it in one, benchmarks and tests in their own.
 """
@@ -11,12 +11,11 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from areal_core.api.scored_groups import ScoredGroup, pack_group
-from areal_core.api.wire import SampledCompletion, join_completions
+from areal_core.api.wire import Arrival, SampledCompletion, join_completions
 from areal_core.environments.environment import Environment
 from areal_core.errors import RewardError
 from areal_core.models.tokenizer import Tokenizer
@@ -34,10 +33,7 @@ from areal_core.types import (
 Requests = tuple[SampleRequest, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenRequest:
-    request: SampleRequest
-    completions: asyncio.Future[list[Completion]]
+_TURNS = 8  # of the event loop, in which an environment does what it can with the completions that it has got
 
 
 class GroupRollout:
@@ -53,19 +49,17 @@ class GroupRollout:
         self._policy = _Policy(prompt, n, max_new_tokens)
         self._rollout: asyncio.Task[list[Trajectory]] | None = None
 
-    async def advance(self, completions: Sequence[Sequence[SampledCompletion]]) -> Requests | ScoredGroup:
-        """Resume with the completions of the last requests, in their order; at first, with the `n` completions of the
-        prompt. Returns the next requests, or the scored group.
+    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
+        """Resume with completions that have ended: of the prompt, which the group begins with, or of requests that were
+        returned before. Returns the next requests, none where the environment waits for others of its completions, or
+        the scored group.
 
         Raises GenerationError for a response that holds no completions, RewardError for rollouts that can't be scored.
         """
-        finished = [self._finished(part) for part in completions]
+        self._policy.deliver(arrived, self._finished([each.completion for each in arrived]))
         if self._rollout is None:
-            self._policy.begin(finished[0])
             work = self._environment.rollout_group(self._prompt, self._policy, self._n)
             self._rollout = asyncio.ensure_future(work)
-        else:
-            self._policy.fulfil(finished)
         requested = asyncio.ensure_future(self._policy.requested())
         try:
             await asyncio.wait((self._rollout, requested), return_when=asyncio.FIRST_COMPLETED)
@@ -73,7 +67,7 @@ class GroupRollout:
             requested.cancel()
         if self._rollout.done():
             return self._scored(await self._rollout)
-        return self._policy.requests()
+        return self._policy.take_requests()
 
     def close(self) -> None:
         """Cancel the rollouts."""
@@ -82,11 +76,10 @@ class GroupRollout:
 
     def _finished(self, sampled: Sequence[SampledCompletion]) -> list[Completion]:
         completions = join_completions(sampled)
-        for index, completion in enumerate(completions):
+        for completion in completions:
             if completion.finish_reason not in ("stop", "length") or len(completion.token_ids) == 0:
                 raise RewardError(
-                    f"completion {index} is not finished: {completion.finish_reason}, "
-                    f"{len(completion.token_ids)} tokens"
+                    f"a completion is not finished: {completion.finish_reason}, {len(completion.token_ids)} tokens"
                 )
         return completions
 
@@ -127,14 +120,17 @@ class GroupRollout:
 
 
 class _Policy:
-    """`environments.Policy` whose requests are fulfilled from outside."""
+    """`environments.Policy` whose completions come from outside, in whatever order they end."""
 
     def __init__(self, prompt: Prompt, n: int, max_new_tokens: int) -> None:
         self._prompt = prompt
-        self._n = n
         self._limit = len(prompt.token_ids) + max_new_tokens
-        self._first: list[Completion] = []  # of the prompt, not handed out yet
-        self._open: list[_OpenRequest] = []  # in the order of the calls
+        self._first = n  # completions of the prompt that are handed to nobody yet
+        self._n = n
+        self._here: dict[tuple[int, int], Completion] = {}  # by request and index, until they are handed out
+        self._wanted: dict[tuple[int, int], asyncio.Future[Completion]] = {}  # those that somebody waits for
+        self._requests = 0  # so far, beside the first
+        self._new: list[SampleRequest] = []
         self._called = asyncio.Event()
         self.sampled_tokens = 0
 
@@ -146,39 +142,51 @@ class _Policy:
                 f"environment: asked for {n} completions of at most {limit} tokens; there is room for {room} "
                 "(task.max_new_tokens)"
             )
-        if limit == room and n <= len(self._first) and tuple(token_ids) == self._prompt.token_ids:
-            taken, self._first = self._first[:n], self._first[n:]
-            return taken
-        future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-        self._open.append(
-            _OpenRequest(request=SampleRequest(token_ids=tuple(token_ids), n=n, max_tokens=limit), completions=future)
-        )
-        self._called.set()
-        return await future
+        if limit == room and n <= self._first and tuple(token_ids) == self._prompt.token_ids:
+            request, start = 0, self._n - self._first
+            self._first -= n
+        else:
+            self._requests += 1
+            request, start = self._requests, 0
+            self._new.append(SampleRequest(token_ids=tuple(token_ids), n=n, max_tokens=limit))
+            self._called.set()
+        return [await self._completion(request, index) for index in range(start, start + n)]
 
     def room(self, token_ids: Sequence[int]) -> int:
         return self._limit - len(token_ids)
 
-    def begin(self, completions: list[Completion]) -> None:
-        if len(completions) != self._n:
-            raise RewardError(f"a group begins with {self._n} completions of its prompt, got {len(completions)}")
-        self._first = completions
-        self.sampled_tokens = sum(len(completion.token_ids) for completion in completions)
-
-    def fulfil(self, completions: Sequence[list[Completion]]) -> None:
-        fulfilled, self._open = self._open, []
-        self._called.clear()
-        for one, sampled in zip(fulfilled, completions, strict=True):
-            self.sampled_tokens += sum(len(completion.token_ids) for completion in sampled)
-            one.completions.set_result(sampled)
+    def deliver(self, arrived: Sequence[Arrival], completions: Sequence[Completion]) -> None:
+        for one, completion in zip(arrived, completions, strict=True):
+            self.sampled_tokens += len(completion.token_ids)
+            key = one.request, one.index
+            if key in self._wanted:
+                self._wanted.pop(key).set_result(completion)
+            else:
+                self._here[key] = completion
 
     async def requested(self) -> None:
-        """Wait until the environment waits for the policy. Rollouts that call `sample` at the same moment all do so
-        before this resumes: their requests go out together."""
-        await self._called.wait()
+        """Wait until the environment requests completions, or has done what it can with those that it has got while
+        others are still to come. Rollouts that call `sample` at the same moment all do so before this resumes: their
+        requests go out together."""
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        if not self._wanted:
+            await self._called.wait()
 
-    def requests(self) -> Requests:
-        return tuple(one.request for one in self._open)
+    def take_requests(self) -> Requests:
+        requests, self._new = tuple(self._new), []
+        self._called.clear()
+        return requests
+
+    async def _completion(self, request: int, index: int) -> Completion:
+        if (completion := self._here.pop((request, index), None)) is not None:
+            return completion
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._wanted[request, index] = future
+        try:
+            return await future
+        finally:
+            self._wanted.pop((request, index), None)
 
 
 def _common_prompt(trajectories: Sequence[Trajectory], n: int) -> Int32Array:

@@ -1,8 +1,9 @@
 """The reward workers: rollouts of groups, their verification and packing, in processes of their own.
 
-A verifier may hang or take its process down. Each worker does one thing at a time, so that either costs the group that
-it is working on, and those that are suspended in the same worker while the policy generates for them: the worker is
-killed and replaced, and the callers get a RewardError, which says nothing about the completions.
+A group is suspended in a worker from its first completion to its last, and resumed as they end. A verifier may hang or
+take its process down. Each worker does one thing at a time, so that either costs the group that it is working on: the
+worker is killed and replaced, and the caller gets a RewardError, which says nothing about the completions. Groups that
+are suspended in the same worker begin again elsewhere with the completions that they have (SessionLostError).
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.wire import SampledCompletion
+from areal_core.api.wire import Arrival, SampledCompletion
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
-from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError
+from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, SessionLostError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.tracking.timeline import TimelineWriter
@@ -40,11 +41,10 @@ _spawn = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupJob:
-    """The first completions of a group, and all that its rollouts need beside them."""
+    """A group, and all that its rollouts need beside completions."""
 
-    group: int = 0  # its id in the worker
     prompt: Prompt
-    completions: tuple[SampledCompletion, ...] = ()  # G, as servers returned them
+    n: int  # G
     environment: EnvironmentConfig
     task: TaskConfig
     algorithm: AlgorithmConfig
@@ -52,19 +52,20 @@ class GroupJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Completions:
-    """What the policy generated for the requests of a suspended group."""
+class _Arrived:
+    """Completions of a group that have ended."""
 
-    group: int
-    completions: Sequence[Sequence[SampledCompletion]]
+    group: int  # its id in the worker
+    job: GroupJob | None  # with the first ones
+    completions: Sequence[Arrival]
 
 
-def score_group(job: GroupJob) -> ScoredGroup:
+def score_group(job: GroupJob, completions: Sequence[SampledCompletion]) -> ScoredGroup:
     """Score a group that requests no more than its first completions, in this process. Raises RewardError for one that
     does, and what `GroupRollout.advance` raises."""
     rollout = _rollout(job)
     with asyncio.Runner() as runner:
-        outcome = runner.run(rollout.advance([job.completions]))
+        outcome = runner.run(rollout.advance([Arrival(0, index, one) for index, one in enumerate(completions)]))
     if not isinstance(outcome, ScoredGroup):
         raise RewardError(
             f"environment.name: {job.environment.name} requests more completions, and there is no policy here"
@@ -98,17 +99,13 @@ class RewardPool:
 
     def begin(self, job: GroupJob) -> GroupSession:
         """A group that waits for its first completions."""
-        return GroupSession(self, replace(job, group=next(self._groups)))
-
-    async def score(self, job: GroupJob) -> ScoredGroup:
-        """Score a group in the next free worker. Raises RewardError when the verifier fails, RewardTimeoutError when it
-        takes longer than the timeout (waiting for a worker does not count) and RewardWorkerError when it loses its
-        process."""
-        return (await self.ask(job))[0]
+        return GroupSession(self, job, next(self._groups))
 
     async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
-        """Send a message to a free worker, or to the `wanted` one. Returns the result and that worker; raises as
-        `score` does."""
+        """Send a message to a free worker, or to the `wanted` one. Returns the result and that worker. Raises
+        RewardError when the verifier fails, RewardTimeoutError when it takes longer than the timeout (waiting for a
+        worker does not count), RewardWorkerError when it loses its process, and SessionLostError where the wanted
+        worker is gone."""
         worker = await self._take(wanted)
         try:
             if not worker.process.is_alive():
@@ -180,19 +177,17 @@ class RewardPool:
 class GroupSession:
     """The rollouts of one group, in the worker that began them."""
 
-    def __init__(self, pool: RewardPool, job: GroupJob) -> None:
+    def __init__(self, pool: RewardPool, job: GroupJob, group: int) -> None:
         self._pool = pool
         self._job = job
+        self._group = group
         self._worker: _Worker | None = None  # where it is suspended
 
-    async def advance(self, completions: Sequence[tuple[SampledCompletion, ...]]) -> Requests | ScoredGroup:
-        """Resume with the completions of the last requests, in their order; at first, with those of the prompt. The
-        session is to be closed after an error. Raises GenerationError for a response that holds no completions, and
+    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
+        """As `rollouts.Session` has it. Raises GenerationError for a response that holds no completions, and
         RewardError when rollouts fail or can't be scored, take longer than the timeout, or lose their worker."""
-        if self._worker is None:
-            message = replace(self._job, completions=completions[0])
-        else:
-            message = _Completions(group=self._job.group, completions=completions)
+        job = self._job if self._worker is None else None
+        message = _Arrived(group=self._group, job=job, completions=arrived)
         worker, self._worker = self._worker, None  # after an error nothing of it is left there
         outcome, worker = await self._pool.ask(message, worker)
         if not isinstance(outcome, ScoredGroup):
@@ -202,7 +197,7 @@ class GroupSession:
     def close(self) -> None:
         """Give the group up, also where it is suspended in a worker."""
         if self._worker is not None:
-            self._worker.forgotten.append(self._job.group)
+            self._worker.forgotten.append(self._group)
             self._worker = None
 
 
@@ -264,7 +259,7 @@ class _Worker:
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
-_lost = functools.partial(RewardWorkerError, "the reward worker that this group was suspended in is gone")
+_lost = functools.partial(SessionLostError, "the reward worker that this group was suspended in is gone")
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None:
@@ -277,6 +272,8 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
     die_with_parent()
     pipe.send((None, time.process_time()))
     while True:
+        if _suspended:
+            _loop().run_until_complete(_readable(pipe))  # what they do beside waiting for the policy goes on
         try:
             forgotten, message = pipe.recv()
         except EOFError:
@@ -301,13 +298,19 @@ _suspended: dict[int, GroupRollout] = {}  # in a worker: groups that wait for th
 _loop = functools.cache(asyncio.new_event_loop)  # in a worker: where their coroutines live
 
 
-def _advance(message: GroupJob | _Completions) -> Requests | ScoredGroup:
-    """In a worker: begin or resume the rollouts of a group, until they request completions or are done."""
-    if isinstance(message, GroupJob):
-        rollout, completions = _rollout(message), [message.completions]
-    else:
-        rollout, completions = _suspended.pop(message.group), message.completions
-    outcome = _loop().run_until_complete(rollout.advance(completions))
+async def _readable(pipe: Connection) -> None:
+    readable, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(pipe.fileno(), readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(pipe.fileno())
+
+
+def _advance(message: _Arrived) -> Requests | ScoredGroup:
+    """In a worker: begin or resume the rollouts of a group, until they wait for completions or are done."""
+    rollout = _suspended.pop(message.group) if message.job is None else _rollout(message.job)
+    outcome = _loop().run_until_complete(rollout.advance(message.completions))
     if not isinstance(outcome, ScoredGroup):
         _suspended[message.group] = rollout
     return outcome
@@ -319,7 +322,7 @@ def _rollout(job: GroupJob) -> GroupRollout:
         _environment(job.environment, job.task, job.algorithm, job.model_path),
         tokenizer,
         job.prompt,
-        n=len(job.completions),
+        n=job.n,
         max_new_tokens=job.task.max_new_tokens,
     )
 

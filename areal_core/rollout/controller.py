@@ -9,9 +9,9 @@
 Four coroutines move everything:
 
 - `_admit` starts groups while the gate and the servers have room;
-- `_rollout`, one per running group, has its completions generated and scored, and its payload stored: the group becomes
-  READY, or DROPPED with its reason (it failed, or its completions are all correct or all wrong). Failures of a rollout
-  are caught only here;
+- `_rollout`, one per running group, has its completions generated, each scored as it ends, and its payload stored: the
+  group becomes READY, or DROPPED with its reason (it failed, or its completions are all correct or all wrong). Failures
+  of a rollout are caught only here;
 - `_update` loads the newest published version into the servers; the gate opens when they hold it;
 - `batch`, called by the trainer, fixes the batch of a step from READY groups.
 
@@ -23,17 +23,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Protocol
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ROLLOUT
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished
+from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished, SessionLostError
 from areal_core.rollout.gate import StalenessGate
 from areal_core.rollout.ledger import AdmittedGroup, Selection, TrajectoryLedger
 from areal_core.rollout.payloads import Place
-from areal_core.rollout.turns import Session, Turns, trajectory_seed
+from areal_core.rollout.rollouts import Rollouts, Session, trajectory_seed
 from areal_core.types import (
     BatchManifest,
     GenerationRequest,
@@ -62,13 +63,14 @@ class Engine(Protocol):
         ...
 
     @property
-    def capacity(self) -> int:
-        """Completions worth having in flight at once; 0 while no server takes work."""
+    def room(self) -> int:
+        """Completions worth having in flight beside those that were sent; 0 while no server takes work."""
         ...
 
     async def generate(self, transcript: Transcript) -> None:
-        """Have its completions finished; raises GenerationError, and may be called again for those that are left.
-        When cancelled, it first ends its requests at the servers: the transcript holds all that they have sampled."""
+        """Have its completions finished, which it takes as they end; marks it as sent once `room` counts them. Raises
+        GenerationError, and may be called again for those that are left. When cancelled, it first ends its requests at
+        the servers: the transcript holds all that they have sampled."""
         ...
 
     async def load_version(self, version: PolicyVersion) -> None:
@@ -148,8 +150,9 @@ class RolloutController:
             max_requeues=config.rollout.max_requeues,
         )
         self._changed = Signal()
+        self._freed = Signal()  # servers may have room, or the gate may be open
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._generating: set[int] = set()  # of these, those that are not being scored: they keep servers busy
+        self._unsent: list[Transcript] = []  # of groups just admitted, which no server counts yet
         self._disowned: set[int] = set()  # running groups that a new incarnation has dropped
         self._failed_in_a_row = 0
         self._uniform_in_a_row = 0
@@ -183,7 +186,7 @@ class RolloutController:
                     admitted = self._ledger.admitted
                     manifest = self._ledger.fix_batch(step, self._selection)
                     if self._ledger.admitted != admitted:  # stale groups were dropped: there is room again
-                        self._changed.notify()
+                        self._freed.notify()
                     if manifest:
                         return manifest
                     await self._changed.wait()
@@ -199,7 +202,7 @@ class RolloutController:
                 "version %d has other weights than before: incarnation %d", version.version, self._ledger.incarnation
             )
             self._disown()
-        self._changed.notify()
+        self._notify()
         return outcome
 
     def lose(self, group_id: int) -> None:
@@ -208,7 +211,7 @@ class RolloutController:
         self._ledger.lose(group_id)
         if self._ledger.incarnation != incarnation:
             self._disown()
-        self._changed.notify()
+        self._notify()
 
     def _disown(self) -> None:
         """A new incarnation has begun: running groups are dropped, and servers have to load its newest version."""
@@ -221,11 +224,19 @@ class RolloutController:
         """End the run: nothing more is admitted, running groups are aborted and recorded as in flight."""
         if self._finished is None:
             self._finished = reason
-            self._changed.notify()
+            self._notify()
 
     def servers_changed(self) -> None:
         """A server came, went or loaded a version."""
+        self._notify()
+
+    def completions_ended(self) -> None:
+        """Servers have more room than before."""
+        self._freed.notify()
+
+    def _notify(self) -> None:
         self._changed.notify()
+        self._freed.notify()
 
     @property
     def finished(self) -> str | None:
@@ -240,7 +251,7 @@ class RolloutController:
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
         # Those in flight were admitted for the newest version: what an older one samples would be too old.
         while self._finished is None and self._engine.version < self._ledger.versions.last():
-            await self._changed.wait()
+            await self._freed.wait()
         if self._finished is None:
             for group in self._ledger.inflight():
                 self._start(tasks, group)
@@ -249,54 +260,53 @@ class RolloutController:
                 self._start(tasks, self._ledger.admit())
                 await asyncio.sleep(0)  # let requests go out between two admissions
             else:
-                await self._changed.wait()
+                await self._freed.wait()
 
     def _has_room(self) -> bool:
-        completions = (len(self._generating) + 1) * self._group_size
-        capacity = self._engine.capacity
-        if self._replaced or capacity == 0 or (self._generating and completions > capacity):
+        """Whether the gate is open and a server has less to do than it should: its next group may be more than that."""
+        self._unsent = [transcript for transcript in self._unsent if not transcript.sent]
+        if self._replaced or self._engine.room <= len(self._unsent) * self._group_size:
             return False
         return self._gate.admits(self._group_size, admitted=self._ledger.admitted, version=self._engine.version)
 
     def _start(self, tasks: asyncio.TaskGroup, group: AdmittedGroup) -> None:
-        task = tasks.create_task(self._rollout(group), name=f"group-{group.group_id}")
-        self._running[group.group_id] = task
-        self._generating.add(group.group_id)
-        task.add_done_callback(lambda _: self._ended(group.group_id))
-
-    def _ended(self, group_id: int) -> None:
-        del self._running[group_id]
-        self._generating.discard(group_id)
-        self._disowned.discard(group_id)
-        self._changed.notify()
-
-    async def _rollout(self, group: AdmittedGroup) -> None:
         prompt = self._source.prompt(group.prompt_index)
-        rollout = Turns(self._request(group, prompt))
+        rollouts = Rollouts(self._request(group, prompt), self._generate, lambda: self._rewards.begin(prompt))
+        self._unsent.append(rollouts.first)
+        task = tasks.create_task(self._rollout(group, rollouts), name=f"group-{group.group_id}")
+        self._running[group.group_id] = task
+        task.add_done_callback(lambda _: self._ended(group.group_id, rollouts))
+
+    def _ended(self, group_id: int, rollouts: Rollouts) -> None:
+        rollouts.first.sent = True  # or it never will be
+        del self._running[group_id]
+        self._disowned.discard(group_id)
+        self._notify()
+
+    async def _rollout(self, group: AdmittedGroup, rollouts: Rollouts) -> None:
         try:
-            while True:
-                try:
-                    await self._generate(group, rollout)
-                    if self._finished is not None:
-                        self._ledger.settle(group.group_id, rollout.sampled())
-                        return
-                    session = rollout.session or self._rewards.begin(prompt)
-                    outcome = await rollout.advance(session)
-                    if isinstance(outcome, ScoredGroup):
-                        place = await self._payloads.append(outcome.payload)
-                        break
-                except (GenerationError, RewardError) as error:
-                    if self._finished is not None:
-                        self._ledger.settle(group.group_id, rollout.sampled())
-                        return
-                    if self._give_up(group, error, rollout):
-                        return
+            outcome = await self._scored(group, rollouts)
+            if outcome is None:  # the run ends
+                await rollouts.close()
+                self._ledger.settle(group.group_id, rollouts.sampled())
+                return
+            place = await self._payloads.append(outcome.payload)
+            if not rollouts.complete:  # the environment has ended without them
+                await rollouts.close()
+                counted = outcome.summary.tokens + outcome.summary.unused_tokens
+                sampled = rollouts.sampled()
+                self._ledger.lose_tokens(group.group_id, replace(sampled, tokens=sampled.tokens - counted))
+        except (GenerationError, RewardError) as error:
+            await rollouts.close()
+            self._give_up(group, error, rollouts.sampled())
+            return
         except asyncio.CancelledError:
+            await rollouts.close()
             if group.group_id in self._disowned:
-                self._ledger.settle(group.group_id, rollout.sampled())
+                self._ledger.settle(group.group_id, rollouts.sampled())
             raise
         finally:
-            rollout.close()
+            await rollouts.close()
         self._failed_in_a_row = 0
         summary = outcome.summary
         if self._config.rollout.dynamic_sampling and summary.correct in (0, summary.judged):
@@ -316,38 +326,38 @@ class RolloutController:
             temperature=self._config.generation.temperature,
         )
 
-    async def _generate(self, group: AdmittedGroup, rollout: Turns) -> None:
-        """Have the unfinished completions of the rollout's turn finished."""
-        if not rollout.generating():
-            return
-        self._generating.add(group.group_id)
+    async def _scored(self, group: AdmittedGroup, rollouts: Rollouts) -> ScoredGroup | None:
+        """The scored group, after as many tries as it takes; None as the run ends. Raises the error of its last try."""
+        while True:
+            try:
+                return await rollouts.scored()
+            except SessionLostError:
+                self._ledger.lose_tokens(group.group_id, rollouts.take_refused())
+            except (GenerationError, RewardError) as error:
+                if self._finished is not None:
+                    return None
+                tries = self._ledger.failed_try(group.group_id, rollouts.take_refused())
+                logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
+                if tries >= self._config.rollout.max_tries:
+                    raise
+
+    async def _generate(self, transcript: Transcript) -> None:
+        """Have the unfinished completions of a request finished."""
         timeout_s = self._config.rollout.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                calls = [self._engine.generate(transcript) for transcript in rollout.generating()]
-                failures = [
-                    error for error in await asyncio.gather(*calls, return_exceptions=True) if error is not None
-                ]
+                await self._engine.generate(transcript)
         except TimeoutError:
             raise GenerationError(f"rollout.request_timeout_s: no completions within {timeout_s} s") from None
-        if failures:
-            raise failures[0]
-        self._generating.discard(group.group_id)
-        self._changed.notify()
 
-    def _give_up(self, group: AdmittedGroup, error: GenerationError | RewardError, rollout: Turns) -> bool:
-        """Count a failed try; drop the group when its tries are spent. A run in which every group fails must end: after
-        as many drops in a row as a batch has groups, the last error is the run's."""
-        tries = self._ledger.failed_try(group.group_id, rollout.take_refused())
-        logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
-        if tries < self._config.rollout.max_tries:
-            return False
-        self._ledger.settle(group.group_id, rollout.sampled())
+    def _give_up(self, group: AdmittedGroup, error: GenerationError | RewardError, sampled: Tally) -> None:
+        """Drop a group whose tries are spent. A run in which every group fails must end: after as many drops in a row
+        as a batch has groups, the last error is the run's."""
+        self._ledger.settle(group.group_id, sampled)
         self._ledger.drop(group.group_id, error.drop_reason)
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self._config.groups_per_batch:
             raise error
-        return True
 
     def _drop_uniform(self, group: AdmittedGroup, summary: GroupSummary) -> None:
         """Give the place of a group whose completions are all correct, or all wrong, to another prompt (DAPO's dynamic
@@ -372,4 +382,4 @@ class RolloutController:
             loaded = newest
             if newest == self._ledger.versions.newest():
                 self._replaced = False
-            self._changed.notify()
+            self._notify()

@@ -158,13 +158,14 @@ class TrajectoryLedger:
         """Count a failed try of a running group, and the tokens sampled for it that are lost with it; returns the
         number of failed tries."""
         with self._transaction():
-            self._expect(group_id, GroupState.INFLIGHT)
-            self._db.execute(
-                "UPDATE groups SET tries = tries + 1, lost_tokens = lost_tokens + ?, unread_tokens = unread_tokens + ? "
-                "WHERE group_id = ?",
-                (lost.tokens, lost.unread, group_id),
-            )
+            self._lose_tokens(group_id, lost)
+            self._db.execute("UPDATE groups SET tries = tries + 1 WHERE group_id = ?", (group_id,))
             return self._value("SELECT tries FROM groups WHERE group_id = ?", group_id)
+
+    def lose_tokens(self, group_id: int, lost: Tally) -> None:
+        """Record tokens sampled for a running group that are lost, without its fault."""
+        with self._transaction():
+            self._lose_tokens(group_id, lost)
 
     def settle(self, group_id: int, sampled: Tally) -> None:
         """Record the tokens sampled for a running group that stays in flight as the run ends or is dropped next, or
@@ -373,6 +374,13 @@ class TrajectoryLedger:
         return self._value("SELECT COALESCE(MAX(step), 0) FROM groups")
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _lose_tokens(self, group_id: int, lost: Tally) -> None:
+        self._expect(group_id, GroupState.INFLIGHT)
+        self._db.execute(
+            "UPDATE groups SET lost_tokens = lost_tokens + ?, unread_tokens = unread_tokens + ? WHERE group_id = ?",
+            (lost.tokens, lost.unread, group_id),
+        )
 
     def _insert_waiting(self, prompt_index: int, *, requeues: int) -> int:
         cursor = self._db.execute(

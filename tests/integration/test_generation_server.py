@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import join_completions, parse_generation
+from areal_core.api.wire import join_completions
 from areal_core.controller.pool import GenerationPool
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
@@ -59,7 +59,7 @@ async def http(server):
 async def test_running_completions_keep_their_slots_through_updates(client, server, published):
     asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=1500, seed=i, stop_token_ids=()) for i in range(5)]
     with server.slowed():
-        calls = [asyncio.ensure_future(client.generate(item)) for item in asked]
+        calls = [asyncio.ensure_future(client.complete(item)) for item in asked]
         for version in (1, 2):
             before = (await until(client, lambda load: load.running == SLOTS)).generated_tokens
             await until(client, lambda load: load.generated_tokens > before + 500)  # noqa: B023 - awaited here
@@ -71,7 +71,7 @@ async def test_running_completions_keep_their_slots_through_updates(client, serv
 
     seen = set()
     for item, call in zip(asked, calls, strict=True):
-        for completion in parse_generation(await call):
+        for completion in await call:
             seen.add(tuple(np.unique(completion.versions).tolist()))
             published.reference.check(item, completion)
     assert (0, 1, 2) in seen
@@ -80,10 +80,10 @@ async def test_running_completions_keep_their_slots_through_updates(client, serv
 async def test_an_update_that_waits_for_running_completions_does_not_wait_for_others(client, server, published):
     asked = request("r", n=20, max_tokens=150, stop_token_ids=())  # four completions start later
     with server.slowed():
-        call = asyncio.ensure_future(client.generate(asked))
+        call = asyncio.ensure_future(client.complete(asked))
         await until(client, lambda load: load.running == SLOTS)
         await client.load_version(published.versions[1], "wait")
-    completions = parse_generation(await call)
+    completions = await call
     assert [np.unique(completion.versions).tolist() for completion in completions] == [[0]] * SLOTS + [[1]] * 4
     for completion in completions:
         published.reference.check(asked, completion)
@@ -108,19 +108,19 @@ async def test_a_refusal_is_one_line_that_starts_with_the_field(http, value):
 
 
 async def test_an_id_is_served_once_at_a_time(client):
-    first = asyncio.ensure_future(client.generate(request(max_tokens=LONG, stop_token_ids=())))
+    first = asyncio.ensure_future(client.complete(request(max_tokens=LONG, stop_token_ids=())))
     await until(client, lambda load: load.running == 1)
     with pytest.raises(GenerationError, match="already being served"):
-        await client.generate(request())
+        await client.complete(request())
     assert not first.done()
 
 
 async def test_ids_that_are_not_served_are_not_counted(client, http):
-    call = asyncio.ensure_future(client.generate(request("known", max_tokens=LONG, stop_token_ids=())))
+    call = asyncio.ensure_future(client.complete(request("known", max_tokens=LONG, stop_token_ids=())))
     await until(client, lambda load: load.running == 1)
     reply = await post(http, "/abort_requests", {"request_ids": ["known", "unknown"]})
     assert reply == (200, {"status": "aborted", "aborted": 1})
-    assert parse_generation(await call)[0].finish_reason == "abort"
+    assert (await call)[0].finish_reason == "abort"
 
 
 async def test_a_bad_update_is_refused_while_decoding_goes_on(client, http, tmp_path):
@@ -161,7 +161,7 @@ async def test_the_other_routes(client, http):
         {"success": True, "new_version": "8"},
     )
     assert await get(http, "/weight_info") == (200, {"weight_version": "8"})
-    [completion] = parse_generation(await client.generate(request()))
+    [completion] = await client.complete(request())
     assert set(completion.versions.tolist()) == {8}
     await post(http, "/sleep?level=1&mode=keep")
     assert await get(http, "/is_sleeping") == (200, {"is_sleeping": True})
@@ -185,11 +185,11 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
         stack.callback(dying.kill)
         other = stack.enter_context(serving("embedded", published.base, tmp_path / "b.json", "--slots", 4))
         pool = GenerationPool(completions_per_server=8, patience_s=20)
-        pool.registry.subscribe(lambda server, before: changes.append(pool.capacity))
+        pool.registry.subscribe(lambda server, before: changes.append(len(pool.registry.at_work)))
         base = PolicyVersion(version=0, path=str(published.base), sha256="not looked at")
         await pool.join("a", url_of(dying, tmp_path / "a.json"), lambda: base)
         await pool.join("b", other.url, lambda: base)
-        assert (pool.version, pool.capacity) == (0, 16)
+        assert (pool.version, pool.room) == (0, 16)
         await pool.load_version(published.versions[1])
         assert pool.version == 1
 
@@ -201,7 +201,7 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
         os.kill(dying.pid, signal.SIGKILL)
         with pytest.raises(ServerLostError):
             await calls[0]
-        assert (pool.version, pool.capacity) == (1, 8)
+        assert (pool.version, len(pool.registry.at_work)) == (1, 1)
         await pool.load_version(published.versions[2])
         assert pool.version == 2
         await pool.abort_all()
@@ -209,7 +209,7 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
         for completion in join_completions(transcripts[1].completions()):
             published.reference.check(transcripts[1].request, completion)
         await pool.close()
-    assert [capacity for capacity, _ in itertools.groupby(changes)] == [0, 8, 16, 8, 0]
+    assert [servers for servers, _ in itertools.groupby(changes)] == [0, 1, 2, 1, 0]
 
 
 def test_a_model_that_does_not_load_is_one_line_and_status_2(tmp_path):
@@ -234,7 +234,7 @@ def test_a_port_in_use_is_one_line_that_names_it_and_status_2(published, tmp_pat
 async def test_sigterm_fails_running_requests_and_ends_with_status_0(published, tmp_path):
     with serving("embedded", published.base, tmp_path / "ready.json") as server:
         client = GenerationClient(server.url)
-        call = asyncio.ensure_future(client.generate(request(max_tokens=LONG, stop_token_ids=())))
+        call = asyncio.ensure_future(client.complete(request(max_tokens=LONG, stop_token_ids=())))
         await until(client, lambda load: load.running == 1)
         server.process.terminate()
         with pytest.raises(ServerLostError):

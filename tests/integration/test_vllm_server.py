@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import join_completions, parse_generation
+from areal_core.api.wire import join_completions
 from areal_core.controller.pool import GenerationPool
 from areal_core.generation.client import GenerationClient
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
@@ -112,7 +112,7 @@ async def test_a_tensor_parallel_process_reads_its_shard_of_an_update(tmp_path):
             status, counted = await post(http, "/collective_rpc", {"method": "reads"})
         assert status == 200
         asked = request("after", max_tokens=16, stop_token_ids=())
-        [completion] = parse_generation(await client.generate(asked))
+        [completion] = await client.complete(asked)
         assert set(completion.versions.tolist()) == {1}
         assert deviations(published.reference, asked, completion).max() < EXACT
         await client.close()

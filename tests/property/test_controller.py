@@ -23,7 +23,7 @@ from areal_core.errors import (
 )
 from areal_core.rollout.controller import RolloutController
 from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
-from areal_core.rollout.turns import trajectory_seed
+from areal_core.rollout.rollouts import trajectory_seed
 from areal_core.types import BatchManifest, Completion, GenerationRequest, GroupState, PolicyVersion
 from tests.support.rollout import FIRST_TOKEN, FakeEngine, FakePayloads, FakeRewards, Prompts
 from tests.support.virtual import run_virtual
@@ -82,11 +82,12 @@ def build(
         config=config,
         source=Prompts(),
         engine=engine,
-        rewards=FakeRewards(rng, fail=faults.get("reward", 0.0), right=right, more=more),
+        rewards=FakeRewards(rng, n=group, fail=faults.get("reward", 0.0), right=right, more=more),
         payloads=FakePayloads(),
         ledger=ledger,
         stop_token_ids=(1,),
     )
+    engine.freed = controller.completions_ended
     return config, rng, engine, ledger, controller
 
 
@@ -431,8 +432,8 @@ def test_slow_verifiers_keep_no_server_idle():
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("capacity", "groups"), [(8, 4), (7, 3), (3, 1), (1, 1)])
-def test_servers_get_as_many_groups_as_they_have_room_for_and_one_at_least(capacity, groups):
+@pytest.mark.parametrize(("capacity", "groups"), [(8, 4), (7, 4), (3, 2), (1, 1), (0, 0)])
+def test_servers_get_groups_until_no_place_is_free(capacity, groups):
     _, _, engine, ledger, controller = build(1, steps=5, eta=5, batch=64)
     engine.capacity = capacity
 
@@ -452,7 +453,7 @@ def test_a_group_is_tried_as_often_as_is_allowed():
     serve = engine.serve
 
     async def counted(request: GenerationRequest) -> bytes:
-        tries[request.request_id] += 1
+        tries[request.request_id] += 1  # for each of two completions
         return await serve(request)
 
     engine.serve = counted
@@ -462,7 +463,7 @@ def test_a_group_is_tried_as_often_as_is_allowed():
 
     with pytest.raises(ExceptionGroup):
         run_virtual(main())
-    assert sorted(tries.values(), reverse=True)[:4] == [3, 3, 3, 3]
+    assert sorted(tries.values(), reverse=True)[:4] == [6, 6, 6, 6]
 
 
 def test_nothing_is_admitted_before_servers_have_lost_replaced_weights():

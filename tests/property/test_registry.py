@@ -19,6 +19,7 @@ from areal_core.controller import pool as module
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.registry import Server, ServerState
 from areal_core.errors import ArealError, GenerationError, ServerLostError
+from areal_core.generation.client import Take
 from areal_core.rollout.counters import ServerCounters
 from areal_core.types import GenerationRequest, PolicyVersion
 from tests.support.generation import request
@@ -128,13 +129,20 @@ class Client:
         self.aborted.set()
         self.aborted = asyncio.Event()
 
-    async def generate(self, asked: GenerationRequest) -> bytes:
+    async def generate(self, asked: GenerationRequest, take: Take) -> None:
         (server,) = (server for server in self.world.pool.registry.servers if server.client is self)
         assert server.at_work
         most = asked.n * asked.max_tokens
         self.asked += most
         sampled = self.world.rng.randint(0, most)  # whatever becomes of it
+        indices = tuple(range(asked.n))
         try:
+            if asked.n > 1 and self.world.rng.random() < 0.5:  # the first one ends before the others
+                await self.do("generate")
+                sampled = max(sampled, asked.max_tokens)
+                first = [(range(5, 5 + asked.max_tokens), "length")]
+                take(indices[:1], body(first, self.world.actual[self.url]))
+                indices = indices[1:]
             try:
                 async with asyncio.timeout(self.world.rng.expovariate(0.2)):
                     await self.aborted.wait()
@@ -142,9 +150,9 @@ class Client:
             except TimeoutError:
                 finish = "length"
             tokens = list(range(5, 5 + (min(2, asked.max_tokens) if finish == "abort" else asked.max_tokens)))
-            sampled = asked.n * len(tokens)
+            sampled = asked.max_tokens * (asked.n - len(indices)) + len(indices) * len(tokens)
             await self.do("generate")
-            return body([(tokens, finish)] * asked.n, self.world.actual[self.url])
+            take(indices, body([(tokens, finish)] * len(indices), self.world.actual[self.url]))
         finally:
             self.world.sampled[self.url] += sampled
             self.returned += most
@@ -194,7 +202,7 @@ class Play:
                 assert one.name not in {other.name for other in working}
         assert len(set(self.pool.lost)) == len(self.pool.lost)
         assert not set(self.pool.lost) & {one.url for one in working}
-        assert self.pool.capacity == 4 * len(working)
+        assert len(self.pool.registry.at_work) == len(working)
         if working:
             assert self.pool.version <= min(self.world.actual[one.url] for one in working)
             assert self.pool.version >= self.lowest, "i went back"

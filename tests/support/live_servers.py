@@ -128,7 +128,7 @@ def serving(kind: str, model: Path, ready: Path, *options: object) -> Iterator[S
     finally:
         process.terminate()
         _, errors = process.communicate(timeout=_END_S)
-    assert (process.returncode, errors) == (0, "")
+    assert (process.returncode, errors) == (0, ""), f"{process.returncode}: {errors}"
     assert members(process.pid) == []
 
 

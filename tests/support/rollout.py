@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import random
 from collections.abc import Callable, Sequence
 
@@ -11,7 +10,7 @@ import orjson
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
-from areal_core.api.wire import SampledCompletion, join_completions
+from areal_core.api.wire import Arrival, join_completions
 from areal_core.errors import GenerationError, RewardError
 from areal_core.rollout.payloads import Place
 from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, PolicyVersion, Prompt, SampleRequest
@@ -53,12 +52,12 @@ class FakePayloads:
 
 
 class FakeEngine:
-    """Takes a random time for each request and holds versions as real servers do. No two tokens that it samples are
-    the same one, so that each can be followed. With `interrupts`, an update aborts running requests, which are
+    """Takes a random time for each completion and holds versions as real servers do. No two tokens that it samples are
+    the same one, so that each can be followed. With `interrupts`, an update aborts running completions, which are
     then continued.
 
-    `sampled` is its own counter, independent of groups. With probability `fail` a request, also one for the rest of a
-    completion, fails before it samples; with `garble` its body lacks log-probabilities."""
+    `sampled` is its own counter, independent of groups. With probability `fail` a completion, also the rest of one,
+    fails before it samples; with `garble` its body lacks log-probabilities."""
 
     def __init__(
         self,
@@ -70,6 +69,8 @@ class FakeEngine:
         interrupts: bool = False,
     ) -> None:
         self.rng, self.capacity, self.fail, self.garble, self.interrupts = rng, capacity, fail, garble, interrupts
+        self.in_flight = 0  # completions
+        self.freed: Callable[[], None] = lambda: None  # is called when one has ended
         self.version = 0
         self.versions: list[int] = []  # that sampled token FIRST_TOKEN + i
         self.contexts: dict[int, tuple[int, ...]] = {}  # of a request, by the first token that it sampled
@@ -84,25 +85,42 @@ class FakeEngine:
         """Tokens, whatever became of them."""
         return len(self.versions)
 
-    async def generate(self, transcript: Transcript) -> None:
-        if not transcript.begun:
-            await self._return_body(transcript.request, transcript.begin)
-        while not self._ending and (unfinished := transcript.unfinished()):
-            self.interrupted += 1
-            take = functools.partial(transcript.extend, unfinished[0])
-            await self._return_body(transcript.continuation(unfinished[0]), take)
+    @property
+    def room(self) -> int:
+        return max(0, self.capacity - self.in_flight)
 
-    async def _return_body(self, request: GenerationRequest, take: Callable[[bytes], None]) -> None:
+    async def generate(self, transcript: Transcript) -> None:
+        first = None if transcript.begun else transcript.request
+        transcript.sent = True
+        self.in_flight += len(transcript.unfinished())
+        calls = [self._finish(transcript, index, first) for index in transcript.unfinished()]
+        for failure in await asyncio.gather(*calls, return_exceptions=True):
+            if failure is not None:
+                raise failure
+
+    async def _finish(self, transcript: Transcript, index: int, first: GenerationRequest | None) -> None:
+        try:
+            if first is not None:
+                await self._send(transcript, index, first)
+            while not self._ending and index in transcript.unfinished():
+                self.interrupted += 1
+                await self._send(transcript, index, transcript.continuation(index))
+        finally:
+            self.in_flight -= 1
+            self.freed()
+
+    async def _send(self, transcript: Transcript, index: int, request: GenerationRequest) -> None:
         """When cancelled, what a request has sampled is returned all the same."""
         version = self.version
         try:
-            take(await self.serve(request))
+            transcript.take([index], await self.serve(request))
         except asyncio.CancelledError:
             self.cut_off += 1
-            take(body([self._sample(version, request, 0, 5, "abort") for _ in range(request.n)], version))
+            transcript.take([index], body([self._sample(version, request, 0, 5, "abort")], version))
             raise
 
     async def serve(self, request: GenerationRequest) -> bytes:
+        """One completion of a request."""
         version = self.version
         assert self.seeds.setdefault(request.request_id, request.seed) == request.seed
         assert request.max_tokens > 0
@@ -112,14 +130,12 @@ class FakeEngine:
         except TimeoutError:
             if self.rng.random() < self.fail:
                 raise GenerationError("the server is gone") from None
-            completions = [self._sample(version, request, 1, 30, "stop") for _ in range(request.n)]
+            completion = self._sample(version, request, 1, 30, "stop")
         else:
-            completions = [
-                self._sample(version, request, *((1, 5, "stop") if self.rng.random() < 0.3 else (0, 5, "abort")))
-                for _ in range(request.n)
-            ]
+            how = (1, 5, "stop") if self.rng.random() < 0.3 else (0, 5, "abort")
+            completion = self._sample(version, request, *how)
         garbled = self.garble > 0 and self.rng.random() < self.garble
-        return body(completions, version, logprobs=not garbled)
+        return body([completion], version, logprobs=not garbled)
 
     async def load_version(self, version: PolicyVersion) -> None:
         await asyncio.sleep(self.rng.uniform(0.0, 0.2))
@@ -146,8 +162,11 @@ class FakeRewards:
     """Scores finished completions, and keeps them. A trajectory is correct with probability `right`; with probability
     `more` the environment requests more completions, again and again."""
 
-    def __init__(self, rng: random.Random, *, fail: float = 0.0, right: float = 0.0, more: float = 0.0) -> None:
-        self.rng, self.fail, self.right, self.more = rng, fail, right, more
+    def __init__(
+        self, rng: random.Random, *, n: int = 2, fail: float = 0.0, right: float = 0.0, more: float = 0.0
+    ) -> None:
+        """`n`: completions of a group."""
+        self.rng, self.n, self.fail, self.right, self.more = rng, n, fail, right, more
         self.uniform_tokens = 0  # of groups whose completions were all correct or all wrong
         self.further = 0  # completions of later turns
         self.scored: list[
@@ -184,31 +203,32 @@ class FakeRewards:
 
 class FakeSession:
     def __init__(self, rewards: FakeRewards, prompt: Prompt) -> None:
-        self.rewards, self.prompt = rewards, prompt
-        self.asked: tuple[SampleRequest, ...] | None = None
-        self.turns: list[tuple[tuple[int, ...], Completion]] = []
-        self.n = 0
+        self.rewards = rewards
+        self.texts = [prompt.token_ids]  # of its requests
+        self.missing = {(0, index) for index in range(rewards.n)}
+        self.turns: dict[tuple[int, int], tuple[tuple[int, ...], Completion]] = {}
 
-    async def advance(
-        self, completions: Sequence[Sequence[SampledCompletion]]
-    ) -> tuple[SampleRequest, ...] | ScoredGroup:
+    async def advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
         rewards = self.rewards
         await asyncio.sleep(rewards.rng.uniform(0.0, 0.1))
         if rewards.rng.random() < rewards.fail:
             raise rewards.failure("the verifier broke")
-        joined = [join_completions(part) for part in completions]
-        assert {one.finish_reason for part in joined for one in part} <= {"stop", "length"}
-        if self.asked is None:
-            self.n, texts = len(joined[0]), [self.prompt.token_ids]
-        else:
-            assert [len(part) for part in joined] == [request.n for request in self.asked]
-            texts, rewards.further = [request.token_ids for request in self.asked], rewards.further + len(joined)
-        self.turns += [(text, one) for text, part in zip(texts, joined, strict=True) for one in part]
+        for each, completion in zip(arrived, join_completions([each.completion for each in arrived]), strict=True):
+            assert completion.finish_reason in ("stop", "length")
+            self.missing.remove((each.request, each.index))
+            self.turns[each.request, each.index] = self.texts[each.request], completion
+            rewards.further += each.request > 0
+        if self.missing:
+            return ()
         if rewards.more and rewards.rng.random() < rewards.more:
             places = range(rewards.rng.randint(1, 3))
-            self.asked = tuple(SampleRequest(token_ids=(9, place), n=1 + place % 2, max_tokens=20) for place in places)
-            return self.asked
-        return await rewards.score(self.turns, self.n)
+            asked = tuple(SampleRequest(token_ids=(9, place), n=1 + place % 2, max_tokens=20) for place in places)
+            self.missing = {
+                (len(self.texts) + place, index) for place, one in enumerate(asked) for index in range(one.n)
+            }
+            self.texts += [request.token_ids for request in asked]
+            return asked
+        return await rewards.score([self.turns[key] for key in sorted(self.turns)], rewards.n)
 
     def close(self) -> None:
         self.rewards.open -= 1

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
-from areal_core.api.wire import ServerLoad
-from areal_core.types import PolicyVersion
+from areal_core.api.wire import PARTS, ServerLoad, encode_part
+from areal_core.generation.client import GenerationClient
+from areal_core.types import GenerationRequest, PolicyVersion
 from tests.support.rollout import body
 
 T = TypeVar("T")
@@ -42,7 +43,8 @@ class FakeServer:
     """Completes requests, once `release` is set, up to their limit: with tokens that count on from the prompt's last.
 
     A pause that aborts ends running requests with `sampled` tokens; requests that come while it is paused wait. A path
-    in `broken` fails with the status there. Without a `+` in `release_name` it is vLLM's own.
+    in `broken` fails with the status there. Without a `+` in `release_name` it is vLLM's own. Of the completions of a
+    request, those in `early` end at once.
     """
 
     def __init__(self, release_name: str = "0.32.0+areal.8") -> None:
@@ -51,6 +53,7 @@ class FakeServer:
         self.requests: dict[str, dict[str, Any]] = {}  # by id
         self.broken: dict[str, int] = {}
         self.refused: set[str] = set()  # ids of requests
+        self.early: dict[str, list[int]] = {}  # indices of completions, by request id
         self.release_after_abort = False
         self.hanging: set[str] = set()  # paths without a response, as long as they are in it
         self.release = asyncio.Event()
@@ -104,7 +107,7 @@ class FakeServer:
 
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         if http.path == "/inference/v1/generate" and http.path not in self.broken:
-            return await self._generate(await http.json())
+            return await self._generate(http, await http.json())
         value = await http.json() if http.can_read_body else None
         self.calls.append((http.path_qs, value))
         if http.path in self.broken:
@@ -143,11 +146,17 @@ class FakeServer:
                 self.release.set()
         return web.json_response({})
 
-    async def _generate(self, request: dict[str, Any]) -> web.Response:
+    async def _generate(self, http: web.Request, request: dict[str, Any]) -> web.StreamResponse:
         self.calls.append(request["request_id"])
         self.requests[request["request_id"]] = request
         if request["request_id"] in self.refused:
             return web.Response(status=400, text="refused")
+        params, start = request["sampling_params"], request["token_ids"][-1] + 1
+        whole, in_parts = (range(start, start + params["max_tokens"]), "length"), web.StreamResponse()
+        early = self.early.get(request["request_id"], [])
+        if early:
+            await in_parts.prepare(http)
+            await in_parts.write(encode_part(early, body([whole] * len(early), int(self.label))))
         try:
             await self._open.wait()
             ended = self._ended.setdefault(f"generate-tokens-{request['request_id']}", asyncio.Event())
@@ -155,10 +164,16 @@ class FakeServer:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        params, start = request["sampling_params"], request["token_ids"][-1] + 1
-        count = min(self.sampled, params["max_tokens"]) if aborted else params["max_tokens"]
-        completion = (range(start, start + count), "abort" if aborted else "length")
-        return web.Response(body=body([completion] * params["n"], int(self.label)))
+        count = min(self.sampled, params["max_tokens"])
+        completion = (range(start, start + count), "abort") if aborted else whole
+        if http.headers.get("Accept") != PARTS:
+            return web.Response(body=body([completion] * params["n"], int(self.label)))
+        late = [index for index in range(params["n"]) if index not in early]
+        if not in_parts.prepared:
+            await in_parts.prepare(http)
+        await in_parts.write(encode_part(late, body([completion] * len(late), int(self.label))))
+        await in_parts.write_eof()
+        return in_parts
 
     async def _released_or_aborted(self, ended: asyncio.Event) -> bool:
         waits = [asyncio.ensure_future(event.wait()) for event in (self.release, self._aborting, ended)]
@@ -168,6 +183,14 @@ class FakeServer:
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+async def generated(client: GenerationClient, request: GenerationRequest) -> bytes:
+    """The body of a response that comes in one part."""
+    parts: list[bytes] = []
+    await client.generate(request, lambda _, body: parts.append(body))
+    [part] = parts
+    return part
 
 
 def choices(response: bytes) -> list[tuple[list[int], str]]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from areal_core.errors import DivergenceError, GenerationError
 from areal_core.generation.engines.decoder import CpuDecoder, Decoder
-from areal_core.generation.engines.engine import EngineStats, Generation, check_request
+from areal_core.generation.engines.engine import EngineStats, Generation, check_request, gathered
 from areal_core.generation.engines.slots import STOPPED, Batch, Slots
 from areal_core.models.arrays import check_finite, read_arrays
 from areal_core.models.spec import ModelSpec
@@ -38,14 +38,13 @@ class _Group:
     """A request under way. Its completions start in order, as slots become free."""
 
     request: GenerationRequest
-    completions: list[Completion | None]
+    missing: int  # completions not finished
     started: int = 0
-    missing: int = 0  # completions not finished
     reader: int | None = None  # slot that holds the prompt's keys and values, or is to prefill it
 
     @property
     def unstarted(self) -> int:
-        return len(self.completions) - self.started
+        return self.request.n - self.started
 
 
 class Engine:
@@ -106,27 +105,28 @@ class Engine:
         self.check(request)
         if request.request_id in self._groups:
             raise GenerationError(f"request_id: {request.request_id} is already being served")
-        group = _Group(request, [None] * request.n, missing=request.n)
+        group = _Group(request, missing=request.n)
         self._groups[request.request_id] = group
         self._waiting.append(group)
 
     def step(self) -> list[Generation]:
-        """Sample one token for every running completion that is prefilled; returns the requests that this finished."""
+        """Sample one token for every running completion that is prefilled; returns what this finished."""
         if self.admitting and self._free and self._waiting:
             self._schedule()
         if not len(self._running):
             return []
         return self._postprocess(*self._run())
 
-    def generate(self, requests: Iterable[GenerationRequest]) -> list[tuple[Completion, ...]]:
+    def generate(self, requests: Iterable[GenerationRequest]) -> list[list[Completion]]:
         """Serve requests to their end; returns their completions in the order of the requests."""
         ids = []
         for request in requests:
             self.add(request)
             ids.append(request.request_id)
-        finished: dict[str, tuple[Completion, ...]] = {}
+        ended: list[Generation] = []
         while self.running or self._waiting:
-            finished |= {generation.request.request_id: generation.completions for generation in self.step()}
+            ended += self.step()
+        finished = gathered(ended)
         return [finished[request_id] for request_id in ids]
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Generation]:
@@ -134,12 +134,12 @@ class Engine:
         ids = self._groups.keys() if request_ids is None else self._groups.keys() & set(request_ids)
         doomed = {request_id: self._groups[request_id] for request_id in ids}
         self._waiting = deque(group for group in self._waiting if group.request.request_id not in doomed)
+        never_started: list[Generation] = []
         for group in doomed.values():
-            for index in range(group.started, len(group.completions)):
-                group.completions[index] = _nothing()
-            group.missing -= group.unstarted
-            group.started = len(group.completions)
-        never_started = [self._close(group) for group in doomed.values() if group.missing == 0]
+            unstarted = range(group.started, group.request.n)
+            group.started, group.missing = group.request.n, group.missing - len(unstarted)
+            if unstarted:
+                never_started.append(self._ended(group, {index: _nothing() for index in unstarted}))
         slots = [slot for slot in self._running.tolist() if self._completion_in(slot)[0].request.request_id in doomed]
         return never_started + self._release(slots, ["abort"] * len(slots))
 
@@ -240,33 +240,29 @@ class Engine:
         )
 
     def _release(self, slots: Sequence[int], reasons: Sequence[str]) -> list[Generation]:
-        """Take the completions out of these slots; returns the requests that this finished."""
-        completed: list[Generation] = []
+        """Take the completions out of these slots."""
+        ended: dict[str, tuple[_Group, dict[int, Completion]]] = {}
         for slot, reason in zip(slots, reasons, strict=True):
             group, index = self._completion_in(slot)
-            group.completions[index] = self._table.completion(slot, reason)
+            its = ended.setdefault(group.request.request_id, (group, {}))[1]
+            its[index] = self._table.completion(slot, reason)
             group.missing -= 1
-            if group.missing == 0:
-                completed.append(self._close(group))
             self._completions[slot] = None
         stays = np.ones(self.slots, dtype=np.bool_)
         stays[slots] = False
         self._running = self._running[stays[self._running]]
         self._free += slots
-        return completed
+        return [self._ended(group, completions) for group, completions in ended.values()]
 
     def _completion_in(self, slot: int) -> tuple[_Group, int]:
         completion = self._completions[slot]
         assert completion is not None
         return completion
 
-    def _close(self, group: _Group) -> Generation:
-        del self._groups[group.request.request_id]
-        assert all(completion is not None for completion in group.completions)
-        return Generation(
-            request=group.request,
-            completions=tuple(completion for completion in group.completions if completion is not None),
-        )
+    def _ended(self, group: _Group, completions: dict[int, Completion]) -> Generation:
+        if not group.missing:
+            del self._groups[group.request.request_id]
+        return Generation(request=group.request, completions=completions, last=not group.missing)
 
 
 def _nothing() -> Completion:

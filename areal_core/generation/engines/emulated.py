@@ -39,7 +39,6 @@ class _Group:
     """A request under way."""
 
     request: GenerationRequest
-    completions: list[Completion | None]
     missing: int
     prefilled: bool = False  # its prompt's keys and values are in the cache, for all of its completions
 
@@ -129,12 +128,12 @@ class EmulatedEngine:
         self.check(request)
         if request.request_id in self._groups:
             raise GenerationError(f"request_id: {request.request_id} is already being served")
-        group = _Group(request, [None] * request.n, missing=request.n)
+        group = _Group(request, missing=request.n)
         self._groups[request.request_id] = group
         self._waiting.extend(self._sequence(group, index) for index in range(request.n))
 
     def step(self) -> list[Generation]:
-        """Let a few milliseconds pass, or one decode step; the requests that this finished."""
+        """Let a few milliseconds pass, or one decode step; what this finished."""
         idle = not self._running
         self._schedule()
         if idle or self._interrupted:
@@ -158,7 +157,7 @@ class EmulatedEngine:
         running = [each for each in self._running if each.group.request.request_id in doomed]
         self._waiting = deque(each for each in self._waiting if each.group.request.request_id not in doomed)
         self._leave(running)
-        return [done for sequence in (*running, *waiting) if (done := self._close(sequence, "abort"))]
+        return [self._close(sequence, "abort") for sequence in (*running, *waiting)]
 
     def read(self, file: Path) -> None:
         """Nothing is computed with the weights: that they are there and of the right shapes is all that is asked."""
@@ -250,7 +249,7 @@ class EmulatedEngine:
         while self._ends and self._ends[0][0] == self._steps:
             ended.append(heapq.heappop(self._ends)[2])
         self._leave(ended)
-        return [done for each in ended if (done := self._close(each, "stop" if each.stops else "length"))]
+        return [self._close(sequence, "stop" if sequence.stops else "length") for sequence in ended]
 
     def _leave(self, sequences: Iterable[_Sequence]) -> None:
         """Take running completions out of their slots; they keep what they have sampled."""
@@ -264,19 +263,14 @@ class EmulatedEngine:
             self._ends = [end for end in self._ends if end[2] not in leaving]
             heapq.heapify(self._ends)
 
-    def _close(self, sequence: _Sequence, finish_reason: str) -> Generation | None:
-        """Record a completion's end; returns its request, once all of its completions have ended."""
+    def _close(self, sequence: _Sequence, finish_reason: str) -> Generation:
+        """Record a completion's end."""
         group, completion = sequence.group, self._completion(sequence, finish_reason)
-        group.completions[sequence.index] = completion
         group.missing -= 1
         self._closed_tokens[group.is_rollout] += len(completion.token_ids)
-        if group.missing:
-            return None
-        del self._groups[group.request.request_id]
-        return Generation(
-            request=group.request,
-            completions=tuple(completion for completion in group.completions if completion is not None),
-        )
+        if not group.missing:
+            del self._groups[group.request.request_id]
+        return Generation(request=group.request, completions={sequence.index: completion}, last=not group.missing)
 
     def _completion(self, sequence: _Sequence, finish_reason: str) -> Completion:
         request = sequence.group.request

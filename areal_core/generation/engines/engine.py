@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,10 +14,11 @@ from areal_core.types import Completion, GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A finished request with its completions, in order."""
+    """Completions of a request that have ended."""
 
     request: GenerationRequest
-    completions: tuple[Completion, ...]
+    completions: dict[int, Completion]  # by their index
+    last: bool  # no other completion of the request is left
 
 
 @dataclass(slots=True)
@@ -29,6 +30,14 @@ class EngineStats:
     swap_ms: float = 0.0
     recompute_ms: float = 0.0
     recomputed_tokens: int = 0
+
+
+def gathered(generations: Iterable[Generation]) -> dict[str, list[Completion]]:
+    """The completions of requests that were generated to their ends, in order, by request id."""
+    found: dict[str, dict[int, Completion]] = {}
+    for generation in generations:
+        found.setdefault(generation.request.request_id, {}).update(generation.completions)
+    return {request_id: [ended[index] for index in range(len(ended))] for request_id, ended in found.items()}
 
 
 class ServedEngine(Protocol):
@@ -60,7 +69,7 @@ class ServedEngine(Protocol):
         ...
 
     def step(self) -> list[Generation]:
-        """Go on decoding for a short while; the requests that this finished."""
+        """Go on decoding for a short while; the completions that this finished."""
         ...
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Generation]:

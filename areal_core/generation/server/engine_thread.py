@@ -28,7 +28,7 @@ class _State(Enum):
 class EngineThread:
     """Steps an engine while it has work and is not paused; does what it is asked to between two steps.
 
-    `deliver` gets finished requests and `failed` the error that ended the thread, both in the event loop's thread.
+    `deliver` gets finished completions and `failed` the error that ended the thread, both in the event loop's thread.
     `timeline` gets what the engine did when.
     """
 
@@ -120,7 +120,7 @@ class EngineThread:
         def abort(engine: ServedEngine) -> int:
             ended = engine.abort(request_ids)
             self._hand_over(ended)
-            return len(ended)
+            return sum(generation.last for generation in ended)
 
         return await self.ask(abort)
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import orjson
 from aiohttp import web
 
 from areal_core.api.guard import guard
-from areal_core.api.wire import EMBEDDED, ROUTES_VERSION, encode_generation
+from areal_core.api.wire import EMBEDDED, PARTS, ROUTES_VERSION, encode_failure, encode_generation, encode_part
 from areal_core.config.schema import load_file
 from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
 from areal_core.generation.command_line import server_parser, server_token
@@ -37,11 +38,13 @@ from areal_core.generation.server.protocol import RequestError, parse_json, pars
 from areal_core.launch import logs, process, pulse
 from areal_core.models.spec import read_spec
 from areal_core.tracking.timeline import TimelineWriter
+from areal_core.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
 _COUNTERS = ("generated_tokens", "rollout_tokens", "completion_s", "idle_s", "paused_s")
+_TOGETHER_S = 0.05  # in which completions of a request that end are sent together
 _PAUSE_MODES = ("abort", "wait", "keep")
 
 
@@ -60,7 +63,7 @@ class GenerationServer:
         self.failure: asyncio.Future[BaseException] = loop.create_future()  # the error that ended the engine's thread
         self._engine = engine
         self._doors = [] if token is None else [guard(token)]
-        self._pending: dict[str, asyncio.Future[Generation]] = {}  # by request id
+        self._pending: dict[str, _Pending] = {}  # by request id
         self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
         self._updating = False
         self._staged: tuple[Any] | None = None  # weights that the engine has made ready
@@ -108,7 +111,7 @@ class GenerationServer:
 
     # Generation
 
-    async def _generate(self, http: web.Request) -> web.Response:
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
         spec = self._engine.spec
         wanted = parse_request(
             parse_json(await http.read()), eos_token_ids=spec.eos_token_ids, default_id=uuid.uuid4().hex
@@ -117,21 +120,28 @@ class GenerationServer:
         self._engine.check(request)
         if request.request_id in self._pending:
             raise RequestError(f"{request.request_id} is already being served", param="request_id")
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._pending[request.request_id] = future
+        pending = self._pending[request.request_id] = _Pending(request)
         self._thread.tell(lambda engine: engine.add(request))
+
+        def encoded(completions: Mapping[int, Completion]) -> bytes:
+            indices = sorted(completions)
+            return encode_generation(
+                request,
+                [completions[index] for index in indices],
+                logprobs=wanted.logprobs,
+                eos_token_ids=spec.eos_token_ids,
+                indices=indices,
+            )
+
         try:
-            generation = await future
-        except asyncio.CancelledError:  # the client has gone
+            if http.headers.get("Accept") == PARTS:
+                return await _send_parts(http, pending, encoded)
+            return _json_bytes(encoded(await pending.all()))
+        except (asyncio.CancelledError, ConnectionError):  # the client has gone
             self._thread.tell(lambda engine: engine.abort([request.request_id]))
-            raise
+            raise asyncio.CancelledError from None
         finally:
             del self._pending[request.request_id]
-        return _json_bytes(
-            encode_generation(
-                request, generation.completions, logprobs=wanted.logprobs, eos_token_ids=spec.eos_token_ids
-            )
-        )
 
     async def _abort_requests(self, http: web.Request) -> web.Response:
         """By the ids in responses, as in vLLM, or by those of the requests."""
@@ -141,9 +151,8 @@ class GenerationServer:
 
     def _deliver(self, finished: list[Generation]) -> None:
         for generation in finished:
-            future = self._pending.get(generation.request.request_id)
-            if future is not None and not future.done():
-                future.set_result(generation)
+            if (pending := self._pending.get(generation.request.request_id)) is not None:
+                pending.add(generation)
 
     # Pausing
 
@@ -247,9 +256,72 @@ class GenerationServer:
         self._fail_pending(RequestError(f"the engine failed: {error}", status=500))
 
     def _fail_pending(self, error: Exception) -> None:
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(error)
+        for pending in self._pending.values():
+            pending.fail(error)
+
+
+class _Pending:
+    """A request under way: its completions that have ended and are not taken yet."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._left = request.n
+        self._ended: dict[int, Completion] = {}
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+
+    def add(self, generation: Generation) -> None:
+        self._ended.update(generation.completions)
+        self._left -= len(generation.completions)
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._changed.set()
+
+    async def all(self) -> dict[int, Completion]:
+        """All completions. Raises what ended the request before."""
+        while self._left and self._error is None:
+            await self._changed.wait()
+            self._changed.clear()
+        return self._take()
+
+    async def more(self) -> dict[int, Completion]:
+        """Completions that have ended since the last call, one at least; those that end a moment after the first come
+        with it. None once there are no more. Raises what ended the request before."""
+        while self._left and not self._ended and self._error is None:
+            await self._changed.wait()
+            self._changed.clear()
+        if self._left and self._error is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TOGETHER_S):
+                    while self._left and self._error is None:
+                        await self._changed.wait()
+                        self._changed.clear()
+        return self._take()
+
+    def _take(self) -> dict[int, Completion]:
+        if self._left and self._error is not None:
+            raise self._error
+        ended, self._ended = self._ended, {}
+        return ended
+
+
+async def _send_parts(
+    http: web.Request, pending: _Pending, encoded: Callable[[Mapping[int, Completion]], bytes]
+) -> web.StreamResponse:
+    """Send completions as they end. What fails before the first one is an error of the request."""
+    response = web.StreamResponse(headers={"Content-Type": PARTS})
+    try:
+        while ended := await pending.more():
+            if not response.prepared:
+                await response.prepare(http)
+            await response.write(encode_part(sorted(ended), encoded(ended)))
+    except RequestError as error:
+        if not response.prepared:
+            raise
+        await response.write(encode_failure(str(error)))
+    await response.write_eof()
+    return response
 
 
 @web.middleware

@@ -71,7 +71,7 @@ async def test_a_server_that_fails_a_phase_is_lost_and_the_others_go_on(servers,
         await pool.join(name, server.url, lambda: version(0))
     servers[0].broken[path] = status
     await pool.load_version(version(1))
-    assert (pool.version, pool.capacity) == (1, 10)
+    assert (pool.version, pool.room) == (1, 10)
     servers[1].release.clear()
     async with servers[1].runs(ask(pool)) as call:
         pass
@@ -118,7 +118,7 @@ async def test_a_refused_request_does_not_cost_the_server_its_place(servers, poo
     servers[0].broken["/inference/v1/generate"] = 400
     with pytest.raises(GenerationError):
         await ask(pool)
-    assert pool.capacity == 10
+    assert pool.room == 10
 
 
 async def test_requests_wait_for_a_server_and_give_up(servers):
@@ -157,7 +157,7 @@ async def test_a_request_that_is_cancelled_is_ended_at_its_servers_and_hands_ove
     servers[0].release.set()
     await another
     assert tokens(other) == [WHOLE]
-    assert pool.capacity == 20
+    assert pool.room == 20
 
 
 async def test_a_request_that_waits_for_a_server_is_cancelled_at_once(pool):
@@ -250,7 +250,7 @@ async def test_a_server_that_fails_to_join_takes_no_work(servers, pool):
     servers[0].broken["/update_weights"] = 400
     with pytest.raises(ServerLostError):
         await pool.join("a", servers[0].url, lambda: version(1))
-    assert (pool.capacity, pool.version) == (0, 1)
+    assert (pool.room, pool.version) == (0, 1)
 
 
 async def test_the_version_is_the_lowest_that_a_server_has(servers, pool):
@@ -272,7 +272,7 @@ async def test_loads_and_aborts_reach_every_server_and_lose_those_that_fail(serv
     assert servers[1].calls[-2:] == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
     servers[0].broken["/load"] = 500
     assert len(await pool.loads()) == 1
-    assert pool.capacity == 10
+    assert pool.room == 10
 
 
 async def test_what_failed_is_lost_until_it_joins_again(servers, pool):
@@ -281,7 +281,7 @@ async def test_what_failed_is_lost_until_it_joins_again(servers, pool):
     servers[0].broken["/health"] = 503
     await pool.check()
     assert pool.lost == (servers[0].url,)
-    assert pool.capacity == 10
+    assert pool.room == 10
     servers[0].broken["/weight_info"] = 500
     with pytest.raises(ServerLostError):
         await pool.join("a", servers[0].url, lambda: version(0))
@@ -338,7 +338,7 @@ async def test_others_go_on_with_what_a_server_that_leaves_has_sampled(servers, 
     await pool.leave("a")
     assert await call == [WHOLE] * 2
     assert servers[1].requests.keys() == {"r-0-2", "r-1-2"}
-    assert (pool.capacity, pool.lost) == (10, ())
+    assert (pool.room, pool.lost) == (10, ())
 
 
 async def test_a_server_goes_on_where_the_one_that_it_replaces_has_ended(servers, pool):
@@ -402,6 +402,45 @@ async def test_what_was_sampled_before_a_server_was_lost_is_continued(servers, p
     assert servers[1].requests.keys() == {"r-0-2", "r-1-2"}
 
 
+async def test_completions_are_taken_as_they_end_and_free_their_places(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    freed, transcript = [], Transcript(request(n=4))
+    pool.subscribe(lambda: freed.append(pool.room))
+    servers[0].release.clear()
+    servers[0].early["r"] = [1, 2]
+    call = asyncio.ensure_future(pool.generate(transcript))
+    assert not transcript.sent
+    async with asyncio.timeout(5):
+        while not freed:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert transcript.sent
+    assert (freed, transcript.unfinished()) == ([8], [0, 3])
+    assert [index for index, _ in transcript.finished()] == [1, 2]
+    servers[0].release.set()
+    await call
+    assert (freed, pool.room) == ([8, 10], 10)
+    assert tokens(transcript) == [WHOLE] * 4
+
+
+async def test_completions_that_had_ended_outlive_their_server(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    servers[0].release.clear()
+    servers[0].early["r"] = [2]
+    transcript = Transcript(request(n=3))
+    call = asyncio.ensure_future(pool.generate(transcript))
+    async with asyncio.timeout(5):
+        while transcript.unfinished() != [0, 1]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await servers[0].__aexit__()
+    with pytest.raises(ServerLostError):
+        await call
+    assert transcript.unfinished() == [0, 1]
+    await pool.join("b", servers[1].url, lambda: version(0))
+    assert await finish(pool, transcript) == [WHOLE] * 3
+    assert servers[1].requests.keys() == {"r-0-0", "r-1-0"}
+    assert all(asked["sampling_params"]["n"] == 1 for asked in servers[1].requests.values())
+
+
 async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
@@ -437,7 +476,7 @@ async def test_a_server_with_other_routes_does_not_join(pool):
     async with FakeServer("0.31.0") as other:
         with pytest.raises(GenerationError, match=r"runs vLLM 0\.31\.0; needed is vLLM 0\.32\.0"):
             await pool.join("a", other.url, lambda: version(0))
-    assert (pool.capacity, pool.lost) == (0, ())
+    assert (pool.room, pool.lost) == (0, ())
 
 
 async def test_a_server_that_left_may_come_back(servers, pool):
@@ -502,12 +541,12 @@ async def test_a_server_that_is_slow_to_join_holds_up_nobody_and_catches_up(serv
     async with asyncio.timeout(2):
         await pool.load_version(newest)
         await pool.leave("nobody")
-    assert (pool.version, pool.capacity, servers[0].label) == (2, 10, "2")
+    assert (pool.version, pool.room, servers[0].label) == (2, 10, "2")
     assert pool.loading == {1, 2}
     servers[1].hanging.clear()
     await joining
     assert pool.loading == {2}
-    assert (pool.version, pool.capacity, servers[1].label) == (2, 20, "2")
+    assert (pool.version, pool.room, servers[1].label) == (2, 20, "2")
     assert [body["weight_version"] for path, body in servers[1].updates() if path == "/finish_weight_update"] == [
         "1",
         "2",
@@ -529,10 +568,10 @@ async def test_a_server_that_hangs_once_more_as_it_joins_holds_up_nobody(servers
     newest = version(3)
     async with asyncio.timeout(3):  # less than the pool's patience
         await pool.load_version(newest)
-    assert (pool.version, pool.capacity, servers[0].label) == (3, 10, "3")
+    assert (pool.version, pool.room, servers[0].label) == (3, 10, "3")
     servers[1].hanging.clear()
     await joining
-    assert (pool.version, pool.capacity, servers[1].label) == (3, 20, "3")
+    assert (pool.version, pool.room, servers[1].label) == (3, 20, "3")
 
 
 async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(servers, pool, monkeypatch):
@@ -569,7 +608,7 @@ async def test_a_second_call_waits_for_the_join_that_is_under_way(servers, pool)
     async with asyncio.timeout(5):
         await joins[1]
     assert joins[0].cancelled()
-    assert (pool.capacity, servers[0].calls.count(("/version", None))) == (10, 1)
+    assert (pool.room, servers[0].calls.count(("/version", None))) == (10, 1)
 
 
 async def test_another_server_of_the_name_takes_the_place_of_one_that_has_not_joined(servers, pool):
@@ -604,7 +643,7 @@ async def test_an_update_goes_on_when_its_caller_is_cancelled(servers, pool):
     servers[0].hanging.clear()
     async with asyncio.timeout(5):
         await pool.registry.until(lambda: pool.version == 1)
-    assert (servers[0].label, pool.capacity) == ("1", 10)
+    assert (servers[0].label, pool.room) == ("1", 10)
 
 
 async def test_nothing_is_left_of_a_pool_that_is_closed_in_the_middle_of_it_all(servers, pool):
@@ -652,7 +691,7 @@ async def test_over_http_a_join_that_takes_its_time_is_asked_for_again(servers, 
         published.set()
         assert [await join(timeout_s=0.05) for _ in range(2)] == [204, 204]
         servers[0].hanging.clear()
-        assert (await join(), pool.capacity) == (200, 10)
+        assert (await join(), pool.room) == (200, 10)
         async with http.delete("/servers/a") as response:
-            assert (response.status, pool.capacity) == (200, 0)
+            assert (response.status, pool.room) == (200, 0)
     await runner.cleanup()

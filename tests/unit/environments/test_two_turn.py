@@ -25,7 +25,7 @@ def test_only_a_wrong_first_try_is_followed_by_a_second():
     first = [completion("#2", version=3), completion("#7", version=3), completion("#8", version=3)]
     policy = ScriptedPolicy({"1+1=": first, "1+1=#7=": [completion("#2", version=4)], "1+1=#8=": [completion("#9")]})
     right, mended, wrong = roll_out(policy, 3)
-    assert sorted(policy.asked) == ["1+1=", "1+1=#7=", "1+1=#8="]
+    assert sorted(policy.asked) == ["1+1="] * 3 + ["1+1=#7=", "1+1=#8="]
     assert spelled(right) == [("1+1=", False), ("#2", True)]
     assert spelled(mended) == [("1+1=", False), ("#7", True), ("=", False), ("#2", True)]
     assert [s.versions.tolist() for s in mended.segments[1:]] == [[3, 3, 3], [-1], [4, 4, 4]]

@@ -17,7 +17,7 @@ from areal_core.generation.client import GenerationClient
 from areal_core.models.spec import weights_sha256
 from areal_core.types import PolicyVersion
 from tests.support.generation import request
-from tests.support.servers import FakeServer, choices, version
+from tests.support.servers import FakeServer, choices, generated, version
 
 PAUSE = threading.Event()  # never set
 
@@ -188,7 +188,7 @@ async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
     )
     vllm.metrics = metrics.format(generated="1e+02", seconds=2.0, count=4.0)
     vllm.release.clear()
-    async with vllm.runs(vllm_client.generate(request("r"))):
+    async with vllm.runs(generated(vllm_client, request("r"))):
         load = await vllm_client.load()
         assert (load.running, load.waiting, load.generated_tokens, load.rollout_tokens) == (7, 2, 100, 100)
         assert (load.recompute_ms, load.recomputed_tokens) == (500.0, 0)
@@ -200,10 +200,35 @@ async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
         assert (await vllm_client.load()).recompute_ms == 0.0
 
 
+async def test_vllm_gets_a_request_for_each_completion_with_the_seeds_that_it_would_give_them(vllm, vllm_client):
+    """And each is taken when it ends; one that is refused keeps none of the others away."""
+    await vllm_client.identify()
+    vllm.refused.add("group-1-0.1")
+    taken = []
+    with pytest.raises(GenerationError, match="refused"):
+        await vllm_client.generate(request("group-1-0", n=3, seed=7), lambda *part: taken.append(part))
+    assert [indices for indices, _ in taken] == [(0,), (2,)]
+    sent = [vllm.requests[f"group-1-0.{index}"]["sampling_params"] for index in range(3)]
+    assert [(params["n"], params["seed"]) for params in sent] == [(1, 7), (1, 8), (1, 9)]
+
+
+async def test_what_vllm_gets_in_parts_is_aborted_in_parts(vllm, vllm_client):
+    await vllm_client.identify()
+    vllm.release.clear()
+    call = asyncio.ensure_future(vllm_client.complete(request("group-1-0", n=2)))
+    await vllm.started("group-1-0.0", "group-1-0.1")
+    await vllm_client.abort(["group-1-0", "unknown"])
+    assert [completion.finish_reason for completion in await call] == ["abort", "abort"]
+    assert vllm.calls[-1] == (
+        "/abort_requests",
+        {"request_ids": [f"generate-tokens-{name}" for name in ("group-1-0.0", "group-1-0.1", "unknown")]},
+    )
+
+
 async def test_tokens_of_others_than_the_rollout_are_taken_from_what_vllm_counts(vllm, vllm_client):
     await vllm_client.identify()
-    await vllm_client.generate(request("held-out-1", n=2))
-    await vllm_client.generate(request("group-1-0"))
+    assert len(await vllm_client.complete(request("held-out-1", n=2))) == 2
+    await generated(vllm_client, request("group-1-0"))
     vllm.metrics = "vllm:generation_tokens_total 100.0\n"
     load = await vllm_client.load()
     assert (load.generated_tokens, load.rollout_tokens) == (100, 100 - 2 * 24)
@@ -211,11 +236,11 @@ async def test_tokens_of_others_than_the_rollout_are_taken_from_what_vllm_counts
 
 async def test_what_a_server_may_have_sampled_since_its_last_report_is_bounded(vllm, vllm_client):
     await vllm_client.identify()
-    await vllm_client.generate(request("group-1-0", n=3))
-    await vllm_client.generate(request("held-out-1"))
+    await vllm_client.complete(request("group-1-0", n=3))
+    await generated(vllm_client, request("held-out-1"))
     assert vllm_client.unreported_tokens == 3 * 24
     vllm.release.clear()
-    async with vllm.runs(vllm_client.generate(request("group-2-0", n=2))):
+    async with vllm.runs(vllm_client.complete(request("group-2-0", n=2))):
         assert vllm_client.unreported_tokens == (3 + 2) * 24
         await asyncio.gather(vllm_client.load(), vllm_client.load())
         assert vllm_client.unreported_tokens == 2 * 24
@@ -237,7 +262,7 @@ async def test_a_client_counts_the_time_without_requests_and_the_time_of_an_upda
     await vllm_client.identify()
     vllm.release.clear()
     before = await vllm_client.load()
-    async with vllm.runs(vllm_client.generate(request("r"))):
+    async with vllm.runs(generated(vllm_client, request("r"))):
         begun, busy = await vllm_client.load(), await vllm_client.load()
     await vllm_client.load_version(weights, "resubmit")
     after = await vllm_client.load()
@@ -378,13 +403,13 @@ async def test_the_temperature_is_the_requests_own(server, client):
         ("warm", {"temperature": 0.7}, 0.7),
         ("greedy", {"temperature": 0.7, "greedy": True}, 0.0),
     ):
-        await client.generate(request(name, **changes))
+        await generated(client, request(name, **changes))
         assert server.requests[name]["sampling_params"]["temperature"] == expected
 
 
 async def test_a_pause_ends_requests_with_the_tokens_that_they_have(server, client):
     server.release.clear()
-    async with server.runs(client.generate(request("r", n=2))) as call:
+    async with server.runs(generated(client, request("r", n=2))) as call:
         await client.abort_all()
         assert choices(await call) == [([5, 6], "abort")] * 2
     assert server.updates() == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
@@ -399,11 +424,11 @@ async def test_refusals_are_errors_and_server_errors_and_lost_connections_are_lo
     ):
         server.broken["/inference/v1/generate"] = status
         with pytest.raises(GenerationError, match=rf"{status}: as it was told") as raised:
-            await client.generate(request())
+            await generated(client, request())
         assert raised.type is kind
     await server.__aexit__()
     with pytest.raises(ServerLostError):
-        await client.generate(request())
+        await generated(client, request())
     await client.close()
     with pytest.raises(ServerLostError, match="closed"):
         await client.health()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +44,6 @@ def test_servers_have_equal_parts_of_what_the_staleness_bound_admits() -> None:
     able = {s: s * n / (FIXED_S + n * COMPLETION_S) for s, n in per_server.items()}
     best = max(able, key=lambda s: min(able[s], (8 - s) * TRAINED))
     assert found[0].servers == best
-
-
-def test_completions_that_have_ended_hold_places_until_their_group_has() -> None:
-    """With a quarter of each group's completions running, half of a server's slots are in use."""
-    few = dataclasses.replace(measured(4, 4), running_share=0.25)
-    half = 50 / (FIXED_S + 50 * COMPLETION_S)
-    found = {split.servers: split.ratio for split in splits(config(4, 4), few)}
-    for servers in (1, 2, 3):
-        assert found[servers] == pytest.approx(servers * half / min(4 * half, 4 * TRAINED))
-    assert generation_used(config(4, 4), few) == pytest.approx(min(1.0, 4 * TRAINED / (4 * half)))
 
 
 def test_splits_that_the_run_does_not_allow_are_left_out() -> None:

@@ -2,15 +2,16 @@
 
 import asyncio
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import unpack_group
-from areal_core.api.wire import encode_generation, whole_completions
+from areal_core.api.wire import Arrival, encode_generation, whole_completions
 from areal_core.config.schema import AlgorithmConfig, ChatConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import Setting, Verdict, given, sampled
+from areal_core.environments.environment import Setting, Verdict, given, sampled, side_by_side
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.errors import RewardError
 from areal_core.rewards.group import GroupRollout
@@ -29,11 +30,17 @@ def served(*completions):
 
 
 def advance_all(environment, *turns, n=2, max_new_tokens=20):
-    """The group's requests after each turn, and at last its score."""
+    """The group's requests after each turn, and at last its score. A turn has the completions of one request after the
+    other."""
+    numbers = itertools.count()
+    arrived = [
+        [Arrival(number, index, one) for part in turn for number in [next(numbers)] for index, one in enumerate(part)]
+        for turn in turns
+    ]
 
     async def main():
         rollout = GroupRollout(environment, TOKENIZER, PROMPT, n=n, max_new_tokens=max_new_tokens)
-        return [await rollout.advance(turn) for turn in turns]
+        return [await rollout.advance(turn) for turn in arrived]
 
     return asyncio.run(main())
 
@@ -76,6 +83,93 @@ def test_requests_that_wait_together_go_out_together_and_are_fulfilled_in_order(
     summary = scored.summary
     assert (summary.tokens, summary.unused_tokens) == (2 + 2 + 3 + 4, 2 + 2)
     assert (summary.min_version, summary.max_version, summary.lengths) == (1, 3, (5, 8))
+
+
+class Judging:
+    """A single-turn environment that notes what it has judged, and when it was asked to."""
+
+    def __init__(self, judged):
+        self.judged = judged
+
+    async def rollout_group(self, task, policy, n):
+        return await side_by_side(self._rollout(task, policy) for _ in range(n))
+
+    async def _rollout(self, task, policy):
+        [one] = await policy.sample(task.token_ids)
+        self.judged.append(TOKENIZER.decode(one.token_ids.tolist()))
+        return trajectory(given(task.token_ids), sampled(one))
+
+
+def test_a_completion_is_judged_when_it_ends_whatever_the_others_do():
+    """Trajectories stay in the order of their indices, in whatever order completions end."""
+    judged, seen = [], []
+    served_apart = {index: served(completion(str(index + 1)))[0] for index in range(4)}
+
+    async def main():
+        rollout = GroupRollout(Judging(judged), TOKENIZER, PROMPT, n=4, max_new_tokens=20)
+        for ended in ([2], [0, 3], [1]):
+            outcome = await rollout.advance([Arrival(0, index, served_apart[index]) for index in ended])
+            seen.append((list(judged), outcome if outcome == () else "scored"))
+        return outcome
+
+    scored = asyncio.run(main())
+    assert seen == [(["3"], ()), (["3", "1", "4"], ()), (["3", "1", "4", "2"], "scored")]
+    payload = unpack_group(scored.payload, scored.summary)
+    assert TOKENIZER.decode(payload.tokens.tolist()) == "1234"
+    assert scored.summary.unused_tokens == 0
+
+
+def test_further_requests_go_out_while_the_first_ones_are_still_generated():
+    requests = []
+
+    class Eager(Judging):
+        async def _rollout(self, task, policy):
+            [first] = await policy.sample(task.token_ids)
+            [second] = await policy.sample([*task.token_ids, *first.token_ids])
+            return trajectory(given(task.token_ids), sampled(first), given([5]), sampled(second))
+
+    async def main():
+        rollout = GroupRollout(Eager([]), TOKENIZER, PROMPT, n=2, max_new_tokens=20)
+        requests.extend(await rollout.advance([Arrival(0, 1, served(completion("7"))[0])]))
+        assert await rollout.advance([Arrival(1, 0, served(completion("8"))[0])]) == ()
+        requests.extend(await rollout.advance([Arrival(0, 0, served(completion("9"))[0])]))
+        return await rollout.advance([Arrival(2, 0, served(completion("6"))[0])])
+
+    scored = asyncio.run(main())
+    assert [TOKENIZER.decode(request.token_ids) for request in requests] == ["1+1=7", "1+1=9"]
+    payload = unpack_group(scored.payload, scored.summary)
+    tokens = np.split(payload.tokens[payload.loss_mask], [4])
+    assert [TOKENIZER.decode(each.tolist()) for each in tokens] == ["96", "78"]
+
+
+def test_what_an_environment_does_beside_the_policy_is_waited_for():
+    """Once it has all its completions: what it does may take any number of turns of the event loop."""
+
+    class Slow(Judging):
+        async def _rollout(self, task, policy):
+            found = await super()._rollout(task, policy)
+            await asyncio.sleep(0.05)
+            return found
+
+    scored = advance_all(Slow([]), [served(completion("1"), completion("2"))])[-1]
+    assert scored.summary.rewards == (1.0, 1.0)
+
+
+def test_the_failure_of_one_rollout_ends_the_others():
+    ended = []
+
+    class Failing(Judging):
+        async def _rollout(self, task, policy):
+            try:
+                [one] = await policy.sample(task.token_ids)
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
+            raise RewardError(f"no result for {TOKENIZER.decode(one.token_ids.tolist())}")
+
+    with pytest.raises(RewardError, match="no result for 1"):
+        advance_all(Failing([]), [served(completion("1"))], n=3)
+    assert ended == ["cancelled"] * 2
 
 
 class Broken:

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import ScoredGroup, pack_group, unpack_group
-from areal_core.api.wire import SampledCompletion, encode_generation, whole_completions
+from areal_core.api.wire import Arrival, SampledCompletion, encode_generation, whole_completions
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
-from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError
+from areal_core.environments.environment import given, sampled, side_by_side
+from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError, SessionLostError
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards import worker
 from areal_core.rewards.worker import GroupJob, RewardPool, score_group
 from areal_core.tracking.timeline import read_timeline
-from areal_core.types import Completion, GenerationRequest, GroupSummary, Prompt
+from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, Prompt, Trajectory
 
 END = char_tokenizer().token_id(EOS)
 BUSY_S = 0.05  # CPU seconds of a job that does nothing else
@@ -47,11 +48,19 @@ def whole(*completions):
     return whole_completions(body(*completions), len(completions))
 
 
-def job(completions=(), *, gold="3", model_path="", environment=None, **algorithm):
+def arrivals(*completions, request=0):
+    return [Arrival(request, index, one) for index, one in enumerate(whole(*completions))]
+
+
+async def score(pool, message):
+    return (await pool.ask(message))[0]
+
+
+def job(n=1, *, gold="3", model_path="", environment=None, **algorithm):
     text = "1-1-7="
     return GroupJob(
         prompt=Prompt(index=0, prompt_id="0", text=text, token_ids=char_tokenizer().encode(text), answer=gold),
-        completions=completions,
+        n=n,
         environment=environment or EnvironmentConfig(),
         task=TaskConfig(),
         algorithm=AlgorithmConfig(**algorithm),
@@ -87,7 +96,7 @@ def obey(job):
 
 def test_a_group_is_scored_and_packed(model):
     group = whole(completion("1-1=0;0-7=3#3", [4] * 9 + [5] * 5), completion("#7", [5, 5, 5]))
-    scored = score_group(job(group, model_path=model, reward_correct=5.0, reward_wrong=-5.0))
+    scored = score_group(job(2, model_path=model, reward_correct=5.0, reward_wrong=-5.0), group)
     payload = unpack_group(scored.payload, scored.summary)
     assert payload.lengths.tolist() == [14, 3]
     assert payload.truncated.tolist() == [False, False]
@@ -116,7 +125,7 @@ def test_the_segments_of_an_interrupted_completion_are_scored_as_one(model):
         body(completion("0-7=3#3", [5] * 8)),
     )
     interrupted = SampledCompletion(segments=((parts[0], 0), (parts[1], 0)))
-    scored = score_group(job((interrupted, SampledCompletion(segments=((parts[0], 1),))), model_path=model))
+    scored = score_group(job(2, model_path=model), (interrupted, SampledCompletion(segments=((parts[0], 1),))))
     payload = unpack_group(scored.payload, scored.summary)
     assert payload.lengths.tolist() == [14, 3]
     assert payload.versions.tolist() == [4] * 6 + [5] * 8 + [4] * 3
@@ -125,7 +134,9 @@ def test_the_segments_of_an_interrupted_completion_are_scored_as_one(model):
 
 
 def test_a_truncated_completion_is_flagged_and_wrong_even_if_its_text_is_right(model):
-    scored = score_group(job(whole(completion("#3", [0, 0], "length"), completion("#3", [0, 0, 0])), model_path=model))
+    scored = score_group(
+        job(2, model_path=model), whole(completion("#3", [0, 0], "length"), completion("#3", [0, 0, 0]))
+    )
     payload = unpack_group(scored.payload, scored.summary)
     assert payload.truncated.tolist() == [True, False]
     assert scored.summary.rewards == (0.0, 1.0)
@@ -134,13 +145,13 @@ def test_a_truncated_completion_is_flagged_and_wrong_even_if_its_text_is_right(m
 
 @pytest.mark.parametrize("unfinished", [completion("#3", [0, 0], "abort"), completion("", [], "length")])
 def test_an_unfinished_completion_is_not_scored(model, unfinished):
-    with pytest.raises(RewardError, match="completion 1 is not finished"):
-        score_group(job(whole(completion("#3", [0, 0, 0]), unfinished), model_path=model))
+    with pytest.raises(RewardError, match="a completion is not finished"):
+        score_group(job(2, model_path=model), whole(completion("#3", [0, 0, 0]), unfinished))
 
 
 def test_a_body_without_completions_is_refused(model):
     with pytest.raises(GenerationError):
-        score_group(job(whole_completions(b"{}", 1), model_path=model))
+        score_group(job(model_path=model), whole_completions(b"{}", 1))
 
 
 # RewardPool
@@ -157,9 +168,9 @@ async def pool():
 
 async def test_the_pool_scores_in_processes_of_its_own(model):
     pool = RewardPool(workers=1, timeout_s=30.0)
-    scored = await pool.score(job(whole(completion("#3", [0, 0, 0])), model_path=model))
+    scored = await pool.begin(job(model_path=model)).advance(arrivals(completion("#3", [0, 0, 0])))
     with pytest.raises(GenerationError):  # an error of its own comes back as it is
-        await pool.score(job(whole_completions(b"{}", 1), model_path=model))
+        await pool.begin(job(model_path=model)).advance([Arrival(0, 0, whole_completions(b"{}", 1)[0])])
     await pool.close()
     assert scored.summary.correct == 1
 
@@ -168,7 +179,7 @@ async def test_what_workers_do_is_written_down_with_what_it_cost(tmp_path):
     pool = RewardPool(
         workers=2, timeout_s=30.0, function=obey, timeline=lambda place: tmp_path / f"rewards-{place}.jsonl"
     )
-    await asyncio.gather(*(pool.score(job(gold="busy")) for _ in range(6)))
+    await asyncio.gather(*(score(pool, job(gold="busy")) for _ in range(6)))
     await pool.close()
     spans = read_timeline(tmp_path)
     assert {span.process for span in spans} <= {"rewards-0", "rewards-1"}
@@ -179,28 +190,26 @@ async def test_what_workers_do_is_written_down_with_what_it_cost(tmp_path):
 
 
 async def test_more_jobs_than_workers_all_come_back(pool):
-    scored = await asyncio.gather(*(pool.score(job()) for _ in range(20)))
+    scored = await asyncio.gather(*(score(pool, job()) for _ in range(20)))
     assert {int(s.payload) for s in scored} <= set(pool.pids())
 
 
 async def test_a_killed_worker_costs_only_the_job_that_it_held(pool):
-    async def score(gold):
-        return await pool.score(job(gold=gold))
-
-    results = await asyncio.gather(*(score("die" if i == 3 else "") for i in range(10)), return_exceptions=True)
+    jobs = [job(gold="die" if i == 3 else "") for i in range(10)]
+    results = await asyncio.gather(*(score(pool, each) for each in jobs), return_exceptions=True)
     assert [type(r) for r in results] == [RewardWorkerError if i == 3 else ScoredGroup for i in range(10)]
     assert "died" in str(results[3])
     assert len(pool.pids()) == 2
 
 
 async def test_idle_workers_that_were_killed_cost_nothing(pool):
-    await asyncio.gather(*(pool.score(job()) for _ in range(4)))
+    await asyncio.gather(*(score(pool, job()) for _ in range(4)))
     killed = pool.pids()
     workers = Watch(killed)
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
     assert workers.all_end()
-    scored = await asyncio.gather(*(pool.score(job()) for _ in range(4)))
+    scored = await asyncio.gather(*(score(pool, job()) for _ in range(4)))
     assert not {int(s.payload) for s in scored} & set(killed)
 
 
@@ -208,9 +217,9 @@ async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced():
     pool = RewardPool(workers=1, timeout_s=0.5, function=obey)
     workers = Watch(pool.pids())
     with pytest.raises(RewardTimeoutError, match=r"did not respond in 0\.5 s \(rollout\.reward_timeout_s\)"):
-        await pool.score(job(gold="hang"))
+        await score(pool, job(gold="hang"))
     assert workers.all_end()
-    assert int((await pool.score(job())).payload) in pool.pids()
+    assert int((await score(pool, job())).payload) in pool.pids()
     await pool.close()
 
 
@@ -232,26 +241,26 @@ async def test_a_stopped_worker_is_given_up_and_replaced(size):
 async def test_a_failing_verifier_is_named_and_its_worker_lives_on(pool):
     before = set(pool.pids())
     with pytest.raises(RewardError, match="ZeroDivisionError: by zero"):
-        await pool.score(job(gold="raise"))
+        await score(pool, job(gold="raise"))
     assert set(pool.pids()) == before
 
 
 async def test_a_cancelled_score_frees_its_worker():
     pool = RewardPool(workers=1, timeout_s=600.0, function=obey)
-    await pool.score(job())  # it is up
-    hanging = asyncio.create_task(pool.score(job(gold="hang")))
+    await score(pool, job())  # it is up
+    hanging = asyncio.create_task(score(pool, job(gold="hang")))
     await asyncio.sleep(0)  # the job is under way
     hanging.cancel()
     with pytest.raises(asyncio.CancelledError):
         await hanging
-    await pool.score(job())
+    await score(pool, job())
     await pool.close()
 
 
 async def test_closing_ends_what_is_under_way():
     pool = RewardPool(workers=1, timeout_s=600.0, function=obey)
-    await pool.score(job())
-    jobs = [asyncio.create_task(pool.score(job(gold="hang"))) for _ in range(3)]
+    await score(pool, job())
+    jobs = [asyncio.create_task(score(pool, job(gold="hang"))) for _ in range(3)]
     await asyncio.sleep(0)
     await pool.close()
     for scoring in jobs:
@@ -270,11 +279,11 @@ async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
     pool = RewardPool(workers=2, timeout_s=30.0)
     sessions = [pool.begin(job(model_path=model, environment=TALKING)) for _ in range(3)]
     requests = await asyncio.gather(
-        *(session.advance([whole(completion(f"#{place}", [0, 0, 0]))]) for place, session in enumerate(sessions))
+        *(session.advance(arrivals(completion(f"#{place}", [0, 0, 0]))) for place, session in enumerate(sessions))
     )
     texts = [char_tokenizer().decode(request.token_ids) for (request,) in requests]
     assert texts == ["1-1-7=#0=", "1-1-7=#1=", "1-1-7=#2="]
-    scored = [await session.advance([whole(completion("#3", [1, 1, 1]))]) for session in reversed(sessions)]
+    scored = [await session.advance(arrivals(completion("#3", [1, 1, 1]), request=1)) for session in reversed(sessions)]
     payloads = [unpack_group(one.payload, one.summary) for one in scored]
     said = [char_tokenizer().decode(payload.tokens.tolist()) for payload in payloads]
     assert said == ["#2=#3", "#1=#3", "#0=#3"]
@@ -285,23 +294,66 @@ async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
 async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(model):
     pool = RewardPool(workers=1, timeout_s=30.0)
     session = pool.begin(job(model_path=model, environment=TALKING))
-    await session.advance([whole(completion("#0", [0, 0, 0]))])
+    await session.advance(arrivals(completion("#0", [0, 0, 0])))
     [pid] = pool.pids()
     workers = Watch([pid])
     os.kill(pid, signal.SIGKILL)
     assert workers.all_end()
-    with pytest.raises(RewardError, match="suspended"):
-        await session.advance([whole(completion("#3", [0, 0, 0]))])
-    [request] = await session.advance([whole(completion("#0", [0, 0, 0]))])  # it starts again, in another worker
+    with pytest.raises(SessionLostError, match="suspended"):
+        await session.advance(arrivals(completion("#3", [0, 0, 0]), request=1))
+    [request] = await session.advance(arrivals(completion("#0", [0, 0, 0])))  # it starts again, in another worker
     assert request.n == 1
     await pool.close()
+
+
+async def test_a_group_that_waits_for_completions_takes_no_worker(model):
+    """One worker, three groups of two completions that end in turn: each is judged as it comes."""
+    pool = RewardPool(workers=1, timeout_s=30.0)
+    sessions = [pool.begin(job(2, model_path=model)) for _ in range(3)]
+    for session in sessions:
+        assert await session.advance(arrivals(completion("#3", [0, 0, 0]))) == ()
+    for session in reversed(sessions):
+        scored = await session.advance([Arrival(0, 1, whole(completion("#4", [1, 1, 1]))[0])])
+        assert scored.summary.rewards == (1.0, 0.0)
+    await pool.close()
+
+
+async def test_what_a_suspended_group_does_beside_the_policy_goes_on(model, monkeypatch):
+    """Its worker is asked nothing meanwhile."""
+    monkeypatch.setenv("NOTED", str(model / "noted"))
+    pool = RewardPool(workers=1, timeout_s=30.0)
+    environment = EnvironmentConfig(name="tests.unit.rewards.test_worker:Noting")
+    session = pool.begin(job(2, model_path=model, environment=environment))
+    assert await session.advance(arrivals(completion("#3", [0, 0, 0]))) == ()
+    async with asyncio.timeout(30):
+        while not (model / "noted").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    scored = await session.advance([Arrival(0, 1, whole(completion("#3", [1, 1, 1]))[0])])
+    assert len(scored.summary.rewards) == 2
+    await pool.close()
+
+
+class Noting:
+    """Writes a file, a while after its first completion, while the second is still to come."""
+
+    def __init__(self, setting):
+        self._setting = setting
+
+    async def rollout_group(self, task, policy, n):
+        async def rollout():
+            [one] = await policy.sample(task.token_ids)
+            await asyncio.sleep(0.05)
+            Path(os.environ["NOTED"]).touch()
+            return Trajectory(segments=(given(task.token_ids), sampled(one)), reward=1.0, outcome=Outcome.RIGHT)
+
+        return await side_by_side(rollout() for _ in range(n))
 
 
 async def test_a_group_that_is_given_up_leaves_its_worker(model):
     pool = RewardPool(workers=1, timeout_s=30.0, function=count_suspended)
     for _ in range(3):
         session = pool.begin(job(model_path=model, environment=TALKING))
-        await session.advance([whole(completion("#0", [0, 0, 0]))])
+        await session.advance(arrivals(completion("#0", [0, 0, 0])))
         session.close()
     suspended, _ = await pool.ask("how many")
     assert suspended == 0
@@ -317,11 +369,11 @@ def test_workers_do_not_outlive_their_controller(tmp_path):
     script.write_text(
         "import asyncio, sys\n"
         f"sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
-        "from test_worker import RewardPool, job, obey\n"
+        "from test_worker import RewardPool, job, obey, score\n"
         "async def main():\n"
         "    pool = RewardPool(workers=2, timeout_s=600.0, function=obey)\n"
-        "    await asyncio.gather(*(pool.score(job()) for _ in range(2)))\n"
-        "    jobs = [asyncio.create_task(pool.score(job(gold='hang'))) for _ in range(2)]\n"
+        "    await asyncio.gather(*(score(pool, job()) for _ in range(2)))\n"
+        "    jobs = [asyncio.create_task(score(pool, job(gold='hang'))) for _ in range(2)]\n"
         "    print(*pool.pids(), flush=True)\n"
         "    await asyncio.wait(jobs)\n"
         "if __name__ == '__main__':\n"

@@ -89,7 +89,17 @@ def test_the_next_step_trains_while_a_version_is_written_and_no_two_are_at_once(
     for step in (1, 2):
         share = broken(step)
         share = replace(share, behaviour_logprobs=np.where(share.loss_mask, -1, 0).astype(np.float32))
-        group = BatchGroup(group_id=step, lengths=(4, 4), rewards=(0.0, 1.0), ready_version=step - 1)
+        group = BatchGroup(
+            group_id=step,
+            lengths=(4, 4),
+            rewards=(0.0, 1.0),
+            truncated=(False, False),
+            ready_version=step - 1,
+            prompt_tokens=1,
+            checksums=(),
+            segment="",
+            start=0,
+        )
         one._train_step(BatchManifest(step=step, groups=(group,)), share, 0.0)
     assert one.publisher is not None
     one.publisher.drain()

@@ -10,6 +10,7 @@ import torch
 from areal_core.errors import DivergenceError, GenerationError
 from areal_core.generation.engines import embedded as engine_module
 from areal_core.generation.engines.embedded import Engine
+from areal_core.generation.engines.engine import gathered
 from areal_core.generation.engines.torch_decoder import TorchDecoder
 from tests.support.generation import LLAMA_GQA, QWEN2, QWEN2_GQA, QWEN3, SPECS, Reference, request, weights
 
@@ -38,10 +39,12 @@ def engine(spec=QWEN2, seed=1, kind="cpu", **options):
 
 
 def finish(engine, done=()):
+    """Completions by request, once all have ended; those in `done` have."""
     done = list(done)
     while engine.running or engine.waiting:
         done += engine.step()
-    return {generation.request.request_id: generation for generation in done}
+    assert sum(generation.last for generation in done) == len({generation.request.request_id for generation in done})
+    return gathered(done)
 
 
 def mixed_requests():
@@ -66,17 +69,17 @@ def test_logprobs_are_those_of_transformers_before_across_and_after_interruption
             done += served.step()
         served.swap(served.prepare(weights(spec, seed)), version)
         assert served.running  # the swap interrupted something
-    generations = finish(served, done)
+    found = finish(served, done)
 
-    assert len(generations) == 5
+    assert len(found) == 5
     spans = set()
-    for generation in generations.values():
-        assert len(generation.completions) == generation.request.n
-        for completion in generation.completions:
+    for asked in mixed_requests():
+        assert len(found[asked.request_id]) == asked.n
+        for completion in found[asked.request_id]:
             assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions) > 0
             assert (np.diff(completion.versions) >= 0).all()
             spans.add(tuple(np.unique(completion.versions).tolist()))
-            reference.check(generation.request, completion)
+            reference.check(asked, completion)
     assert any(len(span) > 1 for span in spans)
     assert {version for span in spans for version in span} == {0, 3, 4}
 
@@ -87,7 +90,7 @@ def test_versions_change_at_the_token_where_the_weights_did():
     for _ in range(4):
         served.step()
     served.swap(served.prepare(weights(QWEN2, 2)), 7)
-    [completion] = finish(served)["r"].completions
+    [completion] = finish(served)["r"]
     assert completion.versions.tolist() == [0] * 4 + [7] * 5
     assert served.stats.recomputed_tokens == 3 + 4 - 1  # all but the last, which the next step feeds
 
@@ -116,7 +119,7 @@ def test_without_recompute_the_old_keys_and_values_stay(tmp_path):
         for _ in range(15):
             served.step()
         served.swap(served.prepare(weights(QWEN2, 2)), 1, recompute=recompute)
-        [completions[recompute]] = finish(served)["r"].completions
+        [completions[recompute]] = finish(served)["r"]
     reference.check(request(), completions[True])
     with pytest.raises(AssertionError):
         reference.check(request(), completions[False])
@@ -126,13 +129,14 @@ def test_without_recompute_the_old_keys_and_values_stay(tmp_path):
 def test_prompts_that_wait_for_slots_are_prefilled_again_after_an_update(tmp_path, kind):
     reference = Reference(tmp_path, QWEN2, {0: 1, 1: 2})
     served = engine(kind=kind, slots=2)
-    served.add(request(prompt=range(2, 12), n=6, max_tokens=8))  # 4 completions wait, sharing the prompt's cache
+    asked = request(prompt=range(2, 12), n=6, max_tokens=8)
+    served.add(asked)  # 4 completions wait, sharing the prompt's cache
     served.step()
     served.swap(served.prepare(weights(QWEN2, 2)), 1)
-    generation = finish(served)["r"]
-    for completion in generation.completions:
-        reference.check(generation.request, completion)
-    assert {version for completion in generation.completions for version in completion.versions.tolist()} == {0, 1}
+    completions = finish(served)["r"]
+    for completion in completions:
+        reference.check(asked, completion)
+    assert {version for completion in completions for version in completion.versions.tolist()} == {0, 1}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,9 +221,10 @@ def test_completions_are_batch_invariant_however_they_are_disturbed(monkeypatch,
         if rng.random() < 0.01:
             done += served.abort(None if rng.random() < 0.3 else [rng.choice(requests).request_id])
     assert cleared > 3 or kind == "torch-deterministic"
-    assert {generation.request.request_id for generation in done} == wanted.keys()
-    for generation in done:
-        for completion, other in zip(generation.completions, wanted[generation.request.request_id], strict=True):
+    found = gathered(done)
+    assert found.keys() == wanted.keys()
+    for request_id, completions in found.items():
+        for completion, other in zip(completions, wanted[request_id], strict=True):
             length = len(completion.token_ids)
             assert completion.finish_reason == "abort" or length == len(other.token_ids)
             assert completion.token_ids.tolist() == other.token_ids[:length].tolist()
@@ -240,7 +245,7 @@ def test_completions_are_the_same_to_the_bit_in_any_batch_and_slot(spec, kind):
             served.add(item)
         done = [generation for _ in range(shift) for generation in served.step()]
         served.add(wanted)
-        assert as_lists(finish(served, done)["wanted"].completions) == as_lists(alone[0])
+        assert as_lists(finish(served, done)["wanted"]) == as_lists(alone[0])
 
 
 def test_stop_tokens_end_a_completion_and_are_part_of_it():
@@ -307,25 +312,24 @@ def test_abort_returns_what_there_is_and_leaves_the_others_alone(tmp_path):
     served.add(request("waits", n=3))
     for _ in range(5):
         served.step()
-    ended = {generation.request.request_id: generation for generation in served.abort(["ended", "waits", "unknown"])}
+    ended = gathered(served.abort(["ended", "waits", "unknown"]))
 
-    assert [len(completion.token_ids) for completion in ended["ended"].completions] == [5, 5]
-    assert [len(completion.token_ids) for completion in ended["waits"].completions] == [0, 0, 0]
-    assert {completion.finish_reason for generation in ended.values() for completion in generation.completions} == {
-        "abort"
-    }
+    assert [len(completion.token_ids) for completion in ended["ended"]] == [5, 5]
+    assert [len(completion.token_ids) for completion in ended["waits"]] == [0, 0, 0]
+    assert {completion.finish_reason for completions in ended.values() for completion in completions} == {"abort"}
     assert (served.running, served.waiting) == (2, 0)
-    kept = finish(served)["kept"].completions
+    kept = finish(served)["kept"]
     assert [a.token_ids.tolist() for a in kept] == [a.token_ids.tolist() for a in undisturbed]
 
 
 def test_abort_of_a_group_of_which_some_completions_are_finished_and_some_wait():
     served = engine(slots=2)
     served.add(request(n=5, max_tokens=3, stop_token_ids=()))
-    for _ in range(4):
-        served.step()
-    [generation] = served.abort()
-    assert [(len(a.token_ids), a.finish_reason) for a in generation.completions] == [
+    before = [generation for _ in range(4) for generation in served.step()]
+    assert [(list(generation.completions), generation.last) for generation in before] == [([0, 1], False)]
+    after = served.abort()
+    assert [generation.last for generation in after] == [False] * (len(after) - 1) + [True]
+    assert [(len(a.token_ids), a.finish_reason) for a in gathered(before + after)["r"]] == [
         (3, "length"), (3, "length"), (1, "abort"), (1, "abort"), (0, "abort"),
     ]  # fmt: skip
     assert (served.running, served.waiting) == (0, 0)
@@ -337,11 +341,10 @@ def test_without_admission_running_completions_finish_and_waiting_ones_stay():
     served.add(request(n=5, max_tokens=3, stop_token_ids=()))
     served.step()
     served.admitting = False
-    for _ in range(5):
-        served.step()
+    ended = [generation for _ in range(5) for generation in served.step()]
     assert (served.running, served.waiting) == (0, 3)
     served.admitting = True
-    assert len(finish(served)["r"].completions) == 5
+    assert len(finish(served, ended)["r"]) == 5
 
 
 def test_every_sampled_token_is_counted():
@@ -354,11 +357,10 @@ def test_tokens_of_the_rollout_are_counted_apart_as_they_are_sampled():
     served = engine(slots=2)
     served.add(request("group-1-0", n=3, max_tokens=4, stop_token_ids=()))
     served.add(request("held-out-1", max_tokens=4, stop_token_ids=()))
-    for _ in range(6):
-        served.step()
+    ended = [generation for _ in range(6) for generation in served.step()]
     assert (served.stats.generated_tokens, served.stats.rollout_tokens) == (4 + 4 + 2 + 2, 4 + 4 + 2)
     served.add(request("group-2-0", max_tokens=3, stop_token_ids=()))
-    finish(served)
+    finish(served, ended)
     assert (served.stats.generated_tokens, served.stats.rollout_tokens) == (12 + 4 + 3, 12 + 3)
 
 
@@ -401,7 +403,7 @@ def test_long_sequences_agree_with_transformers(tmp_path):
         served.swap(served.prepare(weights(spec, 2)), 1)
         generations = finish(served, done)
         for each in requests:
-            for completion in generations[each.request_id].completions:
+            for completion in generations[each.request_id]:
                 assert len(completion.token_ids) == each.max_tokens
                 reference.check(each, completion)
 
@@ -415,11 +417,10 @@ def test_the_prompt_of_a_group_is_prefilled_once_and_again_after_an_update():
     served.step()
     assert len(ran[-1][0].tokens) == 20  # for four completions
     assert len(ran[-1][1]) == 4
-    for _ in range(5):
-        served.step()
+    ended = [generation for _ in range(5) for generation in served.step()]
     assert [len(rows.tokens) for rows, _, _ in ran[1:]] == [4, 4, 4, 4, 2]  # no prefill for those that start later
     served.swap(served.prepare(weights(QWEN2, 2)), 1)
-    finish(served)
+    finish(served, ended)
     assert [len(rows.tokens) for rows, _, _ in ran[6:]] == [20 + 1, 2, 2, 2, 1]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors.numpy import save_file
 from areal_core.api.wire import version_spans
 from areal_core.errors import GenerationError, ModelError
 from areal_core.generation.engines.emulated import EmulatedEngine
-from areal_core.generation.engines.engine import Generation
+from areal_core.generation.engines.engine import Generation, gathered
 from areal_core.generation.engines.sampling import stream_seed, uniforms
 from areal_core.planning.time_model import CompletionLengths, TimeModel
 from areal_core.types import Completion, GenerationRequest
@@ -36,11 +37,12 @@ def wire_length(wanted: GenerationRequest, index: int) -> int:
     return min(-(-real_length(wanted, index) // SCALE), LIMIT)
 
 
-def run(served: EmulatedEngine) -> dict[str, tuple[Completion, ...]]:
-    done: list[Generation] = []
+def run(served: EmulatedEngine, ended: Sequence[Generation] = ()) -> dict[str, list[Completion]]:
+    """Completions by request, once all have ended; those in `ended` have."""
+    done = list(ended)
     while served.running or served.waiting:
         done += served.step()
-    return {generation.request.request_id: generation.completions for generation in done}
+    return gathered(done)
 
 
 def advance(served: EmulatedEngine, clock: Clock, until_s: float) -> list[Generation]:
@@ -159,11 +161,12 @@ def test_slots_bound_what_runs_and_drained_engines_start_nothing() -> None:
     served.step()
     assert (served.running, served.waiting) == (3, 5)
     served.admitting = False
+    ended: list[Generation] = []
     while served.running:
-        served.step()
+        ended += served.step()
     assert served.waiting == 5
     served.admitting = True
-    assert [len(a.token_ids) for a in run(served)["r"]] == [wire_length(request(), index) for index in range(8)]
+    assert [len(a.token_ids) for a in run(served, ended)["r"]] == [wire_length(request(), index) for index in range(8)]
 
 
 def test_the_cache_bounds_what_runs_and_nothing_is_lost_when_it_is_full() -> None:
@@ -179,7 +182,7 @@ def test_the_cache_bounds_what_runs_and_nothing_is_lost_when_it_is_full() -> Non
         running.append(served.running)
     assert running[0] == 16
     assert any(before < after for before, after in pairwise(running))  # some gave way, and came back
-    assert [len(a.token_ids) for a in completions[0].completions] == [
+    assert [len(a.token_ids) for a in gathered(completions)["r"]] == [
         wire_length(request(), index) for index in range(16)
     ]
 
@@ -215,13 +218,13 @@ def test_aborted_completions_keep_what_they_have() -> None:
     served = engine(clock, slots=6)
     served.add(request("group-1-0", n=4, seed=1))
     served.add(request("b", n=4, seed=2))
-    advance(served, clock, 0.004)
+    assert advance(served, clock, 0.004) == []
     before = served.stats.rollout_tokens
-    (aborted,) = served.abort(["group-1-0", "unknown"])
-    assert aborted.request.request_id == "group-1-0"
-    assert {completion.finish_reason for completion in aborted.completions} == {"abort"}
-    assert all(len(completion.token_ids) < LIMIT for completion in aborted.completions)
-    left = sum(len(completion.token_ids) for completion in aborted.completions)
+    aborted = gathered(served.abort(["group-1-0", "unknown"]))
+    assert aborted.keys() == {"group-1-0"}
+    assert {completion.finish_reason for completion in aborted["group-1-0"]} == {"abort"}
+    assert all(len(completion.token_ids) < LIMIT for completion in aborted["group-1-0"])
+    left = sum(len(completion.token_ids) for completion in aborted["group-1-0"])
     completions = run(served)["b"]
     assert [len(completion.token_ids) for completion in completions] == [
         wire_length(request(seed=2), index) for index in range(4)
@@ -229,8 +232,7 @@ def test_aborted_completions_keep_what_they_have() -> None:
     assert served.stats.generated_tokens == left + sum(len(completion.token_ids) for completion in completions)
     assert served.stats.rollout_tokens == before == left > 0  # counted apart, and whether or not they have ended
     served.add(request("c"))
-    (everything,) = served.abort()
-    assert [len(completion.token_ids) for completion in everything.completions] == [0] * 4
+    assert [len(completion.token_ids) for completion in gathered(served.abort())["c"]] == [0] * 4
     assert (served.running, served.waiting) == (0, 0)
 
 

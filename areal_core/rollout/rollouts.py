@@ -1,0 +1,205 @@
+"""One group's rollouts: what is generated for them, completion by completion, and the environment that takes it in."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from areal_core.api.scored_groups import ScoredGroup
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import Arrival
+from areal_core.errors import GenerationError, RewardError
+from areal_core.types import GenerationRequest, SampleRequest, Tally
+
+
+class Session(Protocol):
+    """The rollouts of one group in its environment."""
+
+    async def advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
+        """Resume the environment with completions of its requests. Returns its next requests, none where it waits for
+        completions that are still to come, or the scored group. Raises RewardError, and GenerationError for a body that
+        holds no completions; the session is to be closed then."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Part:
+    """What is generated for one request."""
+
+    transcript: Transcript
+    generating: asyncio.Task[None] | None = None  # until it was looked at once it is done
+
+
+class Rollouts:
+    """Generates and scores one group. Completions reach the environment as they end, whatever the others do."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        generate: Callable[[Transcript], Coroutine[Any, Any, None]],
+        begin: Callable[[], Session],
+    ) -> None:
+        """`request` is for the completions that the group begins with. `generate` has those of a transcript finished,
+        or raises GenerationError, or leaves some unfinished as the run ends; when cancelled, the transcript holds all
+        that was sampled. `begin` opens a session."""
+        self._request = request
+        self._generate = generate
+        self._begin = begin
+        self._session: Session | None = None
+        self._asked: Counter[bytes] = Counter()  # times that the environment has requested completions of the same text
+        self._lost: list[Transcript] = []  # of requests that a failure has made worthless
+        self._changed = asyncio.Event()
+        self.first = Transcript(request)
+        self._parts = [_Part(self.first)]
+        self.first.notify = self._changed.set
+
+    async def scored(self) -> ScoredGroup | None:
+        """The scored group; None where completions are left unfinished, as the run ends.
+
+        Raises what a request or the environment has failed with. What was generated is kept as far as it can be, and a
+        second call goes on: requests that have failed are repeated; after a RewardError of the environment it starts
+        again with the first completions, after a GenerationError of its, which means that these can't be read, with new
+        ones."""
+        for part in self._parts:
+            self._start(part)
+        while True:
+            self._changed.clear()
+            self._raise_failures()
+            if arrived := self._arrived():
+                outcome = await self._advance(arrived)
+                if isinstance(outcome, ScoredGroup):
+                    return outcome
+                for asked in outcome:
+                    self._request_further(asked)
+            elif any(part.generating is not None for part in self._parts):
+                await self._changed.wait()
+            elif self.complete:
+                raise RewardError("environment: neither requests completions nor ends, and has all that there are")
+            else:
+                return None
+
+    def sampled(self) -> Tally:
+        """Tokens of all that servers have returned, except those that `take_refused` has returned."""
+        return _sum(transcript.sampled() for transcript in self._transcripts())
+
+    def take_refused(self) -> Tally:
+        """Tokens that a failure has made worthless since the last call."""
+        refused = _sum(transcript.take_refused() for transcript in self._transcripts())
+        self._lost = []
+        return refused
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was requested is there, and the environment has got it."""
+        return not any(part.transcript.unfinished() or part.transcript.pending for part in self._parts)
+
+    async def close(self) -> None:
+        """End what is being generated, and the session. Then all that was sampled is known."""
+        self._close_session()
+        await _end(self._parts)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _start(self, part: _Part) -> None:
+        if part.generating is None and part.transcript.unfinished():
+            part.generating = asyncio.ensure_future(self._generate(part.transcript))
+            part.generating.add_done_callback(lambda _: self._changed.set())
+
+    def _raise_failures(self) -> None:
+        """Raise what a request has failed with; the others go on."""
+        for part in self._parts:
+            if part.generating is not None and part.generating.done():
+                ended, part.generating = part.generating, None
+                ended.result()
+
+    def _arrived(self) -> list[Arrival]:
+        return [
+            Arrival(request, index, completion)
+            for request, part in enumerate(self._parts)
+            for index, completion in part.transcript.finished()
+        ]
+
+    async def _advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
+        self._session = self._session or self._begin()
+        try:
+            return await self._session.advance(arrived)
+        except (GenerationError, RewardError) as error:
+            self._close_session()
+            (first, *later) = self._parts
+            await _end(later)
+            for part in later:
+                part.transcript.discard()
+            self._lost += [part.transcript for part in later]
+            self._parts = [first]
+            self._asked.clear()
+            if isinstance(error, GenerationError):
+                await _end([first])
+                self.first.discard()
+            else:
+                self.first.repeat()
+            raise
+
+    def _request_further(self, asked: SampleRequest) -> None:
+        """Its seed follows from its text: it does not depend on which completion ended first."""
+        text = ",".join(map(str, asked.token_ids)).encode()
+        self._asked[text] += 1
+        seed = _seed(b"further/%d/%d/%b" % (self._request.seed, self._asked[text], text))
+        request = replace(
+            self._request,
+            request_id=f"{self._request.request_id}-further-{seed}",
+            token_ids=asked.token_ids,
+            n=asked.n,
+            max_tokens=asked.max_tokens,
+            seed=seed,
+        )
+        part = _Part(Transcript(request))
+        part.transcript.notify = self._changed.set
+        self._parts.append(part)
+        self._start(part)
+
+    def _close_session(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _transcripts(self) -> list[Transcript]:
+        return [*self._lost, *(part.transcript for part in self._parts)]
+
+
+async def _end(parts: Sequence[_Part]) -> None:
+    """Cancel what is being generated, and wait for its end, also where this is cancelled meanwhile."""
+    tasks = [part.generating for part in parts if part.generating is not None]
+    for task in tasks:
+        task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for part in parts:
+        if part.generating is not None and not part.generating.cancelled():
+            part.generating.exception()  # it was ended, whatever it met
+        part.generating = None
+    if cancelled is not None:
+        raise cancelled
+
+
+def _sum(tallies: Iterable[Tally]) -> Tally:
+    counted = list(tallies)
+    return Tally(tokens=sum(one.tokens for one in counted), unread=sum(one.unread for one in counted))
+
+
+def trajectory_seed(run_seed: int, prompt_index: int, requeues: int) -> int:
+    """Seed of a group's sampling streams, 63 bits: the same at every try and on every server."""
+    return _seed(f"{run_seed}/{prompt_index}/{requeues}".encode())
+
+
+def _seed(name: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1

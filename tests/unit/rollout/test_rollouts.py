@@ -1,0 +1,232 @@
+"""One group's rollouts: completions reach the environment as they end; what fails is tried again with what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from areal_core.api.scored_groups import ScoredGroup
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import Arrival
+from areal_core.errors import GenerationError, RewardError
+from areal_core.rollout.rollouts import Rollouts
+from areal_core.types import GenerationRequest, GroupSummary, SampleRequest, Tally
+from tests.support.rollout import body
+
+REQUEST = GenerationRequest(request_id="g", token_ids=(7, 8), n=3, max_tokens=9, seed=5, stop_token_ids=(1,))
+SCORED = ScoredGroup(
+    payload=b"",
+    summary=GroupSummary(lengths=(), rewards=(), tokens=0, min_version=0, max_version=0, outcomes={}, truncated=()),
+)
+Outcomes = Sequence[tuple[SampleRequest, ...] | ScoredGroup | Exception]
+
+
+class Session:
+    """Has its outcomes one after the other."""
+
+    def __init__(self, outcomes: Outcomes) -> None:
+        self.outcomes, self.seen, self.open = list(outcomes), list[list[tuple[int, int]]](), 0
+
+    def begin(self) -> Session:
+        self.open += 1
+        return self
+
+    async def advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
+        self.seen.append([(each.request, each.index) for each in arrived])
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        self.open -= 1
+
+
+class Servers:
+    """Whose requests end when they are told to, by request id."""
+
+    def __init__(self) -> None:
+        self.transcripts: dict[str, Transcript] = {}
+        self.ends: dict[str, asyncio.Future[None]] = {}
+        self.cancelled: list[str] = []
+
+    async def generate(self, transcript: Transcript) -> None:
+        name = transcript.request.request_id
+        self.transcripts[name] = transcript
+        self.ends[name] = asyncio.get_running_loop().create_future()
+        try:
+            await self.ends[name]
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            transcript.take([index := transcript.unfinished()[0]], body([((4,), "abort")], 0))
+            assert index in transcript.unfinished()
+            raise
+
+    async def complete(self, name: str, *indices: int, last: bool = False) -> None:
+        self.transcripts[name].take(indices, body([((5, 1), "stop")] * len(indices), 0))
+        if last:
+            self.ends[name].set_result(None)
+        await turns()
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def play(outcomes: Outcomes, scene: Callable[[Servers, Rollouts, Session], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        servers, session = Servers(), Session(outcomes)
+        rollouts = Rollouts(REQUEST, servers.generate, session.begin)
+        await scene(servers, rollouts, session)
+        await rollouts.close()
+        assert session.open == 0
+
+    asyncio.run(main())
+
+
+def asked(*token_ids: int) -> SampleRequest:
+    return SampleRequest(token_ids=token_ids, n=1, max_tokens=4)
+
+
+def test_completions_reach_the_environment_as_they_end() -> None:
+    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        await servers.complete("g", 1)
+        assert session.seen == [[(0, 1)]]
+        await servers.complete("g", 2, 0, last=True)
+        assert session.seen == [[(0, 1)], [(0, 0), (0, 2)]]
+        assert await scoring is SCORED
+        assert rollouts.complete
+        assert rollouts.sampled() == Tally(tokens=6)
+
+    play([(), SCORED], scene)
+
+
+def test_further_requests_go_out_while_the_first_are_generated_with_seeds_of_their_text() -> None:
+    """Twice the same text is two seeds; which of two texts comes first changes neither."""
+    seeds: dict[str, list[int]] = {}
+
+    for order, (first, second) in {"one": ((9,), (8,)), "other": ((8,), (9,))}.items():
+
+        async def scene(servers: Servers, rollouts: Rollouts, session: Session, order: str = order) -> None:
+            scoring = asyncio.ensure_future(rollouts.scored())
+            await turns()
+            await servers.complete("g", 0)
+            await servers.complete("g", 1)
+            further = [transcript for name, transcript in servers.transcripts.items() if name != "g"]
+            found = sorted((each.request.token_ids, each.request.seed) for each in further)
+            assert [text for text, _ in found] == [(8,), (9,), (9,)]
+            seeds[order] = [seed for _, seed in found]
+            await servers.complete("g", 2, last=True)
+            for transcript in further:
+                await servers.complete(transcript.request.request_id, 0, last=True)
+            assert await scoring is SCORED
+            assert session.seen[3:] == [[(1, 0)], [(2, 0)], [(3, 0)]]
+
+        play([(asked(*first), asked(9)), (asked(*second),), (), (), (), SCORED], scene)
+    assert seeds["one"] == seeds["other"]
+    assert len(set(seeds["one"])) == 3
+
+
+def test_after_a_failed_request_the_others_go_on_and_it_is_repeated() -> None:
+    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        await servers.complete("g", 0, 1)
+        [further] = [name for name in servers.transcripts if name != "g"]
+        servers.ends["g"].set_exception(GenerationError("the server is gone"))
+        with pytest.raises(GenerationError, match="gone"):
+            await scoring
+        assert not servers.cancelled
+        await servers.complete(further, 0, last=True)  # meanwhile
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        await servers.complete("g", 2, last=True)
+        assert await scoring is SCORED
+        assert session.seen == [[(0, 0), (0, 1)], [(1, 0)], [(0, 2)]]
+
+    play([(asked(9),), (), SCORED], scene)
+
+
+def test_after_a_failure_the_environment_begins_again_with_the_first_completions() -> None:
+    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        await servers.complete("g", 0)
+        await servers.complete("g", 1)
+        with pytest.raises(RewardError, match="broke"):
+            await scoring
+        [further] = [name for name in servers.transcripts if name != "g"]
+        assert servers.cancelled == [further]  # what it had requested is worth nothing, and counted
+        assert rollouts.take_refused() == Tally(tokens=1)
+        assert session.open == 0
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        await servers.complete("g", 2, last=True)
+        assert await scoring is SCORED
+        assert session.seen == [[(0, 0)], [(0, 1)], [(0, 0), (0, 1)], [(0, 2)]]
+        assert rollouts.sampled() == Tally(tokens=6)
+
+    play([(asked(9),), RewardError("it broke"), (), SCORED], scene)
+
+
+def test_completions_that_can_not_be_read_are_generated_anew() -> None:
+    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        await servers.complete("g", 0, 1)
+        with pytest.raises(GenerationError, match="unreadable"):
+            await scoring
+        assert servers.cancelled == ["g"]
+        assert rollouts.take_refused() == Tally(tokens=4 + 1)
+        assert rollouts.sampled() == Tally()
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        assert not rollouts.first.begun
+        await servers.complete("g", 0, 1, 2, last=True)
+        assert await scoring is SCORED
+
+    play([GenerationError("unreadable"), SCORED], scene)
+
+
+def test_as_the_run_ends_completions_are_left_unfinished() -> None:
+    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        await servers.complete("g", 1, last=True)
+        assert await scoring is None
+        assert not rollouts.complete
+        assert rollouts.sampled() == Tally(tokens=2)
+
+    play([()], scene)
+
+
+def test_an_environment_that_waits_for_nothing_is_named() -> None:
+    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        await servers.complete("g", 0, 1, 2, last=True)
+        with pytest.raises(RewardError, match="neither requests completions nor ends"):
+            await scoring
+
+    play([()], scene)
+
+
+def test_closing_ends_what_is_generated_also_where_it_is_cancelled_itself() -> None:
+    async def scene(servers: Servers, rollouts: Rollouts, session: Session) -> None:
+        scoring = asyncio.ensure_future(rollouts.scored())
+        await turns()
+        scoring.cancel()
+        closing = asyncio.ensure_future(rollouts.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(scoring, closing, return_exceptions=True)
+        assert servers.cancelled == ["g"]
+        assert rollouts.sampled() == Tally(tokens=1)
+
+    play([], scene)
