@@ -1,10 +1,15 @@
 """What is asynchrony worth on accelerators? Emulated clusters, synchronous against asynchronous.
 
-    python -m benchmarks.emulated [--models 1.5b,7b,14b,32b] [--pairs 2] [--steps 5] [--minutes 0.9] [field=value ...]
+    python -m benchmarks.emulated [--models 1.5b,7b,14b,32b] [--pairs 2] [--steps 5] [--minutes 0.9] [--predict]
+                                  [field=value ...]
 
 Real controllers, ledgers, gates, hand-overs and trainers' loops against engines that take an accelerator's time: see
-docs/emulation.md. One set of parameters, fitted to both step times of the paper's 1.5B row; the other rows are
-predictions. `--pairs` is how often the first model is run in both modes; the others are run once.
+docs/emulation.md. One parameter is fitted, to the synchronous step of the paper's 1.5B row; all else is predicted.
+`--pairs` is how often the first model is run in both modes; the others are run once. At the end stands what the ratios
+hang on, by the time model alone, in virtual time (`_sensitivity.py`); with `--predict` there is nothing else.
+
+Asynchronous runs have three quarters of the devices generate, as the paper's; synchronous ones half of them, and then
+the other half train, as in AReaL's published recipes for synchronous runs.
 
 What this machine takes between two synchronous steps, 0.3 to 0.5 s, counts `emulation.speed`-fold, and in synchronous
 mode alone. So each model has the speed at which a synchronous step takes ten real seconds, of which that is 3 to 5 %.
@@ -31,6 +36,7 @@ from areal_core.run.launcher import execute, run_folder
 from areal_core.storage.rundir import RunDir
 from areal_core.types import RunStatus
 from benchmarks import _harness
+from benchmarks._sensitivity import VARIATIONS, Arms, Steps, study
 from flows.compose import compose
 
 MODES = ("sync", "async")
@@ -58,9 +64,9 @@ class Row:
 
 PAPER = {
     "1.5b": Row(steps=250, sync_h=41.0, async_h=14.8, max_staleness=8, speed=59),
-    "7b": Row(steps=250, sync_h=57.7, async_h=25.4, max_staleness=8, speed=68),
-    "14b": Row(steps=80, sync_h=48.8, async_h=21.9, max_staleness=4, speed=84),
-    "32b": Row(steps=60, sync_h=51.1, async_h=31.1, max_staleness=4, speed=94),
+    "7b": Row(steps=250, sync_h=57.7, async_h=25.4, max_staleness=8, speed=88),
+    "14b": Row(steps=80, sync_h=48.8, async_h=21.9, max_staleness=4, speed=206),
+    "32b": Row(steps=60, sync_h=51.1, async_h=31.1, max_staleness=4, speed=219),
 }
 _FITTED = "1.5b"
 
@@ -102,7 +108,7 @@ class CpuMeter:
 
 def main() -> None:
     arguments = parse()
-    _harness.report(lambda: _compare(arguments))
+    _harness.report(lambda: ({} if arguments.predict else _compare(arguments)) | _predict(arguments))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -112,13 +118,54 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=_harness.positive, default=2, help="of runs of the first model")
     parser.add_argument("--steps", type=_harness.positive, default=5, help="of each synchronous run, beside its first")
     parser.add_argument("--minutes", type=float, default=0.9, help="of each asynchronous run, real")
+    parser.add_argument("--predict", action="store_true", help="run nothing: step times by the time model")
     return parser.parse_intermixed_args(arguments)
 
 
 def _config(model: str, mode: str, seed: int, overrides: Sequence[str]) -> RunConfig:
     staleness = PAPER[model].max_staleness if mode == "async" else 0
     arm = [f"mode={mode}", f"rollout.max_staleness={staleness}", f"seed={seed}"]
-    return compose(f"emulated-{model}", [*overrides, *arm])
+    config = compose(f"emulated-{model}", [*overrides, *arm])
+    if mode == "async":
+        return config
+    half = config.launch.devices // 2
+    share = -(-config.rollout.batch_size // half)  # of a server, decoded at once unless the KV cache is full
+    halves = [f"generation.servers={half}", f"generation.slots={share}", f"training.ranks={half}"]
+    return compose(f"emulated-{model}", [*overrides, *arm, *halves])
+
+
+def _predict(arguments: argparse.Namespace) -> dict[str, Any]:
+    rows = {
+        model: Arms(
+            sync=_config(model, "sync", 1, arguments.overrides),
+            asynchronous=_config(model, "async", 1, arguments.overrides),
+        )
+        for model in dict.fromkeys([_FITTED, *arguments.models])
+    }
+    found = study(rows, PAPER[_FITTED].step_s("sync"))
+    _harness.tell("\n".join(table(found)))
+    return prediction(found)
+
+
+def table(found: Mapping[str, Mapping[str, Steps]]) -> list[str]:
+    """The ratios of each variation and how far they are from the paper's, a line each."""
+    rows = [["by the time model", "overhead, ms", *next(iter(found.values()))]]
+    for name, steps in found.items():
+        ratios = [f"{each.ratio:.2f} ({each.ratio / PAPER[model].ratio - 1:+.0%})" for model, each in steps.items()]
+        rows.append([name, f"{1e3 * steps[_FITTED].overhead_s:.1f}", *ratios])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def prediction(found: Mapping[str, Mapping[str, Steps]]) -> dict[str, Any]:
+    """Step times as configured, and the ratios of every variation in the order of the models. Fit for JSON."""
+    configured = found[next(iter(VARIATIONS))]
+    return {
+        "predicted_step_s": {
+            model: {"sync": round(each.sync_s), "async": round(each.async_s)} for model, each in configured.items()
+        },
+        "sensitivity": {name: [round(each.ratio, 2) for each in steps.values()] for name, steps in found.items()},
+    }
 
 
 def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
