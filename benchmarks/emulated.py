@@ -1,6 +1,6 @@
 """What is asynchrony worth on accelerators? Emulated clusters, synchronous against asynchronous.
 
-    python -m benchmarks.emulated [--models 1.5b,7b,14b,32b] [--pairs 2] [--steps 5] [--minutes 0.9] [--predict]
+    python -m benchmarks.emulated [--models 1.5b,7b,14b,32b] [--pairs 2] [--steps 3] [--minutes 1.6] [--predict]
                                   [field=value ...]
 
 Real controllers, ledgers, gates, hand-overs and trainers' loops against engines that take an accelerator's time: see
@@ -11,8 +11,8 @@ hang on, by the time model alone, in virtual time (`_sensitivity.py`); with `--p
 Asynchronous runs have three quarters of the devices generate, as the paper's; synchronous ones half of them, and then
 the other half train, as in AReaL's published recipes for synchronous runs.
 
-What this machine takes between two synchronous steps, 0.3 to 0.5 s, counts `emulation.speed`-fold, and in synchronous
-mode alone. So each model has the speed at which a synchronous step takes ten real seconds, of which that is 3 to 5 %.
+What this machine takes between two steps, 0.3 to 0.5 s, counts `emulation.speed`-fold, in asynchronous mode where the
+trainer is never without a batch. So each model has the speed at which a synchronous step takes twenty real seconds.
 Synchronous runs end after `--steps` steps and a first one, which is not counted. Asynchronous runs end after
 `--minutes`, so that no batch waits for its last completions alone; their first third is not counted: in it
 completions, started at once, are of the same age, as they never are again.
@@ -52,7 +52,7 @@ class Row:
     sync_h: float
     async_h: float
     max_staleness: int
-    speed: int  # emulated seconds in a real one, with which a synchronous step takes ten real ones
+    speed: int  # emulated seconds in a real one, with which a synchronous step takes twenty real ones
 
     @property
     def ratio(self) -> float:
@@ -63,10 +63,10 @@ class Row:
 
 
 PAPER = {
-    "1.5b": Row(steps=250, sync_h=41.0, async_h=14.8, max_staleness=8, speed=59),
-    "7b": Row(steps=250, sync_h=57.7, async_h=25.4, max_staleness=8, speed=88),
-    "14b": Row(steps=80, sync_h=48.8, async_h=21.9, max_staleness=4, speed=206),
-    "32b": Row(steps=60, sync_h=51.1, async_h=31.1, max_staleness=4, speed=219),
+    "1.5b": Row(steps=250, sync_h=41.0, async_h=14.8, max_staleness=8, speed=30),
+    "7b": Row(steps=250, sync_h=57.7, async_h=25.4, max_staleness=8, speed=44),
+    "14b": Row(steps=80, sync_h=48.8, async_h=21.9, max_staleness=4, speed=103),
+    "32b": Row(steps=60, sync_h=51.1, async_h=31.1, max_staleness=4, speed=110),
 }
 _FITTED = "1.5b"
 
@@ -77,7 +77,7 @@ class Measured:
 
     steps: int
     step_s: float
-    tokens_per_s: float  # consumed, of the slice
+    tokens_per_s: float  # of the batches of these steps, of the slice
     trainer_wait: float  # share of the time
     generation_idle: float  # share of the time, mean of the servers
     server_cpu: float  # cores that one generation server keeps busy, mean of the servers, real
@@ -116,8 +116,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _harness.parser(__doc__)
     parser.add_argument("--models", type=_harness.some_of(list(PAPER)), default=list(PAPER))
     parser.add_argument("--pairs", type=_harness.positive, default=2, help="of runs of the first model")
-    parser.add_argument("--steps", type=_harness.positive, default=5, help="of each synchronous run, beside its first")
-    parser.add_argument("--minutes", type=float, default=0.9, help="of each asynchronous run, real")
+    parser.add_argument("--steps", type=_harness.positive, default=3, help="of each synchronous run, beside its first")
+    parser.add_argument("--minutes", type=float, default=1.6, help="of each asynchronous run, real")
     parser.add_argument("--predict", action="store_true", help="run nothing: step times by the time model")
     return parser.parse_intermixed_args(arguments)
 
@@ -240,7 +240,7 @@ def measure(
     config: RunConfig, history: Mapping[str, Mapping[int, float]], server_cpu: float, controller_cpu: float
 ) -> Measured:
     """What the steps of a run say, metric by step, those before `first_end` left out."""
-    ends, consumed = history["time/elapsed_s"], history["ledger/consumed_tokens"]
+    ends = history["time/elapsed_s"]
     first, last = first_end(config.mode, ends), max(ends, default=0)
     if last <= first:
         raise ArealError("--minutes: too short for a step after the first third of an asynchronous run")
@@ -252,7 +252,11 @@ def measure(
     return Measured(
         steps=last - first,
         step_s=config.emulation.speed * real_s / (last - first),
-        tokens_per_s=config.token_rate * (consumed[last] - consumed[first]) / real_s,
+        tokens_per_s=config.token_rate
+        * config.rollout.batch_size
+        * (last - first)
+        * mean("completion/tokens_mean")
+        / real_s,
         trainer_wait=mean("bubble/trainer_wait"),
         generation_idle=mean("bubble/generation_idle"),
         server_cpu=server_cpu,
