@@ -247,16 +247,13 @@ def measure(
     real_s = ends[last] - ends[first]
 
     def mean(key: str) -> float:
-        return statistics.fmean(value for step, value in history[key].items() if step > first)
+        return statistics.fmean(value for step, value in history[key].items() if first < step <= last)
 
+    tokens = (last - first) * config.rollout.batch_size * mean("completion/tokens_mean")
     return Measured(
         steps=last - first,
         step_s=config.emulation.speed * real_s / (last - first),
-        tokens_per_s=config.token_rate
-        * config.rollout.batch_size
-        * (last - first)
-        * mean("completion/tokens_mean")
-        / real_s,
+        tokens_per_s=config.token_rate * tokens / real_s,
         trainer_wait=mean("bubble/trainer_wait"),
         generation_idle=mean("bubble/generation_idle"),
         server_cpu=server_cpu,

@@ -87,7 +87,7 @@ def test_counting_begins_after_the_first_step_or_a_third(mode: str, ends: Mappin
 def test_a_run_is_measured_in_emulated_seconds_and_real_tokens() -> None:
     history = {
         "time/elapsed_s": {1: 11.0, 2: 21.0, 3: 31.0},
-        "completion/tokens_mean": {1: 100.0, 2: 150.0, 3: 100.0},  # batches of 8
+        "completion/tokens_mean": {1: 100.0, 2: 150.0, 3: 100.0, 4: 900.0},  # of a batch of 8
         "bubble/trainer_wait": {1: 0.0, 2: 0.8, 3: 0.6},
         "bubble/generation_idle": {1: 1.0, 2: 0.2, 3: 0.4},
     }
