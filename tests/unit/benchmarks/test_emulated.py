@@ -103,15 +103,16 @@ def test_a_run_is_measured_in_emulated_seconds_and_real_tokens() -> None:
 
 def test_a_report_holds_measurements_beside_the_paper() -> None:
     pairs = [
-        {"sync": run(100.0, step_s=600.0), "async": run(270.123, step_s=220.0, steps=9)},
+        {"sync": run(100.0, step_s=600.0), "async": run(270.123, step_s=200.0, steps=9)},
         {"sync": run(100.0, step_s=610.0), "async": run(290.0, step_s=210.0, steps=8)},
     ]
     found = report({"1.5b": pairs})
-    assert found["each_ratio"] == {"1.5b": [2.7, 2.9]}
-    assert found["ratios"] == {"1.5b": 2.8}
+    assert found["each_ratio"] == {"1.5b": [3.0, 2.9]}  # 600 / 200, 610 / 210
+    assert found["ratios"] == {"1.5b": 2.95}
+    assert found["token_ratios"] == {"1.5b": [2.7, 2.9]}
     assert found["step_s"]["1.5b"] == {
         "sync": {"measured": 605, "paper": 590, "steps": [5, 5]},
-        "async": {"measured": 215, "paper": 213, "steps": [9, 8]},
+        "async": {"measured": 205, "paper": 213, "steps": [9, 8]},
     }
     assert found["runs"]["1.5b"][0]["async"]["tokens_per_s"] == 270.0
 
