@@ -1,13 +1,18 @@
 """What is asynchrony worth on accelerators? Emulated clusters, synchronous against asynchronous.
 
-    python -m benchmarks.emulated [--models 1.5b,7b,14b,32b] [--pairs 2] [--steps 5] [--minutes 0.9] [field=value ...]
+    python -m benchmarks.emulated [--models 1.5b,7b,14b,32b] [--pairs 2] [--steps 3] [--minutes 1.6] [--predict]
+                                  [field=value ...]
 
 Real controllers, ledgers, gates, hand-overs and trainers' loops against engines that take an accelerator's time: see
-docs/emulation.md. One set of parameters, fitted to both step times of the paper's 1.5B row; the other rows are
-predictions. `--pairs` is how often the first model is run in both modes; the others are run once.
+docs/emulation.md. One parameter is fitted, to the synchronous step of the paper's 1.5B row; all else is predicted.
+`--pairs` is how often the first model is run in both modes; the others are run once. At the end stands what the ratios
+hang on, by the time model alone, in virtual time (`_sensitivity.py`); with `--predict` there is nothing else.
 
-What this machine takes between two synchronous steps, 0.3 to 0.5 s, counts `emulation.speed`-fold, and in synchronous
-mode alone. So each model has the speed at which a synchronous step takes ten real seconds, of which that is 3 to 5 %.
+Asynchronous runs have three quarters of the devices generate, as the paper's; synchronous ones half of them, and then
+the other half train, as in AReaL's published recipes for synchronous runs.
+
+What this machine takes between two steps, 0.3 to 0.5 s, counts `emulation.speed`-fold, in asynchronous mode where the
+trainer is never without a batch. So each model has the speed at which a synchronous step takes twenty real seconds.
 Synchronous runs end after `--steps` steps and a first one, which is not counted. Asynchronous runs end after
 `--minutes`, so that no batch waits for its last completions alone; their first third is not counted: in it
 completions, started at once, are of the same age, as they never are again.
@@ -19,7 +24,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,6 +36,7 @@ from areal_core.run.launcher import execute, run_folder
 from areal_core.storage.rundir import RunDir
 from areal_core.types import RunStatus
 from benchmarks import _harness
+from benchmarks._sensitivity import VARIATIONS, Arms, Steps, study
 from flows.compose import compose
 
 MODES = ("sync", "async")
@@ -46,7 +52,7 @@ class Row:
     sync_h: float
     async_h: float
     max_staleness: int
-    speed: int  # emulated seconds in a real one, with which a synchronous step takes ten real ones
+    speed: int  # emulated seconds in a real one, with which a synchronous step takes twenty real ones
 
     @property
     def ratio(self) -> float:
@@ -57,10 +63,10 @@ class Row:
 
 
 PAPER = {
-    "1.5b": Row(steps=250, sync_h=41.0, async_h=14.8, max_staleness=8, speed=59),
-    "7b": Row(steps=250, sync_h=57.7, async_h=25.4, max_staleness=8, speed=68),
-    "14b": Row(steps=80, sync_h=48.8, async_h=21.9, max_staleness=4, speed=84),
-    "32b": Row(steps=60, sync_h=51.1, async_h=31.1, max_staleness=4, speed=94),
+    "1.5b": Row(steps=250, sync_h=41.0, async_h=14.8, max_staleness=8, speed=30),
+    "7b": Row(steps=250, sync_h=57.7, async_h=25.4, max_staleness=8, speed=44),
+    "14b": Row(steps=80, sync_h=48.8, async_h=21.9, max_staleness=4, speed=103),
+    "32b": Row(steps=60, sync_h=51.1, async_h=31.1, max_staleness=4, speed=110),
 }
 _FITTED = "1.5b"
 
@@ -71,7 +77,7 @@ class Measured:
 
     steps: int
     step_s: float
-    tokens_per_s: float  # consumed, of the slice
+    tokens_per_s: float  # of the batches of these steps, of the slice
     trainer_wait: float  # share of the time
     generation_idle: float  # share of the time, mean of the servers
     server_cpu: float  # cores that one generation server keeps busy, mean of the servers, real
@@ -102,7 +108,7 @@ class CpuMeter:
 
 def main() -> None:
     arguments = parse()
-    _harness.report(lambda: _compare(arguments))
+    _harness.report(lambda: ({} if arguments.predict else _compare(arguments)) | _predict(arguments))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,15 +116,56 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _harness.parser(__doc__)
     parser.add_argument("--models", type=_harness.some_of(list(PAPER)), default=list(PAPER))
     parser.add_argument("--pairs", type=_harness.positive, default=2, help="of runs of the first model")
-    parser.add_argument("--steps", type=_harness.positive, default=5, help="of each synchronous run, beside its first")
-    parser.add_argument("--minutes", type=float, default=0.9, help="of each asynchronous run, real")
+    parser.add_argument("--steps", type=_harness.positive, default=3, help="of each synchronous run, beside its first")
+    parser.add_argument("--minutes", type=float, default=1.6, help="of each asynchronous run, real")
+    parser.add_argument("--predict", action="store_true", help="run nothing: step times by the time model")
     return parser.parse_intermixed_args(arguments)
 
 
 def _config(model: str, mode: str, seed: int, overrides: Sequence[str]) -> RunConfig:
     staleness = PAPER[model].max_staleness if mode == "async" else 0
     arm = [f"mode={mode}", f"rollout.max_staleness={staleness}", f"seed={seed}"]
-    return compose(f"emulated-{model}", [*overrides, *arm])
+    config = compose(f"emulated-{model}", [*overrides, *arm])
+    if mode == "async":
+        return config
+    half = config.launch.devices // 2
+    share = -(-config.rollout.batch_size // half)  # of a server, decoded at once unless the KV cache is full
+    halves = [f"generation.servers={half}", f"generation.slots={share}", f"training.ranks={half}"]
+    return compose(f"emulated-{model}", [*overrides, *arm, *halves])
+
+
+def _predict(arguments: argparse.Namespace) -> dict[str, Any]:
+    rows = {
+        model: Arms(
+            sync=_config(model, "sync", 1, arguments.overrides),
+            asynchronous=_config(model, "async", 1, arguments.overrides),
+        )
+        for model in dict.fromkeys([_FITTED, *arguments.models])
+    }
+    found = study(rows, PAPER[_FITTED].step_s("sync"))
+    _harness.tell("\n".join(table(found)))
+    return prediction(found)
+
+
+def table(found: Mapping[str, Mapping[str, Steps]]) -> list[str]:
+    """The ratios of each variation and how far they are from the paper's, a line each."""
+    rows = [["by the time model", "overhead, ms", *next(iter(found.values()))]]
+    for name, steps in found.items():
+        ratios = [f"{each.ratio:.2f} ({each.ratio / PAPER[model].ratio - 1:+.0%})" for model, each in steps.items()]
+        rows.append([name, f"{1e3 * steps[_FITTED].overhead_s:.1f}", *ratios])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def prediction(found: Mapping[str, Mapping[str, Steps]]) -> dict[str, Any]:
+    """Step times as configured, and the ratios of every variation in the order of the models. Fit for JSON."""
+    configured = found[next(iter(VARIATIONS))]
+    return {
+        "predicted_step_s": {
+            model: {"sync": round(each.sync_s), "async": round(each.async_s)} for model, each in configured.items()
+        },
+        "sensitivity": {name: [round(each.ratio, 2) for each in steps.values()] for name, steps in found.items()},
+    }
 
 
 def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -143,15 +190,19 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(measured: Mapping[str, Sequence[Mapping[str, Measured]]]) -> dict[str, Any]:
-    """The results by model, beside those of the paper. Fit for JSON."""
-    ratios = {
-        model: [round(pair["async"].tokens_per_s / pair["sync"].tokens_per_s, 2) for pair in pairs]
-        for model, pairs in measured.items()
-    }
+    """The results by model, beside those of the paper: ratios of step times, as its hours are, and of tokens a second,
+    which differ where the batches of either mode happen to be longer. Fit for JSON."""
+
+    def ratios(of: Callable[[Mapping[str, Measured]], float]) -> dict[str, list[float]]:
+        return {model: [round(of(pair), 2) for pair in pairs] for model, pairs in measured.items()}
+
+    by_step = ratios(lambda pair: pair["sync"].step_s / pair["async"].step_s)
+    by_tokens = ratios(lambda pair: pair["async"].tokens_per_s / pair["sync"].tokens_per_s)
     return {
-        "ratios": {model: round(statistics.median(each), 2) for model, each in ratios.items()},
+        "ratios": {model: round(statistics.median(each), 2) for model, each in by_step.items()},
         "paper_ratios": {model: round(PAPER[model].ratio, 2) for model in measured},
-        "each_ratio": ratios,
+        "each_ratio": by_step,
+        "token_ratios": by_tokens,
         "step_s": {model: step_times(model, pairs) for model, pairs in measured.items()},
         "runs": {
             model: [
@@ -193,19 +244,20 @@ def measure(
     config: RunConfig, history: Mapping[str, Mapping[int, float]], server_cpu: float, controller_cpu: float
 ) -> Measured:
     """What the steps of a run say, metric by step, those before `first_end` left out."""
-    ends, consumed = history["time/elapsed_s"], history["ledger/consumed_tokens"]
+    ends = history["time/elapsed_s"]
     first, last = first_end(config.mode, ends), max(ends, default=0)
     if last <= first:
         raise ArealError("--minutes: too short for a step after the first third of an asynchronous run")
     real_s = ends[last] - ends[first]
 
     def mean(key: str) -> float:
-        return statistics.fmean(value for step, value in history[key].items() if step > first)
+        return statistics.fmean(value for step, value in history[key].items() if first < step <= last)
 
+    tokens = (last - first) * config.rollout.batch_size * mean("completion/tokens_mean")
     return Measured(
         steps=last - first,
         step_s=config.emulation.speed * real_s / (last - first),
-        tokens_per_s=config.token_rate * (consumed[last] - consumed[first]) / real_s,
+        tokens_per_s=config.token_rate * tokens / real_s,
         trainer_wait=mean("bubble/trainer_wait"),
         generation_idle=mean("bubble/generation_idle"),
         server_cpu=server_cpu,

@@ -47,7 +47,7 @@ INTERRUPTED = "recompute"
 PAPER = {"1.5b": 1.12, "7b": 1.17}  # Fig. 6a: 231k against 207k and 130k against 111k tokens/s
 _COMPLETIONS = 8192  # of a step of the paper
 _ACCELERATORS = 32  # of Fig. 6a: 4 nodes of 8
-_SLOTS = 144 / 256  # of a slice's batch, as docs/emulation.md has fitted it
+_SLOTS = 1 / 3  # of a slice's batch: three servers have one in flight, as conf/emulation/paper.yaml says
 _ENDLESS = 10_000  # steps, more than any emulated run makes
 _ROUNDS, _WINDOW_S = 5, 4.0  # of the lone server
 _OURS = ("mode", "seed", "generation.interruption", "generation.engine")
@@ -79,8 +79,8 @@ def _emulated(model: str, speed: int, *overrides: str) -> Setting:
     )
 
 
-def _four_nodes(model: str, speed: int, tensor_parallel: int) -> Setting:
-    batch = _COMPLETIONS * 4 * tensor_parallel // _ACCELERATORS  # of a slice of four replicas
+def _four_nodes(model: str, speed: int) -> Setting:
+    batch = _COMPLETIONS * 4 // _ACCELERATORS  # of a slice of four replicas of an accelerator each
     return _emulated(model, speed, f"rollout.batch_size={batch}", f"generation.slots={round(_SLOTS * batch)}")
 
 
@@ -93,8 +93,8 @@ SETTINGS = {
     ),
     "emulated-1.5b": _emulated("1.5b", 100),
     "emulated-7b": _emulated("7b", 100),
-    "emulated-1.5b-4-nodes": _four_nodes("1.5b", 200, 1),
-    "emulated-7b-4-nodes": _four_nodes("7b", 400, 2),
+    "emulated-1.5b-4-nodes": _four_nodes("1.5b", 200),
+    "emulated-7b-4-nodes": _four_nodes("7b", 400),
 }
 
 

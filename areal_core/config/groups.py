@@ -361,25 +361,28 @@ class LaunchConfig:
 @dataclass(frozen=True, kw_only=True)
 class EmulationConfig:
     """Emulated accelerators, whose time passes and which compute nothing, where both engines are `emulated`; see
-    docs/emulation.md. Times and lengths are those of the emulated cluster. A device of `launch.devices` is one replica
-    of the model."""
+    docs/emulation.md. Times and lengths are those of the emulated cluster. A device of `launch.devices` stands for
+    `replicas` replicas of the model."""
 
     accelerator: str = choice("h800", "a100", "h100", "h800", "h200", "l40s")
     model: str = choice("qwen-1.5b", "qwen-1.5b", "qwen-7b", "qwen-14b", "qwen-32b")
     tensor_parallel: int = bounded(1, low=1)  # accelerators of one replica
+    replicas: int = bounded(1, low=1)  # that one server or rank stands for
     speed: float = bounded(100.0, above=0.0)  # emulated seconds in a real one
     tokens_per_token: int = bounded(128, low=1)  # real tokens that one token of prompts and completions stands for
     length_median: float = bounded(7360.0, above=0.0, high=1e7)  # tokens of a completion, log-normal, before the limit
     length_sigma: float = bounded(0.8, low=0.0, high=5.0)
     lengths_path: str | None = None  # recorded lengths instead: a file of whole numbers
-    decode_overhead_s: float = bounded(0.0168, low=0.0)  # of a decode step, whatever the batch: a fitted residual
+    decode_overhead_s: float = bounded(0.0132, low=0.0)  # of a decode step, whatever the batch: a fitted residual
+    all_reduce_s: float = bounded(15e-6, low=0.0)  # latency of a sum over the accelerators of a replica, two a layer
     bandwidth_share: float = bounded(0.8, above=0.0, high=1.0)  # of the memory bandwidth, in decoding
     memory_share: float = bounded(0.7, above=0.0, high=1.0)  # of the memory, for weights and KV cache
     prefill_share: float = bounded(0.5, above=0.0, high=1.0)  # of the peak arithmetic
-    training_share: float = bounded(0.43, above=0.0, high=1.0)
+    training_share: float = bounded(0.432, above=0.0, high=1.0)  # the same, of operations as AReaL counts them
     transfer_bytes_per_s: float = bounded(50e9, above=0.0)  # of new weights into one accelerator
     handover_s: float = bounded(1.0, low=0.0)  # that a replica stands still for new weights, async mode
     switch_s: float = bounded(5.0, low=0.0)  # between generating and training on the same accelerators, each way
+    rewards_s: float = bounded(0.0, low=0.0)  # that the last rewards of a synchronous step take, after generation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,10 +139,16 @@ class RunConfig:
         """The emulated cluster, for people; None where nothing is emulated."""
         if not self.emulated:
             return None
-        its, devices = self.emulation, self.launch.devices * self.emulation.tensor_parallel
+        its = self.emulation
+        devices = self.launch.devices * its.replicas * its.tensor_parallel
         return (
             f"{its.model} on {devices} {its.accelerator}, {its.speed:g} s in one, {its.tokens_per_token} tokens as one"
         )
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether servers and ranks take turns on the same devices, rather than each on its own."""
+        return self.mode == "sync" and self.generation_servers + self.training_ranks > self.launch.devices
 
     @property
     def recomputes_proximal(self) -> bool:

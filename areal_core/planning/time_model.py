@@ -1,12 +1,13 @@
 """The time that accelerators would take: decode steps, prefill, training and weight transfer.
 
-A decode step reads the weights and every cached key and value once, or computes for longer than that takes; prefill and
-training compute. What a decode step takes beside is a constant, whatever the model and the batch: a residual, fitted.
-Everything here is counted in real tokens and emulated seconds; `Pace` turns those into time that passes.
+A decode step reads the weights and every cached key and value once, or computes for longer than that takes, and adds
+the parts of the accelerators that hold a layer up, twice a layer; prefill and training compute. What a decode step
+takes beside is a constant, whatever the model and the batch: a residual, fitted. Everything here is counted in real
+tokens and emulated seconds; `Pace` turns those into time that passes.
 
-Sources. Accelerators: NVIDIA's data sheets, SXM where there is a choice; the H800 is the H100 with slower links, which
-nothing here depends on. Models: config.json of DeepSeek-R1-Distill-Qwen 1.5B, 7B, 14B and 32B. Where the free
-parameters come from: docs/emulation.md.
+Sources. Accelerators: NVIDIA's data sheets, SXM where there is a choice; the H800 is the H100 with slower links.
+Models: config.json of DeepSeek-R1-Distill-Qwen 1.5B, 7B, 14B and 32B. Where the free parameters come from:
+docs/emulation.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from statistics import NormalDist
 from areal_core.config.schema import EmulationConfig
 from areal_core.errors import ConfigError
 
-_BYTES = 2  # of a weight, and of a number in the KV cache: half precision
+_BYTES = 2  # of a weight, of a number in the KV cache, and of an activation: half precision
+_ALL_REDUCES = 2  # of a layer: after attention, and after the MLP
+_TRAINED_PASSES = 4  # forward, again where the backward pass needs activations that were not kept, and backward as two
 _CATCH_UP_S = 0.05  # real seconds that a delayed process may make up for
 
 
@@ -34,16 +37,27 @@ class Accelerator:
     float32_flops_per_s: float  # without TF32
     memory_bytes_per_s: float
     memory_bytes: float
+    link_bytes_per_s: float  # to the others of its machine, one way
+
+
+def _accelerator(
+    tflops: float, float32_tflops: float, memory_gb_per_s: float, memory_gb: float, link_gb_per_s: float
+) -> Accelerator:
+    return Accelerator(
+        flops_per_s=tflops * 1e12,
+        float32_flops_per_s=float32_tflops * 1e12,
+        memory_bytes_per_s=memory_gb_per_s * 1e9,
+        memory_bytes=memory_gb * 1e9,
+        link_bytes_per_s=link_gb_per_s * 1e9,
+    )
 
 
 ACCELERATORS = {
-    "a100": Accelerator(
-        flops_per_s=312e12, float32_flops_per_s=19.5e12, memory_bytes_per_s=2.039e12, memory_bytes=80e9
-    ),
-    "h100": Accelerator(flops_per_s=989e12, float32_flops_per_s=67e12, memory_bytes_per_s=3.35e12, memory_bytes=80e9),
-    "h800": Accelerator(flops_per_s=989e12, float32_flops_per_s=67e12, memory_bytes_per_s=3.35e12, memory_bytes=80e9),
-    "h200": Accelerator(flops_per_s=989e12, float32_flops_per_s=67e12, memory_bytes_per_s=4.8e12, memory_bytes=141e9),
-    "l40s": Accelerator(flops_per_s=362e12, float32_flops_per_s=91.6e12, memory_bytes_per_s=864e9, memory_bytes=48e9),
+    "a100": _accelerator(312, 19.5, 2039, 80, 300),
+    "h100": _accelerator(989, 67, 3350, 80, 450),
+    "h800": _accelerator(989, 67, 3350, 80, 200),
+    "h200": _accelerator(989, 67, 4800, 141, 450),
+    "l40s": _accelerator(362, 91.6, 864, 48, 32),
 }
 
 
@@ -90,6 +104,14 @@ class ModelShape:
         rows up; norms and biases are nothing."""
         return self._matrices * _BYTES
 
+    def counted_flops(self, lengths: Sequence[int]) -> float:
+        """Of a forward pass over sequences of these lengths, as AReaL counts them for its TFLOP/s: keys and values as
+        wide as queries, attention without a causal mask, and embeddings multiplied as the output is."""
+        tokens, squares = sum(lengths), sum(length * length for length in lengths)
+        layer = tokens * (4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size)
+        attention = 2 * squares * self.hidden_size
+        return 2.0 * self.layers * (layer + attention) + 4.0 * tokens * self.vocab_size * self.hidden_size
+
     @property
     def _qkv(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -123,8 +145,9 @@ MODELS = {
 
 
 class TimeModel:
-    """Emulated seconds of what one replica (`tensor_parallel` accelerators that hold one model) or a group of training
-    accelerators does. Raises ConfigError for a model that does not fit."""
+    """Emulated seconds of what the replicas of a server or a group of training accelerators do. A replica is
+    `tensor_parallel` accelerators that hold one model; the `replicas` of a server share its completions evenly and
+    decode in step. Raises ConfigError for a model that does not fit."""
 
     def __init__(self, config: EmulationConfig) -> None:
         self._config = config
@@ -133,8 +156,11 @@ class TimeModel:
         degree = config.tensor_parallel
         self._bytes_per_s = degree * config.bandwidth_share * self._device.memory_bytes_per_s
         self._flops_per_s = degree * self._device.flops_per_s
+        self._all_reduces = _ALL_REDUCES * self.shape.layers if degree > 1 else 0  # of a decode step
+        # A ring sends all but its own part of a sum around, and then all but its own part of the result.
+        self._reduced_s = 2 * (degree - 1) / degree * self.shape.hidden_size * _BYTES / self._device.link_bytes_per_s
         room = degree * config.memory_share * self._device.memory_bytes - self.shape.weight_bytes
-        self.kv_tokens = int(room // self.shape.kv_bytes)  # that the KV cache of a replica holds
+        self.kv_tokens = config.replicas * int(room // self.shape.kv_bytes)  # that the KV caches of a server hold
         if self.kv_tokens < 1:
             raise ConfigError(
                 f"emulation.tensor_parallel: {config.model} does not fit into {degree} x {config.accelerator}"
@@ -143,23 +169,26 @@ class TimeModel:
     def decode_s(self, completions: int, context_tokens: float, steps: int = 1) -> float:
         """`steps` decode steps of `completions` sequences, of `context_tokens` tokens in all at the first step."""
         mean_context = context_tokens + completions * (steps - 1) / 2  # it grows by a token a completion and step
-        moved = self.shape.read_bytes + mean_context * self.shape.kv_bytes
-        computed = completions * self.shape.flops_per_token + mean_context * self.shape.attention_flops
+        sequences, cached = completions / self._config.replicas, mean_context / self._config.replicas
+        moved = self.shape.read_bytes + cached * self.shape.kv_bytes
+        computed = sequences * self.shape.flops_per_token + cached * self.shape.attention_flops
         busy = max(moved / self._bytes_per_s, computed / self._flops_per_s)
-        return steps * (self._config.decode_overhead_s + busy)
+        added = self._all_reduces * (self._config.all_reduce_s + sequences * self._reduced_s)
+        return steps * (self._config.decode_overhead_s + busy + added)
 
     def prefill_s(self, lengths: Sequence[int]) -> float:
         """Prefill of sequences of these lengths: prompts, or sequences whose KV cache was discarded."""
-        return self._forward_flops(lengths) / (self._config.prefill_share * self._flops_per_s)
+        rate = self._config.prefill_share * self._config.replicas * self._flops_per_s
+        return self._forward_flops(lengths) / rate
 
     def forward_s(self, lengths: Sequence[int], accelerators: int) -> float:
         """A forward pass of the training accelerators over sequences of these lengths: the proximal policy's."""
         rate = self._config.training_share * self._device.flops_per_s * accelerators
-        return self._forward_flops(lengths) / rate
+        return self.shape.counted_flops(lengths) / rate
 
     def train_s(self, lengths: Sequence[int], accelerators: int) -> float:
-        """Forward and backward passes over sequences of these lengths: the latter is twice the former."""
-        return 3 * self.forward_s(lengths, accelerators)
+        """Forward and backward passes over sequences of these lengths, activations computed twice."""
+        return _TRAINED_PASSES * self.forward_s(lengths, accelerators)
 
     def transfer_s(self) -> float:
         """Transfer of new weights to a replica, to each of its accelerators its part."""

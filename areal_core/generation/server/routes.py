@@ -371,8 +371,9 @@ def _engine(arguments: argparse.Namespace) -> ServedEngine:
     slots, version = arguments.slots, arguments.weight_version
     if arguments.emulate is not None:
         config = load_file(arguments.emulate)
-        switches = config.mode == "sync"
-        return EmulatedEngine(spec, config.emulation, switches=switches, slots=slots, context=context, version=version)
+        return EmulatedEngine(
+            spec, config.emulation, switches=config.takes_turns, slots=slots, context=context, version=version
+        )
     options: Options = {
         "slots": slots,
         "context": context,

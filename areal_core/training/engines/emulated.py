@@ -22,23 +22,25 @@ _LOGPROB = -0.1  # nats, of every token: the same as the emulated generation eng
 
 
 class EmulatedTrainingEngine:
-    """`engines.engine.TrainingEngine` in the time of `replicas` times `emulation.tensor_parallel` accelerators."""
+    """`engines.engine.TrainingEngine` in the time of the accelerators that `ranks` devices stand for."""
 
     def __init__(
         self,
         weights: Mapping[str, Float32Array],
         emulation: EmulationConfig,
         *,
-        replicas: int,
+        ranks: int,
         switches: bool,
+        waits: bool,
         learning_rate: float,
         pace: Pace | None = None,
     ) -> None:
-        """`switches`: the same accelerators generate, so that every step has to change them over and back."""
+        """`switches`: the same accelerators generate, so that every step has to change them over and back. `waits`:
+        nothing is generated while a batch's last rewards are computed, which so are part of every step."""
         self._weights = dict(weights)
         self._time = TimeModel(emulation)
-        self._accelerators = replicas * emulation.tensor_parallel
-        self._switch_s = 2 * emulation.switch_s if switches else 0.0
+        self._accelerators = ranks * emulation.replicas * emulation.tensor_parallel
+        self._idle_s = (2 * emulation.switch_s if switches else 0.0) + (emulation.rewards_s if waits else 0.0)
         self._scale = emulation.tokens_per_token
         self._learning_rate = learning_rate
         self._pace = pace or Pace(emulation.speed)
@@ -53,7 +55,7 @@ class EmulatedTrainingEngine:
     def train_step(self, batch: TrainingBatch, proximal: Float32Array | None) -> StepStats:
         self._pace.restart()
         self._pace.spend(
-            self._time.train_s(self._lengths(batch, range(len(batch.lengths))), self._accelerators) + self._switch_s
+            self._time.train_s(self._lengths(batch, range(len(batch.lengths))), self._accelerators) + self._idle_s
         )
         updates = sum(tokens > 0 for tokens in batch.loss_tokens)
         self._updates += updates

@@ -67,8 +67,9 @@ def _emulated_engine(
     return EmulatedTrainingEngine(
         {name: tensor.numpy() for name, tensor in weights.items()},
         config.emulation,
-        replicas=config.training_ranks,
-        switches=config.mode == "sync",
+        ranks=config.training_ranks,
+        switches=config.takes_turns,
+        waits=config.mode == "sync",
         learning_rate=config.training.learning_rate,
     )
 

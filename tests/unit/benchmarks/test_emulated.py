@@ -9,7 +9,8 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError
-from benchmarks.emulated import PAPER, Measured, first_end, measure, parse, report
+from benchmarks._sensitivity import Steps
+from benchmarks.emulated import PAPER, Measured, _config, first_end, measure, parse, prediction, report, table
 
 LENGTH = 1024  # real tokens of every completion
 
@@ -53,6 +54,23 @@ def test_overrides_may_stand_anywhere() -> None:
     assert (arguments.models, arguments.pairs) == (["7b", "32b"], 2)
 
 
+@pytest.mark.parametrize("model", PAPER)
+def test_half_of_the_devices_generate_in_synchronous_mode_and_three_quarters_in_asynchronous(model: str) -> None:
+    sync, asynchronous = _config(model, "sync", 1, []), _config(model, "async", 1, [])
+    assert (sync.generation_servers, sync.training_ranks, sync.takes_turns) == (2, 2, False)
+    assert sync.rollout.batch_size <= 2 * sync.generation.slots  # a batch is decoded at once
+    assert (asynchronous.generation_servers, asynchronous.training_ranks) == (3, 1)
+    assert 3 * asynchronous.generation.slots == pytest.approx(asynchronous.rollout.batch_size, abs=3)  # and in flight
+
+
+def test_a_slice_has_its_share_of_the_papers_batch() -> None:
+    nodes = {"1.5b": 16, "7b": 24, "14b": 32, "32b": 48}
+    for model, count in nodes.items():
+        config = _config(model, "async", 1, [])
+        share = config.launch.devices * config.emulation.tensor_parallel / (8 * count)
+        assert config.rollout.batch_size == pytest.approx(8192 * share, rel=0.035)  # whole groups
+
+
 @pytest.mark.parametrize(
     ("mode", "ends", "first"),
     [
@@ -69,7 +87,7 @@ def test_counting_begins_after_the_first_step_or_a_third(mode: str, ends: Mappin
 def test_a_run_is_measured_in_emulated_seconds_and_real_tokens() -> None:
     history = {
         "time/elapsed_s": {1: 11.0, 2: 21.0, 3: 31.0},
-        "ledger/consumed_tokens": {1: 1000.0, 2: 2500.0, 3: 3000.0},
+        "completion/tokens_mean": {1: 100.0, 2: 150.0, 3: 100.0, 4: 900.0},  # of a batch of 8
         "bubble/trainer_wait": {1: 0.0, 2: 0.8, 3: 0.6},
         "bubble/generation_idle": {1: 1.0, 2: 0.2, 3: 0.4},
     }
@@ -85,14 +103,31 @@ def test_a_run_is_measured_in_emulated_seconds_and_real_tokens() -> None:
 
 def test_a_report_holds_measurements_beside_the_paper() -> None:
     pairs = [
-        {"sync": run(100.0, step_s=600.0), "async": run(270.123, step_s=220.0, steps=9)},
+        {"sync": run(100.0, step_s=600.0), "async": run(270.123, step_s=200.0, steps=9)},
         {"sync": run(100.0, step_s=610.0), "async": run(290.0, step_s=210.0, steps=8)},
     ]
     found = report({"1.5b": pairs})
-    assert found["each_ratio"] == {"1.5b": [2.7, 2.9]}
-    assert found["ratios"] == {"1.5b": 2.8}
+    assert found["each_ratio"] == {"1.5b": [3.0, 2.9]}  # 600 / 200, 610 / 210
+    assert found["ratios"] == {"1.5b": 2.95}
+    assert found["token_ratios"] == {"1.5b": [2.7, 2.9]}
     assert found["step_s"]["1.5b"] == {
         "sync": {"measured": 605, "paper": 590, "steps": [5, 5]},
-        "async": {"measured": 215, "paper": 213, "steps": [9, 8]},
+        "async": {"measured": 205, "paper": 213, "steps": [9, 8]},
     }
     assert found["runs"]["1.5b"][0]["async"]["tokens_per_s"] == 270.0
+
+
+def test_a_study_is_a_line_of_ratios_for_every_variation() -> None:
+    def steps(sync_s: float) -> dict[str, Steps]:
+        return {"1.5b": Steps(overhead_s=0.0132, sync_s=sync_s, async_s=200.0)}
+
+    found = {"as configured": steps(554.0), "other": steps(1108.4)}
+    assert table(found) == [
+        "by the time model  overhead, ms  1.5b",
+        "as configured      13.2          2.77 (-0%)",
+        "other              13.2          5.54 (+100%)",
+    ]
+    assert prediction(found) == {
+        "predicted_step_s": {"1.5b": {"sync": 554, "async": 200}},
+        "sensitivity": {"as configured": [2.77], "other": [5.54]},
+    }

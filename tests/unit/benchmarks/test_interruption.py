@@ -78,9 +78,9 @@ def test_four_nodes_have_the_papers_batch() -> None:
         config = trials(name, [1], [])[0].config
         replicas = 32 / config.emulation.tensor_parallel
         assert config.rollout.batch_size * replicas / config.launch.devices == 8192
-        fitted = trials(name.removesuffix("-4-nodes"), [1], [])[0].config
-        shares = [each.generation.slots / each.rollout.batch_size for each in (config, fitted)]
-        assert shares[0] == pytest.approx(shares[1])
+        whole = trials(name.removesuffix("-4-nodes"), [1], [])[0].config
+        shares = [each.generation.slots / each.rollout.batch_size for each in (config, whole)]
+        assert shares[0] == pytest.approx(shares[1], rel=0.01)  # slots are whole
 
 
 def test_what_makes_an_arm_can_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,22 @@ def test_nothing_is_interrupted_in_synchronous_mode(interruption: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("mode", "generation", "training", "takes_turns"),
+    [
+        ("sync", {}, {}, True),
+        ("sync", {"servers": 3}, {"ranks": 2}, True),
+        ("sync", {"servers": 2}, {"ranks": 2}, False),
+        ("async", {"servers": 3}, {"ranks": 1}, False),
+    ],
+)
+def test_synchronous_roles_take_turns_unless_each_has_its_own_devices(
+    mode: str, generation: dict[str, int], training: dict[str, int], takes_turns: bool
+) -> None:
+    fields = {"mode": mode, "generation": generation, "training": training, "launch": {"devices": 4}}
+    assert load(fields).takes_turns == takes_turns
+
+
+@pytest.mark.parametrize(
     ("task", "said"),
     [
         ({"name": "jsonl"}, "task.name: jsonl is called rows now"),

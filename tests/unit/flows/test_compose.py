@@ -79,6 +79,14 @@ def test_one_gpu_is_shared_in_turns() -> None:
     assert (config.generation_servers, config.training_ranks, config.launch.devices) == (1, 1, 1)
 
 
+def test_four_processes_stand_for_512_accelerators_and_the_whole_batch() -> None:
+    config = compose("emulated-512")
+    accelerators = config.emulation.replicas * config.emulation.tensor_parallel
+    assert (config.generation_servers * accelerators, config.training_ranks * accelerators) == (384, 128)
+    assert config.emulated_cluster == "qwen-1.5b on 512 h800, 1 s in one, 128 tokens as one"
+    assert (config.rollout.batch_size, config.groups_per_batch) == (8192, 512)
+
+
 def test_default_experiment_is_the_schema_itself() -> None:
     assert compose("cpu-async") == RunConfig()
 

@@ -72,10 +72,12 @@ def test_many_completions_at_once_are_bound_by_arithmetic() -> None:
     assert TimeModel(PLAIN).decode_s(5000, 10_000) == pytest.approx(0.01 + busy)
 
 
-def test_a_second_accelerator_halves_what_is_not_overhead() -> None:
-    two = TimeModel(dataclasses.replace(PLAIN, tensor_parallel=2))
+def test_a_second_accelerator_halves_what_is_not_overhead_and_has_to_be_added_up_with() -> None:
+    two = TimeModel(dataclasses.replace(PLAIN, tensor_parallel=2, all_reduce_s=2e-5))
     one = TimeModel(PLAIN)
-    assert two.decode_s(8, 9000) - 0.01 == pytest.approx((one.decode_s(8, 9000) - 0.01) / 2)
+    # Twice in each of 28 layers; a ring of two sends half of 8 x 1536 numbers and then the other half.
+    added = 2 * 28 * (2e-5 + 8 * 1536 * 2 / 200e9)
+    assert two.decode_s(8, 9000) - 0.01 == pytest.approx((one.decode_s(8, 9000) - 0.01) / 2 + added)
     assert two.prefill_s([500]) == pytest.approx(one.prefill_s([500]) / 2)
     assert two.transfer_s() == pytest.approx(one.transfer_s() / 2)
 
@@ -84,9 +86,21 @@ def test_prefill_training_and_transfer() -> None:
     model = TimeModel(PLAIN)
     flops = 3000 * 2 * MATRICES + (1000**2 + 2000**2) / 2 * 4 * 28 * 12 * 128
     assert model.prefill_s([1000, 2000]) == pytest.approx(flops / (0.5 * 989e12))
-    assert model.forward_s([1000, 2000], accelerators=4) == pytest.approx(flops / (0.4 * 989e12 * 4))
-    assert model.train_s([1000, 2000], accelerators=4) == pytest.approx(3 * flops / (0.4 * 989e12 * 4))
     assert model.transfer_s() == pytest.approx(WEIGHTS / 50e9)
+    # As AReaL counts: 4 square matrices and 3 of the MLP a layer, attention both ways, both embeddings.
+    counted = 3000 * 2 * (28 * (4 * 1536**2 + 3 * 1536 * 8960) + 2 * 151_936 * 1536)
+    counted += 28 * 4 * (1000**2 + 2000**2) * 1536
+    assert model.forward_s([1000, 2000], accelerators=4) == pytest.approx(counted / (0.4 * 989e12 * 4))
+    assert model.train_s([1000, 2000], accelerators=4) == pytest.approx(4 * counted / (0.4 * 989e12 * 4))
+
+
+def test_replicas_of_a_server_share_its_completions() -> None:
+    one = TimeModel(dataclasses.replace(PLAIN, tensor_parallel=2))
+    four = TimeModel(dataclasses.replace(PLAIN, tensor_parallel=2, replicas=4))
+    assert four.decode_s(32, 36_000, steps=5) == pytest.approx(one.decode_s(8, 9000, steps=5))
+    assert four.prefill_s([500] * 4) == pytest.approx(one.prefill_s([500]))
+    assert four.kv_tokens == 4 * one.kv_tokens
+    assert four.transfer_s() == one.transfer_s()  # each gets its own copy, at the same time
 
 
 def test_what_the_weights_leave_is_for_the_cache() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from areal_core.config.schema import EmulationConfig
 from areal_core.errors import ModelError
 from areal_core.training.engines.emulated import EmulatedTrainingEngine
 from areal_core.training.engines.engine import EngineState
@@ -14,14 +17,21 @@ from tests.support.training import batch
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
 
 
-def engine(clock: Clock, *, switches: bool = False) -> EmulatedTrainingEngine:
-    return EmulatedTrainingEngine(WEIGHTS, CONFIG, replicas=2, switches=switches, learning_rate=1e-4, pace=pace(clock))
+def engine(
+    clock: Clock, config: EmulationConfig = CONFIG, *, switches: bool = False, waits: bool = False
+) -> EmulatedTrainingEngine:
+    return EmulatedTrainingEngine(
+        WEIGHTS, config, ranks=2, switches=switches, waits=waits, learning_rate=1e-4, pace=pace(clock)
+    )
 
 
-@pytest.mark.parametrize("switches", [False, True])
-def test_a_step_takes_the_time_of_its_passes(switches: bool) -> None:
+@pytest.mark.parametrize(
+    ("switches", "waits", "idle_s"), [(False, False, 0.0), (True, False, 10.0), (False, True, 3.0), (True, True, 13.0)]
+)
+def test_a_step_takes_the_time_of_its_passes(switches: bool, waits: bool, idle_s: float) -> None:
     clock, share = Clock(), batch(3)
-    trainer = engine(clock, switches=switches)
+    config = dataclasses.replace(CONFIG, switch_s=5.0, rewards_s=3.0)
+    trainer = engine(clock, config, switches=switches, waits=waits)
     lengths = [SCALE * length for length in share.lengths.tolist()]
     proximal = trainer.proximal_logprobs(share)
     later = [lengths[index] for index in share.minibatches[1]]
@@ -30,11 +40,17 @@ def test_a_step_takes_the_time_of_its_passes(switches: bool) -> None:
     assert not proximal[share.versions < 0].any()
     clock.now_s = 100.0  # what lies between is the trainer's own time
     stats = trainer.train_step(share, proximal)
-    expected_s = MODEL.train_s(lengths, 2) + (2 * CONFIG.switch_s if switches else 0.0)
-    assert (clock.now_s - 100.0) * CONFIG.speed == pytest.approx(expected_s)
+    assert (clock.now_s - 100.0) * CONFIG.speed == pytest.approx(MODEL.train_s(lengths, 2) + idle_s)
     assert stats.updates == 2
     assert stats.loss_tokens == sum(share.loss_tokens)
     assert stats.mismatch_kl is None
+
+
+def test_a_rank_stands_for_the_accelerators_of_its_replicas() -> None:
+    clock, share = Clock(), batch(3)
+    engine(clock, dataclasses.replace(CONFIG, tensor_parallel=2, replicas=3)).train_step(share, None)
+    lengths = [SCALE * length for length in share.lengths.tolist()]
+    assert clock.now_s * CONFIG.speed == pytest.approx(MODEL.train_s(lengths, 2 * 3 * 2))
 
 
 def test_weights_stay_and_the_state_goes_on() -> None:
