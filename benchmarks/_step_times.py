@@ -56,7 +56,9 @@ class _Server:
     def step(self) -> list[int]:
         """Lengths of the sequences that ended, prompt and completion, in tokens of the wire."""
         return [
-            _PROMPT_TOKENS + len(completion.token_ids) for done in self.engine.step() for completion in done.completions
+            _PROMPT_TOKENS + len(completion.token_ids)
+            for done in self.engine.step()
+            for completion in done.completions.values()
         ]
 
 
