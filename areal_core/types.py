@@ -41,6 +41,20 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """The form of an adapter (Hu et al., 2021, arXiv 2106.09685): of each linear layer that `targets` names, with its
+    weight W, alpha / rank * B A is added to W."""
+
+    rank: int  # rows of A and columns of B
+    alpha: float
+    targets: tuple[str, ...]  # last parts of the layers' names: "q_proj"
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One prompt. `index` is its place in the source's order; held-out prompts count from 0 as well."""
 

@@ -17,9 +17,10 @@ from areal_core.planning.time_model import ACCELERATORS, ModelShape
 from areal_core.training.engines.engine import TrainingBatch
 
 
-def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, reference: bool) -> int:
+def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, reference: bool, frozen: bool = False) -> int:
     """Model FLOPs of one step over one rank's share, without sequences that have no gradient: forward and backward
-    passes, a forward pass for pi_prox, which the first minibatch does without, and one for a reference policy."""
+    passes, a forward pass for pi_prox, which the first minibatch does without, and one for a reference policy.
+    `frozen`: the weights have no gradient, which is half of a backward pass; an adapter's own FLOPs don't count."""
     has_gradient = batch.has_gradient
 
     def forward(members: Iterable[int]) -> int:
@@ -35,7 +36,7 @@ def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, referen
 
     everything = sum(map(forward, batch.minibatches))
     recomputed = sum(map(forward, batch.minibatches[1:])) if proximal else 0
-    return 3 * everything + recomputed + (everything if reference else 0)
+    return (2 if frozen else 3) * everything + recomputed + (everything if reference else 0)
 
 
 def forward_flops(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> int:

@@ -25,7 +25,7 @@ import orjson
 from aiohttp import web
 
 from areal_core.api.guard import guard
-from areal_core.api.wire import EMBEDDED, ROUTES_VERSION, encode_generation
+from areal_core.api.wire import EMBEDDED, MODEL_NAME, ROUTES_VERSION, encode_generation, version_name
 from areal_core.config.schema import load_file
 from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
 from areal_core.generation.command_line import server_parser, server_token
@@ -37,6 +37,7 @@ from areal_core.generation.server.protocol import RequestError, parse_json, pars
 from areal_core.launch import logs, process, pulse
 from areal_core.models.spec import read_spec
 from areal_core.tracking.timeline import TimelineWriter
+from areal_core.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,9 @@ class GenerationServer:
         self._pending: dict[str, asyncio.Future[Generation]] = {}  # by request id
         self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
         self._updating = False
-        self._staged: tuple[Any] | None = None  # weights that the engine has made ready
+        self._staged: tuple[Any, str] | None = None  # weights that the engine has made ready, and their hash
         self._label = engine.version
+        self._name = MODEL_NAME  # of the version that is loaded, once one was
         self._sleeping = False
 
     def app(self) -> web.Application:
@@ -111,7 +113,10 @@ class GenerationServer:
     async def _generate(self, http: web.Request) -> web.Response:
         spec = self._engine.spec
         wanted = parse_request(
-            parse_json(await http.read()), eos_token_ids=spec.eos_token_ids, default_id=uuid.uuid4().hex
+            parse_json(await http.read()),
+            eos_token_ids=spec.eos_token_ids,
+            default_id=uuid.uuid4().hex,
+            version=self._name,
         )
         request = wanted.request
         self._engine.check(request)
@@ -195,16 +200,16 @@ class GenerationServer:
         if not self._updating:
             raise RequestError("no weight update was started", param="update_info")
         self._staged = None
-        self._staged = (await asyncio.to_thread(read_version, self._engine, Path(path), sha256),)
+        self._staged = await asyncio.to_thread(read_version, self._engine, Path(path), sha256), sha256
         return web.json_response({"message": "weights staged"})
 
     async def _finish_update(self, http: web.Request) -> web.Response:
         version = parse_version(parse_json(await http.read()), "weight_version")
         if self._staged is None:
             raise RequestError("no weights were staged", param="weight_version")
-        (staged,), self._staged, self._updating = self._staged, None, False
+        (staged, sha256), self._staged, self._updating = self._staged, None, False
         await self._thread.swap(staged, version)
-        self._label = version
+        self._label, self._name = version, version_name(PolicyVersion(version=version, path="", sha256=sha256))
         return web.json_response({"message": "weight update finished"})
 
     async def _update_version(self, http: web.Request) -> web.Response:
