@@ -104,9 +104,8 @@ def parse_generation(body: bytes) -> list[Completion]:
     and labels its tokens with, does not matter."""
     try:
         values = orjson.loads(body)
-        named = _VERSION_NAME.fullmatch(values.get("model") or "")
-        version = None if named is None else int(named[1])
-        return [_parse_choice(choice, version) for choice in values["choices"]]
+        choices, named = values["choices"], _VERSION_NAME.fullmatch(values.get("model") or "")
+        return [_parse_choice(choice, None if named is None else int(named[1])) for choice in choices]
     except (KeyError, TypeError, ValueError) as error:
         raise GenerationError(f"not a response of /inference/v1/generate: {type(error).__name__}: {error}") from None
 

@@ -171,12 +171,11 @@ def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
     if config.generation.engine != "vllm":
         return {"weights": 2 * weights, "step": 24.0 * slots * spec.vocab_size}
     width = 3 * spec.intermediate_size / degree + 4 * spec.hidden_size
-    adapters = 0 if config.training.lora.rank is None else ADAPTERS_HELD * number * trained_parameters(config, spec)
-    return {
-        "weights": weights,
-        "adapters": float(adapters),
-        "step": _BATCHED_TOKENS * width * number + 3.0 * _FLOAT * slots * spec.vocab_size,
-    }
+    step = _BATCHED_TOKENS * width * number + 3.0 * _FLOAT * slots * spec.vocab_size
+    if config.training.lora.rank is None:
+        return {"weights": weights, "step": step}
+    adapters = float(ADAPTERS_HELD * number * trained_parameters(config, spec))
+    return {"weights": weights, "adapters": adapters, "step": step}
 
 
 def completion_bytes(config: RunConfig, spec: ModelSpec) -> float:

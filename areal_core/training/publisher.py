@@ -34,7 +34,7 @@ class Publisher:
     """Publishes versions and commits checkpoints of one run."""
 
     def __init__(
-        self, run: RunDir, config: RunConfig, storage: Storage, sender: Sender | None, base_sha256: str | None
+        self, run: RunDir, config: RunConfig, storage: Storage, sender: Sender | None, base_sha256: str | None = None
     ) -> None:
         """`base_sha256`: hash of the base model, where checkpoints hold no more than an adapter to it."""
         self._run = run

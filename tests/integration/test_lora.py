@@ -108,7 +108,9 @@ def test_the_embedded_engine_and_peft_give_the_same_log_probabilities(
         np.testing.assert_allclose(completion.logprobs, wanted, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["torch by transformers", "zero 0", "zero 1", "zero 2", "zero 3", "zero 3 by transformers"])
+@pytest.mark.parametrize(
+    "kind", ["torch by transformers", "zero 0", "zero 1", "zero 2", "zero 3", "zero 3 by transformers"]
+)
 def test_every_engine_takes_the_same_steps(kind: str) -> None:
     outcomes = []
     for one in ("torch", kind):
