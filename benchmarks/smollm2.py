@@ -97,7 +97,7 @@ def _of_seed(arm: str, seed: int, problems: int, overrides: Sequence[str]) -> di
         "peak_gib": round(memory.peak / 2**30, 2),
         "trainer_gib": round(max(metrics["memory/trainer_peak_gib"].values()), 2),
         "step_s": round(statistics.median(compute.values()), 2),
-        "token_us": round(1e6 * statistics.median(compute[step] / tokens[step] for step in tokens), 1),
+        "token_us": round(1e6 * statistics.median(compute[step] / count for step, count in tokens.items() if count), 1),
         "version_mib": round(version / 2**20, 1),
         "checkpoint_mib": round(
             sum(saved.files[name].bytes for name in (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)) / 2**20, 1

@@ -33,15 +33,14 @@ _LOOK_S = 0.2  # between two checks whether publishing, which a checkpoint waits
 class Publisher:
     """Publishes versions and commits checkpoints of one run."""
 
-    def __init__(
-        self, run: RunDir, config: RunConfig, storage: Storage, sender: Sender | None, base_sha256: str | None = None
-    ) -> None:
-        """`base_sha256`: hash of the base model, where checkpoints hold no more than an adapter to it."""
+    def __init__(self, run: RunDir, config: RunConfig, storage: Storage, sender: Sender | None) -> None:
         self._run = run
         self._config = config
         self._storage = storage
         self._sender = sender
-        self._base_sha256 = base_sha256
+        self._base_sha256 = None  # of the base model, where checkpoints hold no more than an adapter to it
+        if config.training.lora.rank is not None:
+            self._base_sha256 = weights.base_version(run.info().model_path).sha256
         self._number = run.info().number
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
         self._publishing = BackgroundThread("publish", waiting=2)  # a version and the report of its step

@@ -24,12 +24,11 @@ from areal_core.algorithm.advantages import advantages_of
 from areal_core.api.controller_client import ControllerClient
 from areal_core.api.scored_groups import unpack_group
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ArealError, DivergenceError, ModelError, RunFinished
+from areal_core.errors import ArealError, DivergenceError, RunFinished
 from areal_core.launch import logs, process, pulse
 from areal_core.models.adapters import ADAPTER, merged, write_adapter, write_adapter_config
 from areal_core.models.arrays import read_arrays
 from areal_core.models.folders import read_spec, read_weights, write_model
-from areal_core.models.spec import weights_sha256
 from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint, lease
 from areal_core.storage.checkpoint import CheckpointInfo
@@ -81,10 +80,7 @@ class Trainer:
         weights = read_weights(run.info().model_path, self.spec)
         torch.manual_seed(self.config.seed)  # a part of the state, which is the same however often a run starts anew
         self.engine = make_engine(self.config, self.spec, weights, self.ranks)
-        self._base_sha256 = None if self._lora is None else weights_sha256(Path(run.info().model_path))
-        self.publisher = None
-        if rank == 0:
-            self.publisher = Publisher(run, self.config, self.storage, self._sender(), self._base_sha256)
+        self.publisher = Publisher(run, self.config, self.storage, self._sender()) if rank == 0 else None
         self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
         self._device = torch.device(self.config.launch.accelerator)
         self.meter = StepMeter(self.config, self.spec, self.engine, rank, run.weights)
@@ -235,11 +231,6 @@ class Trainer:
         """Load the newest checkpoint that is whole and that the controller knows; returns its step, 0 without one. Its
         version is published once more."""
         while (info := self._newest()) is not None:
-            if (base := info.extra.get(checkpoint.BASE)) != self._base_sha256:
-                raise ModelError(
-                    f"model.path: the checkpoint of step {info.step} is an adapter to a model with sha256 {base}, "
-                    f"{self.run_dir.info().model_path} has {self._base_sha256}"
-                )
             if (state := self._read(info)) is None:
                 continue
             self.engine.load_state(state)

@@ -415,9 +415,9 @@ async def test_vllm_holds_adapters_under_names_of_their_own_and_requests_name_on
     one, two, three = (published(tmp_path, number) for number in (1, 2, 3))
     await client.complete(request("base"))
     assert vllm.requests["base"]["model"] == "policy"
-    for version in (one, two, three):
-        await client.load_version(version, "recompute")
-        assert await client.loaded_version() == version.version
+    for each in (one, two, three):
+        await client.load_version(each, "recompute")
+        assert await client.loaded_version() == each.version
     assert [path for path, _ in vllm.updates()[-6:]] == [
         "/v1/load_lora_adapter",
         "/pause?mode=abort&clear_cache=true",
