@@ -182,8 +182,8 @@ class PolicyVersion:
     """A published set of weights."""
 
     version: int  # 0 is the base model
-    path: str  # folder that holds model.safetensors and manifest.json
-    sha256: str  # of model.safetensors
+    path: str  # folder that holds its file, model.safetensors or an adapter's, and manifest.json
+    sha256: str  # of the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
