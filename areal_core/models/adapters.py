@@ -66,8 +66,8 @@ def init_adapter(spec: ModelSpec, lora: Lora, seed: int) -> dict[str, Float32Arr
     adapter: dict[str, Float32Array] = {}
     for name, shape in adapter_shapes(spec, lora).items():
         if name.endswith("lora_A.weight"):
-            bound = shape[1] ** -0.5
-            adapter[name] = np.asarray(generator.uniform(-bound, bound, shape), np.float32)
+            drawn = 2 * generator.random(shape, dtype=np.float32) - 1
+            adapter[name] = drawn * np.float32(shape[1] ** -0.5)
         else:
             adapter[name] = np.zeros(shape, np.float32)
     return adapter
