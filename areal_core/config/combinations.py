@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from areal_core.config import algorithm
-from areal_core.config.groups import TrainingConfig
+from areal_core.config.groups import LoraConfig, TrainingConfig
 from areal_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,6 +113,12 @@ def _check_lora(config: RunConfig) -> None:
         return
     if config.emulated:
         raise ConfigError(f"training.lora.rank: must be null where accelerators are emulated, got {rank}")
+    linear = LoraConfig.targets.split(",")
+    if config.model.path is None and (unknown := [name for name in config.training.lora.names if name not in linear]):
+        raise ConfigError(
+            f"training.lora.targets: must be of {', '.join(linear)}, the embedded model's linear layers, "
+            f"got {unknown[0]!r}"
+        )
     generation = config.generation
     if generation.transfer != "files":
         raise ConfigError(

@@ -228,13 +228,17 @@ class LoraConfig:
     targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # linear layers, with commas between
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of `targets`."""
+        return tuple(name.strip() for name in self.targets.split(","))
+
+    @property
     def adapter(self) -> Lora | None:
         """The form of the adapter; None without one."""
-        names = tuple(name.strip() for name in self.targets.split(","))
-        return None if self.rank is None else Lora(rank=self.rank, alpha=self.alpha, targets=names)
+        return None if self.rank is None else Lora(rank=self.rank, alpha=self.alpha, targets=self.names)
 
     def check(self) -> None:
-        if not all(name.strip() for name in self.targets.split(",")):
+        if not all(self.names):
             raise ConfigError(
                 f"training.lora.targets: must be names of linear layers with commas between, got {self.targets!r}"
             )

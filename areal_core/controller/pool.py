@@ -54,9 +54,9 @@ class GenerationPool:
     ) -> None:
         """`interruption` is what an update does to running completions (generation.client); `transfer` how weights
         come: "files", or from the trainer itself (generation.transfer); `adapters`: versions are adapters to the base
-        model; `patience_s` bounds an update and the wait for
-        a server to join; `timeline` makes the timeline of a named server, for servers that write none themselves;
-        `counters` keep what the servers have counted; `token` is what they want every request to carry."""
+        model; `patience_s` bounds an update and the wait for a server to join; `timeline` makes the timeline of a named
+        server, for servers that write none themselves; `counters` keep what the servers have counted; `token` is what
+        they want every request to carry."""
         self._completions_per_server = completions_per_server
         self._interruption = interruption
         self._by_files = transfer == "files"

@@ -10,8 +10,8 @@ An update of weights has phases: start, stage, pause, finish, resume. What becom
 - `wait`: the update waits for them.
 
 Versions that are adapters (`training.lora`) vLLM holds beside the base model, each under a name of its own
-(wire.version_name), and a request names the one that it wants. An update then stages the adapter, pauses, has requests
-name it from now on, and resumes; the one before stays until the next, for requests that are on their way. The embedded
+(wire.version_name), and a request names the one that it wants. An update then stages the adapter, has requests name it
+from now on, pauses and resumes; the one before stays until the next, for requests that are on their way. The embedded
 server loads an adapter as it loads weights.
 """
 
@@ -68,8 +68,7 @@ class GenerationClient:
     ) -> None:
         """`token` is the run's, where the server wants one; `stager` is the URL of what brings versions onto the
         server's machine, None where it reads them where they were published; `adapters`: versions are adapters to the
-        base model; `timeline` makes the timeline of a server
-        that writes none itself."""
+        base model; `timeline` makes the timeline of a server that writes none itself."""
         self.url = url
         self.stager = stager
         self.in_place = True  # it recomputes the KV cache of running completions itself; `identify` finds out

@@ -48,15 +48,17 @@ def version(spec: ModelSpec, tmp_path: Path) -> PolicyVersion:
     return publish(tmp_path / "weights", 7, adapter(spec), lora=form())
 
 
-def made(kind: str, spec: ModelSpec, training: TrainingConfig = ADAPTED) -> PolicyEngine:
+def made(
+    kind: str, spec: ModelSpec, training: TrainingConfig = ADAPTED, algorithm: AlgorithmConfig | None = None
+) -> PolicyEngine:
     engine, _, runs = kind.partition(" by ")
-    spec = run_by_transformers(spec) if runs else spec
+    spec, algorithm = run_by_transformers(spec) if runs else spec, algorithm or AlgorithmConfig()
     if engine == "torch":
-        return TorchEngine(spec, weights(spec), training, AlgorithmConfig())
+        return TorchEngine(spec, weights(spec), training, algorithm)
     from areal_core.training.engines.deepspeed_engine import DeepSpeedEngine  # takes seconds
 
     training = replace(training, engine="deepspeed", zero_stage=int(engine.removeprefix("zero ")))
-    return DeepSpeedEngine(spec, weights(spec), training, AlgorithmConfig())
+    return DeepSpeedEngine(spec, weights(spec), training, algorithm)
 
 
 def put(engine: PolicyEngine, tensors: dict[str, Float32Array]) -> None:
@@ -129,6 +131,34 @@ def test_every_engine_takes_the_same_steps(kind: str) -> None:
         assert np.linalg.norm(found[name] - array) <= 1e-3 * np.linalg.norm(array), name
 
 
+@pytest.mark.parametrize("kind", ["torch", "torch by transformers", "zero 0", "zero 2", "zero 3"])
+def test_the_reference_is_the_base_model_also_after_a_resume(kind: str) -> None:
+    engine = made(kind, SPEC, algorithm=AlgorithmConfig(kl_coef=0.1))
+    share = batch()
+    base = engine.logprobs(share)
+    put(engine, adapter(SPEC))
+    np.testing.assert_allclose(engine.reference_logprobs(share), base, rtol=0, atol=1e-6)
+    assert np.abs(engine.logprobs(share) - base).max() > 0.5
+    assert engine.train_step(share, engine.proximal_logprobs(share)).reference_kl > 0.01
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["torch", "torch by transformers", "zero 2"])
+def test_a_version_that_is_compared_with_its_server_is_its_adapter_on_the_base_model(kind: str) -> None:
+    """Whatever the engine has trained meanwhile."""
+    engine = made(kind, SPEC)
+    share = batch(minibatches=1)
+    put(engine, adapter(SPEC))
+    of_version = replace(share, behaviour_logprobs=engine.logprobs(share))
+    put(engine, adapter(SPEC, seed=1))
+    total, tokens = engine.mismatch(of_version, adapter(SPEC), 0)
+    assert tokens > 0
+    assert total / tokens < 1e-8
+    other, _ = engine.mismatch(of_version, adapter(SPEC, seed=1), 0)
+    assert other / tokens > 1e-2
+    engine.close()
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_passes_in_bfloat16_keep_an_adapter_in_float32(stage: int) -> None:
     engine = made(f"zero {stage}", SPEC, replace(ADAPTED, dtype="bfloat16"))
@@ -138,6 +168,6 @@ def test_passes_in_bfloat16_keep_an_adapter_in_float32(stage: int) -> None:
         one.train_step(share, one.proximal_logprobs(share))
     for name, array in exact.weights().items():
         found = engine.weights()[name]
-        assert (found != found.astype(np.float32).view(np.uint32).__and__(0xFFFF0000).view(np.float32)).any(), name
+        assert (found.view(np.uint32) & 0xFFFF).any(), name
         assert np.linalg.norm(found - array) <= 0.1 * np.linalg.norm(array) + 0.05, name
     engine.close()

@@ -81,6 +81,10 @@ def test_an_adapter_has_a_rank_and_targets() -> None:
             {"generation": {"engine": "vllm", "interruption": "keep"}},
             "generation.interruption: must be recompute, resubmit or wait with training.lora .*got 'keep'",
         ),
+        (
+            {"training": {"lora": {"rank": 8, "targets": "q_proj, c_attn"}}},
+            "training.lora.targets: must be of q_proj, k_proj, .*, the embedded model's linear layers, got 'c_attn'",
+        ),
     ],
 )
 def test_what_does_not_go_with_an_adapter(changes: dict[str, Any], said: str) -> None:
