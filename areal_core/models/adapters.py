@@ -75,7 +75,7 @@ def init_adapter(spec: ModelSpec, lora: Lora, seed: int) -> dict[str, Float32Arr
 
 def merged(weights: Mapping[str, Float32Array], adapter: Mapping[str, Float32Array], lora: Lora) -> dict[str, Any]:
     """The weights of a model with its adapter added to them; those without one are not copied."""
-    result = dict(weights)
+    result: dict[str, Any] = dict(weights)
     for name, up in adapter.items():
         layer, is_b, _ = name.partition(".lora_B.weight")
         if is_b:
