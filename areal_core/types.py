@@ -41,6 +41,20 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """The form of an adapter (Hu et al., 2021, arXiv 2106.09685): of each linear layer that `targets` names, with its
+    weight W, alpha / rank * B A is added to W."""
+
+    rank: int  # rows of A and columns of B
+    alpha: float
+    targets: tuple[str, ...]  # last parts of the layers' names: "q_proj"
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One prompt. `index` is its place in the source's order; held-out prompts count from 0 as well."""
 
@@ -171,8 +185,8 @@ class PolicyVersion:
     """A published set of weights."""
 
     version: int  # 0 is the base model
-    path: str  # folder that holds model.safetensors and manifest.json
-    sha256: str  # of model.safetensors
+    path: str  # folder that holds its file, model.safetensors or an adapter's, and manifest.json
+    sha256: str  # of the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

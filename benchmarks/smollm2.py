@@ -1,21 +1,29 @@
 """Does a pretrained model learn a task in natural language on two cores, how well, how fast, in how much memory?
 
     make bench NAME=smollm2 ARGS="--seeds 1,2 --problems 500"
+    make bench NAME=smollm2 ARGS="--arms full,lora --seeds 1"
 
-The experiment `smollm2` for each seed; then its base model and its final one on the same held-out prompts, none of
-which has been trained on, as is checked by hash. A list entry a seed:
+For each seed the experiment `smollm2`, which trains all weights, or `smollm2-lora`, which trains an adapter, or one
+after the other (`--arms`); then the base model and the final one on the same held-out prompts, none of which has been
+trained on, as is checked by hash. For each arm, a list entry a seed:
 
 - `accuracy_before`, `accuracy_after`: greedy, by the task's own verifier
 - `lenient_before`, `lenient_after`: of the same completions, those that hold the gold answer as words of their own,
   whatever stands around it: what was learnt beyond the form of an answer
 - `minutes`: from the moment the first generation server takes work until the last version is published
 - `peak_gib`: memory of all processes of the run at once, of shared pages each one's part, looked at once a second
+- `trainer_gib`: the most that the trainer's rank 0 had, as the kernel counts it
+- `step_s`: median over the steps of the seconds in which the trainer computed
+- `token_us`: the same for a token that was trained on, which other completions' lengths don't change
+- `version_mib`, `checkpoint_mib`: a published version; a checkpoint's weights and optimiser
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import statistics
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -29,10 +37,14 @@ from areal_core.evaluation.records import Record
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.evaluation import evaluate
 from areal_core.run.launcher import execute, run_folder
+from areal_core.storage import checkpoint
+from areal_core.storage.objects import Storage
+from areal_core.storage.weights import version_folder, weights_file
 from benchmarks import _harness
 from flows.benchmarks import benchmark_configs
 from flows.compose import compose
 
+_EXPERIMENTS = {"full": "smollm2", "lora": "smollm2-lora"}
 _LOOK_S = 1.0  # between two looks at the memory
 _WORD = re.compile(r"[^\W_]+(?:['\u2019.-][^\W_]+)*")
 
@@ -41,22 +53,40 @@ def main() -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2])
     parser.add_argument("--problems", type=_harness.positive, default=500)
+    parser.add_argument("--arms", type=_arms, default=["full"], help="full, lora, or both with a comma between")
     arguments = parser.parse_intermixed_args()
-    _harness.report(lambda: measure(arguments.seeds, arguments.problems, arguments.overrides))
+    _harness.report(lambda: measure(arguments.arms, arguments.seeds, arguments.problems, arguments.overrides))
 
 
-def measure(seeds: Sequence[int], problems: int, overrides: Sequence[str]) -> dict[str, Any]:
-    rows = [_of_seed(seed, problems, overrides) for seed in seeds]
-    return {**{key: [row[key] for row in rows] for key in rows[0]}, "problems": problems, "seeds": list(seeds)}
+def measure(arms: Sequence[str], seeds: Sequence[int], problems: int, overrides: Sequence[str]) -> dict[str, Any]:
+    rows = {arm: list[dict[str, Any]]() for arm in arms}
+    for seed in seeds:
+        for arm in arms:
+            rows[arm].append(_of_seed(arm, seed, problems, overrides))
+    columns = {arm: {key: [row[key] for row in found] for key in found[0]} for arm, found in rows.items()}
+    return {**columns, "problems": problems, "seeds": list(seeds)}
 
 
-def _of_seed(seed: int, problems: int, overrides: Sequence[str]) -> dict[str, Any]:
+def _arms(text: str) -> list[str]:
+    arms = text.split(",")
+    if unknown := set(arms) - _EXPERIMENTS.keys():
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(_EXPERIMENTS)}, got {', '.join(sorted(unknown))}")
+    return arms
+
+
+def _of_seed(arm: str, seed: int, problems: int, overrides: Sequence[str]) -> dict[str, Any]:
     with _harness.scratch_runs() as scratch:
-        config = compose("smollm2", [*scratch, f"seed={seed}", *overrides])
+        config = compose(_EXPERIMENTS[arm], [*scratch, f"seed={seed}", *overrides])
         with _PeakMemory() as memory:
-            summary = execute(config, run_id="run", log=lambda line: _harness.tell(f"seed {seed}: {line}"))
+            summary = execute(config, run_id="run", log=lambda line: _harness.tell(f"{arm}, seed {seed}: {line}"))
         _check_disjoint(config, summary.steps, problems)
-        base = run_folder(config, "run").info().model_path
+        run, metrics = run_folder(config, "run"), _harness.history(config, "run")
+        base = run.info().model_path
+        compute, trained = metrics["time/compute_s"], metrics["throughput/trained_tokens_per_s_per_device"]
+        tokens = {step: rate * metrics["time/trainer_s"][step] for step, rate in trained.items()}
+        version = weights_file(version_folder(run.weights, summary.steps)).stat().st_size
+        saved = checkpoint.newest(Storage.open(run.info().checkpoint_url))
+        assert saved is not None
         before, after = (_records(model, config, problems, scratch) for model in (base, "run"))
     return {
         "accuracy_before": _share([record.greedy.right for record in before]),
@@ -65,6 +95,13 @@ def _of_seed(seed: int, problems: int, overrides: Sequence[str]) -> dict[str, An
         "lenient_after": _share([_is_said(record) for record in after]),
         "minutes": round(summary.rl_wall_s / 60, 2),
         "peak_gib": round(memory.peak / 2**30, 2),
+        "trainer_gib": round(max(metrics["memory/trainer_peak_gib"].values()), 2),
+        "step_s": round(statistics.median(compute.values()), 2),
+        "token_us": round(1e6 * statistics.median(compute[step] / count for step, count in tokens.items() if count), 1),
+        "version_mib": round(version / 2**20, 1),
+        "checkpoint_mib": round(
+            sum(saved.files[name].bytes for name in (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)) / 2**20, 1
+        ),
     }
 
 

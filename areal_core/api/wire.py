@@ -6,6 +6,7 @@ Fields are those of vLLM's native RL API. Servers encode, clients pass bytes on,
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import orjson
 
 from areal_core.errors import GenerationError, ServerLostError
-from areal_core.types import FORMAT, Completion, GenerationRequest, Int32Array
+from areal_core.types import FORMAT, Completion, GenerationRequest, Int32Array, PolicyVersion
 
 MODEL_NAME = "policy"
 ROUTES_VERSION = "0.32.0"  # the vLLM whose routes and fields these are
@@ -22,6 +23,7 @@ EMBEDDED = f"areal.{FORMAT}"  # what the embedded server adds to it, for what it
 ROLLOUT = "group-"  # what ids of the rollout's requests begin with: servers count their tokens apart from all others'
 # The type of a response that the embedded server sends in parts, as completions end, where a client accepts it.
 PARTS = "application/vnd.areal.parts"
+_VERSION_NAME = re.compile(rf"{MODEL_NAME}-(\d+)-[0-9a-f]{{8,}}")
 BodyPart = tuple[bytes, int]  # a response's body, and the place of a choice in it
 
 
@@ -58,11 +60,18 @@ class ServerLoad:
     recomputed_tokens: int
 
 
-def encode_request(request: GenerationRequest) -> bytes:
-    """The body of a request. Its stop tokens are all that ends a completion, whatever the model's own end token is."""
+def version_name(version: PolicyVersion) -> str:
+    """The name of a version as a model of its own: requests for it are refused by a server that does not hold it. It
+    has a part of the hash, as a version that is made again may have other weights."""
+    return MODEL_NAME if version.version == 0 else f"{MODEL_NAME}-{version.version}-{version.sha256[:8]}"
+
+
+def encode_request(request: GenerationRequest, model: str = MODEL_NAME) -> bytes:
+    """The body of a request to `model`: MODEL_NAME for whatever the server has loaded, or a version by its name. Its
+    stop tokens are all that ends a completion, whatever the model's own end token is."""
     return orjson.dumps(
         {
-            "model": MODEL_NAME,
+            "model": model,
             "request_id": request.request_id,
             "token_ids": request.token_ids,
             "sampling_params": {
@@ -116,9 +125,12 @@ def encode_failure(message: str) -> bytes:
 
 def parse_generation(body: bytes) -> list[Completion]:
     """The completions of a body, in order. Raises GenerationError when the body does not carry log-probabilities and
-    a version for every token."""
+    a version for every token. A request to a version by its name has no other: what the server has loaded meanwhile,
+    and labels its tokens with, does not matter."""
     try:
-        return [_parse_choice(choice) for choice in orjson.loads(body)["choices"]]
+        values = orjson.loads(body)
+        choices, named = values["choices"], _VERSION_NAME.fullmatch(values.get("model") or "")
+        return [_parse_choice(choice, None if named is None else int(named[1])) for choice in choices]
     except (KeyError, TypeError, ValueError) as error:
         raise GenerationError(f"not a response of /inference/v1/generate: {type(error).__name__}: {error}") from None
 
@@ -198,7 +210,7 @@ def _encode_choice(index: int, completion: Completion, logprobs: bool, eos_token
     }
 
 
-def _parse_choice(choice: dict[str, Any]) -> Completion:
+def _parse_choice(choice: dict[str, Any], version: int | None) -> Completion:
     token_ids = np.array(choice["token_ids"], dtype=np.int32)
     content = choice["logprobs"]["content"]
     spans = [(int(span["version"]), span["start"], span["end"]) for span in choice["weight_versions"]]
@@ -206,6 +218,8 @@ def _parse_choice(choice: dict[str, Any]) -> Completion:
         np.array([version for version, _, _ in spans], dtype=np.int32), [end - start for _, start, end in spans]
     )
     logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)  # null becomes nan
+    if version is not None:
+        versions = np.full(len(token_ids), version, dtype=np.int32)
     if not len(token_ids) == len(logprobs) == len(versions):
         raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, {len(versions)} versions")
     if not np.isfinite(logprobs).all():

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from areal_core.config import algorithm
-from areal_core.config.groups import TrainingConfig
+from areal_core.config.groups import LoraConfig, TrainingConfig
 from areal_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def check(config: RunConfig) -> None:
     _check_programs(config)
     algorithm.check(config.algorithm, max_new_tokens=config.task.max_new_tokens)
     _check_engines(config)
+    _check_lora(config)
     _check_mode(config)
     _check_evaluation(config)
     if config.emulated:
@@ -104,6 +105,30 @@ def _check_engines(config: RunConfig) -> None:
         raise ConfigError(
             f"training.zero_stage: needs training.engine=deepspeed, got {config.training.zero_stage} with "
             f"training.engine={config.training.engine}"
+        )
+
+
+def _check_lora(config: RunConfig) -> None:
+    if (rank := config.training.lora.rank) is None:
+        return
+    if config.emulated:
+        raise ConfigError(f"training.lora.rank: must be null where accelerators are emulated, got {rank}")
+    linear = LoraConfig.targets.split(",")
+    if config.model.path is None and (unknown := [name for name in config.training.lora.names if name not in linear]):
+        raise ConfigError(
+            f"training.lora.targets: must be of {', '.join(linear)}, the embedded model's linear layers, "
+            f"got {unknown[0]!r}"
+        )
+    generation = config.generation
+    if generation.transfer != "files":
+        raise ConfigError(
+            f"generation.transfer: must be files with training.lora, whose adapters are small, got "
+            f"{generation.transfer!r}"
+        )
+    if generation.engine == "vllm" and generation.interruption == "keep":
+        raise ConfigError(
+            "generation.interruption: must be recompute, resubmit or wait with training.lora and "
+            "generation.engine=vllm, whose requests keep the adapter that they began with, got 'keep'"
         )
 
 

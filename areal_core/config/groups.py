@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from areal_core.config.fields import bounded, choice, refuse_credentials
 from areal_core.config.plugins import check_name
 from areal_core.errors import ConfigError
+from areal_core.types import Lora
 
 GENERATION_ENGINES = {
     "embedded": "this package's, on a core or a GPU",
@@ -219,6 +220,31 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """An adapter that is trained and published in place of the weights, which stay those of the base model."""
+
+    rank: int | None = bounded(None, low=1, high=512)  # None: no adapter, all weights are trained
+    alpha: float = bounded(32.0, above=0.0)  # what an adapter adds is multiplied by alpha / rank
+    targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # linear layers, with commas between
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of `targets`."""
+        return tuple(name.strip() for name in self.targets.split(","))
+
+    @property
+    def adapter(self) -> Lora | None:
+        """The form of the adapter; None without one."""
+        return None if self.rank is None else Lora(rank=self.rank, alpha=self.alpha, targets=self.names)
+
+    def check(self) -> None:
+        if not all(self.names):
+            raise ConfigError(
+                f"training.lora.targets: must be names of linear layers with commas between, got {self.targets!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """The optimiser, how a batch is cut and how often the state is saved."""
 
@@ -245,6 +271,7 @@ class TrainingConfig:
     keep_checkpoints: int = bounded(2, low=1)  # the newest ones, which a run can be resumed from
     keep_every: int | None = bounded(None, low=1)  # steps: besides, that of every so many
     keep_best: bool = False  # besides, the one whose version has the best held-out accuracy
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def check(self) -> None:
         check_name("training.engine", self.engine, TRAINING_ENGINES)

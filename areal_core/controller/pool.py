@@ -46,19 +46,22 @@ class GenerationPool:
         completions_per_server: int,
         interruption: str = "recompute",
         transfer: str = "files",
+        adapters: bool = False,
         patience_s: float = 120.0,
         timeline: Callable[[str], TimelineWriter] | None = None,
         counters: ServerCounters | None = None,
         token: str | None = None,
     ) -> None:
         """`interruption` is what an update does to running completions (generation.client); `transfer` how weights
-        come: "files", or from the trainer itself (generation.transfer); `patience_s` bounds an update and the wait for
-        a server to join; `timeline` makes the timeline of a named server, for servers that write none themselves;
-        `counters` keep what the servers have counted; `token` is what they want every request to carry."""
+        come: "files", or from the trainer itself (generation.transfer); `adapters`: versions are adapters to the base
+        model; `patience_s` bounds an update and the wait for a server to join; `timeline` makes the timeline of a named
+        server, for servers that write none themselves; `counters` keep what the servers have counted; `token` is what
+        they want every request to carry."""
         self._completions_per_server = completions_per_server
         self._freed: list[Callable[[], None]] = []
         self._interruption = interruption
         self._by_files = transfer == "files"
+        self._adapters = adapters
         self._patience_s = patience_s
         self._timeline = timeline
         self._token = token
@@ -272,7 +275,12 @@ class GenerationPool:
                 other.cancel()
             timeline = None if self._timeline is None else functools.partial(self._timeline, name)
             client = GenerationClient(
-                url, token=self._token, stager=stager, update_timeout_s=self._patience_s, timeline=timeline
+                url,
+                token=self._token,
+                stager=stager,
+                adapters=self._adapters,
+                update_timeout_s=self._patience_s,
+                timeline=timeline,
             )
             server = self.registry.announce(name, client)
             task = server.joining = self._start(self._join(server, newest))

@@ -61,7 +61,8 @@ def restore(run: RunDir, storage: Storage) -> int | None:
     info, files = found
     weight = load_file(files[checkpoint.WEIGHTS])
     tensors = {name.removeprefix("weight/"): array for name, array in weight.items()}
-    version = weights.publish(run.weights, info.step, tensors, dtype=run.config().training.dtype)
+    training = run.config().training
+    version = weights.publish(run.weights, info.step, tensors, dtype=training.dtype, lora=training.lora.adapter)
     with closing(TrajectoryLedger(files[info.ledger], group_size=run.config().algorithm.group_size)) as ledger:
         ledger.rewind(version.version)  # it was copied after the trainer's state, and may know more
         ledger.publish(version)

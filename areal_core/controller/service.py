@@ -108,6 +108,7 @@ class Service:
             completions_per_server=self.config.completions_per_server,
             interruption=self.config.interruption,
             transfer=self.config.generation.transfer,
+            adapters=self.config.training.lora.rank is not None,
             patience_s=self.config.rollout.request_timeout_s,
             timeline=lambda name: TimelineWriter(run.timeline / f"{name}.jsonl"),
             counters=self.ledger.counters,

@@ -226,7 +226,13 @@ async def _score(
     stager: str | None = None,
 ) -> None:
     """Have one server load a version and work. Raises ServerLostError."""
-    client = GenerationClient(url, token=token, stager=stager, update_timeout_s=config.rollout.request_timeout_s)
+    client = GenerationClient(
+        url,
+        token=token,
+        stager=stager,
+        adapters=config.training.lora.rank is not None,
+        update_timeout_s=config.rollout.request_timeout_s,
+    )
     try:
         await client.identify()
         await _load(client, version)

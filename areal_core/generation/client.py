@@ -8,6 +8,11 @@ An update of weights has phases: start, stage, pause, finish, resume. What becom
 - `resubmit`: the latter, at any server;
 - `keep`: they go on with keys and values of the old weights;
 - `wait`: the update waits for them.
+
+Versions that are adapters (`training.lora`) vLLM holds beside the base model, each under a name of its own
+(wire.version_name), and a request names the one that it wants. An update then stages the adapter, has requests name it
+from now on, pauses and resumes; the one before stays until the next, for requests that are on their way. The embedded
+server loads an adapter as it loads weights.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from areal_core.api.access import authorization
 from areal_core.api.patience import patience
 from areal_core.api.wire import (
     EMBEDDED,
+    MODEL_NAME,
     PARTS,
     ROLLOUT,
     ROUTES_VERSION,
@@ -38,6 +44,7 @@ from areal_core.api.wire import (
     encode_request,
     parse_generation,
     parse_part,
+    version_name,
 )
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.models.spec import weights_sha256
@@ -61,16 +68,19 @@ class GenerationClient:
         *,
         token: str | None = None,
         stager: str | None = None,
+        adapters: bool = False,
         update_timeout_s: float = 120.0,
         timeline: Callable[[], TimelineWriter] | None = None,
     ) -> None:
         """`token` is the run's, where the server wants one; `stager` is the URL of what brings versions onto the
-        server's machine, None where it reads them where they were published; `timeline` makes the timeline of a server
-        that writes none itself."""
+        server's machine, None where it reads them where they were published; `adapters`: versions are adapters to the
+        base model; `timeline` makes the timeline of a server that writes none itself."""
         self.url = url
         self.stager = stager
         self.in_place = True  # it recomputes the KV cache of running completions itself; `identify` finds out
         self.resubmitted_tokens = 0  # prompts and completions begun before, prefilled here since the last update
+        self._adapters = adapters
+        self._model = MODEL_NAME  # that requests name
         self._update_timeout_s = update_timeout_s
         self._calls = 0  # requests in flight
         self._parts: dict[str, list[str]] = {}  # of those that vLLM gets as several: their ids
@@ -139,8 +149,8 @@ class GenerationClient:
     async def _generate_in_parts(self, request: GenerationRequest, take: Take) -> None:
         """As the embedded server sends them."""
         headers = {"Content-Type": "application/json", "Accept": PARTS}
-        missing = request.n
-        async with self._answered("POST", "/inference/v1/generate", encode_request(request), headers) as response:
+        body, missing = encode_request(request, self._model), request.n
+        async with self._answered("POST", "/inference/v1/generate", body, headers) as response:
             while missing and (line := await response.content.readline()):
                 indices, size = parse_part(line)
                 take(indices, await response.content.readexactly(size))
@@ -154,7 +164,8 @@ class GenerationClient:
 
         async def one(index: int) -> None:
             alone = dataclasses.replace(request, request_id=_part_id(request, index), n=1, seed=request.seed + index)
-            body = await self._call("POST", "/inference/v1/generate", encode_request(alone), timeout_s=None)
+            asked = encode_request(alone, self._model)
+            body = await self._call("POST", "/inference/v1/generate", asked, timeout_s=None)
             if not counted:
                 self._other_tokens += completion_tokens(body)
             take((index,), body)
@@ -183,11 +194,18 @@ class GenerationClient:
     async def load_version(self, version: PolicyVersion, interruption: str) -> None:
         """Have the server load the weights of a version's file. Raises ServerLostError if any phase fails."""
         async with self._update(version):
-            await self._stage(await self._on_its_machine(version))
-            await self._swap(version, interruption)
+            if self._adapters and not self.in_place:
+                await self._switch(version, interruption)
+            else:
+                await self._stage(await self._on_its_machine(version))
+                await self._swap(version, interruption)
 
     async def reload(self, version: PolicyVersion) -> None:
-        """Have vLLM read a version's folder itself, where weights usually come another way. Raises ServerLostError."""
+        """Have vLLM read a version's folder itself, where weights usually come another way; with adapters the base
+        model is there. Raises ServerLostError."""
+        if self._adapters:
+            await self.load_version(version, "resubmit")
+            return
         async with self._update(version):
             there = await self._on_its_machine(version)
             await self._check(there)
@@ -303,6 +321,26 @@ class GenerationClient:
         await self._control("POST", "/update_weights", {"update_info": info}, timeout_s=None)
         if not self.in_place:  # vLLM reads in the background; meanwhile, no damaged file may get as far as a pause
             await self._check(version)
+
+    async def _switch(self, version: PolicyVersion, interruption: str) -> None:
+        """Have requests name an adapter, which vLLM loads while it goes on decoding; those of versions before the last
+        one are unloaded."""
+        name, held = version_name(version), await self._held()
+        if version.version and name not in held:
+            there = await self._on_its_machine(version)
+            await self._check(there)
+            body = {"lora_name": name, "lora_path": there.path}
+            await self._control("POST", "/v1/load_lora_adapter", body, timeout_s=None)
+        last, self._model = self._model, name  # before they are handed back, so that interrupted ones name it too
+        await self._pause(interruption)
+        await self.label(version.version)
+        await self._resume_after_update(interruption)
+        for old in held - {name, last, MODEL_NAME}:
+            await self._control("POST", "/v1/unload_lora_adapter", {"lora_name": old})
+
+    async def _held(self) -> set[str]:
+        """The models that vLLM can be asked for."""
+        return {model["id"] for model in orjson.loads(await self._control("GET", "/v1/models"))["data"]}
 
     async def _on_its_machine(self, version: PolicyVersion) -> PolicyVersion:
         """The version where the server can read it, brought there while it goes on decoding."""

@@ -29,14 +29,20 @@ class Written:
     sha256: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], *, dtype: str | None = None) -> Written:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, NDArray[Any]],
+    *,
+    dtype: str | None = None,
+    header: Mapping[str, str] | None = None,
+) -> Written:
     """Write a safetensors file. The same tensors make the same bytes.
 
-    dtype: "bfloat16" rounds float32 tensors to it, to the nearest even; None and "float32" leave them as they are.
-    Raises OSError.
+    header: what its header is to say besides. dtype: "bfloat16" rounds float32 tensors to it, to the nearest even; None
+    and "float32" leave them as they are. Raises OSError.
     """
     half = dtype == "bfloat16"
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(header or {})}}
     end = 0
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that every tensor is aligned
     for name in order:
@@ -44,9 +50,9 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], *, dtype: str
         rounded = half and array.dtype == np.float32
         size = array.size * (2 if rounded else array.itemsize)
         kind = "BF16" if rounded else _NAMES[array.dtype.name]
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + size]}
+        entries[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + size]}
         end += size
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     digest = hashlib.sha256()
     with path.open("wb") as file:

@@ -7,9 +7,13 @@ Tensors are counted, nothing else; `areal_core.planning.footprint` adds what tha
 
 from __future__ import annotations
 
+import math
+
 from areal_core.config.schema import RunConfig
+from areal_core.models.adapters import trained_shapes
 from areal_core.models.spec import ModelSpec
 
+ADAPTERS_HELD = 2  # by a vLLM server: the newest version's, and of requests that began with the one before
 LOGITS_AT_ONCE = 1 << 27  # elements of the logits that a training pass makes at any moment, at most
 _FLOAT = 4  # bytes of float32
 _BUCKET = 500_000_000  # numbers that DeepSpeed reduces at once; its default
@@ -32,19 +36,28 @@ def training_state(config: RunConfig, spec: ModelSpec, *, reference: bool = Fals
     torch engine a micro-batch's gradient has 2 P beside those it is added to. In float32 there is no such copy, and
     where nothing is partitioned the weights are the optimiser's own. DeepSpeed's stage 0 has the float32 weights alone,
     which layers round as they run: 2 P for the rounded ones. A reference model is a copy more on every rank.
+
+    With an adapter of A parameters (`training.lora`) P is A in all terms but the weights of passes, which are P + A,
+    and the frozen ones are the reference model too, unless they are partitioned.
     """
-    ranks, count = config.training_ranks, spec.parameters
+    ranks, count = config.training_ranks, trained_parameters(config, spec)
+    frozen = 0 if config.training.lora.rank is None else spec.parameters
     stage, number = _stage(config), _number(config)
     rounds = number < _FLOAT and config.training.engine == "deepspeed" and stage == 0
     mixed = number < _FLOAT and not rounds
     gradients = _FLOAT + (number if mixed and stage < 2 else 0)
     optimiser = _FLOAT * (3 if mixed or stage else 2)
     return {
-        "weights": (number + (_FLOAT if rounds else 0)) * count / (ranks if stage == 3 else 1),
+        "weights": ((number + (_FLOAT if rounds else 0)) * count + number * frozen) / (ranks if stage == 3 else 1),
         "gradients": gradients * count / (ranks if stage >= 2 else 1),
         "optimiser": optimiser * count / (ranks if stage else 1),
-        "reference": float(number * count) if reference else 0.0,
+        "reference": float(number * spec.parameters) if reference and (not frozen or stage == 3) else 0.0,
     }
+
+
+def trained_parameters(config: RunConfig, spec: ModelSpec) -> int:
+    """Those of the adapter, or without one all. Raises ConfigError for an adapter that does not go with the model."""
+    return sum(math.prod(shape) for shape in trained_shapes(spec, config.training.lora.adapter).values())
 
 
 def training_pass(config: RunConfig, spec: ModelSpec) -> Parts:
@@ -57,13 +70,15 @@ def training_pass(config: RunConfig, spec: ModelSpec) -> Parts:
     those of the output's.
     """
     training, number, tokens = config.training, _number(config), config.training.microbatch_tokens
+    frozen = training.lora.rank is not None
     layer = layer_activations(spec, tokens, number)
-    backward, head = backward_buffers(spec, tokens, number), head_buffers(spec, tokens, number)
+    backward = backward_buffers(spec, tokens, number, frozen=frozen)
+    head = head_buffers(spec, tokens, number, frozen=frozen)
     if training.checkpoint_activations:
         activations = spec.layers * tokens * spec.hidden_size * number + max(layer + backward, head)
     else:
         activations = spec.layers * layer + max(backward, head)
-    changed = spec.parameters / (config.training_ranks if _stage(config) else 1)
+    changed = trained_parameters(config, spec) / (config.training_ranks if _stage(config) else 1)
     at_once = min(changed, _SUB_GROUP) if _stage(config) == 3 else changed
     update = _FLOAT * at_once * (1 if training.engine == "torch" else 2)
     peak = {"update": update} if update > activations else {"activations": activations}
@@ -86,20 +101,23 @@ def layer_activations(spec: ModelSpec, tokens: int, number: int) -> float:
     return tokens * (norms + number * (3 * query + 2 * key + 4 * spec.intermediate_size))
 
 
-def backward_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
+def backward_buffers(spec: ModelSpec, tokens: int, number: int, *, frozen: bool = False) -> float:
     """Gradients that exist at once in the backward pass of a layer, beyond what has been freed by then: two as wide as
-    the MLP and two as the hidden state, and those of the layer's weights before they are added up."""
-    return tokens * number * (2 * spec.intermediate_size + 2 * spec.hidden_size) + number * layer_parameters(spec)
+    the MLP and two as the hidden state, and those of the layer's weights before they are added up, unless they are
+    frozen."""
+    weights = 0 if frozen else number * layer_parameters(spec)
+    return tokens * number * (2 * spec.intermediate_size + 2 * spec.hidden_size) + weights
 
 
-def head_buffers(spec: ModelSpec, tokens: int, number: int) -> float:
+def head_buffers(spec: ModelSpec, tokens: int, number: int, *, frozen: bool = False) -> float:
     """The completion tokens' hidden states (at most all of them) and their gradient, the gradient of the output's
-    matrix in float32 and in b, and three slices of the logits in float32 (`training.model.forward`). transformers'
-    module makes the logits of all tokens, and their gradient."""
+    matrix in float32 and in b, unless it is frozen, and three slices of the logits in float32
+    (`training.model.forward`). transformers' module makes the logits of all tokens, and their gradient."""
+    vocabulary = 0 if frozen else spec.vocab_size * spec.hidden_size
     if spec.transformers is not None:
-        return 2.0 * tokens * spec.vocab_size * number + _FLOAT * spec.vocab_size * spec.hidden_size
+        return 2.0 * tokens * spec.vocab_size * number + _FLOAT * vocabulary
     hidden = 2 * tokens * spec.hidden_size * number
-    matrix = spec.vocab_size * spec.hidden_size * (_FLOAT + (number if number < _FLOAT else 0))
+    matrix = vocabulary * (_FLOAT + (number if number < _FLOAT else 0))
     return hidden + matrix + 3 * _FLOAT * min(tokens * spec.vocab_size, LOGITS_AT_ONCE)
 
 
@@ -114,7 +132,7 @@ def _collectives(config: RunConfig, spec: ModelSpec) -> float:
     if config.training.engine != "deepspeed":
         return 0.0
     number = _number(config)
-    buckets = (2.0 * number + _FLOAT) * min(_BUCKET, spec.parameters)
+    buckets = (2.0 * number + _FLOAT) * min(_BUCKET, trained_parameters(config, spec))
     layer, vocabulary = layer_parameters(spec), spec.vocab_size * spec.hidden_size
     gathered = min(spec.parameters, max(_LIVE, layer + max(layer, vocabulary)))
     return buckets + (number * gathered if _stage(config) == 3 else 0)
@@ -143,17 +161,21 @@ def kv_bytes(config: RunConfig, spec: ModelSpec) -> int:
 def server_state(config: RunConfig, spec: ModelSpec) -> Parts:
     """What a server has on one GPU beside its KV cache.
 
-    vLLM: its share of the weights; the widest of a step's tensors (the MLP's gate, its other input and their product,
-    and four hidden states, for the tokens of one step); the logits of every slot in float32, their log-probabilities
-    and a copy. The embedded engine: two sets of weights, as one is staged while the other runs, and the same logits
-    with two in float64.
+    vLLM: its share of the weights; the adapters that it holds at once; the widest of a step's tensors (the MLP's gate,
+    its other input and their product, and four hidden states, for the tokens of one step); the logits of every slot in
+    float32, their log-probabilities and a copy. The embedded engine: two sets of weights, as one is staged while the
+    other runs, and the same logits with two in float64.
     """
     number, degree, slots = _served_number(config), _degree(config), config.generation.slots
     weights = number * spec.parameters / degree
     if config.generation.engine != "vllm":
         return {"weights": 2 * weights, "step": 24.0 * slots * spec.vocab_size}
     width = 3 * spec.intermediate_size / degree + 4 * spec.hidden_size
-    return {"weights": weights, "step": _BATCHED_TOKENS * width * number + 3.0 * _FLOAT * slots * spec.vocab_size}
+    step = _BATCHED_TOKENS * width * number + 3.0 * _FLOAT * slots * spec.vocab_size
+    if config.training.lora.rank is None:
+        return {"weights": weights, "step": step}
+    adapters = float(ADAPTERS_HELD * number * trained_parameters(config, spec))
+    return {"weights": weights, "adapters": adapters, "step": step}
 
 
 def completion_bytes(config: RunConfig, spec: ModelSpec) -> float:

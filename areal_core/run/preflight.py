@@ -11,6 +11,7 @@ from areal_core.environments.registry import open_environment
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError, ModelError, ProcessError
 from areal_core.generation.vllm.server import check_installed
+from areal_core.models.adapters import trained_shapes
 from areal_core.models.spec import check_folder, read_spec
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from areal_core.planning.footprint import Footprint, check_footprint
@@ -103,6 +104,7 @@ def _check_model(folder: Path, config: RunConfig) -> None:
         )
     if not spec.eos_token_ids:
         raise ModelError(f"model.path: {folder} names no eos_token_id, so that no completion would ever end")
+    trained_shapes(spec, config.training.lora.adapter)  # its targets
     if spec.transformers is not None:
         _check_engines(config, folder, spec.transformers.why)
     try:

@@ -24,8 +24,10 @@ from areal_core.run.folders import Log, run_folder, tracking_uri
 from areal_core.run.ownership import Ownership
 from areal_core.run.preflight import preflight
 from areal_core.storage import checkpoint
+from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
+from areal_core.storage.weights import base_version
 from areal_core.tracking.outbox import Outbox
 
 _TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
@@ -75,6 +77,7 @@ def prepare(
     if stored := checkpoint.newest(storage):
         _check_unchanged(stored.extra["config"], config, _MAY_MOVE)
     model = base_model(config, log)
+    _check_base(stored, model)
     run.root.mkdir(parents=True, exist_ok=True)
     with Ownership(run, config, storage.url, log=log):
         if not (run.root / "run.json").exists():  # else another launcher has been quicker
@@ -95,6 +98,10 @@ def prepare(
 def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, log: Log) -> RunDir:
     """A run that was here before, which goes on with this configuration."""
     info = run.info()
+    if config.training.lora.rank is not None:
+        store = config.storage
+        storage = Storage.open(info.checkpoint_url, store.endpoint_url, store.patience_s)
+        _check_base(checkpoint.newest(storage), Path(info.model_path))
     with Ownership(run, config, info.checkpoint_url, log=log):
         log(f"run {info.run_id} goes on where it ended")
         outbox = Outbox(run.outbox, info.run_id)
@@ -160,6 +167,16 @@ def _git_revision() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _check_base(stored: CheckpointInfo | None, model: Path) -> None:
+    """Raises ConfigError where a checkpoint holds an adapter to another base model."""
+    wanted = None if stored is None else stored.extra.get(checkpoint.BASE)
+    if stored is not None and wanted is not None and (found := base_version(str(model)).sha256) != wanted:
+        raise ConfigError(
+            f"model.path: the checkpoint of step {stored.step} is an adapter to a model with sha256 {wanted}, {model} "
+            f"has {found}"
+        )
 
 
 def _check_unchanged(before: dict[str, Any], now: RunConfig, may_change: str) -> None:

@@ -180,6 +180,7 @@ def _vllm(run: RunDir, config: RunConfig, role: str, index: int, *options: Any) 
         *("--python", interpreter(vllm.python), "--dtype", vllm.dtype, f"--arguments={vllm.arguments}"),
         *("--tensor-parallel", vllm.tensor_parallel, "--data-parallel", vllm.data_parallel),
         *("--memory-share", vllm.memory_share, "--kv-cache-gib", vllm.kv_cache_gib),
+        *([] if (rank := config.training.lora.rank) is None else ["--lora-rank", rank]),
         *options,
     )
 

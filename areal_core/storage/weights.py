@@ -1,6 +1,8 @@
 """Versioned policy weights in a folder: `<folder>/v000007/model.safetensors` and, last, `manifest.json`.
 
-A version exists once its manifest does; the manifest holds the hash of the weights. Files only: no torch.
+With `training.lora` a version is an adapter to version 0, the base model, in peft's format: `adapter_model.safetensors`
+and `adapter_config.json`, which follows from the former's header. A version exists once its manifest does; the manifest
+holds the hash of the weights. Files only: no torch.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from areal_core.errors import StorageError
+from areal_core.models import adapters
 from areal_core.models.spec import weights_sha256
 from areal_core.models.tensorfile import read_tensors, write_tensors
 from areal_core.storage import durable
 from areal_core.storage.rundir import write_json
-from areal_core.types import PolicyVersion
+from areal_core.types import Lora, PolicyVersion
 
 _WEIGHTS = "model.safetensors"
 _MANIFEST = "manifest.json"
@@ -36,24 +39,34 @@ def base_version(model_path: str) -> PolicyVersion:
 
 
 def publish(
-    folder: Path, version: int, tensors: Mapping[str, NDArray[Any]], *, dtype: str = "float32"
+    folder: Path,
+    version: int,
+    tensors: Mapping[str, NDArray[Any]],
+    *,
+    dtype: str = "float32",
+    lora: Lora | None = None,
 ) -> PolicyVersion:
-    """Write the weights of `version`. The same weights again change nothing; other weights replace it.
+    """Write the weights of `version`, or with `lora` its adapter. The same weights again change nothing; other weights
+    replace it.
 
     dtype: float32 or bfloat16, what float32 tensors are rounded to. The same tensors always make the same bytes, hence
     the same hash. Raises StorageError.
     """
     path = version_folder(folder, version)
-    scratch = path / f".{_WEIGHTS}.{os.getpid()}"
+    file = path / (_WEIGHTS if lora is None else adapters.ADAPTER)
+    scratch = path / f".{file.name}.{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        written = write_tensors(scratch, tensors, dtype=dtype)
+        if lora is None:
+            written = write_tensors(scratch, tensors, dtype=dtype)
+        else:
+            written = adapters.write_adapter(scratch, tensors, lora, dtype=dtype)
         made = PolicyVersion(version=version, path=str(path), sha256=written.sha256)
         if _complete(path) == made:
-            os.replace(scratch, path / _WEIGHTS)  # the same, unless the one there is damaged
+            os.replace(scratch, file)  # the same, unless the one there is damaged
             return made
         (path / _MANIFEST).unlink(missing_ok=True)  # while the weights change, the version does not exist
-        os.replace(scratch, path / _WEIGHTS)
+        _place(scratch, file, lora)
         write_json(path / _MANIFEST, {"version": version, "sha256": made.sha256, "bytes": written.bytes})
     except OSError as error:
         raise StorageError(f"can't publish version {version} in {path}: {error.strerror}") from error
@@ -65,27 +78,29 @@ def read_manifest(path: Path) -> PolicyVersion:
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
         version = PolicyVersion(version=int(manifest["version"]), path=str(path), sha256=str(manifest["sha256"]))
-        size, wanted = (path / _WEIGHTS).stat().st_size, int(manifest["bytes"])
+        size, wanted = weights_file(path).stat().st_size, int(manifest["bytes"])
     except OSError as error:
         raise StorageError(f"{path} holds no published weights: {error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{path / _MANIFEST} is no manifest of weights: {error!r}") from error
     if size != wanted:
-        raise StorageError(f"{path / _WEIGHTS} is damaged: {size} bytes, its manifest says {wanted}")
+        raise StorageError(f"{weights_file(path)} is damaged: {size} bytes, its manifest says {wanted}")
     return version
 
 
 def weights_file(path: Path) -> Path:
-    """The file of a published version's weights, in its folder `path`."""
-    return path / _WEIGHTS
+    """The file of a published version's weights or adapter, in its folder `path`."""
+    adapter = path / adapters.ADAPTER
+    return adapter if adapter.exists() else path / _WEIGHTS
 
 
-def adopt(folder: Path, version: int, sha256: str, scratch: Path) -> PolicyVersion:
-    """Make a file, whose hash this is, the weights of `version`, in the place of others. Raises OSError."""
+def adopt(folder: Path, version: int, sha256: str, scratch: Path, lora: Lora | None = None) -> PolicyVersion:
+    """Make a file, whose hash this is, the weights of `version`, in the place of others; with `lora` its adapter.
+    Raises OSError."""
     path, size = version_folder(folder, version), scratch.stat().st_size
     path.mkdir(parents=True, exist_ok=True)
     (path / _MANIFEST).unlink(missing_ok=True)
-    os.replace(scratch, path / _WEIGHTS)
+    _place(scratch, path / (_WEIGHTS if lora is None else adapters.ADAPTER), lora)
     write_json(path / _MANIFEST, {"version": version, "sha256": sha256, "bytes": size})
     return PolicyVersion(version=version, path=str(path), sha256=sha256)
 
@@ -109,8 +124,9 @@ def newest(folder: Path) -> PolicyVersion | None:
 
 
 def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
-    """The tensors of a published version. Raises StorageError when the file's hash is not the version's."""
-    path = Path(version.path) / _WEIGHTS
+    """The tensors of a published version, by their names in the trainer. Raises StorageError when the file's hash is
+    not the version's."""
+    path = weights_file(Path(version.path))
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -119,7 +135,7 @@ def load(version: PolicyVersion) -> dict[str, NDArray[Any]]:
     if found != version.sha256:
         raise StorageError(f"{path} is damaged: its sha256 is {found}, version {version.version} has {version.sha256}")
     try:
-        return read_tensors(data)
+        return adapters.own_names(read_tensors(data))
     except SafetensorError as error:
         raise StorageError(f"{path} is no safetensors file: {error}") from error
 
@@ -145,6 +161,12 @@ def sync(folder: Path) -> None:
 def version_folder(folder: Path, version: int) -> Path:
     """The folder of a version, which may not exist."""
     return folder / f"v{version:06d}"
+
+
+def _place(scratch: Path, file: Path, lora: Lora | None) -> None:
+    if lora is not None:
+        adapters.write_adapter_config(file.parent, lora)
+    os.replace(scratch, file)
 
 
 def _number(path: Path) -> int:

@@ -18,30 +18,41 @@ from areal_core.training.batching.partition import GroupCost
 from areal_core.training.engines.engine import TrainingBatch
 
 
-def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, reference: bool) -> int:
+def step_flops(spec: ModelSpec, batch: TrainingBatch, *, proximal: bool, reference: bool, frozen: bool = False) -> int:
     """Model FLOPs of one step over one rank's share, without sequences that have no gradient: forward and backward
-    passes, a forward pass for pi_prox, which the first minibatch does without, and one for a reference policy."""
+    passes, a forward pass for pi_prox, which the first minibatch does without, and one for a reference policy.
+    `frozen`: the weights have no gradient, which is half of the backward pass of their products; an adapter's own FLOPs
+    don't count."""
     has_gradient = batch.has_gradient
 
-    def forward(members: Iterable[int]) -> int:
+    def forward(members: Iterable[int], *, attention: bool = True) -> int:
         groups: dict[int, list[int]] = {}
         for index in members:
             if has_gradient[index]:
                 groups.setdefault(index if batch.groups is None else int(batch.groups[index]), []).append(index)
         return sum(
-            forward_flops(spec, prompt, (batch.lengths[group] - prompt).tolist(), shared=batch.groups is not None)
+            forward_flops(
+                spec,
+                prompt,
+                (batch.lengths[group] - prompt).tolist(),
+                shared=batch.groups is not None,
+                attention=attention,
+            )
             for group in groups.values()
             for prompt in [int(batch.prompt_lengths[group[0]])]
         )
 
     everything = sum(map(forward, batch.minibatches))
     recomputed = sum(map(forward, batch.minibatches[1:])) if proximal else 0
-    return 3 * everything + recomputed + (everything if reference else 0)
+    without = sum(forward(members, attention=False) for members in batch.minibatches) if frozen else 0
+    return 3 * everything - without + recomputed + (everything if reference else 0)
 
 
-def forward_flops(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> int:
+def forward_flops(
+    spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool, attention: bool = True
+) -> int:
     """Model FLOPs of a forward pass over completions of so many tokens of one prompt of `prompt` tokens; `shared`: the
-    prompt is computed once for all of them.
+    prompt is computed once for all of them. Without `attention`: of products with weights alone.
 
     Logits are computed for completion tokens alone. The last token of a completion is a target and never an input, and
     an input attends to itself and to those before it.
@@ -53,7 +64,7 @@ def forward_flops(spec: ModelSpec, prompt: int, completions: Sequence[int], *, s
     prompts = 1 if shared else len(completions)
     inputs = prompts * prompt + sum(own)
     attended = prompts * prompt * (prompt + 1) / 2 + sum(count * prompt + count * (count + 1) / 2 for count in own)
-    layers = inputs * linear + attended * shape.attention_flops
+    layers = inputs * linear + (attended * shape.attention_flops if attention else 0.0)
     return round(layers + sum(completions) * head)
 
 

@@ -61,7 +61,11 @@ class StepMeter:
         lags = batch.step - 1 - batch.versions[batch.versions >= 0]
         counts = np.bincount(lags, minlength=batch.step).astype(np.float64)
         flops = step_flops(
-            self._spec, batch, proximal=config.recomputes_proximal, reference=config.algorithm.kl_coef > 0
+            self._spec,
+            batch,
+            proximal=config.recomputes_proximal,
+            reference=config.algorithm.kl_coef > 0,
+            frozen=config.training.lora.rank is not None,
         )
         tokens = batch.lengths[batch.has_gradient].sum()
         *total, all_tokens, all_flops = self._engine.all_reduce_sum(np.append(counts, (tokens, flops))).tolist()

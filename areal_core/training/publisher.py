@@ -38,6 +38,9 @@ class Publisher:
         self._config = config
         self._storage = storage
         self._sender = sender
+        self._base_sha256 = None  # of the base model, where checkpoints hold no more than an adapter to it
+        if config.training.lora.rank is not None:
+            self._base_sha256 = weights.base_version(run.info().model_path).sha256
         self._number = run.info().number
         self._timeline = TimelineWriter(run.timeline_file("publisher"))
         self._publishing = BackgroundThread("publish", waiting=2)  # a version and the report of its step
@@ -111,7 +114,8 @@ class Publisher:
 
     def _announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> PolicyVersion:
         """The version; those that are no longer needed are deleted."""
-        version = weights.publish(self._run.weights, step, tensors, dtype=self._config.training.dtype)
+        training = self._config.training
+        version = weights.publish(self._run.weights, step, tensors, dtype=training.dtype, lora=training.lora.adapter)
         self._published[step] = version.sha256
         weights.release(self._run.weights, self._publishing_controller.announce(version))
         return version
@@ -136,6 +140,7 @@ class Publisher:
                 "engine": state.scalars,
                 "config": self._config.to_dict(),
                 checkpoint.VERSION: self._published[step],
+                checkpoint.BASE: self._base_sha256,
             },
             number=self._number,
             uploaded=uploaded,

@@ -26,6 +26,8 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, DivergenceError, RunFinished
 from areal_core.launch import logs, process, pulse
+from areal_core.models.adapters import ADAPTER, merged, write_adapter, write_adapter_config
+from areal_core.models.arrays import read_arrays
 from areal_core.models.folders import read_spec, read_weights, write_model
 from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint, lease
@@ -68,6 +70,7 @@ class Trainer:
         store = self.config.storage
         self.storage = Storage.open(run.info().checkpoint_url, store.endpoint_url, store.patience_s)
         self.spec = read_spec(run.info().model_path)
+        self._lora = self.config.training.lora.adapter
         self.ranks = RankGroup(
             rank,
             self.config.trainer_processes,
@@ -296,15 +299,23 @@ class Trainer:
                 self.controller.finish(reason, self.step, self._save_model(tensors))
 
     def _save_model(self, weights: Mapping[str, Float32Array]) -> str:
-        """Save the final policy in the store as a transformers folder; returns its URL."""
-        folder = self.run_dir.root / "final"
+        """Save the final policy in the store as a transformers folder; returns its URL. An adapter is saved beside it,
+        in peft's format, and there it is merged into the base model."""
+        folder, base = self.run_dir.root / "final", Path(self.run_dir.info().model_path)
+        folders = [folder]
+        if self._lora is not None:
+            folders.append(adapter := self.run_dir.root / "adapter")
+            adapter.mkdir(exist_ok=True)
+            write_adapter(adapter / ADAPTER, weights, self._lora)
+            write_adapter_config(adapter, self._lora)
+            weights = merged(read_arrays(base, self.spec), weights, self._lora)
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
-        write_model(folder, self.spec, tensors, Path(self.run_dir.info().model_path) / "tokenizer.json")
+        write_model(folder, self.spec, tensors, base / "tokenizer.json")
         lease.check(self.storage, self.run_dir.info().number)
-        final = self.storage.child("final")
-        for file in sorted(folder.iterdir()):
-            final.put_file(file, file.name)
-        return final.url
+        for saved in folders:
+            for file in sorted(saved.iterdir()):
+                self.storage.child(saved.name).put_file(file, file.name)
+        return self.storage.child(folder.name).url
 
 
 def main() -> None:

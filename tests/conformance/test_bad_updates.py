@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_core.api.wire import parse_generation
 from areal_core.errors import ServerLostError
 from areal_core.types import PolicyVersion
 from tests.support.generation import request
@@ -61,7 +60,7 @@ async def test_a_bad_update_loses_the_server_and_changes_nothing(client, http, p
     await client.health()
     await post(http, "/resume")
     asked = request("after", max_tokens=16, stop_token_ids=())
-    [completion] = parse_generation(await client.generate(asked))
+    [completion] = await client.complete(asked)
     assert set(completion.versions.tolist()) == {0}
     assert deviations(published.reference, asked, completion).max() < EXACT
 

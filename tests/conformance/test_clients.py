@@ -19,22 +19,34 @@ async def test_many_requests_share_the_slots(client, published):
         request(f"r{i}", range(2, 4 + i % 19), n=2, max_tokens=10 + i % 13, seed=i, stop_token_ids=())
         for i in range(40)
     ]
-    for item, raw in zip(asked, await asyncio.gather(*map(client.generate, asked)), strict=True):
-        completions = parse_generation(raw)
+    for item, completions in zip(asked, await asyncio.gather(*map(client.complete, asked)), strict=True):
         assert [len(completion.token_ids) for completion in completions] == [item.max_tokens] * 2
         for completion in completions:
             assert deviations(published.reference, item, completion).max() < EXACT
 
 
+async def test_completions_come_as_they_end(client, server):
+    """Long ones hold no short ones up."""
+    parts = []
+    asked = request("r", n=8, max_tokens=60)
+    with server.slowed():
+        await client.generate(asked, lambda indices, body: parts.append((indices, parse_generation(body))))
+    assert sorted(index for indices, _ in parts for index in indices) == list(range(8))
+    assert len(parts) > 1
+    lengths = [[len(completion.token_ids) for completion in completions] for _, completions in parts]
+    assert [len(indices) for indices, _ in parts] == list(map(len, lengths))
+    assert max(lengths[0]) < max(lengths[-1])
+
+
 async def test_no_more_completions_run_than_there_are_slots(client):
     calls = [
-        asyncio.ensure_future(client.generate(request(f"r{i}", n=8, max_tokens=LONG, stop_token_ids=())))
+        asyncio.ensure_future(client.complete(request(f"r{i}", n=8, max_tokens=LONG, stop_token_ids=())))
         for i in range(3)
     ]
     load = await until(client, lambda load: load.running == SLOTS and load.waiting == 8)
     assert load.generated_tokens > 0
     await client.abort_all()
-    completions = [completion for call in calls for completion in parse_generation(await call)]
+    completions = [completion for call in calls for completion in await call]
     assert {completion.finish_reason for completion in completions} == {"abort"}
     assert [len(completion.token_ids) for completion in completions[SLOTS:]] == [0] * 8
     await until(client, lambda load: (load.running, load.waiting) == (0, 0))
@@ -51,8 +63,8 @@ async def test_a_client_that_reads_slowly_holds_up_nobody(server, client, publis
         slow.setblocking(False)
         await until(client, lambda load: load.generated_tokens == before + SLOTS * 120)
         others = [request(f"r{i}", seed=i, stop_token_ids=()) for i in range(8)]
-        for raw in await asyncio.gather(*map(client.generate, others)):
-            assert len(parse_generation(raw)[0].token_ids) == 24
+        for [completion] in await asyncio.gather(*map(client.complete, others)):
+            assert len(completion.token_ids) == 24
         received = bytearray()
         loop = asyncio.get_running_loop()
         while piece := await loop.sock_recv(slow, 1500):
@@ -67,22 +79,22 @@ async def test_a_client_that_reads_slowly_holds_up_nobody(server, client, publis
 
 async def test_what_a_client_asked_for_ends_with_it(client):
     vanishing = asyncio.ensure_future(
-        client.generate(request("vanishing", n=SLOTS, max_tokens=LONG, stop_token_ids=()))
+        client.complete(request("vanishing", n=SLOTS, max_tokens=LONG, stop_token_ids=()))
     )
     await until(client, lambda load: load.running == SLOTS)
-    waiting = asyncio.ensure_future(client.generate(request("waiting", n=2)))
+    waiting = asyncio.ensure_future(client.complete(request("waiting", n=2)))
     await until(client, lambda load: load.waiting == 2)
     vanishing.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await vanishing
-    assert len(parse_generation(await waiting)) == 2  # the slots are free
+    assert len(await waiting) == 2  # the slots are free
     await until(client, lambda load: (load.running, load.waiting) == (0, 0))
 
 
 async def test_a_waiting_request_ends_with_its_client(client):
-    running = asyncio.ensure_future(client.generate(request("running", n=SLOTS, max_tokens=LONG, stop_token_ids=())))
+    running = asyncio.ensure_future(client.complete(request("running", n=SLOTS, max_tokens=LONG, stop_token_ids=())))
     await until(client, lambda load: load.running == SLOTS)
-    vanishing = asyncio.ensure_future(client.generate(request("vanishing", n=3, max_tokens=LONG)))
+    vanishing = asyncio.ensure_future(client.complete(request("vanishing", n=3, max_tokens=LONG)))
     await until(client, lambda load: load.waiting == 3)
     vanishing.cancel()
     await until(client, lambda load: load.waiting == 0)
@@ -92,16 +104,16 @@ async def test_a_waiting_request_ends_with_its_client(client):
 async def test_the_load_counts_tokens_to_the_last(client):
     before = await client.load()
     asked = [request(f"r{i}", n=3, max_tokens=17, seed=i, stop_token_ids=()) for i in range(5)]
-    await asyncio.gather(*map(client.generate, asked))
+    await asyncio.gather(*map(client.complete, asked))
     idle = await until(client, lambda load: (load.running, load.waiting) == (0, 0))
     assert idle.generated_tokens - before.generated_tokens == 5 * 3 * 17
 
-    call = asyncio.ensure_future(client.generate(request("long", n=8, max_tokens=LONG, stop_token_ids=())))
+    call = asyncio.ensure_future(client.complete(request("long", n=8, max_tokens=LONG, stop_token_ids=())))
     busy = await until(client, lambda load: load.generated_tokens > idle.generated_tokens + 40)
     assert busy.running == 8
     assert busy.idle_s >= idle.idle_s > 0
     await client.abort_all()
-    completions = parse_generation(await call)
+    completions = await call
     after = await until(client, lambda load: load.running == 0)
     sampled = sum(len(completion.token_ids) for completion in completions)
     assert after.generated_tokens - idle.generated_tokens == sampled

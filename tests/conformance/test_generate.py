@@ -5,7 +5,6 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_core.api.wire import parse_generation
 from tests.support.generation import request
 from tests.support.live_servers import CONTEXT, EXACT, body, deviations, post, sample
 
@@ -19,8 +18,7 @@ async def test_log_probabilities_are_those_of_transformers(client, published):
         )
         for i in range(8)
     ]
-    for item, raw in zip(asked, await asyncio.gather(*map(client.generate, asked)), strict=True):
-        completions = parse_generation(raw)
+    for item, completions in zip(asked, await asyncio.gather(*map(client.complete, asked)), strict=True):
         assert len(completions) == 3
         for completion in completions:
             assert (len(completion.token_ids), completion.finish_reason) == (60, "length")
@@ -90,7 +88,7 @@ async def test_the_seed_decides(client, http):
 
 async def test_greedy_completions_are_the_likeliest_tokens(client, published):
     asked = request(max_tokens=40, greedy=True, stop_token_ids=())
-    [completion] = parse_generation(await client.generate(asked))
+    [completion] = await client.complete(asked)
     sequence = [*asked.token_ids, *completion.token_ids.tolist()]
     logits = published.reference.logits(0, sequence)[2:-1]
     assert completion.token_ids.tolist() == logits.argmax(-1).tolist()
@@ -100,7 +98,7 @@ async def test_greedy_completions_are_the_likeliest_tokens(client, published):
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 async def test_log_probabilities_are_those_of_the_tempered_distribution(client, published, temperature):
     asked = request(max_tokens=60, temperature=temperature, stop_token_ids=())
-    [completion] = parse_generation(await client.generate(asked))
+    [completion] = await client.complete(asked)
     assert len(completion.token_ids) == 60
     assert deviations(published.reference, asked, completion).max() < EXACT
     assert deviations(published.reference, request(max_tokens=60), completion).max() > 100
@@ -110,8 +108,8 @@ async def test_first_tokens_are_distributed_as_the_model_says(client, published)
     """Pearson's chi-square over many seeds; with the seeds fixed it is one number, far below what a wrong sampler
     makes."""
     asked = [request(f"r{seed}", max_tokens=1, seed=101 * seed, stop_token_ids=()) for seed in range(DRAWS)]
-    bodies = await asyncio.gather(*map(client.generate, asked))
-    sampled = np.bincount([parse_generation(raw)[0].token_ids[0] for raw in bodies], minlength=23)
+    completions = await asyncio.gather(*map(client.complete, asked))
+    sampled = np.bincount([completion.token_ids[0] for [completion] in completions], minlength=23)
     expected = DRAWS * published.reference.logits(0, (2, 3, 4))[-1].softmax(-1).numpy()
     common = expected >= 5
     observed = np.append(sampled[common], sampled[~common].sum())

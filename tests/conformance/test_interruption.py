@@ -171,10 +171,10 @@ async def test_what_follows_a_seam_is_sampled_anew(client, server, pool_of, publ
 async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_weights(client, server, http, published):
     asked = request("running", n=8, max_tokens=LONG, stop_token_ids=())
     with server.slowed():
-        running = asyncio.ensure_future(client.generate(asked))
+        running = asyncio.ensure_future(client.complete(asked))
         await until(client, lambda load: load.running == 8)
         assert await post(http, "/pause?mode=abort&clear_cache=true") == (200, {"status": "paused"})
-        completions = parse_generation(await running)
+        completions = await running
     assert {completion.finish_reason for completion in completions} == {"abort"}
     for completion in completions:
         assert len(completion.token_ids) < LONG
@@ -182,7 +182,7 @@ async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_w
     assert await get(http, "/is_paused") == (200, {"is_paused": True})
 
     new = request("next")
-    waiting = asyncio.ensure_future(client.generate(new))
+    waiting = asyncio.ensure_future(client.complete(new))
     await asyncio.sleep(0.2)  # vLLM's counters stand still while it is paused
     version = published.versions[1]
     await post(http, "/start_weight_update")
@@ -192,7 +192,7 @@ async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_w
     assert (await post(http, "/reset_prefix_cache"))[0] == 200
     assert not waiting.done()
     assert await post(http, "/resume") == (200, {"status": "resumed"})
-    [completion] = parse_generation(await waiting)
+    [completion] = await waiting
     assert set(completion.versions.tolist()) == {1}
     assert deviations(published.reference, new, completion).max() < EXACT
     assert await get(http, "/is_paused") == (200, {"is_paused": False})
@@ -200,10 +200,10 @@ async def test_pause_abort_ends_everything_and_what_comes_next_runs_on_the_new_w
 
 async def test_pause_keep_holds_completions_and_resume_goes_on_as_if_nothing_had_been(client, server, http, published):
     asked = request("r", n=8, max_tokens=LENGTH, stop_token_ids=())
-    undisturbed = parse_generation(await client.generate(asked))
+    undisturbed = await client.complete(asked)
     with server.slowed():
         start = (await client.load()).generated_tokens
-        call = asyncio.ensure_future(client.generate(asked))
+        call = asyncio.ensure_future(client.complete(asked))
         await until(client, lambda load: load.generated_tokens > start + 20)
         await post(http, "/pause?mode=keep&clear_cache=true")
     counted = (await client.load()).generated_tokens
@@ -211,29 +211,28 @@ async def test_pause_keep_holds_completions_and_resume_goes_on_as_if_nothing_had
     assert (await client.load()).generated_tokens == counted
     assert not call.done()
     await post(http, "/resume")
-    for completion, expected in zip(parse_generation(await call), undisturbed, strict=True):
+    for completion, expected in zip(await call, undisturbed, strict=True):
         assert completion.token_ids.tolist() == expected.token_ids.tolist()
         assert deviations(published.reference, asked, completion).max() < EXACT
 
 
-async def test_one_request_is_ended_by_its_id(client, server, http):
-    """By the id in its response: vLLM knows no other. What it hands over is what the server has counted."""
+async def test_one_request_is_ended_by_its_id(client, server):
+    """What it hands over is what the server has counted."""
     before = (await client.load()).generated_tokens
     with server.slowed():
         calls = {
-            name: asyncio.ensure_future(client.generate(request(name, n=8, max_tokens=LONG, stop_token_ids=())))
+            name: asyncio.ensure_future(client.complete(request(name, n=8, max_tokens=LONG, stop_token_ids=())))
             for name in ("ended", "other")
         }
         await until(client, lambda load: load.running == 16)
-        response = await post(http, "/abort_requests", {"request_ids": ["generate-tokens-ended"]})
-        assert response == (200, {"status": "aborted", "aborted": 1})
-        ended = parse_generation(await calls["ended"])
+        await client.abort(["ended", "unknown"])
+        ended = await calls["ended"]
         assert {completion.finish_reason for completion in ended} == {"abort"}
         assert all(len(completion.token_ids) < LONG for completion in ended)
         await until(client, lambda load: load.running == 8)
         assert not calls["other"].done()
         await client.abort_all()
-        other = parse_generation(await calls["other"])
+        other = await calls["other"]
     assert {completion.finish_reason for completion in other} == {"abort"}
     sampled = sum(len(completion.token_ids) for completion in (*ended, *other))
     await until(client, lambda load: load.generated_tokens >= before + sampled)
@@ -245,5 +244,5 @@ async def test_the_label_alone_can_be_changed(client, http):
     response = await post(http, "/update_weight_version", {"new_version": "8"})
     assert response == (200, {"success": True, "new_version": "8"})
     assert await get(http, "/weight_info") == (200, {"weight_version": "8"})
-    [sampled] = parse_generation(await client.generate(request()))
+    [sampled] = await client.complete(request())
     assert set(sampled.versions.tolist()) == {8}

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.config.schema import RunConfig
+from areal_core.config.schema import LoraConfig, RunConfig
+from areal_core.models.adapters import ADAPTER, merged, read_adapter
+from areal_core.models.arrays import read_arrays
+from areal_core.models.spec import read_spec
+from areal_core.models.tensorfile import write_tensors
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.run.launcher import read_summary
 from areal_core.storage import checkpoint
@@ -62,6 +66,56 @@ def _store(config: RunConfig) -> Storage:
 
 def _newest(config: RunConfig) -> int | None:
     return None if (found := checkpoint.newest(_store(config))) is None else found.step
+
+
+@pytest.fixture
+def adapted(config: RunConfig) -> RunConfig:
+    """Its policy is too weak for rewards to differ; its entropy gives it a gradient."""
+    training = replace(config.training, lora=LoraConfig(rank=2))
+    return replace(config, training=training, algorithm=replace(config.algorithm, entropy_coef=0.01))
+
+
+@pytest.mark.recovery
+def test_a_run_with_an_adapter_goes_on_after_its_newest_version_was_damaged(adapted: RunConfig) -> None:
+    run = killed(adapted, 4)
+    with closing(TrajectoryLedger(run.ledger, group_size=adapted.algorithm.group_size)) as ledger:
+        newest = ledger.versions.newest()
+    assert newest is not None
+    file = Path(newest.path) / ADAPTER
+    file.write_bytes(_flipped(file.read_bytes()))
+    assert f"version {newest.version} is damaged: " in finished(adapted)
+
+
+@pytest.mark.recovery
+def test_a_run_with_an_adapter_goes_on_on_a_new_machine(adapted: RunConfig) -> None:
+    """Its version comes from the checkpoint, and what it adds to from the base model that is there. The final model is
+    that with the adapter beside it."""
+    run = killed(adapted, 4)
+    shutil.rmtree(run.root)
+    assert "restored the ledger from the checkpoint of step" in finished(adapted)
+    base, store = Path(run.info().model_path), Path(adapted.storage.url) / "runs" / "r"
+    spec, lora = read_spec(base), adapted.training.lora.adapter
+    assert lora is not None
+    last = read_adapter(store / "adapter" / ADAPTER, spec, lora)
+    assert any(array.any() for name, array in last.items() if "lora_B" in name)
+    final, whole = read_arrays(store / "final", spec), merged(read_arrays(base, spec), last, lora)
+    assert all((final[name] == array).all() for name, array in whole.items())
+
+
+@pytest.mark.recovery
+def test_an_adapter_to_another_base_model_is_refused(adapted: RunConfig) -> None:
+    run = killed(adapted, 4)
+    file = Path(run.info().model_path) / "model.safetensors"
+    weights = read_arrays(file, read_spec(file.parent))
+    write_tensors(file, {name: array + 1 for name, array in weights.items()})
+    with Launched(adapted, "r") as resumed:
+        assert resumed.end() == 2
+        assert "model.path: the checkpoint of step" in resumed.output()
+        assert "is an adapter to a model with sha256" in resumed.output()
+    shutil.rmtree(run.root)
+    with Launched(adapted, "r") as resumed:  # on a new machine
+        assert resumed.end() == 2
+        assert "is an adapter to a model with sha256" in resumed.output()
 
 
 @pytest.mark.recovery

@@ -65,6 +65,7 @@ class FakeServer:
         self.orphans = 0  # completions that it decodes for a controller that is gone
         self.cancelled = 0
         self.sleeping = False
+        self.models = ["policy"]
         self._aborting = asyncio.Event()
         self._ended: dict[str, asyncio.Event] = {}
         self._open = asyncio.Event()
@@ -120,6 +121,14 @@ class FakeServer:
             return web.json_response({"weight_version": self.label})
         if http.path == "/is_sleeping":
             return web.json_response({"is_sleeping": self.sleeping})
+        if http.path == "/v1/models":
+            return web.json_response({"data": [{"id": name} for name in self.models]})
+        if http.path == "/v1/load_lora_adapter" and value is not None:
+            self.models.append(value["lora_name"])
+        if http.path == "/v1/unload_lora_adapter" and value is not None:
+            self.models.remove(value["lora_name"])
+        if http.path == "/update_weight_version" and value is not None:
+            self.label = value["new_version"]
         if http.path in ("/sleep", "/wake_up"):
             self.sleeping = http.path == "/sleep"
         if http.path == "/metrics":

@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from areal_core.errors import DivergenceError, GenerationError
+from areal_core.errors import DivergenceError, GenerationError, ModelError
 from areal_core.generation.engines.decoder import CpuDecoder, Decoder
 from areal_core.generation.engines.engine import EngineStats, Generation, check_request, gathered
 from areal_core.generation.engines.slots import STOPPED, Batch, Slots
+from areal_core.models.adapters import merged, read_adapter, read_lora
 from areal_core.models.arrays import check_finite, read_arrays
 from areal_core.models.spec import ModelSpec
-from areal_core.types import Completion, Float32Array, GenerationRequest, Int32Array
+from areal_core.types import Completion, Float32Array, GenerationRequest, Int32Array, Lora
 
 # In one pass, beside one token of every completion. The first bounds the memory of activations; on a core the second
 # bounds the time of a pass, 2 s on a slow one, between two of which a server does what it is asked to.
@@ -64,8 +65,11 @@ class Engine:
         version: int = 0,
         deterministic: bool = False,
         device: str = "cpu",
+        base: Path | None = None,
     ) -> None:
+        """`base`: folder of the base model, for versions that are adapters to it."""
         self.spec = spec
+        self._base = base
         self.slots = slots
         self.context = context or spec.context
         self.version = version
@@ -144,10 +148,19 @@ class Engine:
         return never_started + self._release(slots, ["abort"] * len(slots))
 
     def read(self, file: Path) -> dict[str, Float32Array]:
-        """The weights of a safetensors file. Raises ModelError for others than the engine can run."""
-        arrays = read_arrays(file, self.spec)
+        """The weights of a safetensors file, those of an adapter added to the base model's. Raises ModelError for
+        others than the engine can run."""
+        lora = None if file.is_dir() else read_lora(file)
+        arrays = read_arrays(file, self.spec) if lora is None else self._adapted(file, lora)
         check_finite(arrays)
         return arrays
+
+    def _adapted(self, file: Path, lora: Lora) -> dict[str, Float32Array]:
+        """The base model is read anew: it costs what reading whole weights does, and no memory in between."""
+        if self._base is None:
+            raise ModelError(f"{file}: holds an adapter, and this engine was made without the folder of its base model")
+        adapter = read_adapter(file, self.spec, lora)
+        return merged(read_arrays(self._base, self.spec), adapter, lora)
 
     def prepare(self, weights: Mapping[str, Any]) -> Decoder:
         """Weights, arrays or torch's tensors, made ready for `swap`; touches nothing of the engine, so that another

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from areal_core.errors import GenerationError, ModelError
 from areal_core.models.spec import ModelSpec, weights_sha256
+from areal_core.storage.weights import weights_file
 from areal_core.types import Completion, GenerationRequest
 
 
@@ -77,8 +78,8 @@ class ServedEngine(Protocol):
         ...
 
     def read(self, file: Path) -> Any:
-        """The weights of a safetensors file, or of a model folder that has several. Raises ModelError when the engine
-        can't run them."""
+        """The weights of a safetensors file, or of a model folder that has several; of one that holds an adapter
+        (models.adapters), those of the base model with it. Raises ModelError when the engine can't run them."""
         ...
 
     def prepare(self, weights: Any) -> Any:
@@ -97,7 +98,7 @@ class ServedEngine(Protocol):
 def read_version(engine: ServedEngine, path: Path, sha256: str) -> Any:
     """The weights of a file or folder that has this hash, made ready for `swap`; touches nothing that runs. Raises
     ModelError for others, and for what the engine can't run."""
-    one = path / "model.safetensors"
+    one = weights_file(path)
     weights = engine.read(one if one.exists() else path)
     found = weights_sha256(path)
     if found != sha256:

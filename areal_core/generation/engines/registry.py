@@ -37,7 +37,7 @@ def _embedded(folder: Path, spec: ModelSpec, options: Options) -> ServedEngine:
         raise ModelError(f"{folder}: {spec.transformers.why}; vLLM may run it")
     from areal_core.generation.engines.embedded import Engine  # kernels, which an emulation can do without
 
-    return Engine(spec, read_arrays(folder, spec), **options)
+    return Engine(spec, read_arrays(folder, spec), base=folder, **options)
 
 
 _ENGINES: dict[str, MakeEngine] = {"embedded": _embedded}

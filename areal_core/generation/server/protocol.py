@@ -73,12 +73,16 @@ def parse_version(values: dict[str, Any], name: str) -> int:
     return int(label)
 
 
-def parse_request(body: dict[str, Any], *, eos_token_ids: tuple[int, ...], default_id: str) -> WantedGeneration:
-    """A request from its body. Raises RequestError for unknown names, wrong types and settings that are not served."""
+def parse_request(
+    body: dict[str, Any], *, eos_token_ids: tuple[int, ...], default_id: str, version: str = MODEL_NAME
+) -> WantedGeneration:
+    """A request from its body; `version` is the name of the one that is loaded. Raises RequestError for unknown names,
+    wrong types and settings that are not served."""
     _refuse_unknown(body, _FIELDS)
     model = body.get("model", MODEL_NAME)
-    if model not in (None, MODEL_NAME):
-        raise RequestError(f"the model {model!r:.80} does not exist, this is {MODEL_NAME!r}", param="model", status=404)
+    if model not in (None, MODEL_NAME, version):
+        held = f"{MODEL_NAME!r}" + (f" and {version!r}" if version != MODEL_NAME else "")
+        raise RequestError(f"the model {model!r:.80} does not exist, this is {held}", param="model", status=404)
     if body.get("stream"):
         raise RequestError("must be false: responses are sent whole", param="stream")
     if "request_id" in body:

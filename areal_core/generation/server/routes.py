@@ -26,7 +26,16 @@ import orjson
 from aiohttp import web
 
 from areal_core.api.guard import guard
-from areal_core.api.wire import EMBEDDED, PARTS, ROUTES_VERSION, encode_failure, encode_generation, encode_part
+from areal_core.api.wire import (
+    EMBEDDED,
+    MODEL_NAME,
+    PARTS,
+    ROUTES_VERSION,
+    encode_failure,
+    encode_generation,
+    encode_part,
+    version_name,
+)
 from areal_core.config.schema import load_file
 from areal_core.errors import ArealError, ConfigError, GenerationError, ModelError
 from areal_core.generation.command_line import server_parser, server_token
@@ -38,7 +47,7 @@ from areal_core.generation.server.protocol import RequestError, parse_json, pars
 from areal_core.launch import logs, process, pulse
 from areal_core.models.spec import read_spec
 from areal_core.tracking.timeline import TimelineWriter
-from areal_core.types import Completion, GenerationRequest
+from areal_core.types import Completion, GenerationRequest, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +75,9 @@ class GenerationServer:
         self._pending: dict[str, _Pending] = {}  # by request id
         self._thread = EngineThread(engine, loop, deliver=self._deliver, failed=self._fail, timeline=timeline)
         self._updating = False
-        self._staged: tuple[Any] | None = None  # weights that the engine has made ready
+        self._staged: tuple[Any, str] | None = None  # weights that the engine has made ready, and their hash
         self._label = engine.version
+        self._name = MODEL_NAME  # of the version that is loaded, once one was
         self._sleeping = False
 
     def app(self) -> web.Application:
@@ -114,7 +124,10 @@ class GenerationServer:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         spec = self._engine.spec
         wanted = parse_request(
-            parse_json(await http.read()), eos_token_ids=spec.eos_token_ids, default_id=uuid.uuid4().hex
+            parse_json(await http.read()),
+            eos_token_ids=spec.eos_token_ids,
+            default_id=uuid.uuid4().hex,
+            version=self._name,
         )
         request = wanted.request
         self._engine.check(request)
@@ -204,16 +217,16 @@ class GenerationServer:
         if not self._updating:
             raise RequestError("no weight update was started", param="update_info")
         self._staged = None
-        self._staged = (await asyncio.to_thread(read_version, self._engine, Path(path), sha256),)
+        self._staged = await asyncio.to_thread(read_version, self._engine, Path(path), sha256), sha256
         return web.json_response({"message": "weights staged"})
 
     async def _finish_update(self, http: web.Request) -> web.Response:
         version = parse_version(parse_json(await http.read()), "weight_version")
         if self._staged is None:
             raise RequestError("no weights were staged", param="weight_version")
-        (staged,), self._staged, self._updating = self._staged, None, False
+        (staged, sha256), self._staged, self._updating = self._staged, None, False
         await self._thread.swap(staged, version)
-        self._label = version
+        self._label, self._name = version, version_name(PolicyVersion(version=version, path="", sha256=sha256))
         return web.json_response({"message": "weight update finished"})
 
     async def _update_version(self, http: web.Request) -> web.Response:

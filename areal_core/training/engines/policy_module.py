@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from areal_core.models.folders import ModelSpec, check_weights, weight_shapes
+from areal_core.models.folders import ModelSpec, check_weights
 from areal_core.training.batching.packing import Blocks, Packed
 from areal_core.training.model.forward import (
     decoder_layer,
@@ -33,22 +33,23 @@ class PolicyModule(nn.Module):
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor],
+        parameters: Mapping[str, nn.Parameter],
         *,
         dtype: torch.dtype = torch.float32,
         temperature: float = 1.0,
         checkpoint_activations: bool = False,
+        lora_scale: float = 1.0,
     ) -> None:
+        """`parameters`: the model's by their names in transformers, and those of an adapter, if there is one."""
         super().__init__()
-        check_weights(spec, weights)
+        check_weights(spec, {name: parameters[name] for name in parameters if ".lora_" not in name})
         self.spec, self.dtype, self.temperature = spec, dtype, temperature
         self.checkpoint_activations = checkpoint_activations
-        parameters = {name: nn.Parameter(weights[name].detach().clone()) for name in weight_shapes(spec)}
-        self.named_weights: dict[str, nn.Parameter] = parameters  # by their names in transformers, each once
+        self.named_weights = dict(parameters)
         table = parameters[_EMBEDDING]
         self.embedding = _Embedding({"table": table}, dtype)
         self.layers = nn.ModuleList(
-            _Layer(layer_weights(parameters, layer), dtype, spec) for layer in range(spec.layers)
+            _Layer(layer_weights(parameters, layer), dtype, spec, lora_scale) for layer in range(spec.layers)
         )
         head = table if spec.tie_embeddings else parameters[_HEAD]
         self.head = _Head({"norm": parameters[_NORM], "head": head}, dtype, spec)
@@ -85,12 +86,14 @@ class _Embedding(_Part):
 
 
 class _Layer(_Part):
-    def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype, spec: ModelSpec) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], dtype: torch.dtype, spec: ModelSpec, lora_scale: float
+    ) -> None:
         super().__init__(parameters, dtype)
-        self.spec = spec
+        self.spec, self.lora_scale = spec, lora_scale
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, blocks: Blocks) -> Tensor:
-        return decoder_layer(self.spec, self.tensors(), x, cos, sin, blocks)
+        return decoder_layer(self.spec, self.tensors(), x, cos, sin, blocks, self.lora_scale)
 
 
 class _Head(_Part):

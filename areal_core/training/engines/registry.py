@@ -41,6 +41,7 @@ def torch_engine(
         temperature=config.generation.temperature,
         ranks=ranks,
         device=config.launch.accelerator,
+        seed=config.seed,
     )
 
 
@@ -58,6 +59,7 @@ def _deepspeed_engine(
         temperature=config.generation.temperature,
         ranks=ranks,
         device=config.launch.accelerator,
+        seed=config.seed,
     )
 
 

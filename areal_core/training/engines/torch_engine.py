@@ -1,10 +1,10 @@
 """The plain torch engine: float32 weights, AdamW, every rank with all of them, on a CPU or on a GPU.
 
-All parameters are views into one flat buffer, and so are their gradients: the all_reduce, the gradient norm and the
-optimiser each are one operation on one tensor. With training.dtype=bfloat16 the passes see a copy of the weights in
-bfloat16, made anew after every update, and what a micro-batch adds to the copy's gradient is added to the float32 one:
-weights, gradient and optimiser are float32 throughout (mixed precision as in Micikevicius et al., 2017, arXiv
-1710.03740; bfloat16 has float32's range and needs no scaling of the loss).
+All parameters that are trained are views into one flat buffer, and so are their gradients: the all_reduce, the gradient
+norm and the optimiser each are one operation on one tensor. With training.dtype=bfloat16 the passes see a copy of the
+weights in bfloat16, made anew after every update, and what a micro-batch adds to the copy's gradient is added to the
+float32 one: weights, gradient and optimiser are float32 throughout (mixed precision as in Micikevicius et al., 2017,
+arXiv 1710.03740; bfloat16 has float32's range and needs no scaling of the loss).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from areal_core.models.folders import weight_shapes
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.engine import EngineState
 from areal_core.training.engines.policy_engine import PolicyEngine, check_state
@@ -29,8 +28,8 @@ class TorchEngine(PolicyEngine):
     weights; on a GPU they do with torch.use_deterministic_algorithms: some of its sums have no fixed order otherwise.
     """
 
-    def _hold(self, weights: Mapping[str, Tensor]) -> None:
-        self._shapes = {name: weights[name].shape for name in weight_shapes(self.spec)}
+    def _hold(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
+        self._shapes = {name: weights[name].shape for name in self.shapes}
         self.flat = torch.cat([weights[name].detach().float().flatten() for name in self._shapes]).to(self.device)
         self.gradient = torch.zeros_like(self.flat)
         # What passes compute with, and its gradient: in float32 the same tensors.
@@ -39,14 +38,16 @@ class TorchEngine(PolicyEngine):
         self._parameters = _views(self._working, self._shapes)
         for name, gradient in _views(self._working_gradient, self._shapes).items():
             self._parameters[name].requires_grad_().grad = gradient
+        self._frozen = {name: tensor.to(self.device) for name, tensor in frozen.items()}
+        self._all = {**self._frozen, **self._parameters}
         self._moments = {moment: torch.zeros_like(self.flat) for moment in ("exp_avg", "exp_avg_sq")}
         self._steps = torch.zeros((), device=self.device)
         if self.spec.transformers is not None:
-            self._transformers.install(self._parameters)  # what can't be run is refused now
+            self._transformers.install(self._all)  # what can't be run is refused now
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
         recompute_layers = self.training.checkpoint_activations and torch.is_grad_enabled()
-        return self._logprobs(self._parameters, packed, recompute_layers=recompute_layers)
+        return self._logprobs(self._all, packed, recompute_layers=recompute_layers)
 
     def start_gradient(self) -> None:
         self.gradient.zero_()
@@ -78,7 +79,7 @@ class TorchEngine(PolicyEngine):
         return EngineState(arrays=arrays, scalars={"updates": self.updates})
 
     def load_state(self, state: EngineState) -> None:
-        check_state(state, self.spec)
+        check_state(state, self.shapes)
         for kind, flat in self._saved().items():
             for name, view in _views(flat, self._shapes).items():
                 view.copy_(torch.from_numpy(state.arrays[f"{kind}/{name}"]))

@@ -33,26 +33,33 @@ def completion_logprobs(
     *,
     temperature: float = 1.0,
     recompute_layers: bool = False,
+    lora_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each completion token and entropy of the distribution it was sampled from: softmax(logits /
     temperature).
 
     Returns ([A], [A]), nats, in the order of `packed.rows`. Both are differentiable; an entropy that no loss depends on
-    costs nothing in the backward pass. With `recompute_layers` their graph holds the input of each layer alone.
+    costs nothing in the backward pass. With `recompute_layers` their graph holds the input of each layer alone. Linear
+    layers that have an adapter in `weights` (models.adapters) add it, times `lora_scale`.
     """
     head = weights["model.embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"]
-    hidden = hidden_states(spec, weights, packed, recompute_layers=recompute_layers)
+    hidden = hidden_states(spec, weights, packed, recompute_layers=recompute_layers, lora_scale=lora_scale)
     return target_logprobs(head, hidden, packed, temperature=temperature)
 
 
 def hidden_states(
-    spec: ModelSpec, weights: Mapping[str, Tensor], packed: Packed, *, recompute_layers: bool = False
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    packed: Packed,
+    *,
+    recompute_layers: bool = False,
+    lora_scale: float = 1.0,
 ) -> Tensor:
     """The decoder up to the last norm. Returns [T, hidden_size]."""
     x = embed(weights["model.embed_tokens.weight"], packed)
     cos, sin = rotations(spec, packed, x)
     for layer in range(spec.layers):
-        inputs = spec, layer_weights(weights, layer), x, cos, sin, packed.blocks
+        inputs = spec, layer_weights(weights, layer), x, cos, sin, packed.blocks, lora_scale
         x = recomputed(decoder_layer, *inputs) if recompute_layers else decoder_layer(*inputs)
     return rms_norm(x, weights["model.norm.weight"], spec.rms_eps)
 
@@ -91,11 +98,16 @@ def decoder_layer(
     cos: Tensor,
     sin: Tensor,
     blocks: Blocks,
+    lora_scale: float = 1.0,
 ) -> Tensor:
     """One layer of the decoder, its weights by their names within it. [T, hidden_size] -> [T, hidden_size]."""
 
     def linear(name: str, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        outputs = F.linear(inputs, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        if (down := weights.get(f"{name}.lora_A.weight")) is not None:
+            added = F.linear(F.linear(inputs, down), weights[f"{name}.lora_B.weight"])
+            outputs = outputs.add(added, alpha=lora_scale)
+        return outputs
 
     normed = rms_norm(x, weights["input_layernorm.weight"], spec.rms_eps)
     query = linear("self_attn.q_proj", normed).unflatten(-1, (spec.heads, spec.head_dim))
@@ -140,12 +152,14 @@ class _TargetLogprobs(torch.autograd.Function):
         return torch.cat(logprobs), entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
         hidden, head, targets, normalisers, entropy = ctx.saved_tensors
         of_logprobs = torch.zeros_like(normalisers) if gradients[0] is None else gradients[0]
         of_entropy = gradients[1]
         hidden_gradient = torch.empty_like(hidden)
-        head_gradient = torch.zeros_like(head, dtype=_at_least_float32(head.dtype))
+        head_gradient = None  # of one that stays as it is
+        if ctx.needs_input_grad[1]:
+            head_gradient = torch.zeros_like(head, dtype=_at_least_float32(head.dtype))
         for rows in _slices(hidden, head):
             # d logprob / d logits = one_hot(target) - softmax; d entropy / d logits = -softmax (log softmax + entropy)
             scores = _logits(hidden[rows], head).sub_(normalisers[rows, None])
@@ -157,11 +171,13 @@ class _TargetLogprobs(torch.autograd.Function):
             logits_gradient.scatter_add_(-1, targets[rows, None], of_logprobs[rows, None])
             logits_gradient = logits_gradient.to(head.dtype)
             hidden_gradient[rows] = logits_gradient @ head
+            if head_gradient is None:
+                continue
             if head_gradient.dtype == head.dtype:
                 head_gradient.addmm_(logits_gradient.T, hidden[rows])
             else:
                 head_gradient += logits_gradient.T @ hidden[rows]
-        return hidden_gradient, head_gradient.to(head.dtype), None
+        return hidden_gradient, None if head_gradient is None else head_gradient.to(head.dtype), None
 
 
 def _logits(hidden: Tensor, head: Tensor) -> Tensor:

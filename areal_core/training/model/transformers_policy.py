@@ -11,7 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from areal_core.errors import ModelError
+from areal_core.models.adapters import adapter_shapes
 from areal_core.models.spec import ModelSpec, weight_shapes
 from areal_core.training.batching.packing import Packed
 from areal_core.training.model.forward import recomputed
+from areal_core.types import Lora
 
 _ROWS = 1024  # of logits in float32 at once
 
@@ -55,16 +57,20 @@ class TransformersPolicy(nn.Module):
         temperature: float = 1.0,
         checkpoint_activations: bool = False,
         whole: bool = False,
+        lora: Lora | None = None,
     ) -> None:
-        """`whole`: a micro-batch is one batch, so that all ranks call every layer equally often."""
+        """`whole`: a micro-batch is one batch, so that all ranks call every layer equally often. `lora`: linear layers
+        have adapters, peft's."""
         super().__init__()
         self.temperature = temperature
         self.whole = whole
         self.dtype = torch.float32  # of weights that an engine brings into its own precision
         self.module = _module(spec)
+        if lora is not None:
+            _add_adapter(self.module, lora)
         self._places = _places(self.module)  # of each parameter; several of one that is tied
         self._installed: Mapping[str, Tensor] | None = None
-        _check_names(spec, {name: parameter.shape for name, parameter in self.module.named_parameters()})
+        _check_names(spec, {name: parameter.shape for name, parameter in self.named_weights.items()}, lora)
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.module.forward).parameters
         self.module.train(checkpoint_activations)
         if checkpoint_activations:
@@ -75,7 +81,7 @@ class TransformersPolicy(nn.Module):
     @property
     def named_weights(self) -> dict[str, nn.Parameter]:
         """By their names in transformers, each once."""
-        return dict(self.module.named_parameters())
+        return {_plain(name): parameter for name, parameter in self.module.named_parameters()}
 
     def install(self, weights: Mapping[str, Tensor]) -> None:
         """Run with these weights from now on: the tensors themselves, not copies. A gradient reaches them as long as no
@@ -141,7 +147,7 @@ def _module(spec: ModelSpec) -> PreTrainedModel:
 
 
 def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
     places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
     for part in module.modules():
         for attribute, parameter in part._parameters.items():
@@ -150,8 +156,25 @@ def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return places
 
 
-def _check_names(spec: ModelSpec, parameters: Mapping[str, tuple[int, ...]]) -> None:
-    wanted = weight_shapes(spec)
+def _add_adapter(module: PreTrainedModel, lora: Lora) -> None:
+    from peft import LoraConfig, inject_adapter_in_model  # seconds, where it is needed
+
+    alpha: Any = lora.alpha  # peft says that it were whole
+    settings = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=list(lora.targets), lora_dropout=0.0)
+    inject_adapter_in_model(settings, module)
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter without what peft puts into it."""
+    return (
+        name.replace(".base_layer.", ".")
+        .replace(".lora_A.default.", ".lora_A.")
+        .replace(".lora_B.default.", ".lora_B.")
+    )
+
+
+def _check_names(spec: ModelSpec, parameters: Mapping[str, tuple[int, ...]], lora: Lora | None) -> None:
+    wanted = weight_shapes(spec) | ({} if lora is None else adapter_shapes(spec, lora))
     for name in sorted(wanted.keys() | parameters.keys()):
         stored, needed = wanted.get(name), tuple(parameters[name]) if name in parameters else None
         if stored != needed:

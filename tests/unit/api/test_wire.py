@@ -6,9 +6,16 @@ import numpy as np
 import orjson
 import pytest
 
-from areal_core.api.wire import completion_tokens, encode_generation, encode_request, parse_generation, version_spans
+from areal_core.api.wire import (
+    completion_tokens,
+    encode_generation,
+    encode_request,
+    parse_generation,
+    version_name,
+    version_spans,
+)
 from areal_core.errors import GenerationError
-from areal_core.types import Completion, GenerationRequest
+from areal_core.types import Completion, GenerationRequest, PolicyVersion
 
 REQUEST = GenerationRequest(request_id="r-1", token_ids=(3, 4), n=2, max_tokens=8, seed=5, stop_token_ids=(1,))
 
@@ -44,6 +51,19 @@ def test_completions_survive_the_wire_to_the_bit():
             assert getattr(got, field).dtype == getattr(sent, field).dtype
             np.testing.assert_array_equal(getattr(got, field), getattr(sent, field))
         assert got.finish_reason == sent.finish_reason
+
+
+def test_a_version_that_was_asked_for_by_name_is_that_of_every_token():
+    """vLLM labels tokens with what it has loaded last."""
+    version = PolicyVersion(version=12, path="/v", sha256="ab12cd34" * 8)
+    name = version_name(version)
+    assert name == "policy-12-ab12cd34"
+    assert orjson.loads(encode_request(REQUEST, name))["model"] == name
+    body = orjson.loads(encode()) | {"model": name}
+    for got, sent in zip(parse_generation(orjson.dumps(body)), COMPLETIONS, strict=True):
+        np.testing.assert_array_equal(got.versions, np.full(len(sent.token_ids), 12))
+    assert version_name(dataclasses.replace(version, version=0)) == "policy"
+    assert version_name(dataclasses.replace(version, sha256="0" * 64)) != name
 
 
 def test_fields_are_those_of_vllm():

@@ -8,6 +8,7 @@ import pytest
 
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError
+from areal_core.types import Lora
 
 EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulated"}}
 
@@ -53,6 +54,42 @@ def test_the_pipeline_is_as_deep_as_the_bound_unless_it_is_said_and_never_deeper
     ):
         with pytest.raises(ConfigError, match=rf"^rollout.pipeline_depth: must be at most max_staleness, {eta}, got "):
             load(fields)
+
+
+def test_an_adapter_has_a_rank_and_targets() -> None:
+    assert load({}).training.lora.adapter is None
+    lora = load({"training": {"lora": {"rank": 8, "alpha": 16, "targets": "q_proj, v_proj"}}}).training.lora
+    assert lora.adapter == Lora(rank=8, alpha=16.0, targets=("q_proj", "v_proj"))
+    assert lora.adapter.scale == 2.0
+    for targets in ("", "q_proj,,v_proj"):
+        with pytest.raises(ConfigError, match=r"^training.lora.targets: must be names of linear layers with commas"):
+            load({"training": {"lora": {"rank": 8, "targets": targets}}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"generation": {"engine": "emulated"}, "training": {"engine": "emulated", "lora": {"rank": 8}}},
+            "training.lora.rank: must be null where accelerators are emulated, got 8",
+        ),
+        (
+            {"generation": {"engine": "vllm", "transfer": "nccl"}, "launch": {"accelerator": "cuda", "devices": 3}},
+            "generation.transfer: must be files with training.lora, .*got 'nccl'",
+        ),
+        (
+            {"generation": {"engine": "vllm", "interruption": "keep"}},
+            "generation.interruption: must be recompute, resubmit or wait with training.lora .*got 'keep'",
+        ),
+        (
+            {"training": {"lora": {"rank": 8, "targets": "q_proj, c_attn"}}},
+            "training.lora.targets: must be of q_proj, k_proj, .*, the embedded model's linear layers, got 'c_attn'",
+        ),
+    ],
+)
+def test_what_does_not_go_with_an_adapter(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        load({"training": {"lora": {"rank": 8}}, "algorithm": {"group_size": 4}} | changes)
 
 
 def test_a_zero_stage_needs_deepspeed() -> None:

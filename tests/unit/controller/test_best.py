@@ -10,12 +10,14 @@ import pytest
 from areal_core.config.schema import load
 from areal_core.controller.best import best_of, export
 from areal_core.errors import StorageError
+from areal_core.models.adapters import merged
 from areal_core.models.arrays import read_arrays
 from areal_core.models.spec import read_spec
 from areal_core.storage import weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.types import Evaluation
+from tests.support.lora import LORA, adapter, form
 from tests.support.models import write_tiny
 
 
@@ -47,6 +49,19 @@ def test_it_becomes_a_model_folder_beside_the_final_one(tmp_path: Path) -> None:
     assert (best / "README.md").read_text() == "the best one"
     found = read_arrays(best, spec)
     assert all((found[name] == array).all() for name, array in changed.items())
+
+
+def test_an_adapter_is_merged_into_the_base_model(tmp_path: Path) -> None:
+    base = write_tiny(tmp_path / "base")
+    spec = read_spec(base)
+    write_tiny(tmp_path / "store" / "final")
+    mine = adapter(spec)
+    version = weights.publish(tmp_path / "weights", 5, mine, lora=form())
+    config = load({"state_dir": str(tmp_path), "training": {"lora": {"rank": LORA.rank, "alpha": LORA.alpha}}})
+    run = RunDir.create(config, RunInfo(run_id="r", model_path=str(base), checkpoint_url=""))
+    found = read_arrays(export(run, Storage.open(str(tmp_path / "store")), version, "the best one"), spec)
+    whole = merged(read_arrays(base, spec), mine, form())
+    assert all((found[name] == array).all() for name, array in whole.items())
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])

@@ -11,13 +11,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from aiohttp import web
 
+from areal_core.api.wire import version_name
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation import client as module
 from areal_core.generation.client import GenerationClient
 from areal_core.models.spec import weights_sha256
+from areal_core.storage.weights import publish, weights_file
 from areal_core.types import PolicyVersion
 from tests.support.generation import request
+from tests.support.lora import adapter, form
 from tests.support.servers import FakeServer, choices, generated, version
+from tests.support.training import SPEC
 
 PAUSE = threading.Event()  # never set
 
@@ -440,3 +444,88 @@ async def test_refusals_are_errors_and_server_errors_and_lost_connections_are_lo
 def test_what_talks_to_servers_imports_without_torch(module):
     code = f"import areal_core.{module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# -- adapters ------------------------------------------------------------------------------------------------------
+
+
+def published(tmp_path, number):
+    return publish(tmp_path, number, adapter(SPEC, seed=number), lora=form())
+
+
+async def test_vllm_holds_adapters_under_names_of_their_own_and_requests_name_one(vllm, tmp_path):
+    client = GenerationClient(vllm.url, adapters=True)
+    await client.identify()
+    one, two, three = (published(tmp_path, number) for number in (1, 2, 3))
+    await client.complete(request("base"))
+    assert vllm.requests["base"]["model"] == "policy"
+    for each in (one, two, three):
+        await client.load_version(each, "recompute")
+        assert await client.loaded_version() == each.version
+    assert [path for path, _ in vllm.updates()[-6:]] == [
+        "/v1/load_lora_adapter",
+        "/pause?mode=abort&clear_cache=true",
+        "/update_weight_version",
+        "/reset_prefix_cache",
+        "/resume",
+        "/v1/unload_lora_adapter",
+    ]
+    assert ("/v1/load_lora_adapter", {"lora_name": version_name(two), "lora_path": two.path}) in vllm.updates()
+    assert vllm.models == ["policy", version_name(two), version_name(three)]  # the one before stays
+    await client.complete(request("adapted"))
+    assert vllm.requests["adapted"]["model"] == version_name(three)
+    await client.close()
+
+
+async def test_what_an_update_interrupts_is_requested_under_the_new_name(vllm, tmp_path):
+    """Its rest may be sent before the update is over."""
+    client = GenerationClient(vllm.url, adapters=True)
+    await client.identify()
+    version = published(tmp_path, 1)
+    vllm.hanging.add("/pause")
+    update = asyncio.ensure_future(client.load_version(version, "recompute"))
+    async with asyncio.timeout(5):
+        while not [path for path, _ in vllm.updates() if path.startswith("/pause")]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await client.complete(request("rest"))
+    assert vllm.requests["rest"]["model"] == version_name(version)
+    vllm.hanging.clear()
+    await update
+    await client.close()
+
+
+async def test_an_adapter_that_is_held_is_not_loaded_again_and_version_0_is_the_base(vllm, tmp_path):
+    """By a client of its own, as the evaluator is."""
+    first, second = (GenerationClient(vllm.url, adapters=True) for _ in range(2))
+    version, base = published(tmp_path, 1), PolicyVersion(version=0, path=str(tmp_path), sha256="0" * 64)
+    for client in (first, second):
+        await client.identify()
+        await client.load_version(version, "wait")
+    assert [path for path, _ in vllm.updates()].count("/v1/load_lora_adapter") == 1
+    await second.reload(base)
+    assert "/collective_rpc" not in [path for path, _ in vllm.updates()]
+    await second.complete(request("base"))
+    assert (vllm.requests["base"]["model"], await second.loaded_version()) == ("policy", 0)
+    for client in (first, second):
+        await client.close()
+
+
+async def test_a_damaged_adapter_is_not_loaded(vllm, tmp_path):
+    client = GenerationClient(vllm.url, adapters=True)
+    await client.identify()
+    version = published(tmp_path, 1)
+    weights_file(tmp_path / "v000001").write_bytes(b"damaged")
+    with pytest.raises(ServerLostError, match="version 1 was not loaded: sha256: "):
+        await client.load_version(version, "recompute")
+    assert [path for path, _ in vllm.updates()] == ["/v1/models"]
+    await client.close()
+
+
+async def test_the_embedded_server_loads_an_adapter_as_it_loads_weights(server, tmp_path):
+    client = GenerationClient(server.url, adapters=True)
+    await client.identify()
+    await client.load_version(published(tmp_path, 1), "recompute")
+    assert [path for path, _ in server.updates()][:2] == ["/start_weight_update", "/update_weights"]
+    await client.complete(request("r"))
+    assert server.requests["r"]["model"] == "policy"  # whatever it has loaded: it labels every token
+    await client.close()

@@ -94,6 +94,32 @@ def test_state_of_a_rank(training: dict[str, Any], weights: float, gradients: fl
     assert training_state(config(**training), SPEC, reference=True) == state | {"reference": reference}
 
 
+A = 2 * 3 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 100))  # an adapter of rank 3: two layers of q, o; k, v; the MLP
+
+
+@pytest.mark.parametrize(
+    ("training", "weights", "gradients", "optimiser", "reference"),
+    [
+        ({"engine": "torch"}, 4 * (P + A), 4 * A, 8 * A, 0.0),
+        ({"engine": "torch", "dtype": "bfloat16"}, 2 * (P + A), 6 * A, 12 * A, 0.0),
+        ({"engine": "deepspeed", "dtype": "bfloat16", "zero_stage": 0}, 2 * P + 6 * A, 4 * A, 8 * A, 0.0),
+        ({"engine": "deepspeed", "dtype": "bfloat16", "zero_stage": 2}, 2 * (P + A), A, 3 * A, 0.0),
+        ({"engine": "deepspeed", "dtype": "bfloat16", "zero_stage": 3}, (P + A) / 2, A, 3 * A, 2.0 * P),
+    ],
+)
+def test_state_of_a_rank_with_an_adapter(
+    training: dict[str, Any], weights: float, gradients: float, optimiser: float, reference: float
+) -> None:
+    """Frozen weights are the reference model as well, unless each rank has a part of them."""
+    state = training_state(config(lora={"rank": 3}, **training), SPEC, reference=True)
+    assert state == {"weights": weights, "gradients": gradients, "optimiser": optimiser, "reference": reference}
+
+
+def test_adapters_of_a_server_of_vllm() -> None:
+    vllm = config(generation={"engine": "vllm", "slots": 16}, lora={"rank": 3})
+    assert server_state(vllm, SPEC)["adapters"] == 2 * 2 * A
+
+
 def test_a_model_of_seven_billion_at_zero_3() -> None:
     seven = dataclasses.replace(LARGE, hidden_size=3584, layers=28, heads=28, kv_heads=4, intermediate_size=18944)
     assert seven.parameters == 7_615_616_512
@@ -167,6 +193,20 @@ def test_a_pass_and_an_update_of_the_torch_engine() -> None:
     with LiveMemory(*known) as update:
         engine.apply_gradient(1e-5, engine.reduce_gradient())
     assert update.peak == pytest.approx(4 * REAL.parameters, rel=0.01)
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_pass_and_an_update_of_an_adapter(checkpointed: bool) -> None:
+    chosen = config(engine="torch", ranks=1, lora={"rank": 3}, checkpoint_activations=checkpointed)
+    engine = TorchEngine(REAL, init_weights(REAL, 0), chosen.training, chosen.algorithm)
+    known = (engine.flat, engine.gradient, *engine._frozen.values(), *engine._saved().values())
+    assert sum(tensor.nbytes for tensor in dict.fromkeys(known)) == sum(training_state(chosen, REAL).values())
+    with LiveMemory(*known) as a_pass:
+        engine.start_gradient()
+        logprobs, _ = engine.forward(packed(REAL))
+        engine.backward(logprobs.sum(), last=True)
+    assert a_pass.peak == pytest.approx(training_pass(chosen, REAL)["activations"], rel=0.08)
 
 
 @pytest.mark.usefixtures("without_kernels")

@@ -8,6 +8,8 @@ import pytest
 
 from areal_core.errors import StorageError
 from areal_core.storage import weights
+from tests.support.lora import adapter, form
+from tests.support.training import SPEC
 
 
 def tensors(value: float = 1.0) -> dict[str, np.ndarray]:
@@ -26,6 +28,29 @@ def test_what_is_published_is_loaded(tmp_path: Path) -> None:
     assert loaded.keys() == tensors().keys()
     for name, array in tensors().items():
         np.testing.assert_array_equal(loaded[name], array)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_published_in_peft_s_format_and_loaded_by_its_own_names(tmp_path: Path, dtype: str) -> None:
+    mine = adapter(SPEC)
+    version = weights.publish(tmp_path, 7, mine, dtype=dtype, lora=form())
+    folder = tmp_path / "v000007"
+    assert {file.name for file in folder.iterdir()} == {
+        "adapter_model.safetensors", "adapter_config.json", "manifest.json"
+    }  # fmt: skip
+    assert weights.is_whole(version)
+    assert weights.newest(tmp_path) == version == weights.publish(tmp_path, 7, mine, dtype=dtype, lora=form())
+    assert weights.weights_file(folder) == folder / "adapter_model.safetensors"
+    loaded = weights.load(version)
+    assert loaded.keys() == mine.keys()
+    for name, array in mine.items():
+        np.testing.assert_allclose(loaded[name], array, rtol=0 if dtype == "float32" else 2**-8)
+    scratch = tmp_path / "scratch"
+    scratch.write_bytes(weights.weights_file(folder).read_bytes())
+    adopted = weights.adopt(tmp_path / "elsewhere", 7, version.sha256, scratch, form())
+    assert weights.is_whole(adopted)
+    there = Path(adopted.path) / "adapter_config.json"
+    assert there.read_text() == (folder / "adapter_config.json").read_text()
 
 
 @pytest.mark.parametrize("damage", [b"", b"other bytes"], ids=["torn", "changed"])

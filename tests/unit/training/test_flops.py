@@ -135,3 +135,15 @@ def test_data_sheets(name: str, bfloat16: float, float32: float) -> None:
 )
 def test_what_no_data_sheet_is_here_for_has_no_peak(name: str) -> None:
     assert peak_flops_per_s(name, "bfloat16") is None
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    one = batch(minibatches=1)
+    whole = step_flops(SPEC, one, proximal=False, reference=False)
+    products = sum(
+        forward_flops(SPEC, int(prompt), [int(length - prompt)], shared=False, attention=False)
+        for length, prompt, trained in zip(one.lengths, one.prompt_lengths, one.has_gradient, strict=True)
+        if trained
+    )
+    assert 0 < products < whole / 3
+    assert step_flops(SPEC, one, proximal=False, reference=False, frozen=True) == whole - products

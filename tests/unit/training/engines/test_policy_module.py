@@ -14,6 +14,10 @@ from tests.support.training import QWEN3, SPEC, batch, weights
 UNTIED = replace(SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False)
 
 
+def parameters(spec: ModelSpec = SPEC) -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(tensor) for name, tensor in weights(spec).items()}
+
+
 def packed() -> Packed:
     share = batch()
     return share.cut(range(len(share.lengths)))[0]
@@ -25,7 +29,7 @@ def test_the_module_is_the_forward_pass(spec: ModelSpec, recompute: bool):
     tensors = {name: tensor.requires_grad_() for name, tensor in weights(spec).items()}
     expected = completion_logprobs(spec, tensors, packed(), temperature=0.7)
     expected[0].sum().backward()
-    module = PolicyModule(spec, weights(spec), temperature=0.7, checkpoint_activations=recompute)
+    module = PolicyModule(spec, parameters(spec), temperature=0.7, checkpoint_activations=recompute)
     logprobs, entropy = module(packed())
     logprobs.sum().backward()
     torch.testing.assert_close((logprobs, entropy), expected, rtol=0, atol=0)
@@ -37,7 +41,7 @@ def test_the_module_is_the_forward_pass(spec: ModelSpec, recompute: bool):
 @pytest.mark.parametrize("spec", [SPEC, UNTIED, QWEN3], ids=["tied", "untied", "qwen3"])
 def test_every_parameter_has_one_name_and_one_home(spec: ModelSpec):
     """A tied table belongs to both ends of the model, and counts once."""
-    module = PolicyModule(spec, weights(spec))
+    module = PolicyModule(spec, parameters(spec))
     assert list(module.named_weights) == list(weight_shapes(spec))
     assert {id(parameter) for parameter in module.parameters()} == {id(each) for each in module.named_weights.values()}
     parts = [module.embedding, *module.layers, module.head]
@@ -46,7 +50,7 @@ def test_every_parameter_has_one_name_and_one_home(spec: ModelSpec):
 
 
 def test_passes_may_be_less_precise_than_parameters():
-    module = PolicyModule(SPEC, weights(), dtype=torch.bfloat16)
+    module = PolicyModule(SPEC, parameters(), dtype=torch.bfloat16)
     logprobs, _ = module(packed())
     logprobs.float().sum().backward()
     table = module.named_weights["model.embed_tokens.weight"]
@@ -60,4 +64,4 @@ def test_passes_may_be_less_precise_than_parameters():
 
 def test_weights_of_another_shape_are_refused():
     with pytest.raises(ModelError, match=r"model.embed_tokens.weight: expected shape \[23, 16\], got \[40, 16\]"):
-        PolicyModule(SPEC, weights(replace(SPEC, vocab_size=40)))
+        PolicyModule(SPEC, parameters(replace(SPEC, vocab_size=40)))

@@ -11,15 +11,19 @@ from areal_core.algorithm.losses import policy_loss
 from areal_core.algorithm.objectives import Tokens
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
 from areal_core.errors import DivergenceError, ModelError
+from areal_core.models.adapters import adapter_shapes, merged
 from areal_core.training.batching.packing import pack
 from areal_core.training.engines.engine import StepStats, TrainingEngine, build_batch
 from areal_core.training.engines.policy_engine import learning_rate
 from areal_core.training.model.forward import completion_logprobs
 from tests.support import forked
+from tests.support.lora import LORA, adapter, form
 from tests.support.training import GROUP_SIZE, SPEC, TRAINING, batch, engine, payload, run_rank, train, weights, whole
 
 STANDARD = AlgorithmConfig(objective="standard")
 HALF = replace(TRAINING, dtype="bfloat16")
+ADAPTED = replace(TRAINING, lora=LORA)
+CASES = {"float32": TRAINING, "bfloat16": HALF, "lora": ADAPTED, "lora-bfloat16": replace(HALF, lora=LORA)}
 
 
 def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], tolerance: float = 1e-5) -> None:
@@ -165,7 +169,7 @@ def test_any_partition_into_microbatches_gives_the_same_step(algorithm: Algorith
         assert_close(gradient, other)
 
 
-@pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
+@pytest.mark.parametrize("training", CASES.values(), ids=CASES)
 def test_same_state_and_batch_give_the_same_bits(training: TrainingConfig):
     one, other = engine(training), engine(training)
     train(one, range(1, 3))
@@ -174,7 +178,7 @@ def test_same_state_and_batch_give_the_same_bits(training: TrainingConfig):
         assert values.tobytes() == other.weights()[name].tobytes()
 
 
-@pytest.mark.parametrize("training", [TRAINING, HALF], ids=lambda training: training.dtype)
+@pytest.mark.parametrize("training", CASES.values(), ids=CASES)
 def test_a_loaded_state_goes_on_bitwise(training: TrainingConfig):
     straight, first, resumed = engine(training), engine(training), engine(training)
     expected = train(straight, range(1, 5))[2:]
@@ -185,6 +189,52 @@ def test_a_loaded_state_goes_on_bitwise(training: TrainingConfig):
     assert train(resumed, range(3, 5)) == expected
     for name, values in straight.state().arrays.items():
         assert values.tobytes() == resumed.state().arrays[name].tobytes(), name
+
+
+def test_an_adapter_is_all_that_is_trained_and_saved():
+    one = engine(ADAPTED)
+    base = {name: tensor.clone() for name, tensor in one._frozen.items()}
+    before = one.weights()
+    assert before.keys() == adapter_shapes(SPEC, form()).keys()
+    train(one, range(1, 3))
+    assert all((tensor == base[name]).all() for name, tensor in one._frozen.items())
+    assert not any(tensor.requires_grad for tensor in one._frozen.values())
+    assert all((array != before[name]).any() for name, array in one.weights().items())
+    kinds = {name.partition("/")[0]: name for name in one.state().arrays}
+    assert kinds.keys() == {"rng", "weight", "exp_avg", "exp_avg_sq"}
+    assert all(name == "rng" or ".lora_" in name for name in one.state().arrays)
+
+
+def test_an_adapter_of_another_rank_is_refused():
+    state = engine(replace(TRAINING, lora=replace(LORA, rank=2))).state()
+    with pytest.raises(ModelError, match=r"q_proj.lora_A.weight: expected shape \[3, 16\].*got shape \[2, 16\]"):
+        engine(ADAPTED).load_state(state)
+    with pytest.raises(ModelError, match=r"lora_A.weight: expected shape \[3, 16\] in the saved state, got nothing"):
+        engine(ADAPTED).load_state(engine().state())
+
+
+def test_the_gradient_of_an_adapter_is_that_of_the_weights_projected():
+    """dL/dB = scale dL/dW A^T and dL/dA = scale B^T dL/dW, with the gradient of weights that have it added."""
+    own, lora = adapter(SPEC), form()
+    one = engine(ADAPTED)
+    state = one.state()
+    one.load_state(replace(state, arrays=state.arrays | {f"weight/{name}": values for name, values in own.items()}))
+    share = batch(minibatches=1)
+    [packed] = share.cut(range(len(share.lengths)))[:1]
+    one.start_gradient()
+    one.backward(one.forward(packed)[0].sum(), last=True)
+    gradient = one._named(one.gradient)
+    whole = merged({name: tensor.numpy() for name, tensor in weights().items()}, own, lora)
+    leaves = {name: torch.from_numpy(values).requires_grad_() for name, values in whole.items()}
+    completion_logprobs(SPEC, leaves, packed)[0].sum().backward()
+    for layer in {name.partition(".lora_")[0] for name in own}:
+        of_weight = leaves[f"{layer}.weight"].grad
+        assert of_weight is not None
+        down, up = own[f"{layer}.lora_A.weight"], own[f"{layer}.lora_B.weight"]
+        wanted = {"A": lora.scale * up.T @ of_weight.numpy(), "B": lora.scale * of_weight.numpy() @ down.T}
+        for which, values in wanted.items():
+            found = gradient[f"{layer}.lora_{which}.weight"]
+            assert np.linalg.norm(found - values) <= 1e-4 * np.linalg.norm(values), layer
 
 
 def test_a_saved_state_is_a_copy():

@@ -1,0 +1,143 @@
+"""Adapters (LoRA): what is trained and published where the weights of the base model stay as they are.
+
+A linear layer with the weight W [out, in] computes W x + scale * B A x, with A [rank, in] and B [out, rank]; B is 0 at
+first, so that version 0 is the base model. In this package the two are called as W is, with `lora_A.weight` and
+`lora_B.weight` for `weight`. Files are in peft's format, whose names have a prefix; their header says what Lora they
+are, so that their hash covers it. Numpy alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_core.errors import ConfigError, ModelError
+from areal_core.models.spec import ModelSpec, open_weights, weight_shapes
+from areal_core.models.tensorfile import Written, read_tensors, write_tensors
+from areal_core.types import Float32Array, Lora
+
+ADAPTER = "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
+_PREFIX = "base_model.model."
+_HEADER = "lora"  # the entry of a file's header
+_LAYER = re.compile(r"(?P<layer>.*\.\d+\..*?(?P<last>[^.]+))\.weight")  # within one of the decoder's numbered layers
+
+
+def adapted_layers(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, int]]:
+    """Name and (out, in) of the linear layers that have an adapter. Raises ConfigError for a target that the model
+    lacks."""
+    linear: dict[str, tuple[int, int]] = {}
+    kinds: dict[str, None] = {}
+    for name, shape in weight_shapes(spec).items():
+        if len(shape) == 2 and (match := _LAYER.fullmatch(name)):
+            kinds[match["last"]] = None
+            if match["last"] in lora.targets:
+                linear[match["layer"]] = shape[0], shape[1]
+    for target in lora.targets:
+        if target not in kinds:
+            raise ConfigError(f"training.lora.targets: must name linear layers of {', '.join(kinds)}, got {target!r}")
+    return linear
+
+
+def adapter_shapes(spec: ModelSpec, lora: Lora) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of an adapter. Raises ConfigError as `adapted_layers` does."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer, (rows, columns) in adapted_layers(spec, lora).items():
+        shapes[f"{layer}.lora_A.weight"] = lora.rank, columns
+        shapes[f"{layer}.lora_B.weight"] = rows, lora.rank
+    return shapes
+
+
+def trained_shapes(spec: ModelSpec, lora: Lora | None) -> dict[str, tuple[int, ...]]:
+    """Name and shape of what is trained: an adapter, or without one all weights."""
+    return weight_shapes(spec) if lora is None else adapter_shapes(spec, lora)
+
+
+def init_adapter(spec: ModelSpec, lora: Lora, seed: int) -> dict[str, Float32Array]:
+    """A fresh adapter, a pure function of the seed: B is 0, and A uniform within 1 / sqrt(in), as peft has it."""
+    generator = np.random.default_rng(seed)
+    adapter: dict[str, Float32Array] = {}
+    for name, shape in adapter_shapes(spec, lora).items():
+        if name.endswith("lora_A.weight"):
+            drawn = 2 * generator.random(shape, dtype=np.float32) - 1
+            adapter[name] = drawn * np.float32(shape[1] ** -0.5)
+        else:
+            adapter[name] = np.zeros(shape, np.float32)
+    return adapter
+
+
+def merged(weights: Mapping[str, Float32Array], adapter: Mapping[str, Float32Array], lora: Lora) -> dict[str, Any]:
+    """The weights of a model with its adapter added to them; those without one are not copied."""
+    result: dict[str, Any] = dict(weights)
+    for name, up in adapter.items():
+        layer, is_b, _ = name.partition(".lora_B.weight")
+        if is_b:
+            delta = up @ adapter[f"{layer}.lora_A.weight"]
+            result[f"{layer}.weight"] = weights[f"{layer}.weight"] + np.float32(lora.scale) * delta
+    return result
+
+
+def write_adapter(file: Path, adapter: Mapping[str, NDArray[Any]], lora: Lora, *, dtype: str | None = None) -> Written:
+    """Write a file in peft's format; `dtype` as of `write_tensors`. Raises OSError."""
+    tensors = {_PREFIX + name: array for name, array in adapter.items()}
+    return write_tensors(file, tensors, dtype=dtype, header={_HEADER: json.dumps(asdict(lora))})
+
+
+def write_adapter_config(folder: Path, lora: Lora) -> None:
+    """Write what peft and vLLM read beside the file. Raises OSError."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def read_lora(file: Path) -> Lora | None:
+    """What adapter a file holds; None for one of whole weights. Raises ModelError when it is missing or damaged."""
+    with open_weights(file) as tensors:
+        found = (tensors.metadata() or {}).get(_HEADER)
+    if found is None:
+        return None
+    values = json.loads(found)
+    return Lora(rank=values["rank"], alpha=values["alpha"], targets=tuple(values["targets"]))
+
+
+def own_names(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The tensors of a file in peft's format, by this package's names."""
+    return {name.removeprefix(_PREFIX): array for name, array in tensors.items()}
+
+
+def read_adapter(file: Path, spec: ModelSpec, lora: Lora) -> dict[str, Float32Array]:
+    """The adapter that a file holds. Raises ModelError naming the tensor that is not the model's."""
+    adapter = {name: array.astype(np.float32, copy=False) for name, array in own_names(_tensors(file)).items()}
+    try:
+        shapes = adapter_shapes(spec, lora)
+    except ConfigError as error:
+        raise ModelError(f"{file}: an adapter of another model: {error}") from None
+    for name in sorted(shapes.keys() | adapter.keys()):
+        found, wanted = list(adapter[name].shape) if name in adapter else None, shapes.get(name)
+        if found is None or wanted is None or found != list(wanted):
+            raise ModelError(f"{file}: {name}: expected shape {wanted and list(wanted)}, got {found}")
+    return adapter
+
+
+def _tensors(file: Path) -> dict[str, NDArray[Any]]:
+    try:
+        return read_tensors(file.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{file}: not readable ({error.strerror})") from None

@@ -1,0 +1,129 @@
+"""Versions that are adapters: loaded, asked for by name, interrupted. vLLM holds them beside the base model."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+
+import aiohttp
+import numpy as np
+import pytest
+
+from areal_core.api.access import authorization
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import MODEL_NAME, join_completions, version_name
+from areal_core.controller.pool import GenerationPool
+from areal_core.errors import ServerLostError
+from areal_core.generation.client import GenerationClient
+from areal_core.storage import weights as versions
+from areal_core.types import PolicyVersion
+from tests.support.generation import Reference, request, write
+from tests.support.live_servers import SLOTS, SPEC, Published, body, digest, get, post, serving, until
+from tests.support.lora import adapter, by_peft, form
+
+TOKEN = "a-token-of-this-run"
+TOLERANCE = 1e-4  # nats
+
+
+class PeftReference(Reference):
+    """The versions as transformers has them with peft's adapters."""
+
+    def __init__(self, base, published):
+        models = {number: by_peft(base, one.path) for number, one in published.items() if number}
+        models[0] = copy.deepcopy(models[1]).unload()
+        self._rounded = models
+        self._exact = {number: copy.deepcopy(model).double() for number, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> Published:
+    root = tmp_path_factory.mktemp("adapters")
+    base = write(root / "base", SPEC, 1)
+    zero = PolicyVersion(version=0, path=str(base), sha256=digest(base / "model.safetensors"))
+    published = {0: zero} | {
+        number: versions.publish(root / "weights", number, adapter(SPEC, seed=number), lora=form())
+        for number in (1, 2, 3)
+    }
+    return Published(base=base, versions=published, reference=PeftReference(base, published))
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def server(request, adapters, tmp_path_factory):
+    ready = tmp_path_factory.mktemp("ready") / f"{request.param}.json"
+    token = ready.with_name("token")
+    token.write_text(f"{TOKEN}\n")
+    lora = ("--lora-rank", form().rank) if request.param == "vllm" else ()
+    with serving(request.param, adapters.base, ready, "--slots", SLOTS, "--token-file", token, *lora) as server:
+        yield dataclasses.replace(server, token=TOKEN)
+
+
+@pytest.fixture
+async def client(server):
+    client = GenerationClient(server.url, token=TOKEN, adapters=True)
+    await client.identify()
+    yield client
+    await client.abort_all()
+    await client.close()
+
+
+async def test_every_version_has_the_log_probabilities_of_peft(client, adapters):
+    asked = request(n=2, max_tokens=16, stop_token_ids=())
+    for number in (0, 1, 2, 1, 3, 0):
+        await client.load_version(adapters.versions[number], "resubmit")
+        assert await client.loaded_version() == number
+        for completion in await client.complete(asked):
+            assert set(completion.versions.tolist()) == {number}
+            wanted, _ = adapters.reference.logprobs(asked, completion)
+            np.testing.assert_allclose(completion.logprobs, wanted, rtol=0, atol=TOLERANCE)
+
+
+async def test_a_version_that_the_server_does_not_hold_can_not_be_asked_of_it(client, adapters, server):
+    one, two, three = (adapters.versions[number] for number in (1, 2, 3))
+    again = dataclasses.replace(three, sha256=digest(adapters.base / "config.json"))  # of other weights
+    await client.load_version(one, "resubmit")
+    await client.load_version(two, "resubmit")
+    await client.load_version(three, "resubmit")
+    async with aiohttp.ClientSession(server.url, headers=authorization(TOKEN)) as http:
+        for version in (one, again, dataclasses.replace(three, version=4)):
+            name = version_name(version)
+            status, answer = await post(http, "/inference/v1/generate", body() | {"model": name})
+            assert (status, answer["error"]["code"]) == (404, 404)
+            assert name in answer["error"]["message"]
+            assert "\n" not in answer["error"]["message"]
+        status, answer = await post(http, "/inference/v1/generate", body() | {"model": version_name(three)})
+        assert status == 200
+        if server.kind == "vllm":  # the one before stays for requests that are on their way
+            models = (await get(http, "/v1/models"))[1]["data"]
+            assert {model["id"] for model in models} == {MODEL_NAME, version_name(two), version_name(three)}
+
+
+@pytest.mark.parametrize("interruption", ["recompute", "resubmit"])
+async def test_what_an_update_interrupts_goes_on_under_the_new_version(client, adapters, server, interruption):
+    await client.load_version(adapters.versions[1], "resubmit")
+    pool = GenerationPool(completions_per_server=SLOTS, interruption=interruption, token=TOKEN, adapters=True)
+    await pool.join("server", server.url, lambda: adapters.versions[1])
+    transcript = Transcript(request("long", n=2, max_tokens=60, stop_token_ids=()))
+    with server.slowed():
+        work = asyncio.ensure_future(pool.generate(transcript))
+        await until(client, lambda load: load.running == 2)
+        await asyncio.sleep(0.5)
+        await pool.load_version(adapters.versions[2])
+    await work
+    for completion in join_completions(transcript.completions()):
+        assert completion.versions.tolist() == sorted(completion.versions.tolist())
+        assert set(completion.versions.tolist()) == {1, 2}
+        wanted, _ = adapters.reference.logprobs(transcript.request, completion)
+        np.testing.assert_allclose(completion.logprobs, wanted, rtol=0, atol=TOLERANCE)
+    await pool.close()
+
+
+async def test_a_damaged_adapter_is_not_loaded(client, adapters, tmp_path):
+    await client.load_version(adapters.versions[1], "resubmit")
+    version = versions.publish(tmp_path, 5, adapter(SPEC, seed=5), lora=form())
+    file = versions.weights_file(tmp_path / "v000005")
+    file.write_bytes(file.read_bytes()[:-4] + bytes(4))
+    with pytest.raises(ServerLostError, match="sha256"):
+        await client.load_version(version, "resubmit")
+    [completion] = await client.complete(request(max_tokens=4))
+    assert set(completion.versions.tolist()) == {1}

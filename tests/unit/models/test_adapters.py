@@ -1,0 +1,111 @@
+"""Adapters: which layers have one, what it is at first, what merging makes of it, and files that peft reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_core.errors import ConfigError, ModelError
+from areal_core.models.adapters import (
+    ADAPTER,
+    adapter_shapes,
+    init_adapter,
+    merged,
+    read_adapter,
+    read_lora,
+    trained_shapes,
+    write_adapter,
+    write_adapter_config,
+)
+from areal_core.models.arrays import read_arrays
+from areal_core.models.folders import write_model
+from areal_core.models.spec import weight_shapes
+from areal_core.models.tensorfile import write_tensors
+from areal_core.types import Lora
+from tests.support.lora import adapter, by_peft, form
+from tests.support.training import SPEC, weights
+
+TWO = Lora(rank=2, alpha=8.0, targets=("q_proj", "down_proj"))
+
+
+def test_the_layers_that_are_named_have_an_adapter() -> None:
+    shapes = adapter_shapes(SPEC, TWO)
+    assert len(shapes) == 2 * 2 * SPEC.layers
+    assert shapes["model.layers.1.self_attn.q_proj.lora_A.weight"] == (2, 16)
+    assert shapes["model.layers.1.self_attn.q_proj.lora_B.weight"] == (16, 2)
+    assert shapes["model.layers.0.mlp.down_proj.lora_A.weight"] == (2, 24)
+    assert shapes["model.layers.0.mlp.down_proj.lora_B.weight"] == (16, 2)
+    assert trained_shapes(SPEC, TWO) == shapes
+    assert trained_shapes(SPEC, None) == weight_shapes(SPEC)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "input_layernorm", "proj", "model"])
+def test_what_is_no_linear_layer_of_the_decoder_is_refused(target: str) -> None:
+    named = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    with pytest.raises(
+        ConfigError, match=f"^training.lora.targets: must name linear layers of {named}, got '{target}'$"
+    ):
+        adapter_shapes(SPEC, dataclasses.replace(TWO, targets=("q_proj", target)))
+
+
+def test_a_fresh_adapter_adds_nothing_and_is_a_function_of_the_seed() -> None:
+    fresh = init_adapter(SPEC, TWO, 3)
+    base = {name: tensor.numpy() for name, tensor in weights().items()}
+    whole = merged(base, fresh, TWO)
+    assert whole.keys() == base.keys()
+    assert all((whole[name] == array).all() for name, array in base.items())
+    downs = [array for name, array in fresh.items() if "lora_A" in name]
+    assert all(0 < np.abs(array).max() <= array.shape[1] ** -0.5 for array in downs)
+    again, other = init_adapter(SPEC, TWO, 3), init_adapter(SPEC, TWO, 4)
+    assert all((again[name] == array).all() for name, array in fresh.items())
+    assert any((other[name] != array).any() for name, array in fresh.items())
+
+
+def test_merged_weights_and_files_are_what_peft_makes_of_them(tmp_path: Path) -> None:
+    write_model(tmp_path / "base", SPEC, weights(), None)
+    mine = adapter(SPEC, TWO)
+    (tmp_path / "adapter").mkdir()
+    write_adapter(tmp_path / "adapter" / ADAPTER, mine, TWO)
+    write_adapter_config(tmp_path / "adapter", TWO)
+    found = by_peft(tmp_path / "base", tmp_path / "adapter").merge_and_unload().state_dict()
+    changed = 0
+    for name, array in merged(read_arrays(tmp_path / "base", SPEC), mine, TWO).items():
+        torch.testing.assert_close(torch.from_numpy(array), found[name], rtol=0, atol=1e-6)
+        changed += int((array != weights()[name].numpy()).any())
+    assert changed == 2 * SPEC.layers
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    mine, file = adapter(SPEC, TWO), tmp_path / ADAPTER
+    written = write_adapter(file, mine, TWO)
+    assert read_lora(file) == TWO
+    found = read_adapter(file, SPEC, TWO)
+    assert found.keys() == mine.keys()
+    assert all((found[name] == array).all() for name, array in mine.items())
+    other = write_adapter(file, mine, dataclasses.replace(TWO, alpha=16.0))
+    assert other.sha256 != written.sha256  # what it adds is another
+    write_tensors(file, {"a": np.zeros(1, np.float32)})
+    assert read_lora(file) is None
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / ADAPTER
+    write_adapter(file, adapter(SPEC, TWO), TWO)
+    with pytest.raises(ModelError, match=r"down_proj.lora_B.weight: expected shape \[8, 2\], got \[16, 2\]$"):
+        read_adapter(file, dataclasses.replace(SPEC, hidden_size=8), TWO)
+    with pytest.raises(ModelError, match=r"another model: training.lora.targets: must name linear layers"):
+        read_adapter(file, SPEC, dataclasses.replace(TWO, targets=("c_attn",)))
+    with pytest.raises(ModelError, match=r"lora_A.weight: expected shape None, got"):
+        read_adapter(file, SPEC, dataclasses.replace(TWO, targets=("q_proj",)))
+
+
+def test_the_configuration_is_what_vllm_and_peft_read(tmp_path: Path) -> None:
+    write_adapter_config(tmp_path, form())
+    values = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (values["peft_type"], values["r"], values["lora_alpha"]) == ("LORA", 3, 12.0)
+    assert values["target_modules"] == list(form().targets)
