@@ -40,6 +40,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,44 +49,51 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from verifiers import VERIFIERS
 
 PACKAGES = ("trl", "transformers", "accelerate", "datasets", "torch")
 
 
 class Stopwatch(TrainerCallback):
-    """Wall time and weights after every generation batch. Copies are kept in memory and written when all is over."""
+    """Wall and CPU time after every generation batch, and weights if they are asked for. Copies are kept in memory and
+    written when all is over."""
 
-    def __init__(self, model: torch.nn.Module, updates: int) -> None:
+    def __init__(self, model: torch.nn.Module, updates: int, *, keep: bool) -> None:
         self._model = model
         self._updates = updates  # optimiser steps a generation batch
-        self._start = 0.0
+        self._keep = keep
+        self._start = self._cpu_start = 0.0
         self.elapsed_s: list[float] = []
+        self.cpu_s: list[float] = []
         self.weights: list[dict[str, torch.Tensor]] = []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._start = time.perf_counter()
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self._updates == 0:
             self.elapsed_s.append(time.perf_counter() - self._start)
-            self.weights.append({name: tensor.detach().clone() for name, tensor in self._model.named_parameters()})
+            self.cpu_s.append(time.process_time() - self._cpu_start)
+            if self._keep:
+                self.weights.append({name: tensor.detach().clone() for name, tensor in self._model.named_parameters()})
 
 
 class Reward:
-    """1 for a completion that ended and whose text after the last `#` is the gold answer, else 0: as the verifier of
-    the system it is compared with, which counts a truncated completion as wrong."""
+    """The score of the task's verifier for a completion that has ended; 0 for a truncated one, as in the system that it
+    is compared with."""
 
-    def __init__(self, eos_token_id: int) -> None:
+    def __init__(self, eos_token_id: int, verify: Callable[[str, str], float]) -> None:
         self._eos = eos_token_id
+        self._verify = verify
         self.means: list[float] = []  # of this rank's share, one a generation batch
 
     def __call__(
         self, completions: list[str], completion_ids: list[list[int]], answer: list[str], **columns: Any
     ) -> list[float]:
-        rewards = []
-        for text, ids, gold in zip(completions, completion_ids, answer, strict=True):
-            _, mark, conclusion = text.rpartition("#")
-            rewards.append(float(ids[-1] == self._eos and bool(mark) and conclusion == gold))
+        rewards = [
+            self._verify(text, gold) if ids[-1] == self._eos else 0.0
+            for text, ids, gold in zip(completions, completion_ids, answer, strict=True)
+        ]
         self.means.append(sum(rewards) / len(rewards))
         return rewards
 
@@ -93,12 +101,13 @@ class Reward:
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rank = int(os.environ["LOCAL_RANK"])
-    os.sched_setaffinity(0, {job["cores"][rank]})
-    torch.set_num_threads(1)
+    cores = job["cores"][rank]
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    reward = Reward(tokenizer.eos_token_id)
-    stopwatch = Stopwatch(model, job["updates"])
+    reward = Reward(tokenizer.eos_token_id, VERIFIERS[job["verifier"]])
+    stopwatch = Stopwatch(model, job["updates"], keep=job["keep"] and rank == 0)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
@@ -108,20 +117,20 @@ def main() -> None:
         callbacks=[stopwatch],
     )
     trainer.train()
-    if rank == 0:
-        write_report(Path(job["out"]), stopwatch, reward)
+    write_report(Path(job["out"]), rank, stopwatch, reward)
 
 
-def write_report(folder: Path, stopwatch: Stopwatch, reward: Reward) -> None:
-    """Weights as `step-000001.safetensors` and so on; `report.json` last."""
+def write_report(folder: Path, rank: int, stopwatch: Stopwatch, reward: Reward) -> None:
+    """`report-0.json` of rank 0; of rank 0 alone, weights as `step-000001.safetensors` and so on."""
     for step, weights in enumerate(stopwatch.weights, 1):
         save_file(weights, folder / f"step-{step:06d}.safetensors", {"format": "pt"})
     report = {
         "elapsed_s": stopwatch.elapsed_s,  # since training began, after each step
-        "reward": reward.means,
+        "cpu_s": stopwatch.cpu_s,  # of this rank, likewise
+        "reward": reward.means,  # of this rank's share of each step
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
     }
-    (folder / "report.json").write_text(json.dumps(report))
+    (folder / f"report-{rank}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
