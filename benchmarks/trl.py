@@ -1,6 +1,6 @@
 """How fast is it beside TRL? This system and TRL's GRPOTrainer on the same task, in turns on the same cores.
 
-    python -m benchmarks.trl [--models embedded,smollm2] [--seeds 1,2,3] [--steps 25] [--score 0.75]
+    python -m benchmarks.trl [--models embedded,smollm2] [--seeds 1,2,3] [--steps 25] [--score 0.75] [field=value ...]
 
 Two comparisons, each an experiment of this system: `embedded`, the default one, and `smollm2`, a pretrained model of
 135M parameters (`CASES`). Both systems start from the same model and get the same prompts in the same order, the same
@@ -17,6 +17,7 @@ every version is kept and scored afterwards in the same way on the same held-out
 training time of the first version whose score is at least that. A speed-up is TRL's time over ours for one seed; the
 figure printed is the median over seeds. Of each system and seed are also told: mean reward of each batch, CPU seconds a
 step of the processes that generate and train, and the peak memory of all of its processes; of ours what bounded it.
+Overrides are of our experiments; TRL is told of those that `grpo_arguments` reads.
 """
 
 from __future__ import annotations
@@ -77,12 +78,18 @@ class Case:
     verifier: str  # the task's, in `benchmarks.peers.verifiers`
     gold: Callable[[str], str]  # from a prompt's answer to what that verifier takes
     ranks: int | None = None  # of TRL; None: one a core
+    scratch: bool = False  # whether its runs, gigabytes each, leave nothing behind
 
 
 CASES = {
     "embedded": Case(experiment="cpu-async", steps=25, score=0.75, verifier="arithmetic", gold=str),
     "smollm2": Case(
-        experiment="smollm2", steps=2, score=None, verifier="needle", gold=lambda told: json.loads(told)["answer"]
+        experiment="smollm2",
+        steps=2,
+        score=None,
+        verifier="needle",
+        gold=lambda told: json.loads(told)["answer"],
+        scratch=True,
     ),
 }
 
@@ -337,13 +344,17 @@ def score(training: Training, scorer: Scorer, folder: Path, target: float) -> di
     return accuracy
 
 
-def measure(case: Case, seeds: Sequence[int], steps: int, target: float | None) -> dict[str, Any]:
+def measure(case: Case, seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
     """Train both systems with every seed and compare them. Raises ArealError for what goes wrong in either."""
     if not PYTHON.exists():
         raise ConfigError(f"{PYTHON.parents[1].name}: TRL's environment is absent; `make bench NAME=trl` makes it")
-    case = dataclasses.replace(case, steps=steps, score=target)
+    with _harness.scratch_runs() if case.scratch else contextlib.nullcontext(["tracking.enabled=false"]) as its:
+        return _measure(case, {seed: _config(case, seed, [*its, *overrides]) for seed in seeds})
+
+
+def _measure(case: Case, configs: Mapping[int, RunConfig]) -> dict[str, Any]:
+    seeds, target = list(configs), case.score
     stamp = f"{case.experiment}-{time.strftime('%Y%m%d-%H%M%S')}"
-    configs = {seed: _config(case, seed) for seed in seeds}
     runs = {seed: prepare(_timed(configs[seed]), run_id=f"peer-{stamp}-s{seed}", log=_harness.tell) for seed in seeds}
     some = configs[seeds[0]]
     model = Path(runs[seeds[0]].info().model_path)
@@ -382,9 +393,8 @@ def measure(case: Case, seeds: Sequence[int], steps: int, target: float | None) 
     }
 
 
-def _config(case: Case, seed: int) -> RunConfig:
-    steps = f"training.steps={case.steps}"
-    return compose(case.experiment, ["name=peer", f"seed={seed}", steps, "tracking.enabled=false"])
+def _config(case: Case, seed: int, overrides: Sequence[str]) -> RunConfig:
+    return compose(case.experiment, ["name=peer", f"seed={seed}", f"training.steps={case.steps}", *overrides])
 
 
 def _timed(config: RunConfig) -> RunConfig:
@@ -414,18 +424,16 @@ def _figures(one: Measurement, target: float | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = _harness.parser(__doc__, overrides=False)
+    parser = _harness.parser(__doc__)
     parser.add_argument("--models", type=_harness.some_of(list(CASES)), default=list(CASES))
     parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3])
     parser.add_argument("--steps", type=_harness.positive, help="of each model, instead of its own number")
     parser.add_argument("--score", type=float, help="held-out accuracy, 0 to 1, instead of each model's own")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
 
-    def compared(case: Case) -> dict[str, Any]:
-        target = case.score if options.score is None else options.score
-        return measure(case, options.seeds, options.steps or case.steps, target)
-
-    _harness.report(lambda: {name: compared(CASES[name]) for name in options.models})
+    chosen = {name: value for name in ("steps", "score") if (value := getattr(options, name)) is not None}
+    cases = {name: dataclasses.replace(CASES[name], **chosen) for name in options.models}
+    _harness.report(lambda: {name: measure(case, options.seeds, options.overrides) for name, case in cases.items()})
 
 
 if __name__ == "__main__":

@@ -5,25 +5,32 @@
 
 `benchmarks.trl` starts it, chooses its arguments and scores what it makes.
 
-How TRL was tuned. Seconds are CPU seconds of one thread on a busy two-core machine, for the embedded model after
-training, with TRL 1.16.0 and transformers 5.23.0. "Generation" is 256 completions, one rank's share of a step; a "pass"
-is forward and backward of 64, a rank's share of one of four minibatches.
+How TRL was tuned, with TRL 1.16.0 and transformers 5.23.0 on two cores of an AMD EPYC with AVX-512. Seconds are CPU
+seconds of one thread on a busy machine. "Generation" is a rank's share of a step, 256 completions of the embedded model
+after training, 64 of SmolLM2-135M; a "pass" is forward and backward of a rank's share of one of four minibatches, 64
+and 16.
 
-- Layout: two ranks of one thread, a core each. A step took 3.0 to 3.2 s a rank; one process of two threads 6.6 to 6.9 s
-  in all, and 2 to 3 times the wall time under the same load.
-- Attention: sdpa, generation 0.80, pass 0.24; eager 0.84 and 0.28.
-- KV cache: dynamic, generation 0.80; static 0.91 to 1.00.
-- Engine: `generate` with a rank's whole share at once, 0.80; continuous batching 2.7, with 2048 blocks 4.6.
-- Precision: float32, pass 0.24; with bfloat16 autocast 0.49 to 0.54, and generation no faster.
-- Micro-batch: all 64 at once. A pass took 0.23 to 0.25 with 64, 32 and 8 alike, a step 3.6 instead of 3.0 to 3.2 with
-  two of 32: TRL reads the generation batch from the data set again for each.
-- torch.compile: off. It made a pass 18 % faster, 0.2 s a step, and took 20 s a rank, which 25 steps don't bring back.
+- Layout: two ranks of one thread, a core each. Embedded: a step took 3.0 to 3.2 s a rank; one process of two threads
+  6.6 to 6.9 s in all, and 2 to 3 times the wall time under the same load. SmolLM2: 109 to 126 s a rank, 217 to 252 s in
+  all; one process of two threads 261 s, and at a lower load no less wall time.
+- Attention: sdpa. Embedded: generation 0.80, pass 0.24; eager 0.84 and 0.28. SmolLM2: 21.4 and 11.6; 22.3 and 11.8.
+- KV cache: dynamic. Embedded: generation 0.80; static 0.91 to 1.00. SmolLM2: 21.4; static 19.7, 1 % of a step.
+- Engine: `generate` with a rank's whole share at once, 0.80; continuous batching 2.7, with 2048 blocks 4.6 (embedded).
+- Precision: float32, as the other system. Embedded: pass 0.24; with bfloat16 autocast 0.49 to 0.54, and generation no
+  faster. SmolLM2: bfloat16 autocast is faster on a CPU with AVX512-BF16, pass 6.9 instead of 11.6, generation 12.8
+  instead of 21.4: it would halve a step at best, where this comparison is of equal precision.
+- Micro-batch: a minibatch at once. Embedded: a pass took 0.23 to 0.25 with 64, 32 and 8 alike, a step 3.6 instead of
+  3.0 to 3.2 with two of 32: TRL reads the generation batch from the data set again for each. SmolLM2: 6.1 s for 8
+  completions, 11.6 for 16, 27.2 for 32, which would be accumulated from 16 at no gain.
+- torch.compile: off. Embedded: it made a pass 18 % faster, 0.2 s a step, and took 20 s a rank, which 25 steps don't
+  bring back.
 - Off, as cost without use here: checkpointing of activations, logging, saving, progress bars, data workers, pinned
   memory, the broadcast of buffers.
 - The environment of its processes is that of ours: malloc thresholds, OpenMP threads that wait without spinning.
 
-Weights are copied in memory after each step and written at the end: 0.16M parameters, well under a millisecond a step.
-Not tried: generation by vLLM, and with it TRL's asynchronous trainer, which are made for GPUs.
+Where versions are scored, weights are copied in memory after each step and written at the end: 0.16M parameters, well
+under a millisecond a step. Not tried: generation by vLLM, and with it TRL's asynchronous trainer, which are made for
+GPUs; with SmolLM2, torch.compile and continuous batching.
 
 What TRL does and no argument of it changes: every completion of a rank is padded to the longest in both generation (a
 finished completion keeps its row until the last one has ended) and training; log-probabilities of the sampling policy
