@@ -97,7 +97,7 @@ plan: $(SETUP) ## what an experiment would need of GPUs, without any: EXPERIMENT
 advise: $(SETUP) ## how a run's devices would better be partitioned, by its own rates: RUN=
 	@$(BIN)/python -m flows.advise '$(RUN)'
 
-bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) $(if $(filter smollm2,$(or $(NAME),smollm2)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(filter verifiers,$(or $(NAME),verifiers)),sandbox) ## every benchmark that needs no GPU, or one: NAME=
+bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) $(if $(filter smollm2 trl,$(or $(NAME),smollm2)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(filter verifiers,$(or $(NAME),verifiers)),sandbox) ## every benchmark that needs no GPU, or one: NAME=
 	@for name in $(or $(NAME),$(filter-out gpu_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))); do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit; done
 

@@ -24,11 +24,8 @@ import argparse
 import json
 import re
 import statistics
-import threading
 from collections.abc import Sequence
 from typing import Any
-
-import psutil
 
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
@@ -41,11 +38,11 @@ from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 from areal_core.storage.weights import version_folder, weights_file
 from benchmarks import _harness
+from benchmarks._memory import PeakMemory
 from flows.benchmarks import benchmark_configs
 from flows.compose import compose
 
 _EXPERIMENTS = {"full": "smollm2", "lora": "smollm2-lora"}
-_LOOK_S = 1.0  # between two looks at the memory
 _WORD = re.compile(r"[^\W_]+(?:['\u2019.-][^\W_]+)*")
 
 
@@ -77,7 +74,7 @@ def _arms(text: str) -> list[str]:
 def _of_seed(arm: str, seed: int, problems: int, overrides: Sequence[str]) -> dict[str, Any]:
     with _harness.scratch_runs() as scratch:
         config = compose(_EXPERIMENTS[arm], [*scratch, f"seed={seed}", *overrides])
-        with _PeakMemory() as memory:
+        with PeakMemory() as memory:
             summary = execute(config, run_id="run", log=lambda line: _harness.tell(f"{arm}, seed {seed}: {line}"))
         _check_disjoint(config, summary.steps, problems)
         run, metrics = run_folder(config, "run"), _harness.history(config, "run")
@@ -94,7 +91,7 @@ def _of_seed(arm: str, seed: int, problems: int, overrides: Sequence[str]) -> di
         "lenient_before": _share([_is_said(record) for record in before]),
         "lenient_after": _share([_is_said(record) for record in after]),
         "minutes": round(summary.rl_wall_s / 60, 2),
-        "peak_gib": round(memory.peak / 2**30, 2),
+        "peak_gib": memory.gib,
         "trainer_gib": round(max(metrics["memory/trainer_peak_gib"].values()), 2),
         "step_s": round(statistics.median(compute.values()), 2),
         "token_us": round(1e6 * statistics.median(compute[step] / count for step, count in tokens.items() if count), 1),
@@ -132,34 +129,6 @@ def _words(text: str) -> list[str]:
 
 def _share(found: Sequence[bool]) -> float:
     return round(sum(found) / len(found), 4)
-
-
-class _PeakMemory:
-    """The most memory that the processes which this one has started had at once. A context."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> _PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(_LOOK_S):
-            self.peak = max(self.peak, sum(map(_memory, psutil.Process().children(recursive=True))))
-
-
-def _memory(process: psutil.Process) -> int:
-    try:
-        return process.memory_full_info().pss
-    except psutil.Error:
-        return 0  # it has ended
 
 
 if __name__ == "__main__":

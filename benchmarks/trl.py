@@ -1,18 +1,23 @@
-"""How fast is it beside TRL? The default experiment and TRL's GRPOTrainer on the same task, in turns on the same cores.
+"""How fast is it beside TRL? This system and TRL's GRPOTrainer on the same task, in turns on the same cores.
 
-    python -m benchmarks.trl [--seeds 1,2,3] [--steps 25] [--score 0.75]
+    python -m benchmarks.trl [--models embedded,smollm2] [--seeds 1,2,3] [--steps 25] [--score 0.75] [field=value ...]
 
-Both start from the same warmed-up model and get the same prompts in the same order, the same verifier, batch, number of
-optimiser updates a batch, optimiser, clipping and limits (`grpo_arguments`), and `launch.devices` cores. TRL runs in
-.venv-trl (`make bench NAME=trl` makes it), by `benchmarks.peers.trl_grpo`, whose text says how it was tuned.
+Two comparisons, each an experiment of this system: `embedded`, the default one, and `smollm2`, a pretrained model of
+135M parameters (`CASES`). Both systems start from the same model and get the same prompts in the same order, the same
+verifier, batch, number of optimiser updates a batch, optimiser, clipping, precision and limits (`grpo_arguments`), and
+`launch.devices` cores. TRL runs in .venv-trl (`make bench NAME=trl` makes it), by `benchmarks.peers.trl_grpo`, whose
+text says how it was tuned.
 
-A step is 512 completions generated and trained on. What is compared are two systems, not two loops: ours generates and
-trains at once on data up to two versions old, packs, and spends nothing on completions without an advantage (a third to
-a half of the tokens, as the policy gets good), where TRL takes turns, pads and computes all. Time runs from the first
-generation to the last step; loading, model making and evaluation are outside, on both sides: every version is kept and
-scored afterwards in the same way on the same held-out prompts. Time to score is the training time of the first
-version whose score is at least --score. A speed-up is TRL's time over ours for one seed; the figure printed is the
-median over seeds.
+A step is a batch of completions, 512 or 128, generated and trained on. What is compared are two systems, not two loops:
+ours generates and trains at once on data up to two versions old, packs, computes a prompt once for its completions, and
+spends nothing on completions without an advantage (of the embedded model a third to a half of the tokens, as the policy
+gets good), where TRL takes turns, pads and computes all. Time runs from the first generation to the last step, the
+first step included; loading, model making and evaluation are outside, on both sides. Where there is a score to reach,
+every version is kept and scored afterwards in the same way on the same held-out prompts, and time to score is the
+training time of the first version whose score is at least that. A speed-up is TRL's time over ours for one seed; the
+figure printed is the median over seeds. Of each system and seed are also told: mean reward of each batch, CPU seconds a
+step of the processes that generate and train, and the peak memory of all of its processes; of ours what bounded it.
+Overrides are of our experiments; TRL is told of those that `grpo_arguments` reads.
 """
 
 from __future__ import annotations
@@ -26,15 +31,15 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from safetensors.numpy import load_file
 
-from areal_core.__main__ import configuration
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError, ProcessError, StorageError
@@ -44,10 +49,13 @@ from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.launcher import execute, prepare
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
+from areal_core.tracking.timeline import read_timeline
 from areal_core.types import PolicyVersion
 from benchmarks import _harness
+from benchmarks._memory import PeakMemory
 from benchmarks._scoring import Scorer
 from flows.comparison.intervals import paired_ratio
+from flows.compose import compose
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
@@ -61,11 +69,41 @@ Arrays = Mapping[str, Any]  # tensor name -> array
 
 
 @dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is compared on: an experiment of this system, and how TRL does the same."""
+
+    experiment: str
+    steps: int
+    score: float | None  # held-out accuracy that is to be reached; None: no version is scored
+    verifier: str  # the task's, in `benchmarks.peers.verifiers`
+    gold: Callable[[str], str]  # from a prompt's answer to what that verifier takes
+    ranks: int | None = None  # of TRL; None: one a core
+    scratch: bool = False  # whether its runs, gigabytes each, leave nothing behind
+
+
+CASES = {
+    "embedded": Case(experiment="cpu-async", steps=25, score=0.75, verifier="arithmetic", gold=str),
+    "smollm2": Case(
+        experiment="smollm2",
+        steps=2,
+        score=None,
+        verifier="needle",
+        gold=lambda told: json.loads(told)["answer"],
+        scratch=True,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
-    """Times and versions of a run of either system."""
+    """Times, costs and versions of a run of either system."""
 
     elapsed_s: tuple[float, ...]  # since training began, after each step
-    versions: tuple[Arrays, ...]  # weights after each step
+    reward: tuple[float, ...]  # mean of each batch
+    cpu_s: float  # of the processes that generate and train
+    peak_gib: float = 0.0
+    bound: str | None = None  # what bounded it, in words
+    versions: tuple[Arrays, ...] = ()  # weights after each step, if they were kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +111,21 @@ class Measurement:
     """One system, one seed."""
 
     elapsed_s: tuple[float, ...]  # since training began, after each step
-    accuracy: Mapping[int, float]  # step -> held-out accuracy, of the steps that were scored
+    accuracy: Mapping[int, float] = field(default_factory=dict[int, float])  # step -> held-out, of those scored
+    told: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else its figures hold
 
     @property
     def step_s(self) -> float:
         """Mean over all steps, the first included."""
         return self.elapsed_s[-1] / len(self.elapsed_s)
 
-    def step_of_score(self, target: float) -> int | None:
+    def step_of_score(self, target: float | None) -> int | None:
         """The first scored step with at least `target`."""
+        if target is None:
+            return None
         return next((step for step, accuracy in sorted(self.accuracy.items()) if accuracy >= target), None)
 
-    def time_to_score(self, target: float) -> float | None:
+    def time_to_score(self, target: float | None) -> float | None:
         """Seconds of training to `step_of_score`."""
         step = self.step_of_score(target)
         return None if step is None else self.elapsed_s[step - 1]
@@ -93,9 +134,9 @@ class Measurement:
 Measurements = Mapping[int, Mapping[str, Measurement]]  # seed -> system -> measurement
 
 
-def speedups(measured: Measurements, target: float) -> dict[str, Any]:
-    """TRL's time over ours: median, interval and its coverage. To the score it is None unless both reached it with
-    every seed."""
+def speedups(measured: Measurements, target: float | None) -> dict[str, Any]:
+    """TRL's time over ours: median, interval and its coverage. To the score it is None unless there is one, and both
+    reached it with every seed."""
 
     def ratios(seconds: Mapping[str, Mapping[int, float | None]]) -> dict[str, Any] | None:
         known = {
@@ -122,10 +163,10 @@ def speedups(measured: Measurements, target: float) -> dict[str, Any]:
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
 
-def grpo_arguments(config: RunConfig, output: Path) -> dict[str, Any]:
-    """GRPOConfig for the experiment `config`. First what has to be equal, then what makes TRL fast here; why is told
-    in `benchmarks.peers.trl_grpo`."""
-    training, algorithm, ranks = config.training, config.algorithm, config.launch.devices
+def grpo_arguments(config: RunConfig, ranks: int, output: Path) -> dict[str, Any]:
+    """GRPOConfig for the experiment `config` on `ranks` processes. First what has to be equal, then what makes TRL fast
+    here; why is told in `benchmarks.peers.trl_grpo`."""
+    training, algorithm = config.training, config.algorithm
     return {
         "seed": config.seed,
         "max_steps": training.steps * training.minibatches,
@@ -165,28 +206,57 @@ def grpo_arguments(config: RunConfig, output: Path) -> dict[str, Any]:
     }
 
 
-def train_trl(config: RunConfig, model: Path, folder: Path, cores: Sequence[int]) -> tuple[Training, dict[str, str]]:
+def ranks_of_trl(cores: Sequence[int], case: Case) -> list[list[int]]:
+    """The cores of each rank."""
+    ranks = case.ranks or len(cores)
+    return [list(cores[rank::ranks]) for rank in range(ranks)]
+
+
+def train_trl(
+    config: RunConfig, case: Case, model: Path, folder: Path, cores: Sequence[int]
+) -> tuple[Training, dict[str, str]]:
     """Train with TRL; also the versions of its packages. Raises ProcessError with the end of its log."""
     folder.mkdir(parents=True)
-    source = open_source(config, Tokenizer.from_folder(model))
-    prompts = [source.prompt(index) for index in range(config.training.steps * config.groups_per_batch)]
-    lines = [json.dumps({"prompt": prompt.text, "answer": prompt.answer}) for prompt in prompts]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts(config, case, model)))
+    ranks = ranks_of_trl(cores, case)
     job = {
         "model": str(model),
         "prompts": str(folder / "prompts.jsonl"),
         "out": str(folder),
-        "cores": list(cores),
+        "cores": ranks,
         "updates": config.training.minibatches,
-        "grpo": grpo_arguments(config, folder / "output"),
+        "verifier": case.verifier,
+        "keep": case.score is not None,
+        "grpo": grpo_arguments(config, len(ranks), folder / "output"),
     }
     (folder / "job.json").write_text(json.dumps(job, indent=2))
-    _launch(folder, len(cores))
-    report = json.loads((folder / "report.json").read_text())
+    with PeakMemory() as memory:
+        _launch(folder, len(ranks))
+    reports = [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(len(ranks))]
+    steps = config.training.steps
     versions = [load_file(file) for file in sorted(folder.glob("step-*.safetensors"))]
-    if len(versions) != config.training.steps:
-        raise ProcessError(f"TRL made {len(versions)} of {config.training.steps} steps; see {folder}")
-    return Training(elapsed_s=tuple(report["elapsed_s"]), versions=tuple(versions)), report["versions"]
+    if len(reports[0]["elapsed_s"]) != steps or len(versions) not in (0, steps):
+        raise ProcessError(f"TRL made {len(reports[0]['elapsed_s'])} of {steps} steps; see {folder}")
+    training = Training(
+        elapsed_s=tuple(reports[0]["elapsed_s"]),
+        reward=tuple(fmean(means) for means in zip(*(report["reward"] for report in reports), strict=True)),
+        cpu_s=sum(report["cpu_s"][-1] for report in reports),
+        peak_gib=memory.gib,
+        versions=tuple(versions),
+    )
+    return training, reports[0]["versions"]
+
+
+def prompts(config: RunConfig, case: Case, model: Path) -> list[dict[str, str]]:
+    """The prompts of the whole run in their order: the text whose tokens ours are fed, special ones written out, and
+    what is judged by."""
+    tokenizer = Tokenizer.from_folder(model)
+    source = open_source(config, tokenizer)
+    made = [source.prompt(index) for index in range(config.training.steps * config.groups_per_batch)]
+    return [
+        {"prompt": tokenizer.decode(prompt.token_ids, special=True), "answer": case.gold(prompt.answer)}
+        for prompt in made
+    ]
 
 
 def _launch(folder: Path, ranks: int) -> None:
@@ -217,14 +287,22 @@ def _launch(folder: Path, ranks: int) -> None:
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def train_areal(config: RunConfig, run: RunDir) -> Training:
-    """Run the prepared run `run` to its end, keeping every version that it publishes."""
-    with kept_versions(run.weights) as versions:
+def train_areal(config: RunConfig, case: Case, run: RunDir) -> Training:
+    """Run the prepared run `run` to its end. Every version that it publishes is kept if there is a score to reach."""
+    keeping = contextlib.nullcontext([]) if case.score is None else kept_versions(run.weights)
+    with PeakMemory() as memory, keeping as versions:
         summary = execute(config, run_id=run.info().run_id, log=_harness.tell)
-    if len(versions) != summary.steps:
+    if case.score is not None and len(versions) != summary.steps:
         raise ProcessError(f"version {len(versions) + 1} of {run.root} was gone before it could be kept")
-    elapsed_s = _harness.history(config, run.info().run_id)["time/elapsed_s"]
-    return Training(elapsed_s=tuple(elapsed_s[step] for step in range(1, summary.steps + 1)), versions=tuple(versions))
+    history, steps = _harness.history(config, run.info().run_id), range(1, summary.steps + 1)
+    return Training(
+        elapsed_s=tuple(history["time/elapsed_s"][step] for step in steps),
+        reward=tuple(history["reward/mean"][step] for step in steps),
+        cpu_s=sum(span.cpu_s or 0.0 for span in read_timeline(run.timeline)),
+        peak_gib=memory.gib,
+        bound=summary.bound,
+        versions=tuple(versions),
+    )
 
 
 @contextlib.contextmanager
@@ -255,23 +333,28 @@ def kept_versions(store: Path) -> Iterator[list[Arrays]]:
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-def score(training: Training, scorer: Scorer, folder: Path, target: float) -> Measurement:
-    """Score versions in their order up to the first one that reaches `target`, and the last one."""
+def score(training: Training, scorer: Scorer, folder: Path, target: float) -> dict[int, float]:
+    """Accuracy by step, in their order up to the first version that reaches `target`, and of the last one."""
     accuracy: dict[int, float] = {}
     last = len(training.versions)
     for step in range(1, last + 1):
         if step == last or max(accuracy.values(), default=0.0) < target:
             version = weights.publish(folder, step, training.versions[step - 1])
             accuracy[step] = scorer.accuracy(version)
-    return Measurement(elapsed_s=training.elapsed_s, accuracy=accuracy)
+    return accuracy
 
 
-def measure(seeds: Sequence[int], steps: int, target: float) -> dict[str, Any]:
+def measure(case: Case, seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
     """Train both systems with every seed and compare them. Raises ArealError for what goes wrong in either."""
     if not PYTHON.exists():
         raise ConfigError(f"{PYTHON.parents[1].name}: TRL's environment is absent; `make bench NAME=trl` makes it")
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    configs = {seed: _config(seed, steps) for seed in seeds}
+    with _harness.scratch_runs() if case.scratch else contextlib.nullcontext(["tracking.enabled=false"]) as its:
+        return _measure(case, {seed: _config(case, seed, [*its, *overrides]) for seed in seeds})
+
+
+def _measure(case: Case, configs: Mapping[int, RunConfig]) -> dict[str, Any]:
+    seeds, target = list(configs), case.score
+    stamp = f"{case.experiment}-{time.strftime('%Y%m%d-%H%M%S')}"
     runs = {seed: prepare(_timed(configs[seed]), run_id=f"peer-{stamp}-s{seed}", log=_harness.tell) for seed in seeds}
     some = configs[seeds[0]]
     model = Path(runs[seeds[0]].info().model_path)
@@ -279,39 +362,39 @@ def measure(seeds: Sequence[int], steps: int, target: float) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))[: some.launch.devices]
     os.sched_setaffinity(0, cores)  # and everything that is started from here
     torch.set_num_threads(1)
-    scorer = Scorer(some, str(model))
-    base = scorer.accuracy(PolicyVersion(version=0, path=str(model), sha256=""))
+    scorer = None if target is None else Scorer(some, str(model))
     measured: dict[int, dict[str, Measurement]] = {}
     packages: dict[str, str] = {}
     for position, seed in enumerate(seeds):
         measured[seed] = {}
         for system in _harness.in_turns(SYSTEMS, position):
             if system == "trl":
-                training, packages = train_trl(configs[seed], model, folder / f"trl-s{seed}", cores)
+                training, packages = train_trl(configs[seed], case, model, folder / f"trl-s{seed}", cores)
             else:
-                training = train_areal(_timed(configs[seed]), runs[seed])
-            one = score(training, scorer, folder / f"{system}-s{seed}" / "versions", target)
+                training = train_areal(_timed(configs[seed]), case, runs[seed])
+            accuracy: dict[int, float] = {}
+            if scorer is not None and target is not None:
+                accuracy = score(training, scorer, folder / f"{system}-s{seed}" / "versions", target)
+            one = Measurement(elapsed_s=training.elapsed_s, accuracy=accuracy, told=_told(training))
             measured[seed][system] = one
-            _harness.tell(
-                f"seed {seed}: {system}: {one.step_s:.2f} s a step, {target:g} after {one.time_to_score(target)} s "
-                f"(step {one.step_of_score(target)}), accuracy {one.accuracy}"
-            )
+            _harness.tell(f"seed {seed}: {system}: {json.dumps(_figures(one, target))}")
+    base = None if scorer is None else scorer.accuracy(PolicyVersion(version=0, path=str(model), sha256=""))
     return {
         **speedups(measured, target),
         "score": target,
-        "accuracy_before": round(base, 4),
+        "accuracy_before": base and round(base, 4),
         "seeds": {
             str(seed): {name: _figures(one, target) for name, one in systems.items()}
             for seed, systems in measured.items()
         },
         "versions": {"trl": packages, "areal": {name: importlib.metadata.version(name) for name in ("areal", "torch")}},
         "cores": len(cores),
-        "trl_arguments": grpo_arguments(some, Path("output")),
+        "trl_arguments": grpo_arguments(some, len(ranks_of_trl(cores, case)), Path("output")),
     }
 
 
-def _config(seed: int, steps: int) -> RunConfig:
-    return configuration(None, ["name=peer", f"seed={seed}", f"training.steps={steps}", "tracking.enabled=false"])
+def _config(case: Case, seed: int, overrides: Sequence[str]) -> RunConfig:
+    return compose(case.experiment, ["name=peer", f"seed={seed}", f"training.steps={case.steps}", *overrides])
 
 
 def _timed(config: RunConfig) -> RunConfig:
@@ -319,7 +402,16 @@ def _timed(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, enabled=False))
 
 
-def _figures(one: Measurement, target: float) -> dict[str, Any]:
+def _told(training: Training) -> dict[str, Any]:
+    return {
+        "reward": [round(mean, 4) for mean in training.reward],
+        "cpu_s_per_step": round(training.cpu_s / len(training.elapsed_s), 2),
+        "peak_gib": training.peak_gib,
+        "bound": training.bound,
+    }
+
+
+def _figures(one: Measurement, target: float | None) -> dict[str, Any]:
     seconds = one.time_to_score(target)
     return {
         "step_s": round(one.step_s, 3),
@@ -327,16 +419,21 @@ def _figures(one: Measurement, target: float) -> dict[str, Any]:
         "step_of_score": one.step_of_score(target),
         "accuracy": {str(step): round(accuracy, 4) for step, accuracy in one.accuracy.items()},
         "elapsed_s": [round(value, 2) for value in one.elapsed_s],
+        **one.told,
     }
 
 
 def main() -> None:
-    parser = _harness.parser(__doc__, overrides=False)
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--models", type=_harness.some_of(list(CASES)), default=list(CASES))
     parser.add_argument("--seeds", type=_harness.numbers, default=[1, 2, 3])
-    parser.add_argument("--steps", type=_harness.positive, default=25)
-    parser.add_argument("--score", type=float, default=0.75, help="held-out accuracy, 0 to 1")
-    options = parser.parse_args()
-    _harness.report(lambda: measure(options.seeds, options.steps, options.score))
+    parser.add_argument("--steps", type=_harness.positive, help="of each model, instead of its own number")
+    parser.add_argument("--score", type=float, help="held-out accuracy, 0 to 1, instead of each model's own")
+    options = parser.parse_intermixed_args()
+
+    chosen = {name: value for name in ("steps", "score") if (value := getattr(options, name)) is not None}
+    cases = {name: dataclasses.replace(CASES[name], **chosen) for name in options.models}
+    _harness.report(lambda: {name: measure(case, options.seeds, options.overrides) for name, case in cases.items()})
 
 
 if __name__ == "__main__":
