@@ -255,7 +255,8 @@ class TrainingConfig:
     checkpoint_activations: bool = False  # keep only a layer's input; compute the rest again in the backward pass
     ranks: int | None = bounded(None, low=1)  # data-parallel processes; None: see RunConfig.training_ranks
     hosts: int = bounded(1, low=1)  # machines that the ranks are spread over; see launch.remote_roles
-    minibatches: int = bounded(4, low=1)  # PPO minibatches a step, cut by whole groups
+    # PPO minibatches a step, cut by whole groups; the completions of each are partitioned over the ranks.
+    minibatches: int = bounded(4, low=1)
     learning_rate: float = bounded(5e-5, above=0.0)
     warmup_steps: int = bounded(0, low=0)  # optimiser steps of linear learning-rate warm-up
     weight_decay: float = bounded(0.0, low=0.0)
