@@ -187,12 +187,16 @@ class GenerationPool:
         `resubmitted`: it continues a completion that was interrupted."""
         server, left = await self._least_loaded(), request.n
         transcript.sent = True
+        unreadable: list[GenerationError] = []  # of a part: the others are taken all the same, and counted
 
         def taken(indices: tuple[int, ...], body: bytes) -> None:
             nonlocal left
             left -= len(indices)
             server.completions -= len(indices)
-            take(indices, body)
+            try:
+                take(indices, body)
+            except GenerationError as error:
+                unreadable.append(error)
             for freed in self._freed:
                 freed()
 
@@ -204,6 +208,8 @@ class GenerationPool:
             server.client.resubmitted_tokens += len(request.token_ids)
         try:
             await call
+            if unreadable:
+                raise unreadable[0]
         except ServerLostError as error:
             self.registry.apply(server, "fail", str(error))
             raise

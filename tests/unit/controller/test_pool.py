@@ -422,6 +422,23 @@ async def test_completions_are_taken_as_they_end_and_free_their_places(servers, 
     assert tokens(transcript) == [WHOLE] * 4
 
 
+async def test_a_part_that_can_not_be_read_keeps_no_other_from_being_taken(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    servers[0].early["r"] = [1]
+    transcript = Transcript(request(n=3))
+    take = transcript.take
+
+    def refusing(indices, body):
+        if 1 in indices:
+            raise GenerationError("unreadable")
+        take(indices, body)
+
+    transcript.take = refusing
+    with pytest.raises(GenerationError, match="unreadable"):
+        await pool.generate(transcript)
+    assert (transcript.unfinished(), pool.room, pool.lost) == ([1], 10, ())
+
+
 async def test_completions_that_had_ended_outlive_their_server(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
