@@ -60,7 +60,14 @@ class Client:
     world: World
 
     def __init__(
-        self, url: str, *, token: str | None, stager: str | None, update_timeout_s: float, timeline: object
+        self,
+        url: str,
+        *,
+        token: str | None,
+        stager: str | None,
+        adapters: bool,
+        update_timeout_s: float,
+        timeline: object,
     ) -> None:
         self.url, self.update_timeout_s = url, update_timeout_s
         self.resubmitted_tokens = 0
