@@ -40,7 +40,6 @@ from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Setting
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.generation.client import Take
-from areal_core.models.spec import ModelSpec
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.rollout.controller import RolloutController
@@ -50,6 +49,7 @@ from areal_core.training.batching.partition import GroupCost, shard
 from areal_core.training.flops import training_cost
 from areal_core.types import GenerationRequest, PolicyVersion, Prompt
 from benchmarks import _harness
+from flows.plan import SPECS
 from tests.support.virtual import run_virtual
 
 T = TypeVar("T")
@@ -60,23 +60,7 @@ RANKS = (32, 48, 64, 96, 128, 192, 256, 384)
 SERVERS, SLOTS = 8, 64
 _SCALE = 64  # tokens that one of the wire stands for
 _UNDER_WAY_S = 2.0 / _SCALE  # virtual seconds are tokens of the wire
-# DeepSeek-R1-Distill-Qwen-7B; where a GPU trains, every completion has its prompt to itself.
-MODEL = ModelSpec(
-    architecture="Qwen2ForCausalLM",
-    vocab_size=152_064,
-    hidden_size=3584,
-    layers=28,
-    heads=28,
-    kv_heads=4,
-    head_dim=128,
-    intermediate_size=18_944,
-    rope_theta=10_000.0,
-    rms_eps=1e-6,
-    qkv_bias=True,
-    tie_embeddings=False,
-    context=32_768,
-    eos_token_ids=(1,),
-)
+MODEL = SPECS["7b"]
 TOKENIZER = char_tokenizer()
 END = TOKENIZER.token_id(EOS)
 
@@ -88,6 +72,7 @@ def lengths(rng: np.random.Generator, groups: int) -> np.ndarray:
 
 def rank_share(seed: int, groups: int) -> dict[int, float]:
     drawn = lengths(np.random.default_rng(seed), groups).tolist()
+    # Where a GPU trains, every completion has its prompt to itself.
     costs = [training_cost(MODEL, PROMPT, completions, shared=False) for completions in drawn]
     total = sum(sum(cost.completions) for cost in costs)
     return {ranks: total / ranks / _ends(costs, ranks, seed) for ranks in RANKS}
@@ -206,7 +191,7 @@ class Rewards:
 
     def begin(self, prompt: Prompt) -> _Session:
         limit = self._config.task.max_new_tokens
-        return _Session(GroupRollout(self._environment, TOKENIZER, prompt, n=GROUP, max_new_tokens=limit))
+        return _Session(GroupRollout(self._environment, prompt, n=GROUP, max_new_tokens=limit))
 
 
 class _Session:

@@ -1,20 +1,20 @@
 """HTTP client of the controller, for the trainer, the evaluator and the launcher.
 
-Synchronous. The controller may be restarted on another port: after a failed connection the address is
-read again from its ready file, for a bounded time. Every call is safe to repeat.
+Synchronous. The controller may be restarted on another port: after a failed connection the address is read again from
+its ready file, for a bounded time. Every call is safe to repeat.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import http.client
+import io
 import json
 import secrets
 import time
 import urllib.parse
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -52,8 +52,8 @@ class ControllerClient:
         wanted = ",".join(f"{start}-{end}" for start, end in spans)
         body = self._call("GET", f"/groups/{group_id}?spans={wanted}")
         assert body is not None
-        ends = list(accumulate(end - start for start, end in spans))
-        return [body[end - (span[1] - span[0]) : end] for span, end in zip(spans, ends, strict=True)]
+        parts = io.BytesIO(body)
+        return [parts.read(end - start) for start, end in spans]
 
     def announce(self, version: PolicyVersion) -> list[int]:
         """Publish a version; returns the versions whose folders are no longer needed."""

@@ -124,29 +124,33 @@ class GenerationPool:
             await self.registry.ask(self.registry.at_work, lambda server: server.client.abort_all())
 
     async def _finish(self, transcript: Transcript) -> None:
+        """What one completion meets does not concern the others, which are worth having: the first failure is raised
+        once all have ended."""
         if transcript.begun:
-            rest = [self._continue(transcript, index) for index in transcript.unfinished()]
+            work = [asyncio.create_task(self._continue(transcript, index)) for index in transcript.unfinished()]
         else:
-            rest = [self._begin(transcript)]
-        failures = [error for error in await asyncio.gather(*rest, return_exceptions=True) if error is not None]
-        if failures:
-            raise failures[0]
+            work = self._begin(transcript)
+        try:
+            for one in work:  # those that are added meanwhile, too
+                await asyncio.wait([one])
+            for one in work:
+                one.result()
+        finally:
+            for one in work:
+                one.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
 
-    async def _begin(self, transcript: Transcript) -> None:
+    def _begin(self, transcript: Transcript) -> list[asyncio.Task[None]]:
         """Request the completions, all of one server, which computes their prompt once, and the rest of those that are
-        interrupted, each at once."""
-        continuing: list[asyncio.Future[None]] = []
+        interrupted, each at once: the work of which becomes more."""
 
         def take(indices: tuple[int, ...], body: bytes) -> None:
             transcript.take(indices, body)
             for index in sorted({*indices} & {*transcript.unfinished()}):
-                continuing.append(asyncio.ensure_future(self._continue(transcript, index)))
+                work.append(asyncio.create_task(self._continue(transcript, index)))
 
-        request = self._send(transcript, transcript.request, take)
-        failures = [error for error in await asyncio.gather(request, return_exceptions=True) if error is not None]
-        failures += [error for error in await asyncio.gather(*continuing, return_exceptions=True) if error is not None]
-        if failures:
-            raise failures[0]
+        work = [asyncio.create_task(self._send(transcript, transcript.request, take))]
+        return work
 
     async def _give_up(self, transcript: Transcript, work: asyncio.Future[None]) -> None:
         """End the requests of a transcript; it keeps what servers hand over. Servers that do not are taken out."""

@@ -30,7 +30,7 @@ class Routes:
 
     def __init__(self, run: Service) -> None:
         self._run = run
-        self._description: tuple[BatchManifest, bytes] | None = None  # of the batch that was asked for last
+        self._descriptions: dict[int, tuple[BatchManifest, bytes]] = {}  # of batches, by step: JSON for all ranks
 
     def app(self) -> web.Application:
         middlewares = [guard(self._run.run_dir.token()), _errors_as_lines]
@@ -83,16 +83,15 @@ class Routes:
             return web.Response(status=204)
         if self._run.config.sleeps:
             await self._run.servers.sleep()
-        if manifest.step >= fixed_before:  # once more after a restart, which may have come before the first time
-            self._run.recorder.batch_fixed(manifest)
-            await self._run.record_texts(manifest)
-        return web.Response(body=self._described(manifest), content_type="application/json")
-
-    def _described(self, manifest: BatchManifest) -> bytes:
-        """A batch as JSON, made once for all ranks."""
-        if self._description is None or self._description[0] != manifest:
-            self._description = manifest, msgspec.json.encode(manifest)
-        return self._description[1]
+        described = self._descriptions.get(step)
+        if described is None or described[0] is not manifest:  # no other rank has asked for it
+            described = manifest, msgspec.json.encode(manifest)
+            last = self._descriptions.get(step - 1)
+            self._descriptions = {step: described} | ({} if last is None else {step - 1: last})
+            if step >= fixed_before:  # once more after a restart, which may have come before the first time
+                self._run.recorder.batch_fixed(manifest)
+                await self._run.record_texts(manifest)
+        return web.Response(body=described[1], content_type="application/json")
 
     async def _group(self, request: web.Request) -> web.Response:
         """Parts of a group's payload, for a rank that can't read them itself."""

@@ -54,8 +54,10 @@ from areal_core.types import Completion, GenerationRequest, PolicyVersion
 _KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request sent just then would have it taken out
 _CONTROL_TIMEOUT_S = 10.0  # for what a server answers at once, or between two decode steps
 _HASHING = ThreadPoolExecutor(1, "sha256")  # one thread: of the servers that load a version, the first has it hashed
-Take = Callable[[tuple[int, ...], bytes], None]
 _METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+Take = Callable[[tuple[int, ...], bytes], None]
+"""Is given completions of a request, by their indices, and the body that has them as its choices, in that order."""
 
 
 class GenerationClient:

@@ -18,7 +18,6 @@ from areal_core.api.scored_groups import ScoredGroup, pack_group
 from areal_core.api.wire import Arrival, SampledCompletion, join_completions
 from areal_core.environments.environment import Environment
 from areal_core.errors import RewardError
-from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import (
     Completion,
     GroupPayload,
@@ -39,11 +38,8 @@ _TURNS = 8  # of the event loop, in which an environment does what it can with t
 class GroupRollout:
     """The rollouts of one group, from the completions that it begins with to its scores."""
 
-    def __init__(
-        self, environment: Environment, tokenizer: Tokenizer, prompt: Prompt, *, n: int, max_new_tokens: int
-    ) -> None:
+    def __init__(self, environment: Environment, prompt: Prompt, *, n: int, max_new_tokens: int) -> None:
         self._environment = environment
-        self._tokenizer = tokenizer
         self._prompt = prompt
         self._n = n
         self._policy = _Policy(prompt, n, max_new_tokens)
@@ -159,10 +155,11 @@ class _Policy:
         for one, completion in zip(arrived, completions, strict=True):
             self.sampled_tokens += len(completion.token_ids)
             key = one.request, one.index
-            if key in self._wanted:
-                self._wanted.pop(key).set_result(completion)
-            else:
+            wanted = self._wanted.pop(key, None)
+            if wanted is None or wanted.cancelled():
                 self._here[key] = completion
+            else:
+                wanted.set_result(completion)
 
     async def requested(self) -> None:
         """Wait until the environment requests completions, or has done what it can with those that it has got while

@@ -317,10 +317,8 @@ def _advance(message: _Arrived) -> Requests | ScoredGroup:
 
 
 def _rollout(job: GroupJob) -> GroupRollout:
-    tokenizer = _tokenizer(job.model_path)
     return GroupRollout(
         _environment(job.environment, job.task, job.algorithm, job.model_path),
-        tokenizer,
         job.prompt,
         n=job.n,
         max_new_tokens=job.task.max_new_tokens,

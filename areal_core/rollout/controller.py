@@ -285,28 +285,23 @@ class RolloutController:
 
     async def _rollout(self, group: AdmittedGroup, rollouts: Rollouts) -> None:
         try:
-            outcome = await self._scored(group, rollouts)
+            async with rollouts:
+                outcome = await self._scored(group, rollouts)
             if outcome is None:  # the run ends
-                await rollouts.close()
                 self._ledger.settle(group.group_id, rollouts.sampled())
                 return
-            place = await self._payloads.append(outcome.payload)
-            if not rollouts.complete:  # the environment has ended without them
-                await rollouts.close()
-                counted = outcome.summary.tokens + outcome.summary.unused_tokens
-                sampled = rollouts.sampled()
-                self._ledger.lose_tokens(group.group_id, replace(sampled, tokens=sampled.tokens - counted))
+            place = await self._payloads.append(outcome.payload)  # no other await before it is recorded
         except (GenerationError, RewardError) as error:
-            await rollouts.close()
             self._give_up(group, error, rollouts.sampled())
             return
         except asyncio.CancelledError:
-            await rollouts.close()
             if group.group_id in self._disowned:
                 self._ledger.settle(group.group_id, rollouts.sampled())
             raise
-        finally:
-            await rollouts.close()
+        if not rollouts.complete:  # the environment has ended without them
+            sampled, summary = rollouts.sampled(), outcome.summary
+            missed = sampled.tokens - summary.tokens - summary.unused_tokens
+            self._ledger.lose_tokens(group.group_id, replace(sampled, tokens=missed))
         self._failed_in_a_row = 0
         summary = outcome.summary
         if self._config.rollout.dynamic_sampling and summary.correct in (0, summary.judged):

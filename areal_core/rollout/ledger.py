@@ -61,6 +61,7 @@ CREATE INDEX IF NOT EXISTS groups_tokens ON groups (state, tokens, lost_tokens, 
 CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (prompt_index);
 """
 _NOTHING = Tally()
+_BATCHES_KEPT = 2  # ranks fetch the next one while others still ask for the one before
 _ADMITTED = "state IN ('inflight', 'ready', 'consumed')"
 
 
@@ -111,6 +112,7 @@ class TrajectoryLedger:
         self.versions = PublishedVersions(self._db)
         self.counters = ServerCounters(self._db, lambda: self.tokens().accounted)
         self._group_size = group_size
+        self._batches: dict[int, BatchManifest] = {}  # by step: the last ones, which every rank asks for
         self._admitted_groups: int = self._value(f"SELECT COUNT(*) FROM groups WHERE {_ADMITTED}")
 
     def close(self) -> None:
@@ -222,7 +224,9 @@ class TrajectoryLedger:
     # -- consumption -------------------------------------------------------------------------------------------
 
     def batch(self, step: int) -> BatchManifest | None:
-        """The batch of `step`, if it has been fixed."""
+        """The batch of `step`, if it has been fixed: the same object as long as it is the same."""
+        if (known := self._batches.get(step)) is not None:
+            return known
         rows = self._db.execute(
             "SELECT group_id, summary, ready_version, segment, start FROM groups LEFT JOIN payloads USING (group_id) "
             "WHERE step = ? ORDER BY admission",
@@ -245,7 +249,10 @@ class TrajectoryLedger:
             for row in rows
             for summary in [json.loads(row["summary"])]
         )
-        return BatchManifest(step=step, groups=tuple(groups))
+        self._batches[step] = BatchManifest(step=step, groups=tuple(groups))
+        for old in sorted(self._batches)[:-_BATCHES_KEPT]:
+            del self._batches[old]
+        return self._batches[step]
 
     def fix_batch(self, step: int, selection: Selection) -> BatchManifest | None:
         """Fix the batch of `step` if enough groups are ready; None if they are not. Steps are fixed in order."""
@@ -292,6 +299,7 @@ class TrajectoryLedger:
     def free(self, step: int) -> None:
         """Forget the payloads that steps up to `step` consumed: a committed checkpoint makes them needless."""
         with self._transaction():
+            self._batches.clear()
             self.payloads.forget_consumed(step)
 
     # -- versions ----------------------------------------------------------------------------------------------
@@ -329,6 +337,7 @@ class TrajectoryLedger:
         already, that is a new incarnation of the run."""
         with self._transaction():
             self._expect(group_id, GroupState.READY, GroupState.CONSUMED)
+            self._batches.clear()
             step = self._row(group_id)["step"]
             if step is not None:
                 if self.versions.last() >= step:
@@ -411,6 +420,7 @@ class TrajectoryLedger:
     def _new_incarnation(self, version: int) -> None:
         """Forget what depends on the old content of `version`: later versions, batches fixed for later steps, and
         groups that hold its tokens, or may (the running ones). Their prompts are queued again."""
+        self._batches.clear()
         self.notes.count_incarnation()
         self.versions.forget_after(version)
         self._db.execute("UPDATE groups SET state = 'ready', step = NULL WHERE step > ?", (version,))

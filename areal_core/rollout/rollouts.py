@@ -99,7 +99,10 @@ class Rollouts:
         """Whether all that was requested is there, and the environment has got it."""
         return not any(part.transcript.unfinished() or part.transcript.pending for part in self._parts)
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Rollouts:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         """End what is being generated, and the session. Then all that was sampled is known."""
         self._close_session()
         await _end(self._parts)

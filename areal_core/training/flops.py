@@ -57,22 +57,34 @@ def forward_flops(
     Logits are computed for completion tokens alone. The last token of a completion is a target and never an input, and
     an input attends to itself and to those before it.
     """
-    shape = _shape(spec)
-    head = 2.0 * spec.vocab_size * spec.hidden_size
+    return _forward_flops(_rates(spec), prompt, completions, shared=shared, attention=attention)
+
+
+def _rates(spec: ModelSpec) -> tuple[float, float, float]:
+    """FLOPs of an input in the layers, of an input that another attends to, and of a token's logits."""
+    shape, head = _shape(spec), 2.0 * spec.vocab_size * spec.hidden_size
     linear = shape.flops_per_token - head if spec.transformers is None else _matrices(spec)
+    return linear, shape.attention_flops, head
+
+
+def _forward_flops(
+    rates: tuple[float, float, float], prompt: int, completions: Sequence[int], *, shared: bool, attention: bool = True
+) -> int:
+    linear, attending, head = rates
     own = [length - 1 for length in completions]
     prompts = 1 if shared else len(completions)
     inputs = prompts * prompt + sum(own)
     attended = prompts * prompt * (prompt + 1) / 2 + sum(count * prompt + count * (count + 1) / 2 for count in own)
-    layers = inputs * linear + (attended * shape.attention_flops if attention else 0.0)
+    layers = inputs * linear + (attended * attending if attention else 0.0)
     return round(layers + sum(completions) * head)
 
 
 def training_cost(spec: ModelSpec, prompt: int, completions: Sequence[int], *, shared: bool) -> GroupCost:
     """FLOPs of forward and backward passes over a group, by which its completions are partitioned over ranks: long ones
     cost more than their tokens say. Arguments as of `forward_flops`."""
-    once = forward_flops(spec, prompt, [], shared=True) if shared else 0
-    own = [forward_flops(spec, prompt, [length], shared=shared) - once for length in completions]
+    rates = _rates(spec)
+    once = _forward_flops(rates, prompt, [], shared=True) if shared else 0
+    own = [_forward_flops(rates, prompt, [length], shared=shared) - once for length in completions]
     return GroupCost(3 * once, [3 * flops for flops in own])
 
 

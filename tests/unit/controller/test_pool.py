@@ -475,6 +475,25 @@ async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(
     assert [call for call in servers[0].calls if isinstance(call, str)] == ["r", "r-0-2", "r-1-2", "r-0-2"]
 
 
+async def test_the_rest_of_a_completion_that_waits_for_a_server_ends_with_its_request(servers, pool):
+    await pool.join("a", servers[0].url, lambda: version(0))
+    servers[0].release.clear()
+    transcript = Transcript(request(n=2))
+    call = asyncio.ensure_future(pool.generate(transcript))
+    await servers[0].started("r")
+    leaving = asyncio.ensure_future(pool.leave("a"))  # which hands over what it has; nobody is there to go on
+    async with asyncio.timeout(5):
+        while not transcript.begun:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await leaving
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await pool.join("b", servers[1].url, lambda: version(0))
+    await asyncio.sleep(0.05)
+    assert (servers[1].requests, transcript.unfinished()) == ({}, [0, 1])
+
+
 async def test_what_is_aborted_at_the_end_stays_so(servers, pool):
     for server, name in zip(servers, "ab", strict=True):
         await pool.join(name, server.url, lambda: version(0))

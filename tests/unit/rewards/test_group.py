@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import unpack_group
-from areal_core.api.wire import Arrival, encode_generation, whole_completions
+from areal_core.api.wire import Arrival, encode_generation, join_completions, whole_completions
 from areal_core.config.schema import AlgorithmConfig, ChatConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Setting, Verdict, given, sampled, side_by_side
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.errors import RewardError
-from areal_core.rewards.group import GroupRollout
+from areal_core.rewards.group import GroupRollout, _Policy
 from areal_core.types import GenerationRequest, Outcome, Prompt, SampleRequest, Trajectory
 from tests.support.policies import END, TOKENIZER, completion
 
@@ -39,7 +39,7 @@ def advance_all(environment, *turns, n=2, max_new_tokens=20):
     ]
 
     async def main():
-        rollout = GroupRollout(environment, TOKENIZER, PROMPT, n=n, max_new_tokens=max_new_tokens)
+        rollout = GroupRollout(environment, PROMPT, n=n, max_new_tokens=max_new_tokens)
         return [await rollout.advance(turn) for turn in arrived]
 
     return asyncio.run(main())
@@ -106,7 +106,7 @@ def test_a_completion_is_judged_when_it_ends_whatever_the_others_do():
     served_apart = {index: served(completion(str(index + 1)))[0] for index in range(4)}
 
     async def main():
-        rollout = GroupRollout(Judging(judged), TOKENIZER, PROMPT, n=4, max_new_tokens=20)
+        rollout = GroupRollout(Judging(judged), PROMPT, n=4, max_new_tokens=20)
         for ended in ([2], [0, 3], [1]):
             outcome = await rollout.advance([Arrival(0, index, served_apart[index]) for index in ended])
             seen.append((list(judged), outcome if outcome == () else "scored"))
@@ -129,7 +129,7 @@ def test_further_requests_go_out_while_the_first_ones_are_still_generated():
             return trajectory(given(task.token_ids), sampled(first), given([5]), sampled(second))
 
     async def main():
-        rollout = GroupRollout(Eager([]), TOKENIZER, PROMPT, n=2, max_new_tokens=20)
+        rollout = GroupRollout(Eager([]), PROMPT, n=2, max_new_tokens=20)
         requests.extend(await rollout.advance([Arrival(0, 1, served(completion("7"))[0])]))
         assert await rollout.advance([Arrival(1, 0, served(completion("8"))[0])]) == ()
         requests.extend(await rollout.advance([Arrival(0, 0, served(completion("9"))[0])]))
@@ -153,6 +153,21 @@ def test_what_an_environment_does_beside_the_policy_is_waited_for():
 
     scored = advance_all(Slow([]), [served(completion("1"), completion("2"))])[-1]
     assert scored.summary.rewards == (1.0, 1.0)
+
+
+def test_a_completion_whose_waiting_was_just_cancelled_can_still_be_had():
+    """Its future is cancelled at once, and forgotten a turn of the event loop later."""
+
+    async def main():
+        policy = _Policy(PROMPT, 1, 20)
+        waiting = asyncio.ensure_future(policy.sample(PROMPT.token_ids))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        [one] = served(completion("1"))
+        policy.deliver([Arrival(0, 0, one)], join_completions([one]))
+        return await policy._completion(0, 0)
+
+    assert TOKENIZER.decode(asyncio.run(main()).token_ids.tolist()) == "1"
 
 
 def test_the_failure_of_one_rollout_ends_the_others():

@@ -367,3 +367,21 @@ def test_a_ledger_of_another_format_is_refused_in_one_line(tmp_path):
         old.execute("CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
     with pytest.raises(LedgerError, match=rf"^.*old\.sqlite: a ledger of format 0, needed is {FORMAT}; start"):
         TrajectoryLedger(path, group_size=GROUP)
+
+
+def test_a_fixed_batch_is_one_object_until_it_changes(ledger):
+    """Every rank asks for it; what is described once need not be described again."""
+    first, _ = admit_ready(ledger), admit_ready(ledger)
+    batch = ledger.fix_batch(1, selection())
+    assert ledger.batch(1) is batch
+    admit_ready(ledger), admit_ready(ledger)
+    ledger.fix_batch(2, selection())
+    assert ledger.batch(1) is batch
+    ledger.lose(first)
+    assert ledger.batch(1) is None
+    admit_ready(ledger)
+    again = ledger.fix_batch(1, selection())
+    assert first not in {group.group_id for group in again.groups}
+    assert ledger.batch(1) is again
+    ledger.free(1)
+    assert {group.segment for group in ledger.batch(1).groups} == {""}

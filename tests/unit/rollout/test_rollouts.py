@@ -80,9 +80,8 @@ async def turns() -> None:
 def play(outcomes: Outcomes, scene: Callable[[Servers, Rollouts, Session], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         servers, session = Servers(), Session(outcomes)
-        rollouts = Rollouts(REQUEST, servers.generate, session.begin)
-        await scene(servers, rollouts, session)
-        await rollouts.close()
+        async with Rollouts(REQUEST, servers.generate, session.begin) as rollouts:
+            await scene(servers, rollouts, session)
         assert session.open == 0
 
     asyncio.run(main())
@@ -222,7 +221,7 @@ def test_closing_ends_what_is_generated_also_where_it_is_cancelled_itself() -> N
         scoring = asyncio.ensure_future(rollouts.scored())
         await turns()
         scoring.cancel()
-        closing = asyncio.ensure_future(rollouts.close())
+        closing = asyncio.ensure_future(rollouts.__aexit__())
         await asyncio.sleep(0)
         closing.cancel()
         await asyncio.gather(scoring, closing, return_exceptions=True)
