@@ -112,7 +112,7 @@ class TrajectoryLedger:
         self.versions = PublishedVersions(self._db)
         self.counters = ServerCounters(self._db, lambda: self.tokens().accounted)
         self._group_size = group_size
-        self._batches: dict[int, BatchManifest] = {}  # by step: the last ones, which every rank asks for
+        self._batches: dict[int, BatchManifest] = {}  # by step: those read last, which every rank asks for
         self._admitted_groups: int = self._value(f"SELECT COUNT(*) FROM groups WHERE {_ADMITTED}")
 
     def close(self) -> None:
@@ -249,10 +249,10 @@ class TrajectoryLedger:
             for row in rows
             for summary in [json.loads(row["summary"])]
         )
-        self._batches[step] = BatchManifest(step=step, groups=tuple(groups))
-        for old in sorted(self._batches)[:-_BATCHES_KEPT]:
-            del self._batches[old]
-        return self._batches[step]
+        self._batches[step] = manifest = BatchManifest(step=step, groups=tuple(groups))
+        if len(self._batches) > _BATCHES_KEPT:
+            del self._batches[next(iter(self._batches))]
+        return manifest
 
     def fix_batch(self, step: int, selection: Selection) -> BatchManifest | None:
         """Fix the batch of `step` if enough groups are ready; None if they are not. Steps are fixed in order."""

@@ -377,9 +377,11 @@ def test_a_fixed_batch_is_one_object_until_it_changes(ledger):
     admit_ready(ledger), admit_ready(ledger)
     ledger.fix_batch(2, selection())
     assert ledger.batch(1) is batch
+    admit_ready(ledger), admit_ready(ledger)
+    ledger.fix_batch(3, selection())
+    assert ledger.batch(1) == batch, "a trainer that begins again asks for an earlier one"
     ledger.lose(first)
     assert ledger.batch(1) is None
-    admit_ready(ledger)
     again = ledger.fix_batch(1, selection())
     assert first not in {group.group_id for group in again.groups}
     assert ledger.batch(1) is again
