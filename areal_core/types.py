@@ -70,7 +70,7 @@ class GenerationRequest:
     """One request for the G completions of a group."""
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] | Int32Array  # the latter where it continues a completion
     n: int  # G
     max_tokens: int
     seed: int  # completion j samples from the stream (seed, j); see generation.engines.sampling
@@ -195,6 +195,9 @@ class Tally:
 
     tokens: int = 0
     unread: int = 0  # more, at most, in bodies that can't be read
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(tokens=self.tokens + other.tokens, unread=self.unread + other.unread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

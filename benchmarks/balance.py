@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
+from areal_core.api.received import receive
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, ServerLoad
 from areal_core.config.schema import RunConfig, load
@@ -39,7 +40,7 @@ from areal_core.controller.pool import GenerationPool
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Setting
 from areal_core.environments.single_turn import SingleTurn
-from areal_core.generation.client import Take
+from areal_core.generation.data_plane import Take
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.rollout.controller import RolloutController
@@ -129,7 +130,7 @@ class Client:
         self.record.ended[first + index] = _now()
         self._sampled += tokens
         await asyncio.sleep(_UNDER_WAY_S)
-        take((index,), _body(first + index, tokens))
+        take((index,), receive(_body(first + index, tokens)))
 
     async def load(self) -> ServerLoad:
         none = dict.fromkeys(("completion_s", "idle_s", "paused_s", "swap_ms", "recompute_ms"), 0.0)

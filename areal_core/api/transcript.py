@@ -1,52 +1,30 @@
 """The completions of one request, as far as they are known while servers work on it.
 
 Completions come as they end, each finished or with what an interrupted server has sampled of it; a request for the
-rest goes to any server. The bodies of responses stay bytes: with log-probabilities they are large, and decoding them is
-the reward workers' business. Of a body with an unfinished completion, token ids and finish reasons are read here, and
-nothing else.
+rest goes to any server. The bodies of responses stay bytes, of which no more is known here than api.received reads:
+decoding them is the reward workers' business.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
+import numpy as np
 
+from areal_core.api.received import Received, ReceivedChoice
 from areal_core.api.wire import BodyPart, SampledCompletion
 from areal_core.errors import GenerationError
-from areal_core.types import GenerationRequest, Tally
+from areal_core.types import GenerationRequest, Int32Array, Tally
 
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    finish_reason: str
-
-
-class _Body(msgspec.Struct):
-    """The fields of a /inference/v1/generate response that a continuation needs; the decoder skips the rest."""
-
-    choices: list[_Choice]
-
-
-_decoder = msgspec.json.Decoder(_Body)
-
-
-@dataclass(frozen=True, slots=True)
-class _Response:
-    """A body that a server has sent, and what was requested with it."""
-
-    body: bytes
-    completions: int
-    max_tokens: int  # of each
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
 class _Completion:
     segments: list[BodyPart] = field(default_factory=list[BodyPart])
-    tokens: list[int] = field(default_factory=list[int])  # of a completion that is not finished
+    tokens: Int32Array = field(default_factory=lambda: _NO_TOKENS)  # of a completion that is not finished
     finished: bool = False
     finish_reason: str | None = None  # where it isn't what the last segment says
 
@@ -58,34 +36,23 @@ class Transcript:
         self.request = request
         self._completions = [_Completion() for _ in range(request.n)]
         self._finished: list[int] = []  # completions, since `finished` was last called
-        self._kept: list[_Response] = []  # what the completions are made of
-        self._refused: list[_Response] = []
+        self._kept = Tally()  # what the completions are made of
+        self._refused = Tally()
+        self.begun = False  # something has come: what is left is requested completion by completion
         self.sent = False  # to a server, which counts its completions since
         self.notify: Callable[[], None] = lambda: None  # is called when a completion is finished
 
-    @property
-    def begun(self) -> bool:
-        """Whether anything has come: what is left is requested completion by completion."""
-        return bool(self._kept)
-
-    def take(self, indices: Sequence[int], body: bytes) -> None:
+    def take(self, indices: Sequence[int], received: Received) -> None:
         """Take what a server has sent: a body whose choices are these completions, or the rest of them. Raises
         GenerationError for one that can't be continued from; nothing of it stays."""
-        most = max(self.request.max_tokens - len(self._completions[index].tokens) for index in indices)
-        with self._taking(_Response(body, len(indices), most)):
-            if b"abort" in body or any(self._completions[index].segments for index in indices):
-                choices = _decode(body)
-                if len(choices) != len(indices):
-                    raise GenerationError(f"{len(choices)} completions where {len(indices)} were requested")
-                for index, choice in zip(indices, choices, strict=True):
-                    if not choice.token_ids and choice.finish_reason != "abort":
-                        raise GenerationError(f"completion {index} ended ({choice.finish_reason}) without a token")
-                for place, (index, choice) in enumerate(zip(indices, choices, strict=True)):
-                    self._add(index, (body, place), choice)
-            else:
-                for place, index in enumerate(indices):
-                    self._completions[index].segments = [(body, place)]
-                    self._finish(index)
+        sampled = self._tally(indices, received)
+        if problem := _problem(indices, received):
+            self._refused += sampled
+            raise GenerationError(problem)
+        self._kept += sampled
+        self.begun = True
+        for place, (index, choice) in enumerate(zip(indices, received.choices, strict=True)):
+            self._add(index, (received.body, place), choice)
         if self._finished:
             self.notify()
 
@@ -106,8 +73,8 @@ class Transcript:
     def discard(self) -> None:
         """Start over: what servers have handed over counts as refused."""
         self._completions, self._finished = [_Completion() for _ in self._completions], []
-        self._refused += self._kept
-        self._kept = []
+        self.begun = False
+        self._refused, self._kept = self._refused + self._kept, Tally()
 
     def unfinished(self) -> list[int]:
         """Indices of the completions that a server has to continue."""
@@ -121,7 +88,7 @@ class Transcript:
         return replace(
             request,
             request_id=f"{request.request_id}-{index}-{len(tokens)}",
-            token_ids=(*request.token_ids, *tokens),
+            token_ids=np.concatenate([np.array(request.token_ids, np.int32), tokens]),
             n=1,
             max_tokens=request.max_tokens - len(tokens),
             seed=int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1,
@@ -133,37 +100,35 @@ class Transcript:
 
     def sampled(self) -> Tally:
         """Tokens of everything that servers have handed over, except what `take_refused` has returned."""
-        return _tally(self._kept + self._refused)
+        return self._kept + self._refused
 
     def take_refused(self) -> Tally:
         """Tokens of what was refused or discarded since the last call."""
-        refused, self._refused = self._refused, []
-        return _tally(refused)
+        refused, self._refused = self._refused, Tally()
+        return refused
 
-    @contextmanager
-    def _taking(self, response: _Response) -> Iterator[None]:
-        try:
-            yield
-        except GenerationError:
-            self._refused.append(response)
-            raise
-        self._kept.append(response)
+    def _tally(self, indices: Sequence[int], received: Received) -> Tally:
+        """The tokens of a body that can be read, and at most how many more there may be."""
+        most = max(self.request.max_tokens - len(self._completions[index].tokens) for index in indices)
+        unread = max(0, len(indices) - len(received.choices)) * most
+        return Tally(tokens=sum(choice.tokens for choice in received.choices), unread=unread)
 
-    def _add(self, index: int, segment: BodyPart, choice: _Choice) -> None:
+    def _add(self, index: int, segment: BodyPart, choice: ReceivedChoice) -> None:
         completion, request = self._completions[index], self.request
-        if choice.token_ids:
+        if choice.tokens:
             completion.segments.append(segment)
-        completion.tokens = completion.tokens + choice.token_ids
-        if choice.finish_reason != "abort":
+        if choice.token_ids is None:
             self._finish(index)
-        elif completion.tokens and completion.tokens[-1] in request.stop_token_ids:  # interrupted after its last token
+            return
+        tokens = completion.tokens = np.concatenate([completion.tokens, choice.token_ids])
+        if len(tokens) and tokens[-1] in request.stop_token_ids:  # interrupted after its last token
             self._finish(index, "stop")
-        elif len(completion.tokens) >= request.max_tokens:
+        elif len(tokens) >= request.max_tokens:
             self._finish(index, "length")
 
     def _finish(self, index: int, finish_reason: str | None = None) -> None:
         completion = self._completions[index]
-        completion.finished, completion.finish_reason, completion.tokens = True, finish_reason, []
+        completion.finished, completion.finish_reason, completion.tokens = True, finish_reason, _NO_TOKENS
         self._finished.append(index)
 
     def _sampled(self, index: int) -> SampledCompletion:
@@ -171,21 +136,13 @@ class Transcript:
         return SampledCompletion(segments=tuple(completion.segments), finish_reason=completion.finish_reason)
 
 
-def _tally(responses: Sequence[_Response]) -> Tally:
-    """The tokens that can be read, and at most how many more there may be."""
-    tokens = unread = 0
-    for response in responses:
-        try:
-            choices = _decode(response.body)
-        except GenerationError:
-            choices = []
-        tokens += sum(len(choice.token_ids) for choice in choices)
-        unread += max(0, response.completions - len(choices)) * response.max_tokens
-    return Tally(tokens=tokens, unread=unread)
-
-
-def _decode(body: bytes) -> list[_Choice]:
-    try:
-        return _decoder.decode(body).choices
-    except msgspec.MsgspecError as error:
-        raise GenerationError(f"not a response of /inference/v1/generate: {error}") from None
+def _problem(indices: Sequence[int], received: Received) -> str | None:
+    """Why a body is not what these completions can be made of, or go on from."""
+    if received.problem is not None:
+        return received.problem
+    if len(received.choices) != len(indices):
+        return f"{len(received.choices)} completions where {len(indices)} were requested"
+    for index, choice in zip(indices, received.choices, strict=True):
+        if not choice.tokens and choice.finish_reason != "abort":
+            return f"completion {index} ended ({choice.finish_reason}) without a token"
+    return None

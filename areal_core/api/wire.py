@@ -83,7 +83,8 @@ def encode_request(request: GenerationRequest, model: str = MODEL_NAME) -> bytes
                 "ignore_eos": True,
                 "logprobs": 0,
             },
-        }
+        },
+        option=orjson.OPT_SERIALIZE_NUMPY,
     )
 
 

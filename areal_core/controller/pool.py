@@ -18,13 +18,15 @@ from typing import Any
 from aiohttp import web
 
 from areal_core.api.patience import patience
+from areal_core.api.received import Received
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ServerLoad
 from areal_core.controller import bodies
 from areal_core.controller.registry import Server, ServerRegistry, ServerState, Update
 from areal_core.controller.weight_transfer import Transfer
 from areal_core.errors import GenerationError, ServerLostError
-from areal_core.generation.client import GenerationClient, Take
+from areal_core.generation.client import GenerationClient
+from areal_core.generation.data_plane import DataPlane, Take
 from areal_core.rollout.counters import ServerCounters
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import GenerationRequest, PolicyVersion
@@ -74,6 +76,7 @@ class GenerationPool:
         self._open: dict[Transcript, dict[str, Server]] = {}  # servers of open requests, by request id
         self._given_up: set[Transcript] = set()  # of these, the ones that are not continued
         self._counters = counters or ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
+        self._plane = DataPlane()
         self._ending = False  # what is aborted is not continued
 
     @property
@@ -144,8 +147,8 @@ class GenerationPool:
         """Request the completions, all of one server, which computes their prompt once, and the rest of those that are
         interrupted, each at once: the work of which becomes more."""
 
-        def take(indices: tuple[int, ...], body: bytes) -> None:
-            transcript.take(indices, body)
+        def take(indices: tuple[int, ...], received: Received) -> None:
+            transcript.take(indices, received)
             for index in sorted({*indices} & {*transcript.unfinished()}):
                 work.append(asyncio.create_task(self._continue(transcript, index)))
 
@@ -180,9 +183,11 @@ class GenerationPool:
         """Request the rest of a completion until it is finished: updates may interrupt it again and again."""
         while index in transcript.unfinished() and not self._ending and transcript not in self._given_up:
             request = transcript.continuation(index)
-            await self._send(
-                transcript, request, lambda _, body: transcript.take([index], body), resubmitted=transcript.begun
-            )
+
+            def take(_: tuple[int, ...], received: Received) -> None:
+                transcript.take([index], received)
+
+            await self._send(transcript, request, take, resubmitted=transcript.begun)
 
     async def _send(
         self, transcript: Transcript, request: GenerationRequest, take: Take, *, resubmitted: bool = False
@@ -193,12 +198,12 @@ class GenerationPool:
         transcript.sent = True
         unreadable: list[GenerationError] = []  # of a part: the others are taken all the same, and counted
 
-        def taken(indices: tuple[int, ...], body: bytes) -> None:
+        def taken(indices: tuple[int, ...], received: Received) -> None:
             nonlocal left
             left -= len(indices)
             server.completions -= len(indices)
             try:
-                take(indices, body)
+                take(indices, received)
             except GenerationError as error:
                 unreadable.append(error)
             for freed in self._freed:
@@ -291,6 +296,7 @@ class GenerationPool:
                 adapters=self._adapters,
                 update_timeout_s=self._patience_s,
                 timeline=timeline,
+                plane=self._plane,
             )
             server = self.registry.announce(name, client)
             task = server.joining = self._start(self._join(server, newest))
@@ -340,6 +346,7 @@ class GenerationPool:
         self.transfer.abandon("the pool is closed")
         while self._tasks:
             await asyncio.wait(self._tasks)
+        await self._plane.close()
 
     def _joining(self, name: str) -> list[tuple[Server, asyncio.Task[None]]]:
         """Servers of a name that do not serve yet, and the tasks that have them join."""

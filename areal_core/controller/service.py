@@ -24,6 +24,7 @@ from areal_core.controller import texts
 from areal_core.controller.best import best_of, export
 from areal_core.controller.card import model_card
 from areal_core.controller.evaluations import EvaluationSchedule
+from areal_core.controller.garbage import collect_rarely
 from areal_core.controller.payloads import DamagedPayloadError, PayloadStore
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
@@ -310,6 +311,7 @@ class Service:
 
 async def _main(run: RunDir, ready_file: Path) -> None:
     service = Service(run)
+    collect_rarely()
     serving = asyncio.ensure_future(service.serve(ready_file))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     try:

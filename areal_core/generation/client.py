@@ -28,36 +28,30 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 
-from areal_core.api.access import authorization
 from areal_core.api.patience import patience
+from areal_core.api.received import Received
 from areal_core.api.wire import (
     EMBEDDED,
     MODEL_NAME,
-    PARTS,
     ROLLOUT,
     ROUTES_VERSION,
     ServerLoad,
-    completion_tokens,
-    encode_request,
     parse_generation,
-    parse_part,
     version_name,
 )
 from areal_core.errors import GenerationError, ServerLostError
+from areal_core.generation.completions import Completions, part_ids
+from areal_core.generation.connection import Connection
+from areal_core.generation.data_plane import Here, Plane, Take
 from areal_core.models.spec import weights_sha256
 from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
 
-_KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request sent just then would have it taken out
 _CONTROL_TIMEOUT_S = 10.0  # for what a server answers at once, or between two decode steps
 _HASHING = ThreadPoolExecutor(1, "sha256")  # one thread: of the servers that load a version, the first has it hashed
 _METRIC = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-
-Take = Callable[[tuple[int, ...], bytes], None]
-"""Is given completions of a request, by their indices, and the body that has them as its choices, in that order."""
 
 
 class GenerationClient:
@@ -73,10 +67,12 @@ class GenerationClient:
         adapters: bool = False,
         update_timeout_s: float = 120.0,
         timeline: Callable[[], TimelineWriter] | None = None,
+        plane: Plane | None = None,
     ) -> None:
         """`token` is the run's, where the server wants one; `stager` is the URL of what brings versions onto the
         server's machine, None where it reads them where they were published; `adapters`: versions are adapters to the
-        base model; `timeline` makes the timeline of a server that writes none itself."""
+        base model; `timeline` makes the timeline of a server that writes none itself; `plane` is where
+        completions come in and are read, this loop unless there is another."""
         self.url = url
         self.stager = stager
         self.in_place = True  # it recomputes the KV cache of running completions itself; `identify` finds out
@@ -84,8 +80,7 @@ class GenerationClient:
         self._adapters = adapters
         self._model = MODEL_NAME  # that requests name
         self._update_timeout_s = update_timeout_s
-        self._calls = 0  # requests in flight
-        self._parts: dict[str, list[str]] = {}  # of those that vLLM gets as several: their ids
+        self._open: dict[str, GenerationRequest] = {}  # those of them that are in flight, by id
         self._timeline = timeline
         self._doing = Activity("wait")
         self._paused = False  # for an update
@@ -97,14 +92,9 @@ class GenerationClient:
         self._generated_tokens = 0  # at the last look
         # Tokens, at most, of the rollout's requests: in flight, completed, and completed before the last `load`.
         self._requested = self._completed = self._reported = 0
-        # Without a bound on connections: requests wait at the server, which schedules them.
-        self._session = aiohttp.ClientSession(
-            base_url=url,
-            headers=authorization(token),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-            # Nor with time limits of its own, which this process' own lag would exceed.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-        )
+        self._connection = Connection(url, token)
+        self._plane = plane or Here()
+        self._completions = Completions(url, token)
 
     async def identify(self) -> None:
         """Find out which kind of server it is. Raises GenerationError for one that has other routes."""
@@ -126,65 +116,42 @@ class GenerationClient:
         request. Waits as long as the server takes; when cancelled, the server aborts the request."""
         is_rollout = request.request_id.startswith(ROLLOUT)
         most = request.n * request.max_tokens if is_rollout else 0
-        self._calls += 1
+        generate = self._completions.in_parts if self.in_place else self._completions.one_by_one
+        self._open[request.request_id] = request
         self._requested += most
         self._note()
         try:
-            if self.in_place:
-                await self._generate_in_parts(request, take)
-            else:
-                await self._generate_one_by_one(request, take, counted=is_rollout)
+            await self._plane.run(
+                functools.partial(generate, request, self._model), take if is_rollout else self._counting(take)
+            )
         finally:
-            self._calls -= 1
+            self._open.pop(request.request_id, None)
             self._requested -= most
             self._completed += most
             self._note()
+
+    def _counting(self, take: Take) -> Take:
+        def counted(indices: tuple[int, ...], received: Received) -> None:
+            self._other_tokens += sum(choice.tokens for choice in received.choices)
+            take(indices, received)
+
+        return counted
 
     async def complete(self, request: GenerationRequest) -> list[Completion]:
         """The completions of a request, as `generate` gets them."""
         found: dict[int, Completion] = {}
         await self.generate(
-            request, lambda indices, body: found.update(zip(indices, parse_generation(body), strict=True))
+            request,
+            lambda indices, received: found.update(zip(indices, parse_generation(received.body), strict=True)),
         )
         return [found[index] for index in range(request.n)]
 
-    async def _generate_in_parts(self, request: GenerationRequest, take: Take) -> None:
-        """As the embedded server sends them."""
-        headers = {"Content-Type": "application/json", "Accept": PARTS}
-        body, missing = encode_request(request, self._model), request.n
-        async with self._answered("POST", "/inference/v1/generate", body, headers) as response:
-            while missing and (line := await response.content.readline()):
-                indices, size = parse_part(line)
-                take(indices, await response.content.readexactly(size))
-                missing -= len(indices)
-        if missing:
-            raise ServerLostError(f"{self.url}: the response to {request.request_id} ended early")
-
-    async def _generate_one_by_one(self, request: GenerationRequest, take: Take, *, counted: bool) -> None:
-        """A request for each completion: vLLM makes as many of one, with these seeds, and answers when all have ended.
-        Its prefix cache computes their prompt once."""
-
-        async def one(index: int) -> None:
-            alone = dataclasses.replace(request, request_id=_part_id(request, index), n=1, seed=request.seed + index)
-            asked = encode_request(alone, self._model)
-            body = await self._call("POST", "/inference/v1/generate", asked, timeout_s=None)
-            if not counted:
-                self._other_tokens += completion_tokens(body)
-            take((index,), body)
-
-        self._parts[request.request_id] = [_part_id(request, index) for index in range(request.n)]
-        try:
-            # What one of them meets does not concern the others, whose completions are worth having.
-            outcomes = await asyncio.gather(*map(one, range(request.n)), return_exceptions=True)
-        finally:
-            del self._parts[request.request_id]
-        for error in outcomes:
-            if error is not None:
-                raise error
-
     async def abort(self, request_ids: Collection[str]) -> None:
         """End requests with the tokens that they have; unknown ids are passed over."""
-        parts = [part for request_id in request_ids for part in self._parts.get(request_id, [request_id])]
+        parts: list[str] = []
+        for request_id in request_ids:
+            request = None if self.in_place else self._open.get(request_id)
+            parts += [request_id] if request is None else part_ids(request)
         ids = [f"generate-tokens-{part}" for part in parts]  # as in responses
         await self._control("POST", "/abort_requests", {"request_ids": ids})
 
@@ -291,7 +258,9 @@ class GenerationClient:
 
     async def close(self) -> None:
         self._doing.end()
-        await self._session.close()
+        await self._connection.close()
+        if self._completions.requested:
+            await self._plane.run(lambda _: self._completions.close(), lambda *_: None)
 
     @asynccontextmanager
     async def _update(self, version: PolicyVersion) -> AsyncIterator[None]:
@@ -349,7 +318,7 @@ class GenerationClient:
         if self.stager is None:
             return version
         body = orjson.dumps(dataclasses.asdict(version))
-        content = await self._call("POST", f"{self.stager}/stage", body, timeout_s=None)
+        content = await self._connection.call("POST", f"{self.stager}/stage", body)
         try:
             return dataclasses.replace(version, path=str(orjson.loads(content)["path"]))
         except (ValueError, KeyError, TypeError):
@@ -417,45 +386,14 @@ class GenerationClient:
 
     def _note(self) -> None:
         """Note what the server does from now on, as far as its client knows."""
-        self._doing.note("update" if self._paused else "generate" if self._calls else "wait")
+        self._doing.note("update" if self._paused else "generate" if self._open else "wait")
 
     async def _control(
         self, method: str, path: str, body: object = None, *, timeout_s: float | None = _CONTROL_TIMEOUT_S
     ) -> bytes:
-        return await self._call(method, path, None if body is None else orjson.dumps(body), timeout_s=timeout_s)
-
-    async def _call(self, method: str, path: str, body: bytes | None, *, timeout_s: float | None) -> bytes:
-        headers = None if body is None else {"Content-Type": "application/json"}
-        try:
-            async with patience(timeout_s), self._answered(method, path, body, headers) as response:
-                return await response.read()
-        except TimeoutError:
-            raise ServerLostError(f"{self._where(path)}: no response in {timeout_s} s") from None
-
-    @asynccontextmanager
-    async def _answered(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response of status 200."""
-        where = self._where(path)
-        if self._session.closed:
-            raise ServerLostError(f"{where}: the client is closed")
-        try:
-            async with self._session.request(method, path, data=body, headers=headers) as response:
-                if response.status != 200:
-                    kind = ServerLostError if response.status >= 500 else GenerationError
-                    content = (await response.read()).decode(errors="replace")
-                    raise kind(f"{where}: {response.status}: {content:.500}")
-                yield response
-        except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
-            raise ServerLostError(f"{where}: {type(error).__name__}: {error}") from None
-
-    def _where(self, path: str) -> str:
-        return path if "://" in path else f"{self.url}{path}"
-
-
-def _part_id(request: GenerationRequest, index: int) -> str:
-    return request.request_id if request.n == 1 else f"{request.request_id}.{index}"
+        return await self._connection.call(
+            method, path, None if body is None else orjson.dumps(body), timeout_s=timeout_s
+        )
 
 
 def _check_weights(version: PolicyVersion) -> None:

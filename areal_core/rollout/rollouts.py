@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -86,11 +86,11 @@ class Rollouts:
 
     def sampled(self) -> Tally:
         """Tokens of all that servers have returned, except those that `take_refused` has returned."""
-        return _sum(transcript.sampled() for transcript in self._transcripts())
+        return sum((transcript.sampled() for transcript in self._transcripts()), Tally())
 
     def take_refused(self) -> Tally:
         """Tokens that a failure has made worthless since the last call."""
-        refused = _sum(transcript.take_refused() for transcript in self._transcripts())
+        refused = sum((transcript.take_refused() for transcript in self._transcripts()), Tally())
         self._lost = []
         return refused
 
@@ -192,11 +192,6 @@ async def _end(parts: Sequence[_Part]) -> None:
         part.generating = None
     if cancelled is not None:
         raise cancelled
-
-
-def _sum(tallies: Iterable[Tally]) -> Tally:
-    counted = list(tallies)
-    return Tally(tokens=sum(one.tokens for one in counted), unread=sum(one.unread for one in counted))
 
 
 def trajectory_seed(run_seed: int, prompt_index: int, requeues: int) -> int:

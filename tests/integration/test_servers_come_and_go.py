@@ -19,7 +19,7 @@ from areal_core.api.transcript import Transcript
 from areal_core.api.wire import join_completions
 from areal_core.controller import pool as module
 from areal_core.controller.pool import GenerationPool
-from areal_core.generation import client as client_module
+from areal_core.generation import connection
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.engines.embedded import Engine
 from areal_core.generation.server.routes import GenerationServer
@@ -165,7 +165,7 @@ async def test_what_a_server_has_sampled_under_new_weights_does_not_go_on_under_
 
 
 async def test_a_connection_that_the_server_may_be_closing_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(connection, "_KEEP_ALIVE_S", 0.05)
     ports: list[int] = []
 
     async def health(http: web.Request) -> web.Response:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_core.api.received import receive
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ServerLoad
 from areal_core.controller import pool as module
@@ -68,6 +69,7 @@ class Client:
         adapters: bool,
         update_timeout_s: float,
         timeline: object,
+        plane: object,
     ) -> None:
         self.url, self.update_timeout_s = url, update_timeout_s
         self.resubmitted_tokens = 0
@@ -148,7 +150,7 @@ class Client:
                 await self.do("generate")
                 sampled = max(sampled, asked.max_tokens)
                 first = [(range(5, 5 + asked.max_tokens), "length")]
-                take(indices[:1], body(first, self.world.actual[self.url]))
+                take(indices[:1], receive(body(first, self.world.actual[self.url])))
                 indices = indices[1:]
             try:
                 async with asyncio.timeout(self.world.rng.expovariate(0.2)):
@@ -159,7 +161,7 @@ class Client:
             tokens = list(range(5, 5 + (min(2, asked.max_tokens) if finish == "abort" else asked.max_tokens)))
             sampled = asked.max_tokens * (asked.n - len(indices)) + len(indices) * len(tokens)
             await self.do("generate")
-            take(indices, body([(tokens, finish)] * len(indices), self.world.actual[self.url]))
+            take(indices, receive(body([(tokens, finish)] * len(indices), self.world.actual[self.url])))
         finally:
             self.world.sampled[self.url] += sampled
             self.returned += most

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
+from areal_core.api.received import receive
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import Arrival, join_completions
@@ -113,10 +114,10 @@ class FakeEngine:
         """When cancelled, what a request has sampled is returned all the same."""
         version = self.version
         try:
-            transcript.take([index], await self.serve(request))
+            transcript.take([index], receive(await self.serve(request)))
         except asyncio.CancelledError:
             self.cut_off += 1
-            transcript.take([index], body([self._sample(version, request, 0, 5, "abort")], version))
+            transcript.take([index], receive(body([self._sample(version, request, 0, 5, "abort")], version)))
             raise
 
     async def serve(self, request: GenerationRequest) -> bytes:
@@ -154,7 +155,7 @@ class FakeEngine:
         tokens = range(first, first + min(self.rng.randint(low, high), request.max_tokens))
         self.versions += [version] * len(tokens)
         if tokens:
-            self.contexts[first] = request.token_ids
+            self.contexts[first] = tuple(map(int, request.token_ids))
         return tokens, finish
 
 

@@ -197,7 +197,7 @@ class FakeServer:
 async def generated(client: GenerationClient, request: GenerationRequest) -> bytes:
     """The body of a response that comes in one part."""
     parts: list[bytes] = []
-    await client.generate(request, lambda _, body: parts.append(body))
+    await client.generate(request, lambda _, received: parts.append(received.body))
     [part] = parts
     return part
 

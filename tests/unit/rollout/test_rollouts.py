@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from areal_core.api.received import receive
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import Arrival
@@ -61,12 +62,12 @@ class Servers:
             await self.ends[name]
         except asyncio.CancelledError:
             self.cancelled.append(name)
-            transcript.take([index := transcript.unfinished()[0]], body([((4,), "abort")], 0))
+            transcript.take([index := transcript.unfinished()[0]], receive(body([((4,), "abort")], 0)))
             assert index in transcript.unfinished()
             raise
 
     async def complete(self, name: str, *indices: int, last: bool = False) -> None:
-        self.transcripts[name].take(indices, body([((5, 1), "stop")] * len(indices), 0))
+        self.transcripts[name].take(indices, receive(body([((5, 1), "stop")] * len(indices), 0)))
         if last:
             self.ends[name].set_result(None)
         await turns()

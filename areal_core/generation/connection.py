@@ -1,0 +1,86 @@
+"""HTTP with one generation server: a session, and what its failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+
+from areal_core.api.access import authorization
+from areal_core.api.patience import patience
+from areal_core.errors import GenerationError, ServerLostError
+
+_KEEP_ALIVE_S = 2.0  # vLLM closes a connection after 5 s of silence; a request sent just then would have it taken out
+_READ_BYTES = 2**20  # that may wait to be taken: bodies are megabytes
+_JSON = {"Content-Type": "application/json"}
+
+
+class Connection:
+    """Of the event loop that it is made on. Raises ServerLostError when the server can't be reached or answers with a
+    5xx status, GenerationError for another status than 200."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self._url = url
+        # Without a bound on connections: requests wait at the server, which schedules them.
+        self._session = aiohttp.ClientSession(
+            base_url=url,
+            headers=authorization(token),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            read_bufsize=_READ_BYTES,
+            # Nor with time limits of its own, which this process' own lag would exceed.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+        )
+
+    async def call(self, method: str, path: str, body: bytes | None, *, timeout_s: float | None = None) -> bytes:
+        """The body of a response, which takes at most so long, in which this process could listen."""
+        if timeout_s is None:
+            return await self._read(method, path, body)
+        try:
+            async with patience(timeout_s):
+                return await self._read(method, path, body)
+        except TimeoutError:
+            raise ServerLostError(f"{self._where(path)}: no response in {timeout_s} s") from None
+
+    async def answered(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None
+    ) -> aiohttp.ClientResponse:
+        """A response of status 200, to be read within `failures` and released; a `body` is JSON."""
+        where = self._where(path)
+        if self._session.closed:
+            raise ServerLostError(f"{where}: the client is closed")
+        headers = headers or {} if body is None else {**_JSON, **(headers or {})}
+        response = await self._session.request(method, path, data=body, headers=headers)
+        if response.status != 200:
+            kind = ServerLostError if response.status >= 500 else GenerationError
+            content = (await response.read()).decode(errors="replace")
+            raise kind(f"{where}: {response.status}: {content:.500}")
+        return response
+
+    def failures(self, path: str) -> Failures:
+        return Failures(self._where(path))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _read(self, method: str, path: str, body: bytes | None) -> bytes:
+        with self.failures(path):
+            async with await self.answered(method, path, body) as response:
+                return await response.read()
+
+    def _where(self, path: str) -> str:
+        return path if "://" in path else f"{self._url}{path}"
+
+
+class Failures:
+    """Turns what a connection fails with into ServerLostError. A class, as there are thousands at once."""
+
+    __slots__ = ("_where",)
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
+        if isinstance(error, (aiohttp.ClientError, asyncio.IncompleteReadError)):
+            raise ServerLostError(f"{self._where}: {type(error).__name__}: {error}") from None

@@ -1,0 +1,125 @@
+"""A loop beside the one that asks: what comes in there is taken here, in order, and nothing once it is not wanted."""
+
+import asyncio
+import threading
+
+import pytest
+
+from areal_core.api.received import Received
+from areal_core.errors import ServerLostError
+from areal_core.generation.data_plane import DataPlane, Here
+
+
+@pytest.fixture(params=["here", "there"])
+async def plane(request):
+    if request.param == "here":
+        yield Here()
+        return
+    plane = DataPlane()
+    yield plane
+    await plane.close()
+    assert "data plane" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_all_is_taken_in_order_before_the_work_is_over(plane):
+    taken = []
+
+    async def work(take):
+        for number in range(1000):
+            take((number,), Received(b""))
+            if number % 100 == 0:
+                await asyncio.sleep(0)
+
+    await plane.run(work, lambda indices, _: taken.append((indices, threading.current_thread())))
+    assert taken == [((number,), threading.main_thread()) for number in range(1000)]
+
+
+async def test_what_the_work_fails_with_is_raised_after_what_came_before(plane):
+    taken = []
+
+    async def work(take):
+        take((0,), Received(b""))
+        raise ServerLostError("gone")
+
+    with pytest.raises(ServerLostError, match="gone"):
+        await plane.run(work, lambda indices, _: taken.append(indices))
+    assert taken == [(0,)]
+
+
+async def test_what_taking_fails_with_is_raised_and_ends_the_work(plane):
+    ended = threading.Event()
+
+    def refuse(*_):
+        raise KeyError("no")
+
+    async def work(take):
+        try:
+            take((0,), Received(b""))
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyError, match="no"):
+        await plane.run(work, refuse)
+    assert await asyncio.to_thread(ended.wait, 10)
+
+
+async def test_who_waits_no_longer_takes_no_more(plane):
+    taken, begun, ended = [], threading.Event(), threading.Event()
+
+    async def work(take):
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            take((0,), Received(b""))
+            ended.set()
+
+    call = asyncio.ensure_future(plane.run(work, lambda indices, _: taken.append(indices)))
+    assert await asyncio.to_thread(begun.wait, 10)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await asyncio.to_thread(ended.wait, 10)
+    await asyncio.sleep(0.01)
+    assert taken == ([(0,)] if isinstance(plane, Here) else [])  # there, it came after the cancellation
+
+
+async def test_the_loop_that_asks_goes_on_while_much_comes_in():
+    """It gets its turn every few takes of a millisecond each."""
+    plane, turns, taken = DataPlane(), [0], []
+
+    async def work(take):
+        for number in range(300):
+            take((number,), Received(b""))
+
+    def slow(*_):
+        taken.append(turns[0])
+        until = asyncio.get_running_loop().time() + 0.001
+        while asyncio.get_running_loop().time() < until:
+            pass
+
+    async def count():
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count())
+    await plane.run(work, slow)
+    counting.cancel()
+    await plane.close()
+    assert max(taken.count(turn) for turn in set(taken)) <= 3
+
+
+async def test_work_under_way_is_cancelled_as_it_closes():
+    plane, begun = DataPlane(), threading.Event()
+
+    async def work(_):
+        begun.set()
+        await asyncio.sleep(3600)
+
+    call = asyncio.ensure_future(plane.run(work, lambda *_: None))
+    assert await asyncio.to_thread(begun.wait, 10)
+    await plane.close()
+    with pytest.raises(asyncio.CancelledError):
+        await call
