@@ -26,13 +26,13 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from areal_core.api.head import AwayError, Head, Session, fetch, parsed
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError, ProcessError, StorageError
 from areal_core.launch import pulse
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.run.remote.files import IN_ORDER
 from areal_core.run.remote.folder import POLL_S, Guarded, Place, RunLostError
-from areal_core.run.remote.head import AwayError, Head, Session, fetch, parsed
 from areal_core.run.remote.nodes import GONE_S
 from areal_core.run.remote.sending import Sender
 from areal_core.run.remote.share import TRAINER, Owned, Share, owned

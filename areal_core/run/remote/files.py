@@ -6,7 +6,7 @@
 
 A process of the run, beside the controller: while versions travel, requests of the controller do not wait. It ends with
 0 once the run has ended in order and all remote workers have said their last words, and tells them when it is ended
-before. areal_core.run.remote.head is their side.
+before. areal_core.api.head is their side.
 """
 
 from __future__ import annotations

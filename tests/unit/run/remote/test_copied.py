@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 
+from areal_core.api import head as head_module
+from areal_core.api.head import AwayError, Head, in_file
 from areal_core.errors import ArealError, ConfigError, ProcessError, StorageError
 from areal_core.launch import pulse
 from areal_core.launch.pulse import Pulse
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.run.remote import copied as module
-from areal_core.run.remote import head as head_module
 from areal_core.run.remote import nodes as nodes_module
 from areal_core.run.remote.copied import CopiedFolder
 from areal_core.run.remote.folder import Place, RunLostError
-from areal_core.run.remote.head import AwayError, Head, in_file
 from areal_core.run.remote.share import Share
 from areal_core.storage.rundir import write_json
 from tests.support.remote import PATIENCE_S, HeadNode

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from areal_core.api.access import authorization
-from areal_core.run.remote.head import Head
+from areal_core.api.head import Head
 from areal_core.storage import weights
 from areal_core.storage.rundir import write_json
 from tests.support.remote import PATIENCE_S, HeadNode
