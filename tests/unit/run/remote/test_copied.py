@@ -178,6 +178,21 @@ def test_ready_files_and_pulses_go_both_ways(head_node: HeadNode, node: Callable
     wait_for(lambda: there.ready_info("generation") is None)
 
 
+def test_ranks_find_the_head_nodes_files_wherever_these_are_served(
+    head_node: HeadNode, node: Callable[..., Node], tmp_path: Path
+) -> None:
+    file = tmp_path / "head.json"
+    file.write_text(json.dumps({"url": (before := head_node.serve())}))
+    here = node(Head(in_file(file), head_node.run.token(), timeout_s=1.0)).take().run
+    where = in_file(here.ready_file("files"))
+    assert here.is_copy
+    assert not head_node.run.is_copy
+    assert where() == before
+    file.write_text(json.dumps({"url": (after := head_node.serve())}))
+    assert after != before
+    wait_for(lambda: where() == after)
+
+
 def test_a_machine_that_trains_keeps_its_own_ranks_ready_files(head_node: HeadNode, node: Callable[..., Node]) -> None:
     there = head_node.run
     lease = Path(there.info().checkpoint_url) / "lease"
