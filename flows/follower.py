@@ -11,9 +11,9 @@ from pathlib import Path
 
 import httpx
 
+from areal_core.api.head import AwayError
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ProcessError
-from areal_core.run.remote.head import AwayError
 from areal_core.run.remote_worker import CopiedFolder, Head, RemoteWorker, RunLostError, Share
 from flows import whereabouts
 from flows.notice import Notice

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import http.client
-import io
 import json
 import secrets
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import msgspec
 
 from areal_core.api.access import authorization
+from areal_core.api.scored_groups import Span, cut, spans_text
 from areal_core.errors import ProcessError, RunFinished
 from areal_core.storage.rundir import RunDir
 from areal_core.types import Alert, BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
@@ -47,13 +47,11 @@ class ControllerClient:
             if body is not None:
                 return msgspec.json.decode(body, type=BatchManifest)
 
-    def group(self, group_id: int, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+    def group(self, group_id: int, spans: Sequence[Span]) -> list[bytes]:
         """Parts of a group's payload, by their first byte and the one after their last."""
-        wanted = ",".join(f"{start}-{end}" for start, end in spans)
-        body = self._call("GET", f"/groups/{group_id}?spans={wanted}")
+        body = self._call("GET", f"/groups/{group_id}?spans={spans_text(spans)}")
         assert body is not None
-        parts = io.BytesIO(body)
-        return [parts.read(end - start) for start, end in spans]
+        return cut(body, spans)
 
     def announce(self, version: PolicyVersion) -> list[int]:
         """Publish a version; returns the versions whose folders are no longer needed."""

@@ -10,7 +10,9 @@ checksum of every part.
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +36,11 @@ _TOKEN_BYTES = sum(dtype.itemsize for dtype in _FIELDS.values())
 
 SUFFIX = ".bin"  # of segments, the files that payloads are parts of
 
-Span = tuple[int, int]  # bytes from the beginning of a payload: start and end
+Span = tuple[int, int]  # bytes from the beginning of a payload, or of a segment: start and end
+
+REQUEST_LINE_BYTES = 2**20  # that a server takes for spans: those of thousands of completions in one request
+_SHOWN_CHARS = 100
+_SPANS = re.compile(r"[0-9]{1,15}-[0-9]{1,15}(,[0-9]{1,15}-[0-9]{1,15})*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,33 @@ def part_spans(prompt_tokens: int, lengths: Sequence[int]) -> list[Span]:
     """Where the parts of a payload lie: the prompt, and each of the trajectories."""
     sizes = [_PROMPT.itemsize * prompt_tokens, *(_TOKEN_BYTES * length for length in lengths)]
     return list(pairwise(accumulate(sizes, initial=0)))
+
+
+def spans_text(spans: Sequence[Span]) -> str:
+    """Spans as a request names them: 0-48,96-200."""
+    return ",".join(f"{start}-{end}" for start, end in spans)
+
+
+def parsed_spans(text: str) -> list[Span]:
+    """Raises ValueError for what `spans_text` does not write."""
+    if _SPANS.fullmatch(text):
+        spans = [(int(start), int(end)) for start, end in (span.split("-") for span in text.split(","))]
+        if all(start <= end for start, end in spans):
+            return spans
+    raise ValueError(
+        f"spans: must be first bytes and those after the last, as 0-48,96-200, got {text[:_SHOWN_CHARS]!r}"
+    )
+
+
+def cut(data: bytes, spans: Sequence[Span]) -> list[bytes]:
+    """The bytes of each of some spans, which lie end to end in `data`."""
+    parts = io.BytesIO(data)
+    return [parts.read(end - start) for start, end in spans]
+
+
+def in_segment(group: BatchGroup, spans: Sequence[Span]) -> list[Span]:
+    """Spans of a group's payload, from the beginning of its segment."""
+    return [(group.start + start, group.start + end) for start, end in spans]
 
 
 def pack_group(payload: GroupPayload) -> tuple[bytes, tuple[int, ...]]:
@@ -74,7 +107,7 @@ def read_group_file(folder: Path, group: BatchGroup, completions: Sequence[int])
     with segment_file(folder, group.segment).open("rb") as segment:
 
         def read(spans: Sequence[Span]) -> list[bytes]:
-            return [os.pread(segment.fileno(), end - start, group.start + start) for start, end in spans]
+            return [os.pread(segment.fileno(), end - start, start) for start, end in in_segment(group, spans)]
 
         return read_group(read, group, completions)
 

@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from areal_core.api.guard import guard
+from areal_core.api.scored_groups import parsed_spans
 from areal_core.controller import bodies
 from areal_core.controller.payloads import DamagedPayloadError
 from areal_core.controller.pool import server_routes
@@ -94,13 +95,13 @@ class Routes:
         return web.Response(body=described[1], content_type="application/json")
 
     async def _group(self, request: web.Request) -> web.Response:
-        """Parts of a group's payload, for a rank that can't read them itself."""
+        """Parts of a group's payload, for a rank that has found damage."""
         group_id = int(request.match_info["group_id"])
-        spans = [span.split("-") for span in request.query["spans"].split(",")]
+        spans = parsed_spans(request.query.get("spans", ""))
         place = self._run.ledger.payload(group_id)
         try:
             payload = await self._run.payloads.read(place)
-            return web.Response(body=b"".join(payload[int(start) : int(end)] for start, end in spans))
+            return web.Response(body=b"".join(payload[start:end] for start, end in spans))
         except DamagedPayloadError as error:
             await self._run.lose_damaged(group_id, error)
             raise

@@ -21,6 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
+from areal_core.api.head import Head, checked_url, in_file
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch.logs import Journal, Source
@@ -30,7 +31,6 @@ from areal_core.run.machine import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import CopiedFolder
 from areal_core.run.remote.folder import POLL_S, Place, RunFolder, RunLostError, SharedFolder
-from areal_core.run.remote.head import Head, checked_url, in_file
 from areal_core.run.remote.share import TRAINER, Share
 from areal_core.run.roles import interface, is_own, remote_generation, remote_trainer
 from areal_core.storage.rundir import RunDir

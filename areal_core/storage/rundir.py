@@ -56,6 +56,7 @@ class RunDir:
         run = cls(Path(config.state_dir).absolute() / kind / info.run_id)
         durable.make(run.root)
         run._make_token()
+        run.copy_file.unlink(missing_ok=True)
         for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline):
             folder.mkdir(parents=True, exist_ok=True)
         write_json(run.root / "config.json", config.to_dict(), synced=True)
@@ -67,6 +68,15 @@ class RunDir:
 
     def info(self) -> RunInfo:
         return RunInfo(**json.loads((self.root / "run.json").read_text()))
+
+    @property
+    def copy_file(self) -> Path:
+        """Of a copy, on a machine that shares no folder with the head node: see areal_core.run.remote.copied."""
+        return self.root / "copy.json"
+
+    @property
+    def is_copy(self) -> bool:
+        return self.copy_file.exists()
 
     @property
     def token_file(self) -> Path:

@@ -66,7 +66,7 @@ class Trainer:
         self.config: RunConfig = run.config()
         self.rank = rank
         self.controller = ControllerClient(run)
-        self._trajectories = Trajectories(run.payloads)
+        self._trajectories = Trajectories(run)
         store = self.config.storage
         self.storage = Storage.open(run.info().checkpoint_url, store.endpoint_url, store.patience_s)
         self.spec = read_spec(run.info().model_path)

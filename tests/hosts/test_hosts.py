@@ -117,3 +117,5 @@ def test_machines_without_a_common_folder_are_cut_off_and_return(apart: Cluster)
         assert processes
         assert here == [span for span in everywhere if span.process in processes]
     assert "was taken out by the controller: killed" in apart.run.log_file("host-generation").read_text()
+    assert not copies[SECOND].payloads.exists()  # its parts of groups came past the controller
+    assert not any("the controller is asked for it" in log.read_text() for log in apart.run.logs.glob("node-*.log*"))

@@ -88,6 +88,12 @@ def test_the_controller_is_not_made_to_call_others(run: Launched) -> None:
             listening.accept()
 
 
+def test_parts_of_thousands_of_completions_may_be_asked_for(run: Launched) -> None:
+    spans = ",".join(f"{at}-{at + 1}" for at in range(10_000))
+    status, text = ask(run, "controller", "GET", f"/groups/999999?spans={spans}", headers=token(run))
+    assert (status, text) == (400, "LedgerError: group_id: no payload is kept for group 999999")
+
+
 def test_version_0_is_the_base_model(run: Launched) -> None:
     body = b'{"version": 0, "path": "/", "sha256": "x"}'
     status, text = ask(run, "controller", "POST", "/versions", body, token(run))

@@ -76,6 +76,7 @@ def files(run: Launched) -> list[str]:
 @pytest.mark.parametrize("headers", [{}, authorization("of-another-run"), CROSS_SITE], ids=["none", "another", "site"])
 def test_no_route_of_the_head_nodes_files_takes_a_request_without_it(run: Launched, headers: dict[str, str]) -> None:
     values = {"{name}": "model.safetensors", "{version}": "1", "{node}": "n", "{kind}": "logs"}
+    values["{segment}"] = "000001-000001"
     for method, path in (*routes(), ("GET", "/unknown"), ("PUT", "/run")):
         asked = path
         for name, value in values.items():
@@ -97,13 +98,19 @@ def test_whatever_is_sent_the_files_are_served_on(run: Launched, known: bool) ->
     pid, before = run.pid("files"), files(run)
 
     @FUZZED
-    @given(route=st.sampled_from(routes()), places=st.lists(PLACES, min_size=3, max_size=3), body=BODIES)
-    def fuzz(route: tuple[str, str], places: list[str], body: bytes) -> None:
+    @given(
+        route=st.sampled_from(routes()),
+        places=st.lists(PLACES, min_size=3, max_size=3),
+        segment=PLACES | st.just("000001-000001"),
+        body=BODIES,
+    )
+    def fuzz(route: tuple[str, str], places: list[str], segment: str, body: bytes) -> None:
         method, path = route
         for name, place in zip(("{name}", "{node}", "{kind}"), places, strict=True):
             path = path.replace(name, urllib.parse.quote(place, safe="%"))
-        path = path.replace("{version}", urllib.parse.quote(places[0], safe="%"))
-        status, text = ask(run, "files", method, f"{path}?offset={places[1]}", body, token(run) if known else {})
+        path = path.replace("{version}", urllib.parse.quote(places[0], safe="%")).replace("{segment}", segment)
+        query = f"offset={places[1]}&spans={places[1]}-{places[2]}"
+        status, text = ask(run, "files", method, f"{path}?{query}", body, token(run) if known else {})
         assert status < 500 if known else status == 401, (route, places, body, text)
 
     fuzz()

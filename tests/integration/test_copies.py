@@ -192,6 +192,9 @@ def test_ranks_without_a_common_folder(tmp_path: Path, start: Start) -> None:
         span.step for span in read_timeline(run.run.timeline) if (span.process, span.kind) == ("trainer-1", "train")
     }
     assert trained == set(range(1, 25))
+    for node in (second, again):  # their parts of groups came past the controller
+        assert not node.copy(run).payloads.exists()
+    assert not any("the controller is asked for it" in log.read_text() for log in run.run.logs.glob("node-1.log*"))
 
 
 def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_path: Path, start: Start) -> None:

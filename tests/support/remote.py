@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from aiohttp import web
 
+from areal_core.api.head import Head
 from areal_core.config.schema import load
 from areal_core.run.remote.files import Files
-from areal_core.run.remote.head import Head
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.types import PolicyVersion

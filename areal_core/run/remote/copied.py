@@ -3,6 +3,7 @@
     <folder>/runs/<run_id>/     as the run's own: what processes here read is put there, what they write is sent on
         model/                  the base model
         weights/                versions that the stager has brought
+        ready/files-0.json      where ranks have their parts of payloads from, which are not here
         copy.json  copy.lock    this copy's name for the head node; held by its worker and the processes here
 
 A thread tells the head node once a second of the processes here and hears of those that they need; another one sends on
@@ -26,13 +27,13 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from areal_core.api.head import AwayError, Head, Session, fetch, parsed
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError, ProcessError, StorageError
 from areal_core.launch import pulse
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.run.remote.files import IN_ORDER
 from areal_core.run.remote.folder import POLL_S, Guarded, Place, RunLostError
-from areal_core.run.remote.head import AwayError, Head, Session, fetch, parsed
 from areal_core.run.remote.nodes import GONE_S
 from areal_core.run.remote.sending import Sender
 from areal_core.run.remote.share import TRAINER, Owned, Share, owned
@@ -234,6 +235,7 @@ class _Following:
         if heard["run_id"] != self._run.root.name:
             raise RunLostError(f"the head node runs {heard['run_id']} now: run {self._run.root.name} has ended")
         self._put(heard["ready"])
+        self._note(session.url)
         self._ended = heard["ended"]
         return None
 
@@ -259,6 +261,11 @@ class _Following:
         for file in self._run.ready.glob("*.json"):
             if _NEEDED.fullmatch(file.stem) and file.stem not in there and file.stem not in self._its.processes:
                 file.unlink(missing_ok=True)
+
+    def _note(self, url: str) -> None:
+        """Where the head node's files are served, as this machine reaches them."""
+        if self._run.ready_info("files") != {"url": url}:
+            write_json(self._run.ready_file("files"), {"url": url})
 
     def _send(self, sender: Sender) -> None:
         while not self._over.wait(_SEND_S):
@@ -335,10 +342,9 @@ def _model(run: RunDir) -> Path:
 
 def _name(run: RunDir) -> str:
     """Of this copy, made once."""
-    file = run.root / "copy.json"
-    if not file.exists():
-        write_json(file, {"node": secrets.token_hex(8)})
-    return json.loads(file.read_text())["node"]
+    if not run.is_copy:
+        write_json(run.copy_file, {"node": secrets.token_hex(8)})
+    return json.loads(run.copy_file.read_text())["node"]
 
 
 def _sha256(path: Path) -> str:

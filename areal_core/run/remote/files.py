@@ -1,12 +1,13 @@
 """The head node's files for remote workers that share no folder with it, over HTTP.
 
     remote worker --GET /run, /model/NAME, /versions/N--> what its copy of the run's folder holds
-                  --POST /nodes/NODE, once a second--> its processes' ready files and pulses; back: those that it needs
+    its ranks     --GET /payloads/SEGMENT--> their parts of scored groups
+    remote worker --POST /nodes/NODE, once a second--> its processes' ready files and pulses; back: those that it needs
                   --POST /nodes/NODE/logs/FILE, /timeline/FILE--> what its processes have written meanwhile
 
-A process of the run, beside the controller: while versions travel, requests of the controller do not wait. It ends with
-0 once the run has ended in order and all remote workers have said their last words, and tells them when it is ended
-before. areal_core.run.remote.head is their side.
+A process of the run, beside the controller: while versions and trajectories travel, requests of the controller do not
+wait. It ends with 0 once the run has ended in order and all remote workers have said their last words, and tells them
+when it is ended before. areal_core.api.head is their side.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import asyncio
 import dataclasses
 import hashlib
 import logging
+import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from aiohttp import web
 from areal_core.api import bodies
 from areal_core.api.guard import guard
 from areal_core.api.refusals import refusals
+from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ConfigError, StorageError
 from areal_core.launch import logs, process, pulse
@@ -71,6 +75,7 @@ class Files:
                 web.get("/run", self._about),
                 web.get("/model/{name}", self._model_file),
                 web.get("/versions/{version}", self._version),
+                web.get("/payloads/{segment:[0-9]{6,}-[0-9]{6,}}", self._payloads),
                 web.post("/nodes/{node}", self._hear),
                 web.post("/nodes/{node}/{kind}/{name}", self._append),
             ]
@@ -112,6 +117,17 @@ class Files:
         if (asked := request.query.get("sha256", published.sha256)) != published.sha256:
             return web.Response(status=404, text=f"version {number} has sha256 {published.sha256}, not {asked[:64]}")
         return web.FileResponse(weights.weights_file(path), headers={"X-Sha256": published.sha256})
+
+    async def _payloads(self, request: web.Request) -> web.Response:
+        """Parts of a segment, end to end. Whether they are what was stored, who asks for them finds out."""
+        spans, name = parsed_spans(request.query.get("spans", "")), request.match_info["segment"]
+        try:
+            parts = await asyncio.to_thread(_parts, segment_file(self._run.payloads, name), spans)
+        except OSError as error:
+            return web.Response(status=404, text=f"segment {name} can't be read: {error.strerror}")
+        if parts is None:
+            return web.Response(status=416, text=f"spans: must lie in segment {name}, and be no more bytes than it has")
+        return web.Response(body=parts)
 
     async def _hear(self, request: web.Request) -> web.Response:
         self.nodes.hear(request.match_info["node"], await bodies.read(request, Said))
@@ -168,6 +184,15 @@ def _listed(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _parts(file: Path, spans: Sequence[Span]) -> bytes | None:
+    """Spans of a file, end to end; None where it has fewer bytes. Raises OSError."""
+    with file.open("rb") as segment:
+        size = os.fstat(segment.fileno()).st_size
+        if max(end for _, end in spans) > size or sum(end - start for start, end in spans) > size:
+            return None
+        return b"".join(os.pread(segment.fileno(), end - start, start) for start, end in spans)
+
+
 def _split(name: str) -> tuple[str, int]:
     role, _, index = name.rpartition("-")
     return role, int(index)
@@ -181,7 +206,7 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, asked.set)
     files = Files(run)
-    runner = web.AppRunner(files.app(), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(files.app(), access_log=None, shutdown_timeout=1.0, max_line_size=REQUEST_LINE_BYTES)
     await runner.setup()
     try:
         await _listen(runner, run, launch)

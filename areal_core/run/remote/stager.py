@@ -21,9 +21,9 @@ from aiohttp import web
 
 from areal_core.api import bodies
 from areal_core.api.guard import guard
+from areal_core.api.head import AwayError, Head, fetch
 from areal_core.api.refusals import refusals
 from areal_core.errors import ProcessError, StorageError
-from areal_core.run.remote.head import AwayError, Head, fetch
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
 from areal_core.types import PolicyVersion

@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from areal_core.api.controller_client import ControllerClient
-from areal_core.api.scored_groups import read_group, read_group_file
-from areal_core.errors import StorageError
+from areal_core.api.head import AwayError, Head, Session, in_file
+from areal_core.api.scored_groups import Span, cut, in_segment, read_group, read_group_file, spans_text
+from areal_core.errors import ProcessError, StorageError
+from areal_core.storage.rundir import RunDir
 from areal_core.types import BatchGroup, GroupPayload
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 60.0  # for the head node's files to be served again, and to go on with a response
+_RETRY_S = 0.2  # between two tries
 
 
 class Trajectories:
-    """Payloads of groups: parts of the segments in a run's folder, or, where that is another machine's or what is read
-    is damaged, of the controller, which has a damaged group made again."""
+    """Payloads of groups: parts of segments, which a rank reads in the run's folder, and beside a copy of it, which has
+    none, has from what serves the head node's files. The controller is asked for what is damaged or gone, and has it
+    made again. For one thread at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` holds the segments, if they are here."""
-        self._folder = folder
+    def __init__(self, run: RunDir) -> None:
+        self._folder = run.payloads
+        self._files: Session | None = None
+        if run.is_copy:
+            self._files = Head(in_file(run.ready_file("files")), run.token(), timeout_s=_PATIENCE_S).session()
 
     def read(self, group: BatchGroup, completions: Sequence[int], controller: ControllerClient) -> GroupPayload:
         """Some completions of a group, in the order given, and nothing of the others. Raises ProcessError where they
         can't be had."""
         try:
-            return read_group_file(self._folder, group, completions)
-        except (OSError, StorageError):
+            if (files := self._files) is None:
+                return read_group_file(self._folder, group, completions)
+            return read_group(lambda spans: _fetched(files, group, spans), group, completions)
+        except (OSError, StorageError) as error:
+            logger.warning("group %d: the controller is asked for it: %s", group.group_id, error)
             return read_group(lambda spans: controller.group(group.group_id, spans), group, completions)
+
+
+def _fetched(files: Session, group: BatchGroup, spans: Sequence[Span]) -> list[bytes]:
+    """Spans of a group's payload, from the head node. Raises StorageError for what it has not, ProcessError where it
+    has been away for too long."""
+    path = f"/payloads/{group.segment}?spans={spans_text(in_segment(group, spans))}"
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            status, content = files.ask("GET", path)
+            break
+        except AwayError as error:
+            if time.monotonic() > deadline:
+                raise ProcessError(f"no trajectories within {_PATIENCE_S:.0f} s: {error}") from None
+            time.sleep(_RETRY_S)
+    if status != 200:
+        raise StorageError(f"{status}: {content.decode(errors='replace')}")
+    return cut(content, spans)

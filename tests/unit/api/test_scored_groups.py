@@ -4,7 +4,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from areal_core.api.scored_groups import pack_group, part_spans, read_group, read_group_file, unpack_group
+from areal_core.api.scored_groups import (
+    cut,
+    in_segment,
+    pack_group,
+    parsed_spans,
+    part_spans,
+    read_group,
+    read_group_file,
+    spans_text,
+    unpack_group,
+)
 from areal_core.errors import StorageError
 from areal_core.types import BatchGroup, GroupPayload
 
@@ -69,6 +79,22 @@ def test_parts_lie_end_to_end():
     spans = part_spans(2, (3, 1, 2))
     assert spans == [(0, 8), (8, 47), (47, 60), (60, 86)]  # 4 bytes a prompt token, 13 a token of a trajectory
     assert len(pack_group(group())[0]) == 86
+
+
+def test_spans_are_named_in_a_request_and_their_bytes_told_apart():
+    spans = in_segment(described(group(), (), start=6), [(0, 8), (47, 60), (8, 8)])
+    assert spans_text(spans) == "6-14,53-66,14-14"
+    assert parsed_spans("6-14,53-66,14-14") == spans == [(6, 14), (53, 66), (14, 14)]
+    assert cut(bytes(range(21)), spans) == [bytes(range(8)), bytes(range(8, 21)), b""]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "2-1", "-1-2", "0-2,", "0 - 2", "0-2\n", "\u0661-2", "1_0-20", "1" * 16 + "-1"]
+)
+def test_text_that_names_no_spans_is_refused(text: str):
+    line = "^spans: must be first bytes and those after the last, as 0-48,96-200, got '"
+    with pytest.raises(ValueError, match=line):
+        parsed_spans(text)
 
 
 def test_a_group_is_read_from_its_segment(tmp_path):

@@ -47,3 +47,12 @@ def test_a_run_keeps_its_token(tmp_path: Path) -> None:
         assert not list(run.root.glob(".token*"))
         tokens.append(run.token())
     assert tokens[0] == tokens[1] != tokens[2]
+
+
+def test_a_copy_of_a_run_that_goes_on_here_is_the_runs_own_folder(tmp_path: Path) -> None:
+    config, info = load({"state_dir": str(tmp_path)}), RunInfo(run_id="r", model_path="m", checkpoint_url="c")
+    run = RunDir.create(config, info)
+    assert not run.is_copy
+    write_json(run.copy_file, {"node": "a"})
+    assert run.is_copy
+    assert not RunDir.create(config, info).is_copy

@@ -12,6 +12,7 @@ import pytest
 from areal_core.api.controller_client import ControllerClient
 from areal_core.api.scored_groups import pack_group
 from areal_core.config.schema import load
+from areal_core.storage.rundir import RunDir
 from areal_core.training.batching.trajectories import Trajectories
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.trainer import Trainer
@@ -54,7 +55,7 @@ def built(
     folder: Path = Path("/nowhere"), cut_off: tuple[bool, bool] = (False, True), **algorithm: Any
 ) -> TrainingBatch:
     trainer = Trainer.__new__(Trainer)
-    trainer._trajectories = Trajectories(folder)
+    trainer._trajectories = Trajectories(RunDir(folder))
     trainer.config = load(
         {
             "algorithm": {"group_size": 2, "advantage": "group_mean", **algorithm},
@@ -120,8 +121,9 @@ def test_the_mean_is_the_one_that_was_chosen() -> None:
 
 def test_segments_are_read_where_they_are_and_the_controller_is_asked_for_the_others(tmp_path: Path) -> None:
     """One of the two is damaged here: the controller is asked for it, which finds out, too."""
-    (tmp_path / "000001-000000.bin").write_bytes(packed(0)[0])
-    (tmp_path / "000001-000001.bin").write_bytes(packed(1)[0][:-1])
+    (folder := tmp_path / "payloads").mkdir()
+    (folder / "000001-000000.bin").write_bytes(packed(0)[0])
+    (folder / "000001-000001.bin").write_bytes(packed(1)[0][:-1])
     CONTROLLER.asked.clear()
     here = built(tmp_path)
     assert CONTROLLER.asked == [1]

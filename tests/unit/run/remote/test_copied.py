@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 
+from areal_core.api import head as head_module
+from areal_core.api.head import AwayError, Head, in_file
 from areal_core.errors import ArealError, ConfigError, ProcessError, StorageError
 from areal_core.launch import pulse
 from areal_core.launch.pulse import Pulse
 from areal_core.launch.supervisor import FileLock, StopSignal
 from areal_core.run.remote import copied as module
-from areal_core.run.remote import head as head_module
 from areal_core.run.remote import nodes as nodes_module
 from areal_core.run.remote.copied import CopiedFolder
 from areal_core.run.remote.folder import Place, RunLostError
-from areal_core.run.remote.head import AwayError, Head, in_file
 from areal_core.run.remote.share import Share
 from areal_core.storage.rundir import write_json
 from tests.support.remote import PATIENCE_S, HeadNode
@@ -176,6 +176,21 @@ def test_ready_files_and_pulses_go_both_ways(head_node: HeadNode, node: Callable
     wait_for(lambda: pulse.read(there.pulse_file("generation")) == dataclasses.replace(beat, doing="x" * 200))
     here.ready_file("generation").unlink()
     wait_for(lambda: there.ready_info("generation") is None)
+
+
+def test_ranks_find_the_head_nodes_files_wherever_these_are_served(
+    head_node: HeadNode, node: Callable[..., Node], tmp_path: Path
+) -> None:
+    file = tmp_path / "head.json"
+    file.write_text(json.dumps({"url": (before := head_node.serve())}))
+    here = node(Head(in_file(file), head_node.run.token(), timeout_s=1.0)).take().run
+    where = in_file(here.ready_file("files"))
+    assert here.is_copy
+    assert not head_node.run.is_copy
+    assert where() == before
+    file.write_text(json.dumps({"url": (after := head_node.serve())}))
+    assert after != before
+    wait_for(lambda: where() == after)
 
 
 def test_a_machine_that_trains_keeps_its_own_ranks_ready_files(head_node: HeadNode, node: Callable[..., Node]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from areal_core.api.access import authorization
-from areal_core.run.remote.head import Head
+from areal_core.api.head import Head
 from areal_core.storage import weights
 from areal_core.storage.rundir import write_json
 from tests.support.remote import PATIENCE_S, HeadNode
@@ -97,10 +97,74 @@ def test_what_is_no_version(ask: Asked, number: str) -> None:
     assert len(content.splitlines()) == 1
 
 
+SEGMENT = bytes(range(256))
+
+
+@pytest.fixture
+def segment(head_node: HeadNode) -> Path:
+    """One that holds SEGMENT."""
+    head_node.run.payloads.mkdir()
+    file = head_node.run.payloads / "000002-000007.bin"
+    file.write_bytes(SEGMENT)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("spans", "parts"),
+    [
+        ("0-256", SEGMENT),
+        ("0-3,250-256", SEGMENT[:3] + SEGMENT[250:]),
+        ("250-256,0-3", SEGMENT[250:] + SEGMENT[:3]),
+        ("5-5", b""),
+        ("256-256", b""),
+        ("0-128,0-128", SEGMENT[:128] * 2),
+    ],
+)
+@pytest.mark.usefixtures("segment")
+def test_parts_of_a_segment_come_end_to_end(ask: Asked, spans: str, parts: bytes) -> None:
+    assert ask("GET", f"/payloads/000002-000007?spans={spans}") == (200, parts)
+
+
+@pytest.mark.parametrize("spans", ["0-257", "256-257", "300-300", "0-3,250-999999999999999", "0-200,0-57"])
+@pytest.mark.usefixtures("segment")
+def test_more_than_a_segment_has_is_refused(ask: Asked, spans: str) -> None:
+    line = b"spans: must lie in segment 000002-000007, and be no more bytes than it has"
+    assert ask("GET", f"/payloads/000002-000007?spans={spans}") == (416, line)
+
+
+@pytest.mark.parametrize(
+    "spans", ["", "0", "3-1", "-1-3", "0-", "a-b", "0-3,", "0-3;5-6", "0-3%0A", "%D9%A1-3", "+1-3", "9" * 5000]
+)
+@pytest.mark.usefixtures("segment")
+def test_spans_that_are_none_are_refused_in_one_line(ask: Asked, spans: str) -> None:
+    status, content = ask("GET", f"/payloads/000002-000007?spans={spans}")
+    assert status == 400
+    assert content.startswith(b"spans: must be first bytes and those after the last, as 0-48,96-200, got ")
+    assert len(content) < 250
+    assert len(content.splitlines()) == 1
+
+
+def test_a_segment_that_is_not_there(ask: Asked, segment: Path) -> None:
+    line = b"segment 000002-000008 can't be read: No such file or directory"
+    assert ask("GET", "/payloads/000002-000008?spans=0-1") == (404, line)
+    assert ask("GET", f"/payloads/{'1' * 999}-000001?spans=0-1")[0] == 404
+    segment.unlink()
+    segment.mkdir()
+    assert ask("GET", "/payloads/000002-000007?spans=0-1")[0] == 404
+
+
+@pytest.mark.parametrize("name", ["token", "..%2Ftoken", "000002-000007.bin", "2-7", "..%2Fpayloads%2F000002-000007"])
+def test_nothing_but_segments_is_read(ask: Asked, segment: Path, name: str) -> None:
+    (segment.parent / "token.bin").touch()
+    segment.with_name("2-7.bin").write_bytes(SEGMENT)
+    assert ask("GET", f"/payloads/{name}?spans=0-1") == (404, b"404: Not Found")
+
+
 def test_every_route_wants_the_token(ask: Asked, head_node: HeadNode) -> None:
     head_node.publish(1)
     routes = [("GET", "/run"), ("GET", "/model/config.json"), ("GET", "/versions/1"), ("POST", "/nodes/a")]
-    for method, path in (*routes, ("POST", "/nodes/a/logs/generation-0.log?offset=0"), ("GET", "/nowhere")):
+    routes += [("POST", "/nodes/a/logs/generation-0.log?offset=0"), ("GET", "/payloads/000001-000001?spans=0-0")]
+    for method, path in (*routes, ("GET", "/nowhere")):
         for known in ({}, authorization("another"), authorization("")):
             assert ask(method, path, json.dumps(SAID).encode(), known)[0] == 401
     assert not list(head_node.run.ready.iterdir())
@@ -237,6 +301,17 @@ def test_a_process_in_the_place_of_another_one_is_found_where_that_was(
         assert elsewhere != where
         write_json(head_node.run.summary, {})
         assert third.wait(PATIENCE_S) == 0  # nobody is to be told
+
+
+def test_parts_of_thousands_of_completions_are_one_request(
+    head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]], segment: Path
+) -> None:
+    data = bytes(40_000)
+    segment.write_bytes(data)
+    start()
+    spans = ",".join(f"{at}-{at + 1}" for at in range(0, len(data), 2))
+    with closing(Head(url(head_node), head_node.run.token()).session()) as session:
+        assert session.ask("GET", f"/payloads/{segment.stem}?spans={spans}") == (200, data[: len(data) // 2])
 
 
 def test_a_port_that_is_taken_is_one_line(head_node: HeadNode, start: Callable[..., subprocess.Popen[bytes]]) -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_core.api.head import AwayError
 from areal_core.config.schema import LaunchConfig
 from areal_core.launch.logs import Journal, LogFile, Source
 from areal_core.run.remote.appending import FullError, MisfitError, append, begin_anew
-from areal_core.run.remote.head import AwayError
 from areal_core.run.remote.sending import Sender
 
 LOG, TIMELINE = "logs/generation-0.log", "timeline/generation-0.jsonl"

@@ -12,11 +12,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from areal_core.api import head as module
 from areal_core.api.access import authorization
+from areal_core.api.head import AwayError, Head
 from areal_core.errors import ProcessError, StorageError
-from areal_core.run.remote import head as module
 from areal_core.run.remote import stager as stager_module
-from areal_core.run.remote.head import AwayError, Head
 from areal_core.run.remote.stager import Stager
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir, RunInfo

@@ -1,4 +1,4 @@
-"""The head node's files, as a remote worker asks for them: areal_core.run.remote.files serves them.
+"""The head node's files, as a remote worker and its ranks ask for them: areal_core.run.remote.files serves them.
 
 Synchronous and stdlib only. The head node may be away for a while, or come back at another address: where that is asked
 anew, it is asked for every connection. Every request is safe to repeat.
@@ -54,8 +54,13 @@ class Session:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._url = ""
+        self._url = ""  # of the last connection
         self._connection: http.client.HTTPConnection | None = None
+
+    @property
+    def url(self) -> str:
+        """Of the head node that was asked last."""
+        return self._url
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Status, below 500, and body of a response. Raises AwayError, and ConfigError where the token is refused."""

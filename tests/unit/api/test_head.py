@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.api import head as module
+from areal_core.api.head import AwayError, Head, checked_url, fetch, in_file
 from areal_core.errors import ConfigError, StorageError
-from areal_core.run.remote import head as module
-from areal_core.run.remote.head import AwayError, Head, checked_url, fetch, in_file
 from tests.support.remote import HeadNode
 
 DATA = bytes(range(256)) * 64

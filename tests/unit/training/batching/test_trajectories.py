@@ -1,0 +1,157 @@
+"""Where a rank reads its trajectories: in the run's folder, beside a copy of it on the head node, and else of the
+controller."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_core.api.controller_client import ControllerClient
+from areal_core.api.scored_groups import Span, pack_group
+from areal_core.errors import ProcessError
+from areal_core.storage.rundir import RunDir, write_json
+from areal_core.training.batching import trajectories as module
+from areal_core.training.batching.trajectories import Trajectories
+from areal_core.types import BatchGroup, GroupPayload
+from tests.support.remote import HeadNode
+
+LENGTHS = (3, 1, 2)
+TOKENS = np.arange(sum(LENGTHS), dtype=np.int32)
+PAYLOAD, CHECKSUMS = pack_group(
+    GroupPayload(
+        prompt_tokens=np.array([7, 8], np.int32),
+        lengths=np.array(LENGTHS, np.int32),
+        tokens=TOKENS,
+        loss_mask=np.ones(len(TOKENS), np.bool_),
+        logprobs=np.full(len(TOKENS), -1.0, np.float32),
+        versions=np.zeros(len(TOKENS), np.int32),
+        truncated=np.zeros(len(LENGTHS), np.bool_),
+    )
+)
+GROUP = BatchGroup(
+    group_id=4,
+    lengths=LENGTHS,
+    rewards=(0.0,) * len(LENGTHS),
+    truncated=(False,) * len(LENGTHS),
+    ready_version=0,
+    prompt_tokens=2,
+    checksums=CHECKSUMS,
+    segment="000001-000001",
+    start=6,
+)
+
+
+class Controller(ControllerClient):
+    """One that has the group."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def group(self, group_id: int, spans: Sequence[Span]) -> list[bytes]:
+        self.asked.append(group_id)
+        return [PAYLOAD[start:end] for start, end in spans]
+
+
+@pytest.fixture
+def segment(head_node: HeadNode) -> Path:
+    """The one on the head node that the group is a part of."""
+    head_node.run.payloads.mkdir()
+    file = head_node.run.payloads / f"{GROUP.segment}.bin"
+    file.write_bytes(b"others" + PAYLOAD + b"others")
+    return file
+
+
+@pytest.fixture
+def copy(tmp_path: Path, head_node: HeadNode) -> RunDir:
+    """Of the run's folder, on another machine."""
+    run = RunDir(tmp_path / "copy")
+    run.ready.mkdir(parents=True)
+    write_json(run.copy_file, {"node": "a"})
+    run.token_file.write_text(head_node.run.token())
+    write_json(run.ready_file("files"), {"url": head_node.serve()})
+    return run
+
+
+def read(run: RunDir, controller: Controller, completions: Sequence[int] = (2, 0)) -> list[int]:
+    """Tokens of completions, as a new reader has them."""
+    return Trajectories(run).read(GROUP, completions, controller).tokens.tolist()
+
+
+@pytest.mark.usefixtures("segment")
+def test_beside_a_copy_they_come_from_the_head_node_and_not_of_its_controller(copy: RunDir) -> None:
+    controller = Controller()
+    assert read(copy, controller) == [4, 5, 0, 1, 2]
+    assert read(copy, controller, range(3)) == TOKENS.tolist()
+    assert controller.asked == []
+
+
+def test_in_the_runs_own_folder_they_are_read_there(head_node: HeadNode, segment: Path) -> None:
+    """Also where the head node serves its files to others, which are not asked."""
+    write_json(head_node.run.ready_file("files"), {"pid": 1, "url": "http://127.0.0.1:1"})
+    controller = Controller()
+    assert read(head_node.run, controller) == [4, 5, 0, 1, 2]
+    segment.unlink()
+    assert controller.asked == []
+    assert read(head_node.run, controller) == [4, 5, 0, 1, 2]
+    assert controller.asked == [4]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda file: file.unlink(), "404: segment 000001-000001 can't be read: No such file or directory"),
+        (lambda file: file.write_bytes(b"others"), "416: spans: must lie in segment 000001-000001, and be no more"),
+        (lambda file: file.write_bytes(bytes(500)), "part 0 of a trajectory group is not what was stored"),
+    ],
+)
+def test_the_controller_is_asked_for_what_is_damaged_or_gone(
+    copy: RunDir, segment: Path, damage: Callable[[Path], None], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(segment)
+    controller = Controller()
+    with caplog.at_level(logging.WARNING):
+        assert read(copy, controller) == [4, 5, 0, 1, 2]
+    assert controller.asked == [4]
+    assert f"group 4: the controller is asked for it: {said}" in caplog.text
+
+
+@pytest.mark.usefixtures("segment")
+def test_one_connection_serves_many_groups(copy: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[object] = []
+    connect = module.Session._connect
+    monkeypatch.setattr(module.Session, "_connect", lambda its: opened.append(its._connection) or connect(its))
+    reader, controller = Trajectories(copy), Controller()
+    for group_id in range(5):
+        reader.read(replace(GROUP, group_id=group_id), [1], controller)
+    assert [one is None for one in opened] == [True, False, False, False, False]
+
+
+@pytest.mark.usefixtures("segment")
+def test_files_that_are_served_again_elsewhere_are_found(copy: RunDir, head_node: HeadNode) -> None:
+    reader, controller = Trajectories(copy), Controller()
+    assert reader.read(GROUP, [1], controller).tokens.tolist() == [3]
+    head_node.close()
+
+    def come_back() -> None:
+        write_json(copy.ready_file("files"), {"url": head_node.serve()})
+
+    later = threading.Timer(0.5, come_back)
+    later.start()
+    assert reader.read(GROUP, [1], controller).tokens.tolist() == [3]
+    later.join()
+    assert controller.asked == []
+
+
+def test_a_head_node_that_stays_away_is_named(
+    copy: RunDir, head_node: HeadNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    head_node.close()
+    with pytest.raises(ProcessError, match=r"^no trajectories within 0 s: the head node at http://\S+ does not answer"):
+        read(copy, Controller())
