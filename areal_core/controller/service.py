@@ -204,6 +204,7 @@ class Service:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch_servers(), name="watch servers")
                 failing = tasks.create_task(self._failed(), name="fail")
+                collecting = tasks.create_task(collect_rarely(), name="collect")
                 if self.ending is not None:
                     self.controller.finish(self.ending.reason)
                 await self.controller.run()
@@ -212,6 +213,7 @@ class Service:
                 await self._write_summary()
                 watching.cancel()
                 failing.cancel()
+                collecting.cancel()
         finally:
             await runner.cleanup()
             await self.servers.close()
@@ -312,7 +314,6 @@ class Service:
 
 async def _main(run: RunDir, ready_file: Path) -> None:
     service = Service(run)
-    collect_rarely()
     serving = asyncio.ensure_future(service.serve(ready_file))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     try:

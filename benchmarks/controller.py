@@ -1,0 +1,492 @@
+"""What can one controller take? Trajectories of 8k tokens, in groups of 16, with its real parts.
+
+    python -m benchmarks.controller [--steps 1000] [--parts process,http,update,ranks]
+
+Each part is a process of its own on one core; servers, reward workers and ranks are others, on the other cores where
+there are any. Ledger and payloads are on disk, and synced as in a run.
+
+- process: rollout core, ledger, payloads; servers and reward workers stand in and give at once what was made before.
+  So many steps of 512 trajectories, with a version each and a checkpoint every tenth, which frees payloads.
+  `trajectories_per_s`, and `peak_mb`, the memory of the process; `memory_mb` after a tenth of the steps and at the end.
+- http: the pool over HTTP, with a server that answers each completion at once with a body that was encoded before, and
+  real reward workers: `http_trajectories_per_cpu_s`, per second of the controller's own CPU time; the reward workers'
+  own rate is `worker_trajectories_per_cpu_s`.
+- update: 8,192 completions run at 8 servers, half of each is sampled. A version is published: they are handed back
+  (`interruption=resubmit`), and the rest of each is requested. `update_8192_s` is from its publication until all run
+  again, `worst_loop_stall_ms` the longest that the controller's loop took to come round to a timer meanwhile. A look for
+  unreachable cycles, which the controller takes once in minutes (controller.garbage), then takes `full_collection_ms`.
+- ranks: a batch of 8,192 trajectories is asked for by 512 ranks at once: `batch_512_ranks_s` of the controller's CPU
+  time, from the first request to the last response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from aiohttp import ClientSession, TCPConnector, web
+
+from areal_core.api.access import authorization
+from areal_core.api.received import receive
+from areal_core.api.scored_groups import ScoredGroup, pack_group
+from areal_core.api.transcript import Transcript
+from areal_core.api.wire import Arrival
+from areal_core.config.schema import RunConfig, load
+from areal_core.controller.garbage import collect_rarely
+from areal_core.controller.payloads import PayloadStore
+from areal_core.controller.pool import GenerationPool
+from areal_core.controller.recorder import Recorder
+from areal_core.controller.routes import Routes
+from areal_core.models.spec import weights_sha256
+from areal_core.models.tokenizer import char_tokenizer
+from areal_core.rewards.group import Requests
+from areal_core.rewards.worker import GroupJob, GroupSession, RewardPool
+from areal_core.rollout.controller import Engine, Rewards, RolloutController
+from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.tracking.outbox import Outbox
+from areal_core.types import GroupPayload, GroupState, GroupSummary, Outcome, PolicyVersion, Prompt
+from benchmarks import _answering_servers, _harness
+from tests.support.models import write_tiny
+
+GROUP, TOKENS = 16, 8192
+BATCH = 512  # trajectories
+PROMPT = char_tokenizer().encode("1=")
+CHECKPOINT_EVERY = 10  # steps
+UPDATED, SERVERS, RANKS = 8192, 8, 512
+HTTP_BATCHES = 6
+_BEAT_S = 0.002
+_TOKEN = "t"
+
+
+@dataclass
+class Run:
+    """The parts of a controller's process."""
+
+    config: RunConfig
+    folder: Path
+    ledger: TrajectoryLedger
+    payloads: PayloadStore
+    controller: RolloutController
+
+    async def trained(self, steps: Sequence[int], each: Callable[[int], None] = lambda _: None) -> None:
+        """Take batches, publish a version for each, and free what a checkpoint makes needless."""
+        for step in steps:
+            assert await self.controller.batch(step, timeout_s=3600) is not None
+            self.controller.publish(_version(step))
+            if step % CHECKPOINT_EVERY == 0:
+                self.ledger.free(step)
+                await self.payloads.keep(self.ledger.payloads.segments())
+            each(step)
+
+
+@asynccontextmanager
+async def running(config: RunConfig, engine: Engine, rewards: Rewards) -> AsyncIterator[Run]:
+    with tempfile.TemporaryDirectory(prefix="areal-controller-") as scratch:
+        folder = Path(scratch)
+        ledger = TrajectoryLedger(folder / "ledger.sqlite", group_size=GROUP)
+        ledger.publish(_version(0))
+        payloads = PayloadStore(folder / "payloads", 1)
+        controller = RolloutController(
+            config=config,
+            source=_Prompts(),
+            engine=engine,
+            rewards=rewards,
+            payloads=payloads,
+            ledger=ledger,
+            stop_token_ids=(_answering_servers.END,),
+        )
+        collecting = asyncio.ensure_future(collect_rarely())
+        task = asyncio.ensure_future(controller.run())
+        try:
+            yield Run(config, folder, ledger, payloads, controller)
+            controller.finish("measured")
+            await task
+        finally:
+            task.cancel()
+            collecting.cancel()
+            payloads.close()
+            ledger.close()
+
+
+def configured(*, steps: int, batch: int, eta: int, slots: int = 64, servers: int = 1) -> RunConfig:
+    return load(
+        {
+            "algorithm": {"group_size": GROUP},
+            "rollout": {"batch_size": batch, "max_staleness": eta, "request_timeout_s": 3600.0},
+            "training": {"steps": steps, "microbatch_tokens": 2 * TOKENS},
+            "task": {"max_prompt_tokens": 8, "max_new_tokens": TOKENS},
+            "model": {"context": 2 * TOKENS},
+            "generation": {"slots": slots, "servers": servers, "interruption": "resubmit"},
+        }
+    )
+
+
+class _Prompts:
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index=index, prompt_id=f"{index:x}", text="1=", token_ids=PROMPT, answer="1")
+
+
+def _version(number: int) -> PolicyVersion:
+    return PolicyVersion(version=number, path="", sha256=f"{number}")
+
+
+# -- in process ------------------------------------------------------------------------------------------------
+
+
+class _Servers:
+    """Whatever is asked for is there; no more of it is in flight than real ones would take."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.freed: Callable[[], None] = lambda: None
+        self._received = receive(_answering_servers.body(TOKENS, ended=True))
+        self._running = 0
+
+    @property
+    def room(self) -> int:
+        return 1024 - self._running
+
+    async def generate(self, transcript: Transcript) -> None:
+        transcript.sent = True
+        self._running += GROUP
+        for index in range(GROUP):
+            await asyncio.sleep(0)  # they end one by one
+            transcript.take([index], self._received)
+            self._running -= 1
+        self.freed()
+
+    async def load_version(self, version: PolicyVersion) -> None:
+        self.version = version.version
+
+    async def abort_all(self) -> None: ...
+
+
+class _Rewards:
+    """A group is scored as its last completion arrives."""
+
+    def __init__(self) -> None:
+        self._scored = scored_group()
+
+    def begin(self, prompt: Prompt) -> _Session:
+        return _Session(self._scored)
+
+
+class _Session:
+    def __init__(self, scored: ScoredGroup) -> None:
+        self._missing = GROUP
+        self._scored = scored
+
+    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
+        self._missing -= len(arrived)
+        return () if self._missing else self._scored
+
+    def close(self) -> None: ...
+
+
+def scored_group() -> ScoredGroup:
+    tokens, right = GROUP * TOKENS, GROUP // 2
+    payload, checksums = pack_group(
+        GroupPayload(
+            prompt_tokens=np.array(PROMPT, np.int32),
+            lengths=np.full(GROUP, TOKENS, np.int32),
+            tokens=np.arange(tokens, dtype=np.int32),
+            logprobs=np.full(tokens, -1, np.float32),
+            versions=np.zeros(tokens, np.int32),
+            loss_mask=np.ones(tokens, np.bool_),
+            truncated=np.zeros(GROUP, np.bool_),
+        )
+    )
+    summary = GroupSummary(
+        lengths=(TOKENS,) * GROUP,
+        rewards=(1.0,) * right + (0.0,) * (GROUP - right),
+        tokens=tokens,
+        min_version=0,
+        max_version=0,
+        outcomes={Outcome.RIGHT: right, Outcome.WRONG: GROUP - right},
+        truncated=(False,) * GROUP,
+        prompt_tokens=len(PROMPT),
+        checksums=checksums,
+    )
+    return ScoredGroup(payload=payload, summary=summary)
+
+
+async def in_process(steps: int) -> dict[str, Any]:
+    memory: dict[int, float] = {}
+
+    def note(step: int) -> None:
+        if step in (max(1, steps // 10), steps):
+            memory[step] = round(_memory_mb(), 1)
+
+    servers = _Servers()
+    async with running(configured(steps=steps, batch=BATCH, eta=2), servers, _Rewards()) as run:
+        servers.freed = run.controller.completions_ended
+        start = time.perf_counter()
+        await run.trained(range(1, steps + 1), note)
+        wall_s = time.perf_counter() - start
+    return {
+        "trajectories_per_s": round(steps * BATCH / wall_s),
+        "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        "memory_mb": memory,
+    }
+
+
+# -- over HTTP -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def answering(*, servers: int, hold: bool) -> Iterator[tuple[list[str], Callable[[], int]]]:
+    """Servers in a process of their own: their URLs, and what tells how many completions run."""
+    command = [sys.executable, "-m", "benchmarks._answering_servers", "--servers", str(servers), "--tokens"]
+    process = subprocess.Popen(
+        [*command, str(TOKENS), *(["--hold"] if hold else [])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    asked, told = process.stdin, process.stdout
+
+    def running_completions() -> int:
+        asked.write(b"\n")
+        asked.flush()
+        return int(told.readline())
+
+    _elsewhere(process.pid)
+    try:
+        yield json.loads(told.readline()), running_completions
+    finally:
+        asked.close()
+        process.wait()
+
+
+class _Environments:
+    def __init__(self, config: RunConfig, pool: RewardPool, model: Path) -> None:
+        self._config = config
+        self._pool = pool
+        self._model = model
+
+    def begin(self, prompt: Prompt) -> GroupSession:
+        config = self._config
+        return self._pool.begin(
+            GroupJob(
+                prompt=prompt,
+                n=GROUP,
+                environment=config.environment,
+                task=config.task,
+                algorithm=config.algorithm,
+                model_path=str(self._model),
+            )
+        )
+
+
+@asynccontextmanager
+async def pooled(config: RunConfig, urls: Sequence[str], rewards: Rewards) -> AsyncIterator[tuple[Run, GenerationPool]]:
+    """A controller whose engine is a pool of servers."""
+    pool = GenerationPool(
+        completions_per_server=config.completions_per_server, interruption=config.interruption, patience_s=600
+    )
+    try:
+        async with running(config, pool, rewards) as run:
+            pool.subscribe(run.controller.completions_ended)
+            pool.registry.subscribe(lambda *_: run.controller.servers_changed())
+            for index, url in enumerate(urls):
+                await pool.join(f"generation-{index}", url, lambda: _version(0))
+            yield run, pool
+    finally:
+        await pool.close()
+
+
+async def over_http(batches: int) -> dict[str, Any]:
+    config = configured(steps=batches, batch=BATCH, eta=batches)
+    with answering(servers=1, hold=False) as (urls, _), tempfile.TemporaryDirectory() as scratch:
+        workers = RewardPool(1, 600.0)
+        for pid in workers.pids():
+            _elsewhere(pid)
+        try:
+            environments = _Environments(config, workers, write_tiny(Path(scratch) / "model"))
+            async with pooled(config, urls, environments) as (run, _):
+                await run.controller.batch(1, timeout_s=3600)  # all has begun
+                own, theirs = time.process_time(), _cpu_s(workers.pids())
+                for step in range(2, batches + 1):
+                    await run.controller.batch(step, timeout_s=3600)
+                own, theirs = time.process_time() - own, _cpu_s(workers.pids()) - theirs
+        finally:
+            await workers.close()
+    trajectories = (batches - 1) * BATCH
+    return {
+        "http_trajectories_per_cpu_s": round(trajectories / own),
+        "worker_trajectories_per_cpu_s": round(trajectories / theirs),
+    }
+
+
+async def update(completions: int) -> dict[str, Any]:
+    config = configured(steps=2, batch=completions, eta=0, slots=completions // SERVERS, servers=SERVERS)
+    with answering(servers=SERVERS, hold=True) as (urls, count), tempfile.TemporaryDirectory() as scratch:
+        folder = write_tiny(Path(scratch) / "version")
+        version = PolicyVersion(version=1, path=str(folder), sha256=weights_sha256(folder))
+        async with pooled(config, urls, _Rewards()) as (run, pool):
+            await _until(lambda: count() >= completions)
+            beats: list[float] = []
+            beating = asyncio.ensure_future(_beat(beats))
+            start, own = time.perf_counter(), time.process_time()
+            run.controller.publish(version)
+            await _until(lambda: pool.version == 1 and count() >= completions)
+            wall_s, own = time.perf_counter() - start, time.process_time() - own
+            beating.cancel()
+            start = time.perf_counter()
+            gc.collect()
+            found = {
+                "full_collection_ms": round(1000 * (time.perf_counter() - start)),
+                "update_8192_s": round(wall_s, 2),
+                "update_8192_cpu_s": round(own, 2),
+                "worst_loop_stall_ms": round(1000 * max(beats), 1),
+                "update_peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+            }
+    return found
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - another process makes it true
+        await asyncio.sleep(0.1)
+
+
+async def _beat(beats: list[float]) -> None:
+    """Note how late a timer is."""
+    while True:
+        due = time.perf_counter() + _BEAT_S
+        await asyncio.sleep(_BEAT_S)
+        beats.append(time.perf_counter() - due)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------
+
+
+async def to_ranks(completions: int, ranks: int) -> dict[str, Any]:
+    servers = _Servers()
+    async with running(configured(steps=1, batch=completions, eta=0), servers, _Rewards()) as run:
+        servers.freed = run.controller.completions_ended
+        async with asyncio.timeout(3600):
+            while run.ledger.counts()[GroupState.READY] * GROUP < completions:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.01)
+        service = SimpleNamespace(
+            config=run.config,
+            controller=run.controller,
+            ledger=run.ledger,
+            recorder=Recorder(run.config, run.ledger, Outbox(run.folder / "outbox.sqlite", "r")),
+            published=_nothing,
+            record_texts=_nothing,
+            run_dir=SimpleNamespace(token=lambda: _TOKEN),
+            servers=GenerationPool(completions_per_server=1),
+        )
+        runner = web.AppRunner(Routes(service).app(), access_log=None)  # pyright: ignore[reportArgumentType]
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/batch/1"
+        own = time.process_time()
+        asking = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "benchmarks.controller", "--ask", url, "--ranks", str(ranks)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        _elsewhere(asking.pid)
+        out, _ = await asking.communicate()
+        own = time.process_time() - own
+        await runner.cleanup()
+    told = json.loads(out)
+    assert told["ranks"] == ranks
+    return {"batch_512_ranks_s": round(own, 2), "batch_512_ranks_wall_s": told["wall_s"], "batch_mb": told["mb"]}
+
+
+async def _nothing(_: object) -> None: ...
+
+
+async def ask(url: str, ranks: int) -> None:
+    """The ranks: all ask at once, and read all."""
+    async with ClientSession(headers=authorization(_TOKEN), connector=TCPConnector(limit=0)) as session:
+
+        async def rank() -> int:
+            async with session.get(url, params={"timeout_s": "60"}) as response:
+                assert response.status == 200, await response.text()
+                return len(await response.read())
+
+        start = time.perf_counter()
+        sizes = await asyncio.gather(*(rank() for _ in range(ranks)))
+    wall_s = time.perf_counter() - start
+    print(json.dumps({"ranks": len(sizes), "mb": round(max(sizes) / 1e6, 3), "wall_s": round(wall_s, 2)}))
+
+
+# -- all -------------------------------------------------------------------------------------------------------
+
+
+def _memory_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _cpu_s(pids: Sequence[int]) -> float:
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _elsewhere(pid: int) -> None:
+    """Have a process run on the cores that this one leaves."""
+    others = _CORES - os.sched_getaffinity(0)
+    os.sched_setaffinity(pid, others or _CORES)
+
+
+_CORES = os.sched_getaffinity(0)
+
+
+def _measured(part: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    """In a process of its own: on one core."""
+    os.sched_setaffinity(0, {min(_CORES)})
+    return asyncio.run(part())  # pyright: ignore[reportArgumentType]
+
+
+def controller(names: Sequence[str], steps: int) -> dict[str, Any]:
+    parts = {
+        "process": functools.partial(in_process, steps),
+        "http": functools.partial(over_http, HTTP_BATCHES),
+        "update": functools.partial(update, UPDATED),
+        "ranks": functools.partial(to_ranks, UPDATED, RANKS),
+    }
+    found: dict[str, Any] = {}
+    for name in names:
+        with _harness.processes(1) as processes:
+            found |= processes.submit(_measured, parts[name]).result()
+        _harness.tell(f"{name} is measured: {found}")
+    return found
+
+
+def main() -> None:
+    parser = _harness.parser(__doc__, overrides=False)
+    parser.add_argument("--steps", type=_harness.positive, default=1000)
+    parser.add_argument("--parts", type=_harness.some_of(PARTS), default=PARTS)
+    parser.add_argument("--ask", metavar="URL", help="be the ranks of the last part")
+    parser.add_argument("--ranks", type=_harness.positive, default=RANKS)
+    arguments = parser.parse_args()
+    if arguments.ask:
+        asyncio.run(ask(arguments.ask, arguments.ranks))
+    else:
+        _harness.report(lambda: controller(arguments.parts, arguments.steps))
+
+
+PARTS = ["process", "http", "update", "ranks"]
+
+if __name__ == "__main__":
+    main()
