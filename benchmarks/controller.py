@@ -13,8 +13,8 @@ there are any. Ledger and payloads are on disk, and synced as in a run.
   own rate is `worker_trajectories_per_cpu_s`.
 - update: 8,192 completions run at 8 servers, half of each is sampled. A version is published: they are handed back
   (`interruption=resubmit`), and the rest of each is requested. `update_8192_s` is from its publication until all run
-  again, `worst_loop_stall_ms` the longest that the controller's loop took to come round to a timer meanwhile. A look for
-  unreachable cycles, which the controller takes once in minutes (controller.garbage), then takes `full_collection_ms`.
+  again, `worst_loop_stall_ms` the longest that the controller's loop took to come round to a timer meanwhile.
+  `full_collection_ms`: a look for unreachable cycles then, which the controller takes once in minutes.
 - ranks: a batch of 8,192 trajectories is asked for by 512 ranks at once: `batch_512_ranks_s` of the controller's CPU
   time, from the first request to the last response.
 """

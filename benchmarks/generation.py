@@ -47,6 +47,7 @@ import orjson
 import psutil
 
 from areal_core.__main__ import configuration
+from areal_core.api.received import Received
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.errors import ArealError, ConfigError, ProcessError
@@ -159,11 +160,13 @@ async def served(url: str, child: Child, load: Load, seconds: float) -> Window:
     numbers = itertools.count(int(time.time() * 1000) % 2**30)
     tokens = 0
 
-    async def ask() -> None:
+    def count(_: tuple[int, ...], received: Received) -> None:
         nonlocal tokens
+        tokens += sum(choice.tokens for choice in received.choices)
+
+    async def ask() -> None:
         while True:
-            body = await client.generate(load.request(next(numbers)))
-            tokens += orjson.loads(body)["usage"]["completion_tokens"]
+            await client.generate(load.request(next(numbers)), count)
 
     asking = [asyncio.ensure_future(ask()) for _ in range(REQUESTS)]
     try:
@@ -193,7 +196,7 @@ async def swapped(url: str, load: Load, versions: list[PolicyVersion]) -> list[f
 
     async def ask(number: int) -> None:
         while True:
-            await client.generate(load.request(number))
+            await client.generate(load.request(number), lambda *_: None)
 
     asking = [asyncio.ensure_future(ask(number)) for number in range(REQUESTS)]
     try:

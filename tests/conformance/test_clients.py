@@ -30,7 +30,7 @@ async def test_completions_come_as_they_end(client, server):
     parts = []
     asked = request("r", n=8, max_tokens=60)
     with server.slowed():
-        await client.generate(asked, lambda indices, body: parts.append((indices, parse_generation(body))))
+        await client.generate(asked, lambda indices, received: parts.append((indices, parse_generation(received.body))))
     assert sorted(index for indices, _ in parts for index in indices) == list(range(8))
     assert len(parts) > 1
     lengths = [[len(completion.token_ids) for completion in completions] for _, completions in parts]
