@@ -136,14 +136,6 @@ def parse_generation(body: bytes) -> list[Completion]:
         raise GenerationError(f"not a response of /inference/v1/generate: {type(error).__name__}: {error}") from None
 
 
-def completion_tokens(body: bytes) -> int:
-    """The number of completion tokens that a body states. Raises GenerationError for one that does not."""
-    try:
-        return int(orjson.loads(body)["usage"]["completion_tokens"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise GenerationError(f"not a response of /inference/v1/generate: {type(error).__name__}: {error}") from None
-
-
 def parse_part(line: bytes) -> tuple[tuple[int, ...], int]:
     """The completions of a part, and the bytes of its body, from its first line. Raises ServerLostError for a server
     that has failed, GenerationError for another line."""

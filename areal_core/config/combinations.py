@@ -53,11 +53,6 @@ def _check_batch(config: RunConfig) -> None:
         )
     if config.rollout.dynamic_sampling and group == 1:
         raise ConfigError("algorithm.group_size: must be at least 2 with rollout.dynamic_sampling=true, got 1")
-    if config.generation.engine == "vllm" and group > config.generation.slots:
-        raise ConfigError(
-            f"generation.slots: must be at least algorithm.group_size ({group}) with generation.engine=vllm, which "
-            f"decodes all completions of a request at once, got {config.generation.slots}"
-        )
 
 
 def _check_lengths(config: RunConfig) -> None:
@@ -159,13 +154,6 @@ def _check_evaluation(config: RunConfig) -> None:
     if evaluation.accelerator != "cpu" and (lent or config.launch.accelerator == "cpu"):
         why = "evaluation.servers=0, whose servers are the run's" if lent else "launch.accelerator=cpu"
         raise ConfigError(f"evaluation.accelerator: must be cpu with {why}, got {evaluation.accelerator!r}")
-    group, field = evaluation.samples or 1, "generation" if lent else "evaluation"
-    slots = config.generation.slots if lent else evaluation.slots
-    if config.evaluation_engine == "vllm" and group > slots:
-        raise ConfigError(
-            f"{field}.slots: must be at least evaluation.samples ({group}) with vLLM, which decodes all completions of "
-            f"a request at once, got {slots}"
-        )
 
 
 def _check_emulated(config: RunConfig) -> None:

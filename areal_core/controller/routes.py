@@ -15,7 +15,7 @@ from areal_core.api.guard import guard
 from areal_core.api.scored_groups import parsed_spans
 from areal_core.controller import bodies
 from areal_core.controller.payloads import DamagedPayloadError
-from areal_core.controller.pool import server_routes
+from areal_core.controller.server_routes import server_routes
 from areal_core.controller.weight_transfer import transfer_routes
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished, StorageError
 from areal_core.launch import logs

@@ -77,6 +77,11 @@ async def test_a_client_that_reads_slowly_holds_up_nobody(server, client, publis
     assert deviations(published.reference, asked, completions[-1]).max() < EXACT
 
 
+async def test_more_completions_than_slots_wait_for_their_turn(client):
+    completions = await client.complete(request("many", n=SLOTS + 3, stop_token_ids=()))
+    assert [len(completion.token_ids) for completion in completions] == [24] * (SLOTS + 3)
+
+
 async def test_what_a_client_asked_for_ends_with_it(client):
     vanishing = asyncio.ensure_future(
         client.complete(request("vanishing", n=SLOTS, max_tokens=LONG, stop_token_ids=()))

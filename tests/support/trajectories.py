@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from areal_core.api.access import authorization
+from areal_core.api.received import receive
 from areal_core.api.scored_groups import read_group_file
-from areal_core.api.wire import completion_tokens, encode_request
+from areal_core.api.wire import encode_request
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.models.tokenizer import Tokenizer
@@ -75,7 +76,7 @@ class ServerView:
         headers = self._headers | {"Content-Type": "application/json"}
         post = urllib.request.Request(f"{self.url}/inference/v1/generate", body, headers)
         with urllib.request.urlopen(post, timeout=30.0) as response:
-            return completion_tokens(response.read())
+            return sum(choice.tokens for choice in receive(response.read()).choices)
 
     def version(self) -> int:
         (label,) = re.findall(r'"weight_version": ?"(\d+)"', self._get("/weight_info"))

@@ -23,7 +23,6 @@ EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulat
         ({"vllm": {"arguments": "--name 'x"}}, 'generation.vllm.arguments: No closing quotation, in "--name \'x"'),
         ({"vllm": {"memory_share": 1.5}}, "generation.vllm.memory_share: must be "),
         ({"engine": "vllm", "temperature": 3.0}, "generation.temperature: vLLM takes 2 at most, got 3"),
-        ({"engine": "vllm", "slots": 15}, "generation.slots: must be at least algorithm.group_size (16) with"),
         ({"transfer": "nccl"}, "generation.transfer: must be files with generation.engine=embedded, got 'nccl'"),
     ],
 )
@@ -382,11 +381,6 @@ def test_what_is_wrong_with_several_machines_is_one_line_that_names_it(
                 "launch": {"accelerator": "cuda", "devices": 3},
             },
             "evaluation.accelerator: must be cpu with evaluation.servers=0, whose servers are the run's, got 'cuda'",
-        ),
-        (
-            {"evaluation": {"engine": "vllm", "samples": 33}},
-            "evaluation.slots: must be at least evaluation.samples (33) with vLLM, which decodes all completions of a "
-            "request at once, got 32",
         ),
         (
             {"evaluation": {"engine": "emulated"}},

@@ -10,7 +10,8 @@ from aiohttp import web
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import join_completions
 from areal_core.controller import pool as module
-from areal_core.controller.pool import GenerationPool, server_routes
+from areal_core.controller.pool import GenerationPool
+from areal_core.controller.server_routes import server_routes
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
 from areal_core.rollout.ledger import TrajectoryLedger
