@@ -53,10 +53,10 @@ class _Server:
         """Nothing is to be done until then."""
         self._clock_s = max(self._clock_s, until_s / _SPEED)
 
-    def step(self) -> list[int]:
-        """Lengths of the sequences that ended, prompt and completion, in tokens of the wire."""
+    def step(self) -> list[tuple[int, int]]:
+        """The sequences that ended: tokens of the wire, prompt and completion, and the version of the oldest."""
         return [
-            _PROMPT_TOKENS + len(completion.token_ids)
+            (_PROMPT_TOKENS + len(completion.token_ids), int(completion.versions[0]))
             for done in self.engine.step()
             for completion in done.completions.values()
         ]
@@ -70,7 +70,7 @@ def synchronous_s(config: RunConfig) -> float:
     lengths: list[int] = []
     for server in servers:
         while server.load:
-            lengths += server.step()
+            lengths += [length for length, _ in server.step()]
     its, model = config.emulation, TimeModel(config.emulation)
     between_s = 2 * its.switch_s if config.takes_turns else its.handover_s
     training_s = model.train_s(_real(config, lengths), _accelerators(config))
@@ -79,9 +79,16 @@ def synchronous_s(config: RunConfig) -> float:
 
 def asynchronous_s(config: RunConfig, steps: int = 12) -> float:
     """Emulated seconds of a step, the mean of the second half of `steps`."""
+    return asynchronous(config, steps)[0]
+
+
+def asynchronous(config: RunConfig, steps: int) -> tuple[float, list[int]]:
+    """The same, and of the completions that these steps train on the versions between that of the oldest token and the
+    one that is trained."""
     servers, requests = _servers(config), _requests(config, 1)
     model, batch, later = TimeModel(config.emulation), config.rollout.batch_size, 1 - 1 / config.training.minibatches
-    ready: list[tuple[float, int]] = []  # when a sequence ended, its length
+    ready: list[tuple[float, int, int]] = []  # when a sequence ended, its length, its oldest version
+    lags: list[list[int]] = []  # by step
     admitted = version = 0
     ends: list[float] = []  # of steps, the last of which may not be over
     while version < steps:
@@ -92,22 +99,24 @@ def asynchronous_s(config: RunConfig, steps: int = 12) -> float:
                 each.updates.append(ends[-1] + model.transfer_s())
         if version == len(ends) and len(ready) >= batch:
             taken, ready = ready[:batch], ready[batch:]
-            lengths = _real(config, [length for _, length in taken])
+            lengths = _real(config, [length for _, length, _ in taken])
+            lags.append([len(ends) - oldest for *_, oldest in taken])
             passes_s = model.train_s(lengths, _accelerators(config))
             passes_s += later * model.forward_s(lengths, _accelerators(config))
             ends.append(max([taken[-1][0], *ends[-1:]]) + passes_s)
         if server.updates and server.updates[0] <= server.now_s:
             del server.updates[0]
             server.engine.swap(None, server.engine.version + 1)
-        while server.load < config.generation.slots and admitted < (version + config.max_staleness + 1) * batch:
+        while server.load < config.generation.slots and admitted < (version + config.pipeline_depth + 1) * batch:
             server.engine.add(next(requests))
             admitted += 1
         if server.load:
-            ready += [(server.now_s, length) for length in server.step()]
+            ready += [(server.now_s, *ended) for ended in server.step()]
         else:
             server.wait(max(ends[-1], server.now_s + 1) if version < len(ends) else server.now_s + 1)
     half = steps // 2
-    return (ends[steps - 1] - ends[half - 1]) / (steps - half)
+    step_s = (ends[steps - 1] - ends[half - 1]) / (steps - half)
+    return step_s, [lag for of_step in lags[half:steps] for lag in of_step]
 
 
 def _servers(config: RunConfig) -> list[_Server]:
