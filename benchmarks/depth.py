@@ -38,11 +38,11 @@ def main() -> None:
 def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
     emulated = {model: in_virtual_time(model, seeds) for model in MODELS}
     _harness.tell(f"{emulated}")
-    arms = {f"{depth}": ["mode=async", *_arm(depth)] for depth in DEPTHS}
+    arms = {_name(depth): ["mode=async", *_arm(depth)] for depth in DEPTHS}
     runs = run_arms("cpu-async", arms, seeds, overrides)
     default = {
         depth: {
-            f"over_{BOUND}": round(paired_ratio(speeds(of_seed), speeds(runs[f"{BOUND}"])).median, 3),
+            f"over_{BOUND}": round(paired_ratio(speeds(of_seed), speeds(runs[_name(BOUND)])).median, 3),
             "staleness_mean": round(statistics.median(run.staleness_mean for run in of_seed.values()), 2),
             "staleness_max": max(run.staleness_max for run in of_seed.values()),
             "accuracy": [run.accuracy_after for run in of_seed.values()],
@@ -66,6 +66,11 @@ def in_virtual_time(model: str, seeds: Sequence[int]) -> dict[str, dict[str, flo
             "staleness_max": max(max(lags) for _, lags in runs.values()),
         }
     return found
+
+
+def _name(depth: float) -> str:
+    """Of an arm: 0-5 for a half."""
+    return f"{depth:g}".replace(".", "-")
 
 
 def _arm(depth: float) -> list[str]:

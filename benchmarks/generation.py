@@ -157,6 +157,7 @@ class Child:
 async def served(url: str, child: Child, load: Load, seconds: float) -> Window:
     """Requests to a server, a constant number in flight; tokens of those that end within the window."""
     client = GenerationClient(url)
+    await client.identify()
     numbers = itertools.count(int(time.time() * 1000) % 2**30)
     tokens = 0
 
