@@ -70,7 +70,7 @@ class GenerationRequest:
     """One request for the G completions of a group."""
 
     request_id: str
-    token_ids: tuple[int, ...] | Int32Array  # the latter where it continues a completion
+    token_ids: tuple[int, ...] | Int32Array  # [L]; an array where it continues a completion
     n: int  # G
     max_tokens: int
     seed: int  # completion j samples from the stream (seed, j); see generation.engines.sampling

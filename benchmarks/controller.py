@@ -39,6 +39,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 from aiohttp import ClientSession, TCPConnector, web
 
 from areal_core.api.access import authorization
@@ -52,10 +53,11 @@ from areal_core.controller.payloads import PayloadStore
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
 from areal_core.controller.routes import Routes
+from areal_core.controller.service import Environments
 from areal_core.models.spec import weights_sha256
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards.group import Requests
-from areal_core.rewards.worker import GroupJob, GroupSession, RewardPool
+from areal_core.rewards.worker import RewardPool
 from areal_core.rollout.controller import Engine, Rewards, RolloutController
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.tracking.outbox import Outbox
@@ -69,6 +71,8 @@ PROMPT = char_tokenizer().encode("1=")
 CHECKPOINT_EVERY = 10  # steps
 UPDATED, SERVERS, RANKS = 8192, 8, 512
 HTTP_BATCHES = 6
+PARTS = ["process", "http", "update", "ranks"]
+_CORES = os.sched_getaffinity(0)
 _BEAT_S = 0.002
 _TOKEN = "t"
 
@@ -230,7 +234,7 @@ async def in_process(steps: int) -> dict[str, Any]:
 
     def note(step: int) -> None:
         if step in (max(1, steps // 10), steps):
-            memory[step] = round(_memory_mb(), 1)
+            memory[step] = round(psutil.Process().memory_info().rss / 2**20, 1)
 
     servers = _Servers()
     async with running(configured(steps=steps, batch=BATCH, eta=2), servers, _Rewards()) as run:
@@ -272,26 +276,6 @@ def answering(*, servers: int, hold: bool) -> Iterator[tuple[list[str], Callable
         process.wait()
 
 
-class _Environments:
-    def __init__(self, config: RunConfig, pool: RewardPool, model: Path) -> None:
-        self._config = config
-        self._pool = pool
-        self._model = model
-
-    def begin(self, prompt: Prompt) -> GroupSession:
-        config = self._config
-        return self._pool.begin(
-            GroupJob(
-                prompt=prompt,
-                n=GROUP,
-                environment=config.environment,
-                task=config.task,
-                algorithm=config.algorithm,
-                model_path=str(self._model),
-            )
-        )
-
-
 @asynccontextmanager
 async def pooled(config: RunConfig, urls: Sequence[str], rewards: Rewards) -> AsyncIterator[tuple[Run, GenerationPool]]:
     """A controller whose engine is a pool of servers."""
@@ -316,7 +300,7 @@ async def over_http(batches: int) -> dict[str, Any]:
         for pid in workers.pids():
             _elsewhere(pid)
         try:
-            environments = _Environments(config, workers, write_tiny(Path(scratch) / "model"))
+            environments = Environments(config, str(write_tiny(Path(scratch) / "model")), workers)
             async with pooled(config, urls, environments) as (run, _):
                 await run.controller.batch(1, timeout_s=3600)  # all has begun
                 own, theirs = time.process_time(), _cpu_s(workers.pids())
@@ -430,26 +414,14 @@ async def ask(url: str, ranks: int) -> None:
 # -- all -------------------------------------------------------------------------------------------------------
 
 
-def _memory_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def _cpu_s(pids: Sequence[int]) -> float:
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 def _elsewhere(pid: int) -> None:
     """Have a process run on the cores that this one leaves."""
     others = _CORES - os.sched_getaffinity(0)
     os.sched_setaffinity(pid, others or _CORES)
-
-
-_CORES = os.sched_getaffinity(0)
 
 
 def _measured(part: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
@@ -485,8 +457,6 @@ def main() -> None:
     else:
         _harness.report(lambda: controller(arguments.parts, arguments.steps))
 
-
-PARTS = ["process", "http", "update", "ranks"]
 
 if __name__ == "__main__":
     main()

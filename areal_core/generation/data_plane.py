@@ -41,13 +41,15 @@ class DataPlane:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._here: asyncio.AbstractEventLoop | None = None  # that of those who ask
         self._thread: threading.Thread | None = None
         self._events: deque[_Event] = deque()
         self._lock = threading.Lock()
         self._called = False  # `_look` is, or will be
 
     async def run(self, work: Work, take: Take) -> None:
-        job = _Job(self, work, take, asyncio.get_running_loop())
+        here = self._here = asyncio.get_running_loop()
+        job = _Job(self, work, take, here.create_future())
         loop = self._loop or self._start()
         loop.call_soon_threadsafe(job.begin, loop)
         try:
@@ -71,7 +73,8 @@ class DataPlane:
             if self._called:
                 return
             self._called = True
-        event[0].here.call_soon_threadsafe(self._look, event[0].here)
+        assert self._here is not None
+        self._here.call_soon_threadsafe(self._look, self._here)
 
     def _start(self) -> asyncio.AbstractEventLoop:
         loop = self._loop = asyncio.new_event_loop()
@@ -94,11 +97,10 @@ class DataPlane:
 class _Job:
     """One call of `run`. There are thousands, which garbage collections go through: no closures."""
 
-    __slots__ = ("_plane", "_take", "_task", "_work", "done", "here")
+    __slots__ = ("_plane", "_take", "_task", "_work", "done")
 
-    def __init__(self, plane: DataPlane, work: Work, take: Take, here: asyncio.AbstractEventLoop) -> None:
-        self.here = here
-        self.done: asyncio.Future[None] = here.create_future()
+    def __init__(self, plane: DataPlane, work: Work, take: Take, done: asyncio.Future[None]) -> None:
+        self.done = done
         self._plane = plane
         self._work = work
         self._take = take

@@ -56,6 +56,14 @@ async def asked(server, path):
             await asyncio.sleep(0.001)
 
 
+async def begun(server, pool):
+    """A transcript of two completions that run at a server, and the call that has them finished."""
+    transcript = Transcript(request(n=2))
+    call = asyncio.ensure_future(pool.generate(transcript))
+    await server.started("r")
+    return transcript, call
+
+
 async def interrupt(server):
     """End what runs at a server, behind the pool's back."""
     client = GenerationClient(server.url)
@@ -389,9 +397,7 @@ async def test_giving_up_on_a_leaving_server_ends_no_request(servers, pool):
 async def test_what_was_sampled_before_a_server_was_lost_is_continued(servers, pool):
     servers[0].release.clear()
     await pool.join("a", servers[0].url, lambda: version(0))
-    transcript = Transcript(request(n=2))
-    call = asyncio.ensure_future(pool.generate(transcript))
-    await servers[0].started("r")
+    transcript, call = await begun(servers[0], pool)
     await interrupt(servers[0])
     await servers[0].started("r-0-2", "r-1-2")
     await servers[0].__aexit__()
@@ -462,9 +468,7 @@ async def test_completions_that_had_ended_outlive_their_server(servers, pool):
 async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
-    transcript = Transcript(request(n=2))
-    call = asyncio.ensure_future(pool.generate(transcript))
-    await servers[0].started("r")
+    transcript, call = await begun(servers[0], pool)
     servers[0].refused.add("r-0-2")
     servers[0].release_after_abort = True
     await interrupt(servers[0])
@@ -479,9 +483,7 @@ async def test_a_completion_that_fails_does_not_keep_others_from_being_finished(
 async def test_the_rest_of_a_completion_that_waits_for_a_server_ends_with_its_request(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
-    transcript = Transcript(request(n=2))
-    call = asyncio.ensure_future(pool.generate(transcript))
-    await servers[0].started("r")
+    transcript, call = await begun(servers[0], pool)
     leaving = asyncio.ensure_future(pool.leave("a"))  # which hands over what it has; nobody is there to go on
     async with asyncio.timeout(5):
         while not transcript.begun:  # noqa: ASYNC110
@@ -499,9 +501,7 @@ async def test_what_is_aborted_at_the_end_stays_so(servers, pool):
     for server, name in zip(servers, "ab", strict=True):
         await pool.join(name, server.url, lambda: version(0))
     servers[0].release.clear()
-    transcript = Transcript(request(n=2))
-    call = asyncio.ensure_future(pool.generate(transcript))
-    await servers[0].started("r")
+    transcript, call = await begun(servers[0], pool)
     await pool.abort_all()
     await call
     assert transcript.unfinished() == [0, 1]
