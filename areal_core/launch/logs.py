@@ -77,10 +77,10 @@ def at_step(step: int) -> None:
 
 class Journal:
     """A launcher's own messages: passed to `tell`, and kept in a log of its own, since its stderr is a person's
-    terminal."""
+    terminal. What the log has no room for is told all the same."""
 
     def __init__(self, path: Path, launch: LaunchConfig, source: Source, tell: Callable[[str], None]) -> None:
-        handler = RotatingFileHandler(path, maxBytes=launch.log_bytes, backupCount=launch.log_files, delay=True)
+        handler = _JournalFile(path, maxBytes=launch.log_bytes, backupCount=launch.log_files, delay=True)
         handler.setFormatter(formatter(launch.log_format, source))
         self._logger = logging.Logger(source.name)  # without a parent: nothing goes on to the root's handlers
         self._logger.addHandler(handler)
@@ -90,6 +90,13 @@ class Journal:
         """A warning unless `level` says otherwise: a launcher reports what goes wrong."""
         self._logger.log(level, "%s", line)
         self._tell(line)
+
+
+class _JournalFile(RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk is no reason for a traceback on a person's terminal."""
+        if not _full(sys.exception()):
+            super().handleError(record)
 
 
 def formatter(log_format: str | None, source: Source) -> logging.Formatter:

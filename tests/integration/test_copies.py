@@ -218,7 +218,7 @@ def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_pat
     there.keep_token(token)
     with Launched(config("second"), "apart") as run:
         write_json(where, {"url": files_of(run)})
-        summary = run.finished()
+        summary = run.finished(rewound=True)
         assert node.ended() == (0, "run apart has ended")
     assert summary.steps == 40
     assert (node.copy(run).ready_info("generation") or {})["pid"] == server  # it has gone on

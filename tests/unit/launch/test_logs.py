@@ -147,6 +147,13 @@ def test_a_launcher_keeps_what_it_says(tmp_path: Path) -> None:
     assert (kept["role"], kept["level"], kept["message"]) == ("launcher", "WARNING", told[0])
 
 
+def test_a_launcher_whose_disk_is_full_says_it_all_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(Path("/dev/full"), LaunchConfig(), Source("launcher"), print)
+    journal("trainer-0 exited with code 1: restart 1 of 2")
+    journal("trainer-0 is ready")
+    assert capfd.readouterr() == ("trainer-0 exited with code 1: restart 1 of 2\ntrainer-0 is ready\n", "")
+
+
 class Written:
     """A log that is appended to, and its LogFile."""
 
