@@ -93,7 +93,7 @@ class Journal:
 
 
 class _JournalFile(RotatingFileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the standard library's name
         """A full disk is no reason for a traceback on a person's terminal."""
         if not _full(sys.exception()):
             super().handleError(record)
