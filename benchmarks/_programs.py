@@ -24,7 +24,7 @@ from areal_core.config.schema import EnvironmentConfig
 from areal_core.environments.programs import Programs
 from areal_core.environments.sandbox import Limits, Sandbox, Status
 from areal_core.errors import ConfigError
-from areal_core.rewards.worker import RewardPool
+from areal_core.rewards.pool import RewardPool
 from areal_core.types import Outcome, Prompt
 from benchmarks._harness import tell
 from benchmarks._mutants import EQUIVALENT, mutants

@@ -1,6 +1,6 @@
 """What can one controller take? Trajectories of 8k tokens, in groups of 16, with its real parts.
 
-    python -m benchmarks.controller [--steps 1000] [--parts process,http,update,ranks]
+    python -m benchmarks.controller [--steps 1000] [--parts process,http,remote,update,ranks]
 
 Each part is a process of its own on one core; servers, reward workers and ranks are others, on the other cores where
 there are any. Ledger and payloads are on disk, and synced as in a run.
@@ -11,6 +11,8 @@ there are any. Ledger and payloads are on disk, and synced as in a run.
 - http: the pool over HTTP, with a server that answers each completion at once with a body that was encoded before, and
   real reward workers: `http_trajectories_per_cpu_s`, per second of the controller's own CPU time; the reward workers'
   own rate is `worker_trajectories_per_cpu_s`.
+- remote: the same with a reward worker that asks the controller for its work, as those of other machines do:
+  `remote_trajectories_per_cpu_s`, `remote_worker_trajectories_per_cpu_s`.
 - update: 8,192 completions run at 8 servers, half of each is sampled. A version is published: they are handed back
   (`interruption=resubmit`), and the rest of each is requested. `update_8192_s` is from its publication until all run
   again, `worst_loop_stall_ms` the longest that the controller's loop took to come round to a timer meanwhile.
@@ -32,8 +34,8 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +45,7 @@ import psutil
 from aiohttp import ClientSession, TCPConnector, web
 
 from areal_core.api.access import authorization
+from areal_core.api.guard import guard
 from areal_core.api.received import receive
 from areal_core.api.scored_groups import ScoredGroup, pack_group
 from areal_core.api.transcript import Transcript
@@ -57,9 +60,10 @@ from areal_core.controller.service import Environments
 from areal_core.models.spec import weights_sha256
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards.group import Requests
-from areal_core.rewards.worker import RewardPool
+from areal_core.rewards.pool import RewardPool
 from areal_core.rollout.controller import Engine, Rewards, RolloutController
 from areal_core.rollout.ledger import TrajectoryLedger
+from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import GroupPayload, GroupState, GroupSummary, Outcome, PolicyVersion, Prompt
 from benchmarks import _answering_servers, _harness
@@ -71,7 +75,7 @@ PROMPT = char_tokenizer().encode("1=")
 CHECKPOINT_EVERY = 10  # steps
 UPDATED, SERVERS, RANKS = 8192, 8, 512
 HTTP_BATCHES = 6
-PARTS = ["process", "http", "update", "ranks"]
+PARTS = ["process", "http", "remote", "update", "ranks"]
 _CORES = os.sched_getaffinity(0)
 _BEAT_S = 0.002
 _TOKEN = "t"
@@ -293,27 +297,50 @@ async def pooled(config: RunConfig, urls: Sequence[str], rewards: Rewards) -> As
         await pool.close()
 
 
-async def over_http(batches: int) -> dict[str, Any]:
+async def over_http(batches: int, *, remote: bool = False) -> dict[str, Any]:
     config = configured(steps=batches, batch=BATCH, eta=batches)
     with answering(servers=1, hold=False) as (urls, _), tempfile.TemporaryDirectory() as scratch:
-        workers = RewardPool(1, 600.0)
-        for pid in workers.pids():
-            _elsewhere(pid)
-        try:
-            environments = Environments(config, str(write_tiny(Path(scratch) / "model")), workers)
-            async with pooled(config, urls, environments) as (run, _):
-                await run.controller.batch(1, timeout_s=3600)  # all has begun
-                own, theirs = time.process_time(), _cpu_s(workers.pids())
-                for step in range(2, batches + 1):
-                    await run.controller.batch(step, timeout_s=3600)
-                own, theirs = time.process_time() - own, _cpu_s(workers.pids()) - theirs
-        finally:
-            await workers.close()
-    trajectories = (batches - 1) * BATCH
-    return {
-        "http_trajectories_per_cpu_s": round(trajectories / own),
-        "worker_trajectories_per_cpu_s": round(trajectories / theirs),
-    }
+        model = write_tiny(Path(scratch) / "model")
+        workers = RewardPool(0 if remote else 1, 600.0)
+        async with _host(workers, config, model) if remote else nullcontext(workers.pids()) as pids:
+            for pid in pids:
+                _elsewhere(pid)
+            try:
+                environments = Environments(config, str(model), workers)
+                async with pooled(config, urls, environments) as (run, _):
+                    await run.controller.batch(1, timeout_s=3600)  # all has begun
+                    own, theirs = time.process_time(), _cpu_s(pids)
+                    for step in range(2, batches + 1):
+                        await run.controller.batch(step, timeout_s=3600)
+                    own, theirs = time.process_time() - own, _cpu_s(pids) - theirs
+            finally:
+                await workers.close()
+    rates = [round((batches - 1) * BATCH / cpu_s) for cpu_s in (own, theirs)]
+    names = ("remote", "remote_worker") if remote else ("http", "worker")
+    return {f"{name}_trajectories_per_cpu_s": rate for name, rate in zip(names, rates, strict=True)}
+
+
+@asynccontextmanager
+async def _host(workers: RewardPool, config: RunConfig, model: Path) -> AsyncIterator[list[int]]:
+    """A host of one reward worker, which finds this controller: the processes."""
+    info = RunInfo(run_id="r", model_path=str(model), checkpoint_url="")
+    run = RunDir.create(replace(config, state_dir=str(model.parent)), info)
+    service: Any = SimpleNamespace(run_dir=run, rewards=workers)
+    app = web.Application(client_max_size=64 * 2**20, middlewares=[guard(run.token())])
+    app.add_routes([web.post("/rewards/{place}", Routes(service).rewards)])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    write_json(run.ready_file("controller"), {"pid": os.getpid(), "url": f"http://127.0.0.1:{runner.addresses[0][1]}"})
+    options = ("--run-dir", str(run.root), "--first", "0", "--workers", "1")
+    host = await asyncio.create_subprocess_exec(sys.executable, "-m", "areal_core.rewards.host", *options)
+    try:
+        await _until(run.ready_file("rewards").exists)
+        yield [host.pid, *(child.pid for child in psutil.Process(host.pid).children(recursive=True))]
+    finally:
+        host.kill()
+        await host.wait()
+        await runner.cleanup()
 
 
 async def update(completions: int) -> dict[str, Any]:
@@ -434,6 +461,7 @@ def controller(names: Sequence[str], steps: int) -> dict[str, Any]:
     parts = {
         "process": functools.partial(in_process, steps),
         "http": functools.partial(over_http, HTTP_BATCHES),
+        "remote": functools.partial(over_http, HTTP_BATCHES, remote=True),
         "update": functools.partial(update, UPDATED),
         "ranks": functools.partial(to_ranks, UPDATED, RANKS),
     }

@@ -45,7 +45,7 @@ import psutil
 from areal_core.environments import verifiers
 from areal_core.environments.mathematics import gold_answer
 from areal_core.errors import ConfigError
-from areal_core.rewards.worker import RewardPool
+from areal_core.rewards.pool import RewardPool
 from areal_core.types import Outcome, Prompt
 from benchmarks._harness import parser, report, tell
 from benchmarks._programs import measure_programs

@@ -199,10 +199,6 @@ def _check_devices(config: RunConfig, generating: int, who: str) -> None:
 
 def _check_hosts(config: RunConfig) -> None:
     hosts, ranks = config.training.hosts, config.trainer_processes
-    if config.launch.copies and not config.remote_roles:
-        raise ConfigError(
-            "launch.copies: must be false unless other machines run a role (launch.remote_roles), got true"
-        )
     if hosts > 1 and "trainer" not in config.remote_roles:
         raise ConfigError(
             f"training.hosts: must be 1 unless other machines train (launch.remote_roles=trainer or both), got {hosts}"

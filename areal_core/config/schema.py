@@ -201,11 +201,6 @@ class RunConfig:
         )
 
     @property
-    def serves_files(self) -> bool:
-        """Whether the head node serves the run's files to remote workers, which share no folder with it."""
-        return self.launch.copies and bool(self.remote_roles)
-
-    @property
     def ranks_per_host(self) -> int:
         """Trainer processes of one of `training.hosts` machines."""
         return self.trainer_processes // self.training.hosts

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Routes:
-    """Requests of trainer, evaluator and launcher, as calls of the parts of one run."""
+    """Requests of trainer, evaluator, reward workers and launcher, as calls of the parts of one run."""
 
     def __init__(self, run: Service) -> None:
         self._run = run
@@ -44,6 +44,7 @@ class Routes:
                 *server_routes(self._run.servers, newest, self._run.published),
                 web.get("/batch/{step}", self._batch),
                 web.get("/groups/{group_id}", self._group),
+                web.post("/rewards/{place}", self.rewards),
                 web.post("/versions", self._publish),
                 *transfer_routes(self._run.servers.transfer, newest),
                 web.get("/evaluation", self._evaluation),
@@ -105,6 +106,15 @@ class Routes:
         except DamagedPayloadError as error:
             await self._run.lose_damaged(group_id, error)
             raise
+
+    async def rewards(self, request: web.Request) -> web.Response:
+        """A reward worker of another machine brings an answer, and waits for work."""
+        place, life = int(request.match_info["place"]), request.query["life"]
+        answered, timeout_s = int(request.query["answered"]), float(request.query.get("timeout_s", "5"))
+        work = await self._run.rewards.exchange(place, life, answered, await request.read(), timeout_s)
+        if request.transport is None or request.transport.is_closing():
+            self._run.rewards.give_up(place, life)
+        return web.Response(status=204) if work is None else web.Response(body=work)
 
     async def _publish(self, request: web.Request) -> web.Response:
         version = await bodies.read(request, PolicyVersion)

@@ -2,6 +2,7 @@
 
     trainer --GET /batch, /groups; POST /versions, /metrics, /checkpoints, /finish--> here
     evaluator --GET /evaluation; POST /evaluations--> here
+    reward workers of other machines --POST /rewards--> here
     launcher --POST /servers; GET /status--> here --generate, pause, update, resume--> generation servers
 
 It ends with exit status 0 once the trainer has finished, the last version is scored and summary.json is written; with
@@ -40,7 +41,8 @@ from areal_core.errors import ArealError, StorageError, TokenLedgerError
 from areal_core.launch import logs, process, pulse
 from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.worker import GroupJob, GroupSession, RewardPool
+from areal_core.rewards.pool import GroupSession, RewardPool
+from areal_core.rewards.worker import GroupJob
 from areal_core.rollout.controller import RolloutController, Signal
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.rollout.notes import Ending
@@ -66,16 +68,7 @@ class Environments:
         self._pool = pool
 
     def begin(self, prompt: Prompt) -> GroupSession:
-        return self._pool.begin(
-            GroupJob(
-                prompt=prompt,
-                n=self._config.algorithm.group_size,
-                environment=self._config.environment,
-                task=self._config.task,
-                algorithm=self._config.algorithm,
-                model_path=self._model_path,
-            )
-        )
+        return self._pool.begin(GroupJob.of(prompt, self._config, self._model_path))
 
 
 class Service:

@@ -38,7 +38,7 @@ class RoleTime:
 
     processes: int
     seconds: Mapping[str, float]  # by kind (timeline.KINDS)
-    cpu_s: float
+    cpu_s: float  # on the run's own cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def account(
         processes.setdefault(role, set()).add(span.process)
         kinds = seconds.setdefault(role, {})
         kinds[span.kind] = kinds.get(span.kind, 0.0) + inside_s
-        part = inside_s / (span.end_s - span.start_s)
+        part = inside_s / (span.end_s - span.start_s) if _on_the_cores(span, config) else 0.0
         cpu_s[role] = cpu_s.get(role, 0.0) + part * (span.cpu_s or 0.0)
     roles = {
         role: RoleTime(processes=len(names), seconds=seconds[role], cpu_s=cpu_s[role])
@@ -122,6 +122,11 @@ def account(
     if controller_cpu_s:
         roles["controller"] = RoleTime(processes=1, seconds={}, cpu_s=controller_cpu_s)
     return Account(wall_s=end_s - start_s, roles=roles, occupied=occupied(spans, config, start_s=start_s, end_s=end_s))
+
+
+def _on_the_cores(span: Span, config: RunConfig) -> bool:
+    """Reward workers of other machines have cores that `launch.devices` does not count."""
+    return span.role != "rewards" or int(span.process.rpartition("-")[2]) < config.rollout.reward_workers
 
 
 def occupied(spans: Sequence[Span], config: RunConfig, *, start_s: float, end_s: float) -> float:
@@ -238,7 +243,7 @@ _REMEDIES: dict[Bottleneck, str] = {
     "cores": "; more cores would help (launch.devices)",
     "generation": "; more devices that generate would help",
     "training": "; more devices that train would help (training.ranks)",
-    "rewards": "; more workers would help (rollout.reward_workers)",
+    "rewards": "; more workers would help (rollout.reward_workers, or other machines)",
     "staleness": "; a larger rollout.max_staleness would help",
     "turns": "; mode=async does both at once",
 }

@@ -1,24 +1,20 @@
-"""The reward workers: rollouts of groups, their verification and packing, in processes of their own.
+"""What a reward worker is: a process that runs the rollouts of groups, their verification and packing.
 
 A group is suspended in a worker from its first completion to its last, and resumed as they end. A verifier may hang or
-take its process down. Each worker does one thing at a time, so that either costs the group that it is working on: the
-worker is killed and replaced, and the caller gets a RewardError, which says nothing about the completions. Groups that
-are suspended in the same worker begin again elsewhere with the completions that they have (SessionLostError).
+take its process down. A worker does one thing at a time, so that either costs the group that it is working on: who asks
+it gets a RewardError, which says nothing about the completions, and starts another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import multiprocessing
 import os
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,10 +22,10 @@ from typing import Any
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, SampledCompletion
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
-from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, SessionLostError
+from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.tracking.timeline import TimelineWriter
@@ -50,9 +46,21 @@ class GroupJob:
     algorithm: AlgorithmConfig
     model_path: str  # folder that holds the tokenizer
 
+    @classmethod
+    def of(cls, prompt: Prompt, config: RunConfig, model_path: str) -> GroupJob:
+        """A group of a run."""
+        return cls(
+            prompt=prompt,
+            n=config.algorithm.group_size,
+            environment=config.environment,
+            task=config.task,
+            algorithm=config.algorithm,
+            model_path=model_path,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Arrived:
+class Arrived:
     """Completions of a group that have ended."""
 
     group: int  # its id in the worker
@@ -73,138 +81,12 @@ def score_group(job: GroupJob, completions: Sequence[SampledCompletion]) -> Scor
     return outcome
 
 
-class RewardPool:
-    """Worker processes that run the rollouts of groups. Make and close it in the thread that runs the event loop
-    and outlives the pool: the workers die with the thread that spawned them."""
-
-    def __init__(
-        self,
-        workers: int,
-        timeout_s: float,
-        *,
-        function: Callable[[Any], Any] | None = None,
-        timeline: Callable[[int], Path] | None = None,
-    ) -> None:
-        """`function`: what workers do with a job, if not its rollouts. `timeline`: the file of a worker's timeline, by
-        its place."""
-        self._timeout_s = timeout_s
-        self._function = function or _advance
-        self._timeline = timeline
-        self._workers = {self._started(place) for place in range(workers)}
-        self._idle = set(self._workers)
-        self._waiting: deque[tuple[_Worker | None, asyncio.Future[_Worker]]] = deque()  # for whom; None: for any
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-        self._groups = itertools.count(1)
-        self._closed = False
-
-    def begin(self, job: GroupJob) -> GroupSession:
-        """A group that waits for its first completions."""
-        return GroupSession(self, job, next(self._groups))
-
-    async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
-        """Send a message to a free worker, or to the `wanted` one. Returns the result and that worker. Raises
-        RewardError when the verifier fails, RewardTimeoutError when it takes longer than the timeout (waiting for a
-        worker does not count), RewardWorkerError when it loses its process, and SessionLostError where the wanted
-        worker is gone."""
-        worker = await self._take(wanted)
-        try:
-            if not worker.process.is_alive():
-                worker = self._replace(worker)
-                if wanted is not None:
-                    raise _lost()
-            ask = functools.partial(worker.ask, message, self._timeout_s)
-            try:
-                result = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
-            except BaseException:  # it hangs, it is dead, or its result is no longer waited for
-                worker = self._replace(worker)
-                raise
-        finally:
-            self._put_back(worker)
-        if isinstance(result, ArealError):
-            raise result
-        return result, worker
-
-    def pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
-
-    async def close(self) -> None:
-        """Kill the workers; jobs under way or waiting end with a RewardError."""
-        self._closed = True
-        for worker in self._workers:
-            worker.kill()
-
-    async def _take(self, wanted: _Worker | None) -> _Worker:
-        if wanted is not None and wanted not in self._workers:
-            raise _lost()
-        if wanted in self._idle if wanted is not None else self._idle:
-            worker = wanted or next(iter(self._idle))
-            self._idle.discard(worker)
-            return worker
-        turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
-        self._waiting.append((wanted, turn))
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given one at the same moment
-                self._put_back(turn.result())
-            raise
-
-    def _put_back(self, worker: _Worker) -> None:
-        """Give a free worker to the call that has waited longest for it, or for any."""
-        for place, (wanted, turn) in enumerate(self._waiting):
-            if not turn.done() and wanted in (None, worker):
-                del self._waiting[place]
-                turn.set_result(worker)
-                return
-        self._idle.add(worker)
-
-    def _replace(self, worker: _Worker) -> _Worker:
-        worker.kill()
-        if self._closed:
-            return worker
-        self._workers.remove(worker)
-        self._workers.add(fresh := self._started(worker.place))
-        for wanted, turn in self._waiting:
-            if wanted is worker and not turn.done():
-                turn.set_exception(_lost())
-        self._waiting = deque(waiting for waiting in self._waiting if not waiting[1].done())
-        return fresh
-
-    def _started(self, place: int) -> _Worker:
-        return _Worker(self._function, place, None if self._timeline is None else self._timeline(place))
-
-
-class GroupSession:
-    """The rollouts of one group, in the worker that began them."""
-
-    def __init__(self, pool: RewardPool, job: GroupJob, group: int) -> None:
-        self._pool = pool
-        self._job = job
-        self._group = group
-        self._worker: _Worker | None = None  # where it is suspended
-
-    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
-        """As `rollouts.Session` has it. Raises GenerationError for a response that holds no completions, and
-        RewardError when rollouts fail or can't be scored, take longer than the timeout, or lose their worker."""
-        job = self._job if self._worker is None else None
-        message = _Arrived(group=self._group, job=job, completions=arrived)
-        worker, self._worker = self._worker, None  # after an error nothing of it is left there
-        outcome, worker = await self._pool.ask(message, worker)
-        if not isinstance(outcome, ScoredGroup):
-            self._worker = worker
-        return outcome
-
-    def close(self) -> None:
-        """Give the group up, also where it is suspended in a worker."""
-        if self._worker is not None:
-            self._worker.forgotten.append(self._group)
-            self._worker = None
-
-
-class _Worker:
-    """A process and the parent's end of the pipe to it."""
+class WorkerProcess:
+    """A worker and its parent's end of the pipe to it. It dies with the thread that makes it."""
 
     def __init__(self, function: Callable[[Any], Any], place: int, timeline: Path | None) -> None:
+        """`function`: what it does with a message. `place`: its number in the run. `timeline`: the file of what it did
+        when."""
         self.place = place
         self.forgotten: list[int] = []  # groups suspended in it that are given up
         self._pipe, theirs = _spawn.Pipe()
@@ -217,13 +99,23 @@ class _Worker:
         self.process.start()
         theirs.close()  # so that the process' death reads as end-of-file
 
-    def ask(self, message: Any, timeout_s: float) -> Any:
-        """Blocks until the result is there. Raises RewardTimeoutError or RewardWorkerError when it does not come."""
+    def start(self) -> None:
+        """Blocks until it is ready. Raises RewardWorkerError."""
         try:
             if not self._started:
                 self._receive(time.monotonic() + _START_TIMEOUT_S)
                 self._started = True
                 self._timeline = None if self._file is None else TimelineWriter(self._file, cpu=lambda: self._cpu_s)
+        except BlockingIOError:
+            raise RewardWorkerError("the reward worker did not start") from None
+        except (EOFError, OSError) as error:
+            raise RewardWorkerError("the reward worker died as it started") from error
+
+    def ask(self, message: Any, timeout_s: float) -> Any:
+        """Blocks until the result is there, a returned ArealError included. Raises RewardTimeoutError or
+        RewardWorkerError when it does not come: then the worker is of no more use."""
+        self.start()
+        try:
             start = time.monotonic()
             forgotten, self.forgotten = self.forgotten, []
             self._limit(start + timeout_s)
@@ -233,9 +125,8 @@ class _Worker:
                 self._timeline.span("score", start, time.monotonic())
             return result
         except BlockingIOError:
-            what = f"respond in {timeout_s:g} s (rollout.reward_timeout_s)" if self._started else "start"
-            raise (RewardTimeoutError if self._started else RewardWorkerError)(
-                f"the reward worker did not {what}"
+            raise RewardTimeoutError(
+                f"the reward worker did not respond in {timeout_s:g} s (rollout.reward_timeout_s)"
             ) from None
         except (EOFError, OSError) as error:
             raise RewardWorkerError("the reward worker died while it scored this group") from error
@@ -257,9 +148,6 @@ class _Worker:
         limit = struct.pack("ll", *divmod(left_us, 10**6))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
-
-
-_lost = functools.partial(SessionLostError, "the reward worker that this group was suspended in is gone")
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None:
@@ -307,7 +195,7 @@ async def _readable(pipe: Connection) -> None:
         loop.remove_reader(pipe.fileno())
 
 
-def _advance(message: _Arrived) -> Requests | ScoredGroup:
+def advance(message: Arrived) -> Requests | ScoredGroup:
     """In a worker: begin or resume the rollouts of a group, until they wait for completions or are done."""
     rollout = _suspended.pop(message.group) if message.job is None else _rollout(message.job)
     outcome = _loop().run_until_complete(rollout.advance(message.completions))

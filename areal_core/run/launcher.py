@@ -197,7 +197,7 @@ class Run:
     @contextmanager
     def _serving_files(self) -> Iterator[None]:
         """Within, remote workers have the files of this machine; afterwards until they have heard how the run ended."""
-        if not self.config.serves_files:
+        if not self.config.launch.copies:
             yield
             return
         serving = threading.Thread(

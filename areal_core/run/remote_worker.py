@@ -2,9 +2,10 @@
 
     generation   generation servers, which listen on this machine's address and join the run's controller
     trainer      this machine's share of the ranks, under torchrun
+    rewards      reward workers, beside those of the head node: any machine, any number, at any time
 
-The head node's configuration leaves the role to remote workers (`launch.remote_roles`). The run's folder is shared with
-it (`--run-dir`), or this machine keeps a copy of it (`--head`, with `launch.copies`). This command may be started
+The head node's configuration leaves the first two to remote workers (`launch.remote_roles`). The run's folder is shared
+with it (`--run-dir`), or this machine keeps a copy of it (`--head`, with `launch.copies`). This command may be started
 first: it waits for the run. It ends by itself with 0 once the run has ended in order, or once it has left the run
 (SIGUSR1: its servers hand over what they have); with 1 and one line when the run ended otherwise or the restart budget
 is spent; exit statuses are those of areal_core.run.command. Programs use RemoteWorker, in whatever thread.
@@ -13,6 +14,7 @@ is spent; exit statuses are those of areal_core.run.command. Programs use Remote
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -31,8 +33,8 @@ from areal_core.run.machine import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import CopiedFolder
 from areal_core.run.remote.folder import POLL_S, Place, RunFolder, RunLostError, SharedFolder
-from areal_core.run.remote.share import TRAINER, Share
-from areal_core.run.roles import interface, is_own, remote_generation, remote_trainer
+from areal_core.run.remote.share import REWARDS, TRAINER, Share, places
+from areal_core.run.roles import interface, is_own, remote_generation, remote_rewards, remote_trainer
 from areal_core.storage.rundir import RunDir
 
 __all__ = ["CopiedFolder", "Head", "RemoteWorker", "RunLostError", "Share", "SharedFolder", "main"]
@@ -107,6 +109,9 @@ class RemoteWorker:
             self._log = Journal(file, config.launch, source, self._forward)
             if share.role == TRAINER:
                 self._supervise(place, config, self._ranks(place, config, share))
+            elif share.role == REWARDS:
+                its = places(config, share)
+                self._supervise(place, config, remote_rewards(place.run, first=its.start, count=len(its)))
             else:
                 self._generate(place, config, share)
             self._say_how_it_ends()
@@ -224,7 +229,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     roles = parser.add_subparsers(dest="role", required=True, parser_class=Parser)
     generation = roles.add_parser("generation", help="generation servers")
     trainer = roles.add_parser("trainer", help="ranks of the trainer")
-    for role in (generation, trainer):
+    rewards = roles.add_parser("rewards", help="reward workers")
+    for role in (generation, trainer, rewards):
         role.add_argument("--run-dir", type=Path, help="the run's folder, where all its machines share it")
         role.add_argument("--head", help='else the URL of the head node\'s files, or @FILE: where {"url": ...} stands')
         role.add_argument("--token-file", type=Path, help="with --head: the run's token")
@@ -241,6 +247,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--node", dest="first", type=_at_least(0), default=0, help="number of this machine among the training ones"
     )
     trainer.set_defaults(count=None)
+    cores = len(os.sched_getaffinity(0))
+    rewards.add_argument(
+        "--first", type=_at_least(0), default=0, help="number of the first worker here among all of other machines (0)"
+    )
+    rewards.add_argument(
+        "--workers", dest="count", type=_at_least(1), default=cores, help=f"how many run here (one a core: {cores})"
+    )
     return parser.parse_args(arguments)
 
 

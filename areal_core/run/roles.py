@@ -5,6 +5,7 @@ role_specs          every role, on the head node; the rendezvous in the place of
                     share no folder with it
 remote_generation   generation servers of a remote worker
 remote_trainer      a remote worker's share of the ranks, under torchrun
+remote_rewards      reward workers of a remote worker, in one process
 """
 
 from __future__ import annotations
@@ -95,6 +96,12 @@ def remote_trainer(run: RunDir, config: RunConfig, *, address: str, node: int) -
         sessions=True,
         env=lambda _: environment,
     )
+
+
+def remote_rewards(run: RunDir, *, first: int, count: int) -> RoleSpec:
+    """The host of `count` reward workers of this machine, in the run's places from `first` on."""
+    where = ("--run-dir", run.root, "--first", first, "--workers", count)
+    return RoleSpec(name="rewards", argv=lambda _: python("areal_core.rewards.host", *where), first=first, exits=False)
 
 
 def interface(address: str) -> str:

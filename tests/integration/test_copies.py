@@ -24,6 +24,7 @@ from areal_core.run.launcher import run_folder
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.tracking.timeline import read_timeline
+from tests.faults.learning import learning
 from tests.support.runs import TIMEOUT_S, Launched, kill_all, tiny
 from tests.support.trajectories import PublishedWeights, ServerView, audited, check_trajectories, has_come_back
 
@@ -225,6 +226,29 @@ def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_pat
     assert "resumed from the checkpoint of step" in (run.run.logs / "trainer-0.log").read_text()
     here = (node.copy(run).timeline / "generation-0.jsonl").read_bytes()
     assert (run.run.timeline / "generation-0.jsonl").read_bytes() == here
+
+
+def test_what_is_judged_elsewhere_makes_the_same_weights(tmp_path: Path, start: Start) -> None:
+    def config(machine: str) -> RunConfig:
+        return learning(
+            tmp_path / machine,
+            mode="sync",
+            training={"steps": 40},
+            generation={"servers": 1, "deterministic": True},
+            launch=COPIES,
+        )
+
+    with Launched(config("one"), "alone") as run:
+        alone = Path(run.finished().model_url, "model.safetensors").read_bytes()
+    with Launched(config("head"), "apart") as run:
+        node = start(run, "rewards", "--workers", 2)
+        summary = run.finished()
+        assert node.ended() == (0, "run apart has ended")
+    assert Path(summary.model_url, "model.safetensors").read_bytes() == alone
+    judged = {span.process for span in read_timeline(run.run.timeline) if span.kind == "score"}
+    assert judged == {"rewards-0", "rewards-1", "rewards-2"}
+    assert "tokenizer.json" in (there := {file.name for file in (node.copy(run).root / "model").iterdir()})
+    assert "model.safetensors" not in there
 
 
 def test_a_launcher_that_is_killed_ends_the_nodes(tmp_path: Path, start: Start) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from areal_core.api.scored_groups import ScoredGroup
 from areal_core.config.schema import load
-from areal_core.rewards.worker import ScoredGroup
 from areal_core.storage import weights
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.engines.torch_engine import TorchEngine

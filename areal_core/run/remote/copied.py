@@ -36,7 +36,7 @@ from areal_core.run.remote.files import IN_ORDER
 from areal_core.run.remote.folder import POLL_S, Guarded, Place, RunLostError
 from areal_core.run.remote.nodes import GONE_S
 from areal_core.run.remote.sending import Sender
-from areal_core.run.remote.share import TRAINER, Owned, Share, owned
+from areal_core.run.remote.share import GENERATION, REWARDS, TRAINER, Owned, Share, owned
 from areal_core.run.remote.stager import Stager
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
@@ -103,8 +103,8 @@ class CopiedFolder:
             if share.role == TRAINER:
                 _check_store(run, config)
             with _Following(self._head, run, config, share, address).running(guarded, stop) as following:
-                self._fetch_model(run, stop)
-                if share.role == TRAINER:
+                self._fetch_model(run, stop, weights=share.role != REWARDS)
+                if share.role != GENERATION:
                     yield Place(run=run, locks=(lock.fd,), ended=following.ended)
                     return
                 kept = min(_MOST_VERSIONS, config.max_staleness + _LEAST_VERSIONS)
@@ -123,9 +123,11 @@ class CopiedFolder:
         info = RunInfo(**{**self._about["info"], "model_path": str(_model(run))})
         write_json(run.root / "run.json", dataclasses.asdict(info))
 
-    def _fetch_model(self, run: RunDir, stop: StopSignal) -> None:
+    def _fetch_model(self, run: RunDir, stop: StopSignal, *, weights: bool) -> None:
         """What of the model's files is not here, or is another one. Raises RunLostError, also once `stop` is set."""
         folder, wanted = _model(run), self._about["model"]
+        if not weights:
+            wanted = {name: file for name, file in wanted.items() if not name.endswith(".safetensors")}
         for stale in folder.iterdir():
             if stale.name not in wanted:
                 stale.unlink()

@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 
-GENERATION, TRAINER = "generation", "trainer"
+GENERATION, TRAINER, REWARDS = "generation", "trainer", "rewards"
+_MOST_WORKERS = 4096
 LOGS, TIMELINE = "logs", "timeline"  # folders of a run to which processes of a share append
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Generation servers, or the ranks of one of the machines that train."""
+    """Generation servers, the ranks of one of the machines that train, or reward workers."""
 
-    role: str  # GENERATION or TRAINER
-    first: int = 0  # number of the first server, or of the machine
-    count: int | None = None  # servers; None: all of the run's, or, of machines, one
+    role: str  # GENERATION, TRAINER or REWARDS
+    first: int = 0  # number of the first server, of the machine, or of the first reward worker of other machines
+    count: int | None = None  # servers or workers; None: all of the run's servers; of machines, and workers, one
 
     @property
     def indices(self) -> range:
-        """Of servers, or of the one machine, in a share that is settled."""
+        """Of servers, of workers, or of the one machine, in a share that is settled."""
         assert self.count is not None
         return range(self.first, self.first + self.count)
 
@@ -35,6 +36,10 @@ class Share:
 
     def settled(self, config: RunConfig) -> Share:
         """With its count. Raises ConfigError for what is no share of the run."""
+        if self.role == REWARDS:  # beside those of the controller's machine, whatever the run has
+            if self.first + (count := self.count or 1) > _MOST_WORKERS:
+                raise ConfigError(f"--workers: all machines may have {_MOST_WORKERS}, got {self.first + count}")
+            return Share(role=self.role, first=self.first, count=count)
         if self.role not in config.remote_roles:
             raise ConfigError(
                 f"launch.remote_roles: must be {self.role} or both for another machine to take that role over, "
@@ -63,6 +68,12 @@ class Owned:
     files: frozenset[tuple[str, str]]  # that they and their remote worker append to: folder and name
 
 
+def places(config: RunConfig, share: Share) -> range:
+    """Of the reward workers of a share among all of the run's: they come after those of the controller's machine."""
+    first = config.rollout.reward_workers + share.first
+    return range(first, first + len(share.indices))
+
+
 def owned(config: RunConfig, share: Share) -> Owned:
     """What belongs to a share that is settled."""
     if share.role == GENERATION:
@@ -70,11 +81,14 @@ def owned(config: RunConfig, share: Share) -> Owned:
         vllm = config.generation.engine == "vllm"  # whose timelines the controller writes
         logs = [*processes, *(f"vllm-{index}" for index in share.indices if vllm)]
         timelines = [] if vllm else processes
+    elif share.role == REWARDS:
+        timelines = [f"rewards-{place}" for place in places(config, share)]
+        processes = logs = timelines[:1]
     else:
         ranks = range(share.first * config.ranks_per_host, (share.first + 1) * config.ranks_per_host)
         processes = [f"trainer-{rank}" for rank in ranks]
         logs, timelines = [f"node-{share.first}"], processes
-    logs.append(f"{share.journal}-{share.first}")
+    logs = [*logs, f"{share.journal}-{share.first}"]
     return Owned(
         processes=frozenset(processes),
         files=frozenset([(LOGS, f"{name}.log") for name in logs] + [(TIMELINE, f"{name}.jsonl") for name in timelines]),

@@ -332,10 +332,6 @@ def test_what_needs_completions_that_differ_is_refused_where_none_do(values: dic
             },
             "generation.transfer: must be files with launch.remote_roles=generation, got 'nccl'",
         ),
-        (
-            {"launch": {"copies": True}},
-            "launch.copies: must be false unless other machines run a role (launch.remote_roles), got true",
-        ),
         ({"launch": {"files_port": 65536}}, "launch.files_port: must be at most 65535, got 65536"),
     ],
 )
@@ -414,5 +410,3 @@ def test_what_follows_from_remote_roles() -> None:
     config = load({"training": {"ranks": 4, "hosts": 2}, "launch": {"remote_roles": "both", "address": "fd00::1"}})
     assert config.remote_roles == {"generation", "trainer"}
     assert config.ranks_per_host == 2
-    assert not config.serves_files
-    assert load({"launch": {"remote_roles": "generation", "copies": True}}).serves_files

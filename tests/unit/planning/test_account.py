@@ -148,7 +148,9 @@ def test_slow_verifiers_bound_a_run() -> None:
     result = judged(config(), found)
     assert result.bottleneck == "rewards"
     assert result.relieved == pytest.approx(1 / 0.4)
-    assert result.text.endswith("then training would bound it; more workers would help (rollout.reward_workers).")
+    assert result.text.endswith(
+        "then training would bound it; more workers would help (rollout.reward_workers, or other machines)."
+    )
 
 
 def test_synchronous_stages_take_turns() -> None:
@@ -162,6 +164,12 @@ def test_synchronous_stages_take_turns() -> None:
     assert (result.busy, result.relieved) == (pytest.approx(0.8), pytest.approx(1 / 0.3))
     assert "generated for 50 % of it" in result.text
     assert "trained for 30 %, and did neither for 20 %." in result.text
+
+
+def test_reward_workers_of_other_machines_take_nothing_from_the_runs_cores() -> None:
+    found = spans(cpu_s=4.0, rewards_0=[("score", 0, 5)], rewards_1=[("score", 0, 5)], rewards_2=[("score", 5, 10)])
+    role = account(found, cores(), start_s=START, end_s=START + 10).roles["rewards"]
+    assert (role.processes, role.seconds["score"], role.cpu_s) == (3, pytest.approx(15), pytest.approx(4.0))
 
 
 # -- stages on the same cores ------------------------------------------------------------------------------------------

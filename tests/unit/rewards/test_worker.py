@@ -18,7 +18,8 @@ from areal_core.environments.environment import given, sampled, side_by_side
 from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError, SessionLostError
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards import worker
-from areal_core.rewards.worker import GroupJob, RewardPool, score_group
+from areal_core.rewards.pool import RewardPool
+from areal_core.rewards.worker import GroupJob, score_group
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, Prompt, Trajectory
 
@@ -361,7 +362,7 @@ async def test_a_group_that_is_given_up_leaves_its_worker(model):
 
 
 def count_suspended(message):
-    return len(worker._suspended) if message == "how many" else worker._advance(message)
+    return len(worker._suspended) if message == "how many" else worker.advance(message)
 
 
 def test_workers_do_not_outlive_their_controller(tmp_path):

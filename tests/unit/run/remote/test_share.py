@@ -8,7 +8,7 @@ import pytest
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
-from areal_core.run.remote.share import Share, owned
+from areal_core.run.remote.share import Share, owned, places
 
 
 def config(**generation: Any) -> RunConfig:
@@ -54,6 +54,21 @@ def test_ranks() -> None:
     }
 
 
+def test_reward_workers() -> None:
+    """Their places come after those of the controller's machine, and one process has all of them."""
+    settings = load({"rollout": {"reward_workers": 3}})
+    share = Share(role="rewards", first=2, count=2).settled(settings)
+    assert list(places(settings, share)) == [5, 6]
+    its = owned(settings, share)
+    assert its.processes == {"rewards-5"}
+    assert its.files == {
+        ("logs", "rewards-5.log"),
+        ("logs", "host-rewards-2.log"),
+        ("timeline", "rewards-5.jsonl"),
+        ("timeline", "rewards-6.jsonl"),
+    }
+
+
 def test_shares_overlap_in_one_role() -> None:
     first, other = (Share(role="generation", first=index, count=2) for index in (0, 1))
     assert first.overlaps(other)
@@ -67,6 +82,7 @@ def test_shares_overlap_in_one_role() -> None:
         (Share(role="evaluator"), r"launch\.remote_roles: must be evaluator or both"),
         (Share(role="trainer", first=2), r"--node: must be at most 1 \(training\.hosts\), got 2"),
         (Share(role="generation", first=2, count=2), "--first: servers 2 to 3 are more than the run has, 3 "),
+        (Share(role="rewards", first=4000, count=97), "--workers: all machines may have 4096, got 4097"),
         (Share(role="generation", first=3), "--first: servers 3 to 5 are more than the run has, 3 "),
     ],
 )

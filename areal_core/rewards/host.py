@@ -1,0 +1,112 @@
+"""`python -m areal_core.rewards.host`: reward workers of a run on another machine than its controller's.
+
+    controller --POST /rewards/{place}, which brings an answer and waits for work--> a thread --pipe--> its worker
+
+Nothing here listens, and nothing is kept: what was suspended in a worker that is gone begins again in another one. A
+worker that has lost its process, or that the controller has given up, begins a new life.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import queue
+import secrets
+import threading
+from contextlib import closing
+from pathlib import Path
+
+from areal_core.api.controller_client import ControllerClient
+from areal_core.environments.registry import open_environment
+from areal_core.errors import ArealError, ConfigError, RewardError
+from areal_core.launch import logs, process
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.rewards.messages import Work, decode_work, encode_outcome
+from areal_core.rewards.worker import Arrived, GroupJob, WorkerProcess, advance
+from areal_core.storage.rundir import RunDir
+
+logger = logging.getLogger(__name__)
+
+
+class Host:
+    """The workers of this machine, each with a thread of its own."""
+
+    def __init__(self, run: RunDir, first: int, count: int) -> None:
+        """`count` of them, in the run's places from `first` on. Raises ConfigError where this machine lacks what the
+        run's environment needs."""
+        self._run = run
+        self._config = config = run.config()
+        self._model_path = run.info().model_path
+        tokenizer = Tokenizer.from_folder(self._model_path)
+        open_environment(config.environment, config.task, config.algorithm, tokenizer)
+        self._happened: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # None: a worker is ready
+        self._threads = [
+            threading.Thread(target=self._work, args=(place,), name=f"reward-{place}", daemon=True)
+            for place in range(first, first + count)
+        ]
+
+    def serve(self, ready_file: Path) -> None:
+        """Work until an error ends it, which is raised."""
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            self._next_one()
+        process.announce_ready(ready_file)
+        while True:
+            self._next_one()
+
+    def _next_one(self) -> None:
+        if (failure := self._happened.get()) is not None:
+            raise failure
+
+    def _work(self, place: int) -> None:
+        try:
+            with closing(ControllerClient(self._run)) as controller:
+                self._live(controller, place, first=True)
+                while True:
+                    self._live(controller, place)
+        except Exception as error:  # noqa: BLE001 - raised in the main thread
+            self._happened.put(error)
+
+    def _live(self, controller: ControllerClient, place: int, *, first: bool = False) -> None:
+        """One life of a worker."""
+        worker = WorkerProcess(advance, place, self._run.timeline_file("rewards", place))
+        try:
+            worker.start()
+            if first:
+                self._happened.put(None)
+            life, answered, answer = secrets.token_hex(8), 0, b""
+            while (work := decode_work(controller.reward_work(place, life, answered, answer))) is not None:
+                answered, answer = work.number, self._answer(worker, work)
+        finally:
+            worker.kill()
+
+    def _answer(self, worker: WorkerProcess, work: Work) -> bytes:
+        worker.forgotten += work.forgotten
+        job = None if work.prompt is None else GroupJob.of(work.prompt, self._config, self._model_path)
+        message = Arrived(group=work.group, job=job, completions=work.completions)
+        try:
+            return encode_outcome(worker.ask(message, self._config.rollout.reward_timeout_s))
+        except RewardError as error:
+            return encode_outcome(error, lost=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--first", type=int, required=True, help="place of the first worker in the run")
+    parser.add_argument("--workers", type=int, required=True)
+    options = parser.parse_args()
+    run = RunDir(options.run_dir)
+    ready_file = run.ready_file("rewards", options.first)
+    logs.start("rewards")
+    process.adopt(ready_file)
+    try:
+        Host(run, options.first, options.workers).serve(ready_file)
+    except ArealError as error:
+        logger.error("%s", error)
+        raise SystemExit(process.SPENT if isinstance(error, ConfigError) else 1) from None
+
+
+if __name__ == "__main__":
+    main()

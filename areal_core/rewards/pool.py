@@ -1,0 +1,238 @@
+"""The reward workers of a run, as its controller sees them: processes of this machine, and others elsewhere.
+
+    session --completions that have ended--> a free worker, or the one in which its group is suspended --> its outcome
+
+A worker that hangs or dies costs the group that it is working on (RewardError); one of this machine is replaced. Groups
+that are suspended in it begin again elsewhere with the completions that they have (SessionLostError). A worker of
+another machine asks for its work, in requests that end up in `exchange`: it has come once it asks, and is gone once it
+is silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from areal_core.api.scored_groups import ScoredGroup
+from areal_core.api.wire import Arrival
+from areal_core.errors import ArealError, RewardWorkerError, SessionLostError
+from areal_core.rewards.group import Requests
+from areal_core.rewards.messages import BEGIN_ANEW
+from areal_core.rewards.remote import RemoteWorker
+from areal_core.rewards.worker import Arrived, GroupJob, WorkerProcess, advance
+
+_lost = functools.partial(SessionLostError, "the reward worker that this group was suspended in is gone")
+_closed = functools.partial(RewardWorkerError, "the reward workers have ended")
+
+
+class RewardPool:
+    """Make and close it in the thread that runs the event loop and outlives the pool: the processes here die with the
+    thread that spawned them."""
+
+    def __init__(
+        self,
+        workers: int,
+        timeout_s: float,
+        *,
+        function: Callable[[Any], Any] | None = None,
+        timeline: Callable[[int], Path] | None = None,
+    ) -> None:
+        """`workers` of this machine, whose places are 0 to `workers - 1`. `function`: what they do with a message, if
+        not a group's rollouts. `timeline`: the file of a worker's timeline, by its place."""
+        self._timeout_s = timeout_s
+        self._function = function or advance
+        self._timeline = timeline
+        self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="reward")
+        self._here = workers
+        self._remote: dict[int, RemoteWorker] = {}  # by place
+        self._watches: dict[RemoteWorker, asyncio.Task[None]] = {}
+        self._workers: set[_Worker] = {self._started(place) for place in range(workers)}
+        self._idle = set(self._workers)
+        self._waiting: deque[tuple[_Worker | None, asyncio.Future[_Worker]]] = deque()  # for whom; None: for any
+        self._groups = itertools.count(1)
+        self._closed = False
+
+    def begin(self, job: GroupJob) -> GroupSession:
+        """A group that waits for its first completions."""
+        return GroupSession(self, job, next(self._groups))
+
+    async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
+        """Send a message to a free worker, or to the `wanted` one. Returns the result and that worker. Raises
+        RewardError when the verifier fails, RewardTimeoutError when it takes longer than the timeout (waiting for a
+        worker does not count), RewardWorkerError when it loses its process, and SessionLostError where the wanted
+        worker is gone, or a worker with its machine."""
+        while not (worker := await self._take(wanted)).alive:
+            self._lose(worker)
+            if wanted is not None:
+                raise _lost()
+        try:
+            result = await worker.ask(message, self._timeout_s)
+        except BaseException:  # it hangs, it is dead, or its result is no longer waited for
+            self._lose(worker)
+            raise
+        self._put_back(worker)
+        if isinstance(result, ArealError):
+            raise result
+        return result, worker
+
+    async def exchange(self, place: int, life: str, answered: int, answer: bytes, timeout_s: float) -> bytes | None:
+        """A request of the worker with this `place`, in a `life` of its own choice: it has `answered` so many messages,
+        the last of them with `answer`. Returns the next one; None where none comes within `timeout_s`; BEGIN_ANEW to a
+        worker that has been given up, or that another controller knew. Raises ValueError."""
+        if place < self._here:
+            raise ValueError(f"place: must be at least {self._here}, the first of other machines, got {place}")
+        worker = self._remote.get(place)
+        if worker is None or worker.life != life:
+            if answered or self._closed:
+                return BEGIN_ANEW
+            if worker is not None:
+                self._lose(worker)
+            worker = self._remote[place] = RemoteWorker(life)
+            self._workers.add(worker)
+            self._watches[worker] = asyncio.ensure_future(self._watch(worker))
+            self._put_back(worker)
+        return await worker.exchange(answered, answer, timeout_s)
+
+    def give_up(self, place: int, life: str) -> None:
+        """The worker that asked has not heard what it was answered."""
+        if (worker := self._remote.get(place)) is not None and worker.life == life:
+            self._lose(worker)
+
+    @property
+    def remote(self) -> int:
+        """How many workers of other machines there are."""
+        return len(self._remote)
+
+    def pids(self) -> list[int]:
+        """Of the processes here."""
+        return [worker.pid for worker in self._workers if isinstance(worker, _Local)]
+
+    async def close(self) -> None:
+        """Kill the workers; jobs under way or waiting end with a RewardError."""
+        self._closed = True
+        for worker in list(self._workers):
+            self._lose(worker)
+        for _, turn in self._waiting:
+            if not turn.done():
+                turn.set_exception(_closed())
+
+    async def _take(self, wanted: _Worker | None) -> _Worker:
+        if self._closed:
+            raise _closed()
+        if wanted is not None and wanted not in self._workers:
+            raise _lost()
+        if wanted in self._idle if wanted is not None else self._idle:
+            worker = wanted or next(iter(self._idle))
+            self._idle.discard(worker)
+            return worker
+        turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.append((wanted, turn))
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:  # it was given one at that moment
+                self._put_back(turn.result())
+            raise
+
+    def _put_back(self, worker: _Worker) -> None:
+        """Give a free worker to the call that has waited longest for it, or for any."""
+        if worker not in self._workers:
+            return
+        for place, (wanted, turn) in enumerate(self._waiting):
+            if not turn.done() and wanted in (None, worker):
+                del self._waiting[place]
+                turn.set_result(worker)
+                return
+        self._idle.add(worker)
+
+    def _lose(self, worker: _Worker) -> None:
+        """A worker is of no more use: end it, and start another one in its place where that was here."""
+        if worker not in self._workers:
+            return
+        self._workers.discard(worker)
+        self._idle.discard(worker)
+        worker.kill()
+        for wanted, turn in self._waiting:
+            if wanted is worker and not turn.done():
+                turn.set_exception(_lost())
+        self._waiting = deque(waiting for waiting in self._waiting if not waiting[1].done())
+        if isinstance(worker, RemoteWorker):
+            self._remote = {place: one for place, one in self._remote.items() if one is not worker}
+            self._watches.pop(worker).cancel()
+        elif not self._closed:
+            self._workers.add(fresh := self._started(worker.place))
+            self._put_back(fresh)
+
+    async def _watch(self, worker: RemoteWorker) -> None:
+        await worker.silence()
+        self._lose(worker)
+
+    def _started(self, place: int) -> _Local:
+        timeline = None if self._timeline is None else self._timeline(place)
+        return _Local(WorkerProcess(self._function, place, timeline), self._threads)
+
+
+class GroupSession:
+    """The rollouts of one group, in the worker that began them."""
+
+    def __init__(self, pool: RewardPool, job: GroupJob, group: int) -> None:
+        self._pool = pool
+        self._job = job
+        self._group = group
+        self._worker: _Worker | None = None  # where it is suspended
+
+    async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
+        """As `rollouts.Session` has it. Raises GenerationError for a response that holds no completions, and
+        RewardError when rollouts fail or can't be scored, take longer than the timeout, or lose their worker."""
+        job = self._job if self._worker is None else None
+        message = Arrived(group=self._group, job=job, completions=arrived)
+        worker, self._worker = self._worker, None  # after an error nothing of it is left there
+        outcome, worker = await self._pool.ask(message, worker)
+        if not isinstance(outcome, ScoredGroup):
+            self._worker = worker
+        return outcome
+
+    def close(self) -> None:
+        """Give the group up, also where it is suspended in a worker."""
+        if self._worker is not None:
+            self._worker.forgotten.append(self._group)
+            self._worker = None
+
+
+class _Local:
+    """A worker of this machine, asked in a thread."""
+
+    def __init__(self, process: WorkerProcess, threads: Executor) -> None:
+        self._process = process
+        self._threads = threads
+        self.place = process.place
+
+    @property
+    def forgotten(self) -> list[int]:
+        return self._process.forgotten
+
+    @property
+    def alive(self) -> bool:
+        return self._process.process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        pid = self._process.process.pid
+        assert pid is not None
+        return pid
+
+    async def ask(self, message: Any, timeout_s: float) -> Any:
+        ask = functools.partial(self._process.ask, message, timeout_s)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+_Worker = _Local | RemoteWorker
