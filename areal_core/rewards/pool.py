@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -27,6 +28,7 @@ from areal_core.rewards.messages import BEGIN_ANEW
 from areal_core.rewards.remote import RemoteWorker
 from areal_core.rewards.worker import Arrived, GroupJob, WorkerProcess, advance
 
+logger = logging.getLogger(__name__)
 _lost = functools.partial(SessionLostError, "the reward worker that this group was suspended in is gone")
 _closed = functools.partial(RewardWorkerError, "the reward workers have ended")
 
@@ -97,6 +99,7 @@ class RewardPool:
             self._workers.add(worker)
             self._watches[worker] = asyncio.ensure_future(self._watch(worker))
             self._put_back(worker)
+            logger.info("reward worker %d is there", place)
         return await worker.exchange(answered, answer, timeout_s)
 
     def give_up(self, place: int, life: str) -> None:
@@ -163,8 +166,11 @@ class RewardPool:
                 turn.set_exception(_lost())
         self._waiting = deque(waiting for waiting in self._waiting if not waiting[1].done())
         if isinstance(worker, RemoteWorker):
-            self._remote = {place: one for place, one in self._remote.items() if one is not worker}
+            place = next(place for place, one in self._remote.items() if one is worker)
+            del self._remote[place]
             self._watches.pop(worker).cancel()
+            if not self._closed:
+                logger.warning("reward worker %d is gone", place)
         elif not self._closed:
             self._workers.add(fresh := self._started(worker.place))
             self._put_back(fresh)

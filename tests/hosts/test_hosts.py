@@ -1,17 +1,18 @@
-"""A run across machines, each a network namespace: control and storage on one, generation on one, ranks on two. One is
-cut off and returns, a rank dies or hangs, and the run ends in order."""
+"""A run across machines, each a network namespace: control and storage on one, generation on one, ranks on two, rewards
+on one. One is cut off and returns, a rank dies or hangs, and the run ends in order."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import time
 
 import pytest
 
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import read_timeline
-from tests.support.hosts import ADDRESSES, GENERATES, HEAD_NODE, TRAINS, Cluster
+from tests.support.hosts import ADDRESSES, GENERATES, HEAD_NODE, JUDGES, TRAINS, Cluster
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
@@ -31,20 +32,28 @@ def missed(host: str) -> str:
     return f"rank {rank} (host {ADDRESSES[host]}) did not reach "
 
 
-def test_a_run_across_machines_of_which_the_one_that_generates_is_cut_off_and_returns(cluster: Cluster) -> None:
+def test_a_run_across_machines_of_which_those_that_generate_and_judge_are_cut_off_and_return(cluster: Cluster) -> None:
     ranks = [cluster.pid("trainer", rank) for rank in range(2)]
     assert ranks[0] in cluster.pids(FIRST)
     assert ranks[1] in cluster.pids(SECOND)
     server = cluster.pid("generation")
     assert server in cluster.pids(GENERATES)
+    cluster.start(JUDGES)
+    assert cluster.pid("rewards", 1) in cluster.pids(JUDGES)
     cluster.until_step(2)
-    cluster.network.cut(GENERATES)
+    for host in (GENERATES, JUDGES):
+        cluster.network.cut(host)
     cluster.says(HEAD_NODE, "generation server generation-0 is taken out")
-    cluster.network.join(GENERATES)
+    cluster.says(HEAD_NODE, "reward worker 1 is gone")
+    for host in (GENERATES, JUDGES):
+        cluster.network.join(host)
     cluster.says(GENERATES, "was taken out by the controller: killed")
+    since = time.time()
     summary = cluster.finished()
     assert cluster.pid("generation") != server
     assert summary.tokens.consumed > 0
+    judged = [span for span in read_timeline(cluster.run.timeline) if span.process == "rewards-1"]
+    assert min(span.start_s for span in judged) < since < max(span.start_s for span in judged)  # it has come back
     assert summary.model_url.startswith("s3://runs/areal/")
     step, *model = cluster.network.run(
         HEAD_NODE, LIST_STORE, cluster.run.info().checkpoint_url, cluster.config.storage.endpoint_url

@@ -21,8 +21,8 @@ from tests.support.runs import checked_summary
 
 T = TypeVar("T")
 
-HEAD_NODE, GENERATES, TRAINS = "head", "generates", ("trains-0", "trains-1")
-ADDRESSES = {HEAD_NODE: "10.77.0.1", GENERATES: "10.77.0.2", TRAINS[0]: "10.77.0.3", TRAINS[1]: "10.77.0.4"}
+HEAD_NODE, GENERATES, TRAINS, JUDGES = "head", "generates", ("trains-0", "trains-1"), "judges"
+ADDRESSES = {host: f"10.77.0.{number}" for number, host in enumerate((HEAD_NODE, GENERATES, *TRAINS, JUDGES), 1)}
 REQUIRE_HOSTS = "AREAL_REQUIRE_HOSTS"  # set: a machine that lacks something fails these tests instead of skipping them
 _SWITCH = "switch"
 _MOTO_PORT = 5000
@@ -132,8 +132,10 @@ class Cluster:
             self.start(host)
 
     def start(self, host: str) -> None:
-        """Start the remote worker of a machine; without a common folder that of rank 0 is on the head node."""
-        role = ("generation",) if host == GENERATES else ("trainer", "--node", TRAINS.index(host))
+        """Start the remote worker of a machine; without a common folder that of rank 0 is on the head node. The run
+        needs all of them but JUDGES, which is not started with it."""
+        roles = {GENERATES: ("generation",), JUDGES: ("rewards", "--workers", 1)}
+        role = roles[host] if host in roles else ("trainer", "--node", TRAINS.index(host))
         copies = self.config.launch.copies
         machine = HEAD_NODE if copies and host == TRAINS[0] else host
         where: tuple[object, ...] = ("--run-dir", self.run.root)
@@ -213,4 +215,4 @@ class Cluster:
         return self._texts / f"{host}.txt"
 
     def _outputs(self) -> str:
-        return "\n".join(f"-- {host}\n{self.output(host)[-4000:]}" for host in ADDRESSES)
+        return "\n".join(f"-- {host}\n{self.output(host)[-4000:]}" for host in self.processes)
