@@ -258,7 +258,7 @@ def test_what_a_launch_template_says_is_heeded(cloud: EmulatedCloud) -> None:
     assert tags_of(found)["areal:run"] == "templated"
     assert [each["GroupId"] for each in found["NetworkInterfaces"][0]["Groups"]] == [group]
     cloud.wait_for_machine(started["InstanceId"])
-    cloud.run_in(started["InstanceId"], "shutdown", "now")
+    cloud.run_in(started["InstanceId"], "shutdown", "+1")  # not now: it would be ended with its machine
     until(lambda: state(cloud, started["InstanceId"]) == "terminated", "the end of the instance")
 
 
