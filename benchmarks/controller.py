@@ -55,11 +55,13 @@ from areal_core.controller.garbage import collect_rarely
 from areal_core.controller.payloads import PayloadStore
 from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
+from areal_core.controller.reward_routes import reward_routes
 from areal_core.controller.routes import Routes
 from areal_core.controller.service import Environments
 from areal_core.models.spec import weights_sha256
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards.group import Requests
+from areal_core.rewards.messages import ANSWER_BYTES
 from areal_core.rewards.pool import RewardPool
 from areal_core.rollout.controller import Engine, Rewards, RolloutController
 from areal_core.rollout.ledger import TrajectoryLedger
@@ -325,9 +327,8 @@ async def _host(workers: RewardPool, config: RunConfig, model: Path) -> AsyncIte
     """A host of one reward worker, which finds this controller: the processes."""
     info = RunInfo(run_id="r", model_path=str(model), checkpoint_url="")
     run = RunDir.create(replace(config, state_dir=str(model.parent)), info)
-    service: Any = SimpleNamespace(run_dir=run, rewards=workers)
-    app = web.Application(client_max_size=64 * 2**20, middlewares=[guard(run.token())])
-    app.add_routes([web.post("/rewards/{place}", Routes(service).rewards)])
+    app = web.Application(client_max_size=ANSWER_BYTES, middlewares=[guard(run.token())])
+    app.add_routes(reward_routes(workers))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -401,6 +402,7 @@ async def to_ranks(completions: int, ranks: int) -> dict[str, Any]:
             record_texts=_nothing,
             run_dir=SimpleNamespace(token=lambda: _TOKEN),
             servers=GenerationPool(completions_per_server=1),
+            rewards=RewardPool(0, 1.0),
         )
         runner = web.AppRunner(Routes(service).app(), access_log=None)  # pyright: ignore[reportArgumentType]
         await runner.setup()

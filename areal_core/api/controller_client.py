@@ -25,7 +25,7 @@ from areal_core.storage.rundir import RunDir
 from areal_core.types import Alert, BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
 
 _POLL_S = 20.0  # one long poll
-_WORK_S = 5.0  # one long poll of a reward worker, which is missed when it asks no more
+WORK_S = 5.0  # one long poll of a reward worker, which is missed when it asks no more
 _RETRY_S = 0.2  # between two attempts to connect
 
 
@@ -100,10 +100,14 @@ class ControllerClient:
     def reward_work(self, place: int, life: str, answered: int, answer: bytes) -> bytes:
         """Wait for the next work of the worker in this place, which has answered so many in its `life`; `answer` is
         that of the last one. See areal_core.rewards.messages."""
-        path = f"/rewards/{place}?life={life}&answered={answered}&timeout_s={_WORK_S}"
+        path = f"/rewards/{place}?life={life}&answered={answered}&timeout_s={WORK_S}"
         while (work := self._call("POST", path, answer)) is None:
             answer = b""  # it is there
         return work
+
+    def rewards_leave(self, lives: str) -> None:
+        """Have the reward workers leave whose lives begin so."""
+        self._json("DELETE", f"/rewards?lives={lives}")
 
     # -- evaluator ---------------------------------------------------------------------------------------------
 

@@ -15,10 +15,12 @@ from areal_core.api.guard import guard
 from areal_core.api.scored_groups import parsed_spans
 from areal_core.controller import bodies
 from areal_core.controller.payloads import DamagedPayloadError
+from areal_core.controller.reward_routes import reward_routes
 from areal_core.controller.server_routes import server_routes
 from areal_core.controller.weight_transfer import transfer_routes
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished, StorageError
 from areal_core.launch import logs
+from areal_core.rewards.messages import ANSWER_BYTES
 from areal_core.rollout.notes import Ending
 from areal_core.types import BatchManifest, Evaluation, MetricRow, PolicyVersion
 
@@ -35,7 +37,7 @@ class Routes:
 
     def app(self) -> web.Application:
         middlewares = [guard(self._run.run_dir.token()), _errors_as_lines]
-        app = web.Application(middlewares=middlewares, client_max_size=64 * 2**20)
+        app = web.Application(middlewares=middlewares, client_max_size=ANSWER_BYTES)
         newest = self._run.ledger.versions.newest
         app.add_routes(
             [
@@ -44,7 +46,7 @@ class Routes:
                 *server_routes(self._run.servers, newest, self._run.published),
                 web.get("/batch/{step}", self._batch),
                 web.get("/groups/{group_id}", self._group),
-                web.post("/rewards/{place}", self.rewards),
+                *reward_routes(self._run.rewards),
                 web.post("/versions", self._publish),
                 *transfer_routes(self._run.servers.transfer, newest),
                 web.get("/evaluation", self._evaluation),
@@ -106,15 +108,6 @@ class Routes:
         except DamagedPayloadError as error:
             await self._run.lose_damaged(group_id, error)
             raise
-
-    async def rewards(self, request: web.Request) -> web.Response:
-        """A reward worker of another machine brings an answer, and waits for work."""
-        place, life = int(request.match_info["place"]), request.query["life"]
-        answered, timeout_s = int(request.query["answered"]), float(request.query.get("timeout_s", "5"))
-        work = await self._run.rewards.exchange(place, life, answered, await request.read(), timeout_s)
-        if request.transport is None or request.transport.is_closing():
-            self._run.rewards.give_up(place, life)
-        return web.Response(status=204) if work is None else web.Response(body=work)
 
     async def _publish(self, request: web.Request) -> web.Response:
         version = await bodies.read(request, PolicyVersion)

@@ -3,7 +3,8 @@
     controller --POST /rewards/{place}, which brings an answer and waits for work--> a thread --pipe--> its worker
 
 Nothing here listens, and nothing is kept: what was suspended in a worker that is gone begins again in another one. A
-worker that has lost its process, or that the controller has given up, begins a new life.
+worker that has lost its process, or that the controller has given up, begins a new life. SIGTERM ends all of them: the
+controller is told.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import argparse
 import logging
 import queue
 import secrets
+import signal
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
-from areal_core.api.controller_client import ControllerClient
+from areal_core.api.controller_client import WORK_S, ControllerClient
 from areal_core.environments.registry import open_environment
-from areal_core.errors import ArealError, ConfigError, RewardError
+from areal_core.errors import ArealError, ConfigError, GenerationError, RewardError
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.messages import Work, decode_work, encode_outcome
@@ -26,6 +29,8 @@ from areal_core.rewards.worker import Arrived, GroupJob, WorkerProcess, advance
 from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
+_SILENT_S = 3 * WORK_S  # of a controller, after which it is asked again
+_LAST_WORDS_S = 2.0
 
 
 class Host:
@@ -39,14 +44,15 @@ class Host:
         self._model_path = run.info().model_path
         tokenizer = Tokenizer.from_folder(self._model_path)
         open_environment(config.environment, config.task, config.algorithm, tokenizer)
-        self._happened: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # None: a worker is ready
+        self._name = secrets.token_hex(8)  # what lives here begin with
+        self._happened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # None: a worker is ready
         self._threads = [
             threading.Thread(target=self._work, args=(place,), name=f"reward-{place}", daemon=True)
             for place in range(first, first + count)
         ]
 
     def serve(self, ready_file: Path) -> None:
-        """Work until an error ends it, which is raised."""
+        """Work until an error ends it, which is raised, or `stop`."""
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
@@ -55,13 +61,25 @@ class Host:
         while True:
             self._next_one()
 
+    def stop(self) -> None:
+        """Have the workers leave, and `serve` raise SystemExit. For handlers of signals."""
+        self._happened.put(SystemExit(128 + signal.SIGTERM))
+
+    def leave(self) -> None:
+        """Tell the controller that all of them end."""
+        with closing(ControllerClient(self._run, patience_s=0.0, timeout_s=_LAST_WORDS_S)) as controller:
+            try:
+                controller.rewards_leave(self._name)
+            except ArealError as error:  # it finds out by itself
+                logger.debug("the controller does not hear that its reward workers here end: %s", error)
+
     def _next_one(self) -> None:
         if (failure := self._happened.get()) is not None:
             raise failure
 
     def _work(self, place: int) -> None:
         try:
-            with closing(ControllerClient(self._run)) as controller:
+            with closing(ControllerClient(self._run, timeout_s=_SILENT_S)) as controller:
                 self._live(controller, place, first=True)
                 while True:
                     self._live(controller, place)
@@ -75,20 +93,27 @@ class Host:
             worker.start()
             if first:
                 self._happened.put(None)
-            life, answered, answer = secrets.token_hex(8), 0, b""
+            life, answered, answer = f"{self._name}-{secrets.token_hex(8)}", 0, b""
             while (work := decode_work(controller.reward_work(place, life, answered, answer))) is not None:
+                since = time.monotonic()
                 answered, answer = work.number, self._answer(worker, work)
+                if time.monotonic() - since > WORK_S:
+                    controller.close()  # on its way a connection that was idle may have been forgotten
         finally:
             worker.kill()
 
     def _answer(self, worker: WorkerProcess, work: Work) -> bytes:
+        """Raises what says nothing of the group: this machine can't do the work."""
         worker.forgotten += work.forgotten
         job = None if work.prompt is None else GroupJob.of(work.prompt, self._config, self._model_path)
         message = Arrived(group=work.group, job=job, completions=work.completions)
         try:
-            return encode_outcome(worker.ask(message, self._config.rollout.reward_timeout_s))
+            outcome = worker.ask(message, self._config.rollout.reward_timeout_s)
         except RewardError as error:
             return encode_outcome(error, lost=True)
+        if isinstance(outcome, ArealError) and not isinstance(outcome, RewardError | GenerationError):
+            raise outcome
+        return encode_outcome(outcome)
 
 
 def main() -> None:
@@ -102,7 +127,12 @@ def main() -> None:
     logs.start("rewards")
     process.adopt(ready_file)
     try:
-        Host(run, options.first, options.workers).serve(ready_file)
+        host = Host(run, options.first, options.workers)
+        signal.signal(signal.SIGTERM, lambda *_: host.stop())
+        try:
+            host.serve(ready_file)
+        finally:
+            host.leave()
     except ArealError as error:
         logger.error("%s", error)
         raise SystemExit(process.SPENT if isinstance(error, ConfigError) else 1) from None

@@ -14,19 +14,23 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import msgspec
+import numpy as np
 
 from areal_core import errors
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, SampledCompletion
-from areal_core.errors import ArealError, RewardError
+from areal_core.errors import ArealError, GenerationError, RewardError
 from areal_core.rewards.group import Requests
 from areal_core.rewards.worker import Arrived
 from areal_core.types import GroupSummary, Prompt, SampleRequest
 
 Outcome = Requests | ScoredGroup | ArealError
 
-_ERRORS = {
-    kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ArealError)
+ANSWER_BYTES = 2**26  # at most
+_ERRORS = {  # that say something of the group
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, RewardError | GenerationError)
 }
 
 
@@ -92,7 +96,7 @@ def encode_work(number: int, forgotten: Sequence[int], arrived: Arrived) -> byte
 
 def decode_work(data: bytes) -> Work | None:
     """None for BEGIN_ANEW."""
-    line, rest = _parted(data)
+    line, _, rest = data.partition(b"\n")
     header = msgspec.json.decode(line, type=_Work)
     if not header.number:
         return None
@@ -118,7 +122,7 @@ def decode_work(data: bytes) -> Work | None:
 
 
 def encode_outcome(outcome: Outcome, *, lost: bool = False) -> bytes:
-    """A worker's answer; `lost` with an error that has cost the worker its process."""
+    """A worker's answer; `lost` with an error that has cost the worker its process. What can't be sent is one."""
     payload = b""
     if isinstance(outcome, ScoredGroup):
         header, payload = _Outcome(scores=outcome.summary), outcome.payload
@@ -126,16 +130,24 @@ def encode_outcome(outcome: Outcome, *, lost: bool = False) -> bytes:
         header = _Outcome(error=type(outcome).__name__, says=str(outcome), lost=lost)
     else:
         header = _Outcome(requests=list(outcome))
-    return msgspec.json.encode(header) + b"\n" + payload
+    try:
+        answer = msgspec.json.encode(header, enc_hook=_plain) + b"\n" + payload
+    except (TypeError, ValueError) as error:
+        return encode_outcome(RewardError(f"environment: what it gives can't be sent: {error}"))
+    if len(answer) > ANSWER_BYTES:
+        return encode_outcome(
+            RewardError(f"the group has {len(answer)} bytes, more than the {ANSWER_BYTES} of an answer")
+        )
+    return answer
 
 
 def decode_outcome(data: bytes) -> Outcome:
-    """Raises the error that has cost the worker its process, and RewardError for what is no outcome."""
+    """Raises the error that has cost the worker its process. What is no outcome is a RewardError."""
+    line, _, payload = data.partition(b"\n")
     try:
-        line, payload = _parted(data)
         header = msgspec.json.decode(line, type=_Outcome)
-    except msgspec.DecodeError as error:
-        raise RewardError(f"a reward worker's answer is none: {error}") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        return RewardError(f"a reward worker's answer is none: {error}")
     if header.error is not None:
         error = _ERRORS.get(header.error, RewardError)(header.says)
         if header.lost:
@@ -146,7 +158,8 @@ def decode_outcome(data: bytes) -> Outcome:
     return tuple(header.requests or ())
 
 
-def _parted(data: bytes) -> tuple[bytes, bytes]:
-    """The line, which has no line feed in it, and what follows."""
-    end = data.index(b"\n") if b"\n" in data else len(data)
-    return data[:end], data[end + 1 :]
+def _plain(value: object) -> object:
+    """A number of numpy's, as an environment may give it."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is neither a number nor text")

@@ -55,7 +55,7 @@ class RewardPool:
         self._remote: dict[int, RemoteWorker] = {}  # by place
         self._watches: dict[RemoteWorker, asyncio.Task[None]] = {}
         self._workers: set[_Worker] = {self._started(place) for place in range(workers)}
-        self._idle = set(self._workers)
+        self._idle = dict.fromkeys(self._workers)  # the one that has been idle for longest first
         self._waiting: deque[tuple[_Worker | None, asyncio.Future[_Worker]]] = deque()  # for whom; None: for any
         self._groups = itertools.count(1)
         self._closed = False
@@ -67,8 +67,8 @@ class RewardPool:
     async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
         """Send a message to a free worker, or to the `wanted` one. Returns the result and that worker. Raises
         RewardError when the verifier fails, RewardTimeoutError when it takes longer than the timeout (waiting for a
-        worker does not count), RewardWorkerError when it loses its process, and SessionLostError where the wanted
-        worker is gone, or a worker with its machine."""
+        worker does not count), RewardWorkerError when it loses its process or its machine, and SessionLostError where
+        the wanted worker is gone, or a worker has gone before it had the message, or has left."""
         while not (worker := await self._take(wanted)).alive:
             self._lose(worker)
             if wanted is not None:
@@ -83,10 +83,13 @@ class RewardPool:
             raise result
         return result, worker
 
-    async def exchange(self, place: int, life: str, answered: int, answer: bytes, timeout_s: float) -> bytes | None:
+    async def exchange(
+        self, place: int, life: str, answered: int, answer: bytes, timeout_s: float, is_gone: Callable[[], bool]
+    ) -> bytes | None:
         """A request of the worker with this `place`, in a `life` of its own choice: it has `answered` so many messages,
         the last of them with `answer`. Returns the next one; None where none comes within `timeout_s`; BEGIN_ANEW to a
-        worker that has been given up, or that another controller knew. Raises ValueError."""
+        worker that has been given up, or that another controller knew. `is_gone`: whether nobody waits for the response
+        any more. Raises ValueError for a place that is not the worker's."""
         if place < self._here:
             raise ValueError(f"place: must be at least {self._here}, the first of other machines, got {place}")
         worker = self._remote.get(place)
@@ -94,18 +97,22 @@ class RewardPool:
             if answered or self._closed:
                 return BEGIN_ANEW
             if worker is not None:
+                if worker.asks:
+                    raise ValueError(f"place: {place} is another reward worker's (--first)")
                 self._lose(worker)
             worker = self._remote[place] = RemoteWorker(life)
             self._workers.add(worker)
             self._watches[worker] = asyncio.ensure_future(self._watch(worker))
             self._put_back(worker)
             logger.info("reward worker %d is there", place)
-        return await worker.exchange(answered, answer, timeout_s)
+        return await worker.exchange(answered, answer, timeout_s, is_gone)
 
-    def give_up(self, place: int, life: str) -> None:
-        """The worker that asked has not heard what it was answered."""
-        if (worker := self._remote.get(place)) is not None and worker.life == life:
-            self._lose(worker)
+    def leave(self, lives: str) -> None:
+        """Workers whose lives begin so end by themselves."""
+        for worker in list(self._remote.values()):
+            if worker.life.startswith(lives):
+                worker.kill(left=True)
+                self._lose(worker)
 
     @property
     def remote(self) -> int:
@@ -132,7 +139,7 @@ class RewardPool:
             raise _lost()
         if wanted in self._idle if wanted is not None else self._idle:
             worker = wanted or next(iter(self._idle))
-            self._idle.discard(worker)
+            del self._idle[worker]
             return worker
         turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
         self._waiting.append((wanted, turn))
@@ -152,14 +159,14 @@ class RewardPool:
                 del self._waiting[place]
                 turn.set_result(worker)
                 return
-        self._idle.add(worker)
+        self._idle[worker] = None
 
     def _lose(self, worker: _Worker) -> None:
         """A worker is of no more use: end it, and start another one in its place where that was here."""
         if worker not in self._workers:
             return
         self._workers.discard(worker)
-        self._idle.discard(worker)
+        self._idle.pop(worker, None)
         worker.kill()
         for wanted, turn in self._waiting:
             if wanted is worker and not turn.done():
@@ -199,7 +206,11 @@ class GroupSession:
         job = self._job if self._worker is None else None
         message = Arrived(group=self._group, job=job, completions=arrived)
         worker, self._worker = self._worker, None  # after an error nothing of it is left there
-        outcome, worker = await self._pool.ask(message, worker)
+        try:
+            outcome, worker = await self._pool.ask(message, worker)
+        except asyncio.CancelledError:
+            self._worker = worker  # while it waited for that worker: it is still suspended there
+            raise
         if not isinstance(outcome, ScoredGroup):
             self._worker = worker
         return outcome

@@ -113,23 +113,24 @@ class WorkerProcess:
 
     def ask(self, message: Any, timeout_s: float) -> Any:
         """Blocks until the result is there, a returned ArealError included. Raises RewardTimeoutError or
-        RewardWorkerError when it does not come: then the worker is of no more use."""
+        RewardWorkerError when it does not come: then the worker is of no more use. Raises OSError for a timeline that
+        can't be written."""
         self.start()
+        start = time.monotonic()
         try:
-            start = time.monotonic()
             forgotten, self.forgotten = self.forgotten, []
             self._limit(start + timeout_s)
             self._pipe.send((forgotten, message))
             result = self._receive(start + timeout_s)
-            if self._timeline is not None:
-                self._timeline.span("score", start, time.monotonic())
-            return result
         except BlockingIOError:
             raise RewardTimeoutError(
                 f"the reward worker did not respond in {timeout_s:g} s (rollout.reward_timeout_s)"
             ) from None
         except (EOFError, OSError) as error:
             raise RewardWorkerError("the reward worker died while it scored this group") from error
+        if self._timeline is not None:
+            self._timeline.span("score", start, time.monotonic())
+        return result
 
     def kill(self) -> None:
         self.process.kill()

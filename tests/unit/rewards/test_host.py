@@ -5,11 +5,56 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
+
+import pytest
 
 from areal_core.config.schema import load
+from areal_core.errors import ArealError, ConfigError, GenerationError, RewardWorkerError
 from areal_core.launch.process import SPENT
 from areal_core.models.tokenizer import char_tokenizer
+from areal_core.rewards.host import Host
+from areal_core.rewards.messages import Work, decode_outcome
+from areal_core.rewards.worker import Arrived, WorkerProcess
 from areal_core.storage.rundir import RunDir, RunInfo
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "model").mkdir()
+    char_tokenizer().save(tmp_path / "model" / "tokenizer.json")
+    info = RunInfo(run_id="r", model_path=str(tmp_path / "model"), checkpoint_url="/store")
+    return RunDir.create(load({"state_dir": str(tmp_path)}), info)
+
+
+class Failing:
+    """In the place of a worker."""
+
+    def __init__(self, error: ArealError, *, dies: bool = False) -> None:
+        self.forgotten: list[int] = []
+        self._error = error
+        self._dies = dies
+
+    def ask(self, message: Arrived, timeout_s: float) -> ArealError:
+        if self._dies:
+            raise self._error
+        return self._error
+
+
+def test_errors_of_groups_are_told_and_others_are_this_machines(run: RunDir) -> None:
+    host, work = Host(run, 1, 1), Work(number=1, forgotten=[4], group=5, prompt=None, completions=[])
+
+    def answer(error: ArealError, *, dies: bool = False) -> bytes:
+        worker = Failing(error, dies=dies)
+        told = host._answer(cast(WorkerProcess, worker), work)
+        assert worker.forgotten == [4]
+        return told
+
+    assert type(decode_outcome(answer(GenerationError("no body")))) is GenerationError
+    with pytest.raises(RewardWorkerError, match="died"):
+        decode_outcome(answer(RewardWorkerError("it died"), dies=True))
+    with pytest.raises(ConfigError, match="no sandbox"):
+        answer(ConfigError("no sandbox here any more"))
 
 
 def test_a_machine_that_lacks_the_environment_says_so_and_takes_no_work(tmp_path: Path) -> None:

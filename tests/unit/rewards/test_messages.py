@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import numpy as np
 import pytest
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, SampledCompletion
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
-from areal_core.errors import GenerationError, RewardError, RewardTimeoutError
+from areal_core.errors import ConfigError, GenerationError, RewardError, RewardTimeoutError
+from areal_core.rewards import messages
 from areal_core.rewards.messages import BEGIN_ANEW, decode_outcome, decode_work, encode_outcome, encode_work
 from areal_core.rewards.worker import Arrived, GroupJob
 from areal_core.types import GroupSummary, Outcome, Prompt, SampleRequest
@@ -21,6 +25,22 @@ ARRIVALS = [
     Arrival(0, 1, SampledCompletion(segments=((COMMON, 0), (OTHER, 2)), finish_reason="length")),
     Arrival(2, 0, SampledCompletion(segments=((COMMON, 1),))),
 ]
+
+
+def scored(rewards: tuple[float | None, ...] = (0.1 + 0.2, None)) -> ScoredGroup:
+    return ScoredGroup(
+        payload=b"\n\n\0",
+        summary=GroupSummary(
+            lengths=(1, 2),
+            rewards=rewards,
+            tokens=3,
+            min_version=0,
+            max_version=2,
+            outcomes={Outcome.RIGHT: 1, Outcome.WRONG: 1},
+            truncated=(True, False),
+            checksums=(1, 2, 2**32 - 1),
+        ),
+    )
 
 
 @pytest.mark.parametrize("job", [JOB, None], ids=["the first ones", "later ones"])
@@ -44,19 +64,7 @@ def test_no_work() -> None:
     [
         (),
         (SampleRequest(token_ids=(1, 2), n=3, max_tokens=4), SampleRequest(token_ids=(), n=1, max_tokens=1)),
-        ScoredGroup(
-            payload=b"\n\n\0",
-            summary=GroupSummary(
-                lengths=(1, 2),
-                rewards=(0.1 + 0.2, None),
-                tokens=3,
-                min_version=0,
-                max_version=2,
-                outcomes={Outcome.RIGHT: 1, Outcome.WRONG: 1},
-                truncated=(True, False),
-                checksums=(1, 2, 2**32 - 1),
-            ),
-        ),
+        scored(),
     ],
     ids=["nothing", "requests", "scores"],
 )
@@ -71,7 +79,33 @@ def test_errors_are_returned_and_those_that_cost_the_worker_are_raised() -> None
         decode_outcome(encode_outcome(RewardTimeoutError("too long"), lost=True))
 
 
-@pytest.mark.parametrize("answer", [b"", b"{}x\n", b'{"scores": 1}\n'])
+@pytest.mark.parametrize("answer", [b"", b"{}x\n", b'{"scores": 1}\n', b'{"says": "\xff"}\n'])
 def test_what_is_no_answer(answer: bytes) -> None:
-    with pytest.raises(RewardError, match="a reward worker's answer is none"):
-        decode_outcome(answer)
+    outcome = decode_outcome(answer)
+    assert isinstance(outcome, RewardError)
+    assert str(outcome).startswith("a reward worker's answer is none: ")
+
+
+def test_errors_that_say_nothing_of_a_group_are_not_anothers() -> None:
+    assert type(decode_outcome(encode_outcome(ConfigError("environment: none")))) is RewardError
+
+
+def test_numbers_of_numpys() -> None:
+    """As environments have them, who take tokens from completions and means of scores."""
+    tokens = cast(tuple[int, ...], tuple(np.array([3, 4], np.int32)))
+    assert decode_outcome(encode_outcome((SampleRequest(token_ids=tokens, n=1, max_tokens=2),))) == (
+        SampleRequest(token_ids=(3, 4), n=1, max_tokens=2),
+    )
+    rewards = (cast(float, np.float32(0.1)), float(np.mean([1.0, 0.0, 0.0])))
+    outcome = decode_outcome(encode_outcome(scored(rewards=rewards)))
+    assert isinstance(outcome, ScoredGroup)
+    assert outcome.summary.rewards == rewards
+
+
+@pytest.mark.parametrize("limit", [2**26, 10])
+def test_what_can_t_be_sent_costs_its_group(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "ANSWER_BYTES", limit)
+    given = scored(rewards=(cast(float, 1j), None)) if limit > 10 else scored()
+    monkeypatch.setattr(messages, "encode_outcome", lambda outcome: str(outcome).encode())  # of the error that follows
+    said = encode_outcome(given).decode()
+    assert ("can't be sent: complex is neither" if limit > 10 else "bytes, more than the 10 of an answer") in said

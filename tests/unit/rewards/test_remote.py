@@ -44,11 +44,12 @@ class Played:
     def __init__(self, pool: RewardPool, life: str = "a", place: int = 1) -> None:
         self._pool = pool
         self._at = place, life
+        self.is_gone = False  # its connections are
         self.answered = 0
 
     async def asks(self, outcome: Any = None, *, lost: bool = False, wait_s: float = LIMIT_S) -> bytes | None:
         answer = b"" if outcome is None else encode_outcome(outcome, lost=lost)
-        return await self._pool.exchange(*self._at, self.answered, answer, wait_s)
+        return await self._pool.exchange(*self._at, self.answered, answer, wait_s, lambda: self.is_gone)
 
     async def works(self, outcome: Any = None, *, lost: bool = False) -> Work:
         """Bring an outcome, and take the next work."""
@@ -105,6 +106,23 @@ async def test_groups_are_worked_on_and_go_on_where_they_were_suspended(pool: Re
     assert await asyncio.gather(*going_on) == [(), ()]
     await pool.close()
     assert await asyncio.gather(*last) == [BEGIN_ANEW] * 2
+
+
+async def test_workers_take_turns(pool: RewardPool) -> None:
+    """The one that has been idle for longest is next."""
+    workers = [Played(pool, place=place) for place in (1, 2, 3)]
+    asking = [asyncio.create_task(worker.works()) for worker in workers]
+    await asyncio.sleep(0)
+    order: list[int] = []
+    for turn in (0, 1, 2, 0, 1):
+        advancing = asyncio.create_task(begun(pool).advance(arrived()))
+        done, _ = await asyncio.wait(asking, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        order += [asking.index(one) for one in done]
+        asking[turn] = asyncio.create_task(workers[turn].works(()))
+        assert await advancing == ()
+    assert order == [0, 1, 2, 0, 1]
+    for one in asking:
+        one.cancel()
 
 
 async def test_no_work_for_a_while(pool: RewardPool) -> None:
@@ -170,7 +188,7 @@ async def test_a_new_life_loses_what_the_one_before_had(pool: RewardPool) -> Non
     working = asyncio.create_task(begun(pool).advance(arrived()))
     assert decode_work(await asking or b"")
     fresh = asyncio.create_task(Played(pool, life="b").works())
-    with pytest.raises(SessionLostError, match="gone with its machine"):
+    with pytest.raises(RewardWorkerError, match="gone with its machine"):  # it may have been this group's doing
         await working
     with pytest.raises(SessionLostError, match="suspended"):
         await session.advance(arrived(b"more"))
@@ -188,16 +206,77 @@ async def test_a_worker_that_an_earlier_controller_knew_begins_anew(pool: Reward
     assert pool.remote == 0
 
 
-async def test_a_worker_that_has_not_heard_its_answer_is_given_up(pool: RewardPool) -> None:
-    worker = Played(pool)
+async def test_workers_that_leave_cost_no_group_a_try(pool: RewardPool) -> None:
+    leaves, stays = Played(pool, "ab"), Played(pool, "b", place=2)
+    session, asking = await suspended(pool, leaves)
     working = asyncio.create_task(begun(pool).advance(arrived()))
-    await worker.works()
-    pool.give_up(1, "another life")
+    assert decode_work(await asking or b"")
+    waiting = asyncio.create_task(stays.asks())
+    await asyncio.sleep(0)
+    pool.leave("a")
     assert pool.remote == 1
-    pool.give_up(1, "a")
-    with pytest.raises(SessionLostError):
+    with pytest.raises(SessionLostError, match="gone with its machine"):
         await working
-    assert await worker.is_given_up()
+    with pytest.raises(SessionLostError, match="suspended"):
+        await session.advance(arrived(b"more"))
+    waiting.cancel()
+
+
+async def test_two_workers_in_one_place(pool: RewardPool) -> None:
+    """The one that is there stays, as long as its connection is."""
+    first, second = Played(pool, "a"), Played(pool, "b")
+    waiting = asyncio.create_task(first.asks())
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match=r"place: 1 is another reward worker's \(--first\)"):
+        await second.asks()
+    first.is_gone = True
+    assert await second.asks(wait_s=0.0) is None
+    assert await waiting == BEGIN_ANEW
+
+
+async def test_work_that_a_broken_connection_took_is_not_taken(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker asks once more, or is gone before it had the group."""
+    monkeypatch.setattr(remote, "SILENT_S", 0.2)
+    worker = Played(pool)
+    asking = asyncio.create_task(worker.asks())
+    await asyncio.sleep(0)
+    worker.is_gone = True
+    working = asyncio.create_task(begun(pool).advance(arrived()))
+    assert decode_work(await asking or b"")
+    worker.is_gone = False
+    work = await worker.works()
+    assert work.number == 1
+    assert await worker.asks(REQUESTS, wait_s=0.0) is None
+    assert await working == REQUESTS
+    asking = asyncio.create_task(worker.asks())
+    await asyncio.sleep(0)
+    worker.is_gone = True
+    working = asyncio.create_task(begun(pool).advance(arrived()))
+    assert decode_work(await asking or b"")
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(SessionLostError, match="gone with its machine"):
+            await working
+
+
+async def test_a_group_that_waits_for_its_worker_and_is_given_up_leaves_it(pool: RewardPool) -> None:
+    worker = Played(pool)
+    session, asking = await suspended(pool, worker)
+    working = asyncio.create_task(begun(pool).advance(arrived()))
+    assert decode_work(await asking or b"")
+    worker.answered = 2
+    waiting = asyncio.create_task(session.advance(arrived(b"more")))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    session.close()
+    asking = asyncio.create_task(worker.works(()))
+    assert await working == ()
+    last = asyncio.create_task(begun(pool).advance(arrived()))
+    assert (await asking).forgotten == [1]
+    last.cancel()
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "at work"])
@@ -208,7 +287,7 @@ async def test_a_silent_worker_is_missed(pool: RewardPool, busy: bool, monkeypat
     if busy:
         working = asyncio.create_task(begun(pool).advance(arrived()))
         await worker.works()
-        with pytest.raises(SessionLostError, match="gone with its machine"):
+        with pytest.raises(RewardWorkerError, match="gone with its machine"):
             await working
         assert await worker.is_given_up(())
     else:
