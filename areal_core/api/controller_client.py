@@ -97,17 +97,17 @@ class ControllerClient:
 
     # -- reward workers ----------------------------------------------------------------------------------------
 
-    def reward_work(self, place: int, life: str, answered: int, answer: bytes) -> bytes:
-        """Wait for the next work of the worker in this place, which has answered so many in its `life`; `answer` is
-        that of the last one. See areal_core.rewards.messages."""
-        path = f"/rewards/{place}?life={life}&answered={answered}&timeout_s={WORK_S}"
+    def reward_work(self, place: int, incarnation: str, answered: int, answer: bytes) -> bytes:
+        """Wait for the next work of the worker in this place, which has answered so many in its `incarnation`; `answer`
+        is that of the last one. See areal_core.rewards.messages."""
+        path = f"/rewards/{place}?incarnation={incarnation}&answered={answered}&timeout_s={WORK_S}"
         while (work := self._call("POST", path, answer)) is None:
             answer = b""  # it is there
         return work
 
-    def rewards_leave(self, lives: str) -> None:
-        """Have the reward workers leave whose lives begin so."""
-        self._json("DELETE", f"/rewards?lives={lives}")
+    def rewards_leave(self, host: str) -> None:
+        """Have the reward workers of a host leave, with whose name their incarnations begin."""
+        self._json("DELETE", f"/rewards?host={host}")
 
     # -- evaluator ---------------------------------------------------------------------------------------------
 

@@ -14,13 +14,13 @@ def reward_routes(rewards: RewardPool) -> list[web.RouteDef]:
         def is_gone() -> bool:
             return request.transport is None or request.transport.is_closing()
 
-        place, life = int(request.match_info["place"]), request.query["life"]
+        place, incarnation = int(request.match_info["place"]), request.query["incarnation"]
         answered, timeout_s = int(request.query["answered"]), float(request.query.get("timeout_s", "5"))
-        message = await rewards.exchange(place, life, answered, await request.read(), timeout_s, is_gone)
+        message = await rewards.exchange(place, incarnation, answered, await request.read(), timeout_s, is_gone)
         return web.Response(status=204) if message is None else web.Response(body=message)
 
     async def leave(request: web.Request) -> web.Response:
-        rewards.leave(request.query["lives"])
+        rewards.leave(request.query["host"])
         return web.json_response({})
 
     return [web.post("/rewards/{place}", work), web.delete("/rewards", leave)]

@@ -3,8 +3,8 @@
     controller --POST /rewards/{place}, which brings an answer and waits for work--> a thread --pipe--> its worker
 
 Nothing here listens, and nothing is kept: what was suspended in a worker that is gone begins again in another one. A
-worker that has lost its process, or that the controller has given up, begins a new life. SIGTERM ends all of them: the
-controller is told.
+worker that has lost its process, or that the controller has given up, begins a new incarnation. SIGTERM ends all of
+them: the controller is told.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Host:
         self._model_path = run.info().model_path
         tokenizer = Tokenizer.from_folder(self._model_path)
         open_environment(config.environment, config.task, config.algorithm, tokenizer)
-        self._name = secrets.token_hex(8)  # what lives here begin with
+        self._name = secrets.token_hex(8)  # what incarnations here begin with
         self._happened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # None: a worker is ready
         self._threads = [
             threading.Thread(target=self._work, args=(place,), name=f"reward-{place}", daemon=True)
@@ -80,21 +80,21 @@ class Host:
     def _work(self, place: int) -> None:
         try:
             with closing(ControllerClient(self._run, timeout_s=_SILENT_S)) as controller:
-                self._live(controller, place, first=True)
+                self._incarnate(controller, place, first=True)
                 while True:
-                    self._live(controller, place)
+                    self._incarnate(controller, place)
         except Exception as error:  # noqa: BLE001 - raised in the main thread
             self._happened.put(error)
 
-    def _live(self, controller: ControllerClient, place: int, *, first: bool = False) -> None:
-        """One life of a worker."""
+    def _incarnate(self, controller: ControllerClient, place: int, *, first: bool = False) -> None:
+        """One incarnation of a worker, to its end."""
         worker = WorkerProcess(advance, place, self._run.timeline_file("rewards", place))
         try:
             worker.start()
             if first:
                 self._happened.put(None)
-            life, answered, answer = f"{self._name}-{secrets.token_hex(8)}", 0, b""
-            while (work := decode_work(controller.reward_work(place, life, answered, answer))) is not None:
+            incarnation, answered, answer = f"{self._name}-{secrets.token_hex(8)}", 0, b""
+            while (work := decode_work(controller.reward_work(place, incarnation, answered, answer))) is not None:
                 since = time.monotonic()
                 answered, answer = work.number, self._answer(worker, work)
                 if time.monotonic() - since > WORK_S:

@@ -69,7 +69,7 @@ class _Outcome(msgspec.Struct):
     lost: bool = False  # with it the worker has lost its process, and all groups that were suspended there
 
 
-BEGIN_ANEW = msgspec.json.encode(_Work(number=0)) + b"\n"  # to a worker whose life is over
+BEGIN_ANEW = msgspec.json.encode(_Work(number=0)) + b"\n"  # to a worker whose incarnation is over
 
 
 def encode_work(number: int, forgotten: Sequence[int], arrived: Arrived) -> bytes:

@@ -53,7 +53,7 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="reward")
         self._here = workers
         self._remote: dict[int, RemoteWorker] = {}  # by place
-        self._watches: dict[RemoteWorker, asyncio.Task[None]] = {}
+        self._watches: dict[int, asyncio.Task[None]] = {}  # by place
         self._workers: set[_Worker] = {self._started(place) for place in range(workers)}
         self._idle = dict.fromkeys(self._workers)  # the one that has been idle for longest first
         self._waiting: deque[tuple[_Worker | None, asyncio.Future[_Worker]]] = deque()  # for whom; None: for any
@@ -84,33 +84,33 @@ class RewardPool:
         return result, worker
 
     async def exchange(
-        self, place: int, life: str, answered: int, answer: bytes, timeout_s: float, is_gone: Callable[[], bool]
+        self, place: int, incarnation: str, answered: int, answer: bytes, timeout_s: float, is_gone: Callable[[], bool]
     ) -> bytes | None:
-        """A request of the worker with this `place`, in a `life` of its own choice: it has `answered` so many messages,
-        the last of them with `answer`. Returns the next one; None where none comes within `timeout_s`; BEGIN_ANEW to a
-        worker that has been given up, or that another controller knew. `is_gone`: whether nobody waits for the response
-        any more. Raises ValueError for a place that is not the worker's."""
+        """A request of the worker with this `place`, whose name for its `incarnation` nobody else has: it has
+        `answered` so many messages, the last of them with `answer`. Returns the next one; None where none comes within
+        `timeout_s`; BEGIN_ANEW to a worker that has been given up, or that another controller knew. `is_gone`: whether
+        nobody waits for the response any more. Raises ValueError for a place that is not the worker's."""
         if place < self._here:
             raise ValueError(f"place: must be at least {self._here}, the first of other machines, got {place}")
         worker = self._remote.get(place)
-        if worker is None or worker.life != life:
+        if worker is None or worker.incarnation != incarnation:
             if answered or self._closed:
                 return BEGIN_ANEW
             if worker is not None:
                 if worker.asks:
                     raise ValueError(f"place: {place} is another reward worker's (--first)")
                 self._lose(worker)
-            worker = self._remote[place] = RemoteWorker(life)
+            worker = self._remote[place] = RemoteWorker(place, incarnation)
             self._workers.add(worker)
-            self._watches[worker] = asyncio.ensure_future(self._watch(worker))
+            self._watches[place] = asyncio.ensure_future(self._watch(worker))
             self._put_back(worker)
             logger.info("reward worker %d is there", place)
         return await worker.exchange(answered, answer, timeout_s, is_gone)
 
-    def leave(self, lives: str) -> None:
-        """Workers whose lives begin so end by themselves."""
+    def leave(self, host: str) -> None:
+        """Workers whose incarnations begin so end by themselves."""
         for worker in list(self._remote.values()):
-            if worker.life.startswith(lives):
+            if worker.incarnation.startswith(host):
                 worker.kill(left=True)
                 self._lose(worker)
 
@@ -173,11 +173,10 @@ class RewardPool:
                 turn.set_exception(_lost())
         self._waiting = deque(waiting for waiting in self._waiting if not waiting[1].done())
         if isinstance(worker, RemoteWorker):
-            place = next(place for place, one in self._remote.items() if one is worker)
-            del self._remote[place]
-            self._watches.pop(worker).cancel()
+            del self._remote[worker.place]
+            self._watches.pop(worker.place).cancel()
             if not self._closed:
-                logger.warning("reward worker %d is gone", place)
+                logger.warning("reward worker %d is gone", worker.place)
         elif not self._closed:
             self._workers.add(fresh := self._started(worker.place))
             self._put_back(fresh)

@@ -19,10 +19,11 @@ SILENT_S = 10.0  # without a request, after which a worker that has nothing to d
 
 
 class RemoteWorker:
-    """One life of a worker, between two losses of what is suspended in it."""
+    """One incarnation of the worker with this place, between two losses of what is suspended in it."""
 
-    def __init__(self, life: str) -> None:
-        self.life = life
+    def __init__(self, place: int, incarnation: str) -> None:
+        self.place = place
+        self.incarnation = incarnation
         self.alive = True
         self.forgotten: list[int] = []  # groups suspended in it that are given up
         self._number = 0  # messages so far

@@ -41,9 +41,9 @@ async def pool() -> AsyncIterator[RewardPool]:
 class Played:
     """A worker of another machine."""
 
-    def __init__(self, pool: RewardPool, life: str = "a", place: int = 1) -> None:
+    def __init__(self, pool: RewardPool, incarnation: str = "a", place: int = 1) -> None:
         self._pool = pool
-        self._at = place, life
+        self._at = place, incarnation
         self.is_gone = False  # its connections are
         self.answered = 0
 
@@ -181,13 +181,13 @@ async def test_an_error(pool: RewardPool, lost: bool) -> None:
         going_on.cancel()
 
 
-async def test_a_new_life_loses_what_the_one_before_had(pool: RewardPool) -> None:
+async def test_a_new_incarnation_loses_what_the_one_before_had(pool: RewardPool) -> None:
     """Its process has died, or its machine: what it worked on and what was suspended there begin again."""
     worker = Played(pool)
     session, asking = await suspended(pool, worker)
     working = asyncio.create_task(begun(pool).advance(arrived()))
     assert decode_work(await asking or b"")
-    fresh = asyncio.create_task(Played(pool, life="b").works())
+    fresh = asyncio.create_task(Played(pool, incarnation="b").works())
     with pytest.raises(RewardWorkerError, match="gone with its machine"):  # it may have been this group's doing
         await working
     with pytest.raises(SessionLostError, match="suspended"):
@@ -306,11 +306,11 @@ async def test_one_that_asks_again_and_again_is_not_missed(pool: RewardPool, mon
     for _ in range(15):
         assert await worker.asks(wait_s=0.1) is None
     going_on = asyncio.create_task(session.advance(arrived(b"more")))
-    assert (await worker.works()).group == 1  # the same life
+    assert (await worker.works()).group == 1  # the same incarnation
     going_on.cancel()
 
 
-async def test_a_group_that_is_no_longer_waited_for_costs_its_worker_a_life(pool: RewardPool) -> None:
+async def test_a_group_that_is_no_longer_waited_for_costs_its_worker_an_incarnation(pool: RewardPool) -> None:
     worker = Played(pool)
     working = asyncio.create_task(begun(pool).advance(arrived()))
     await worker.works()
