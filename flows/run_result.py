@@ -11,7 +11,7 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
     rows = {
         "mode": summary.mode,
         "seed": str(summary.seed),
-        "steps": f"{summary.steps} (ended by {summary.reason})",
+        "steps": f"{summary.steps} (stop reason: {summary.reason})",
         "held-out accuracy": f"{_share(summary.accuracy_before)} -> {_share(summary.accuracy_after)}"
         f" (best {_share(summary.best_accuracy)})",
         "wall time": f"{summary.rl_wall_s:.1f} s",
@@ -20,7 +20,7 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
         "generated throughput": f"{summary.generated_tokens_per_s:,.0f} tokens/s",
         "staleness": f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
         "tokens": str(summary.tokens),
-        "what bounded it": summary.bound or "-",
+        "bottleneck": summary.bound or "-",
         "model": summary.model_url,
         "checkpoints": info.checkpoint_url,
         "tracking": tracking_page(info) or info.tracking_uri or "off",

@@ -334,18 +334,18 @@ def _up() -> None:
         raise ConfigError(f"`make {stack.owner}` (pid {stack.pid}) runs its own stack; wait for its end")
     if stack is None:
         stack = launch("up").wait_ready()
-    print(f"{stack.pages}\n`make train`, `make compare` and `make evaluate` use them; `make down` ends them.")
+    print(f"{stack.pages}\n`make train`, `make compare` and `make evaluate` use these servers. `make down` stops them.")
 
 
 def _down() -> None:
     stack = running()
     if stack is None:
-        print("Nothing is up.")
+        print("No servers are running.")
     elif stack.owner != "up":
         raise ConfigError(f"`make {stack.owner}` (pid {stack.pid}) runs its own stack, which ends with it")
     else:
         stop(stack)
-        print("Down.")
+        print("Stopped.")
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ def main() -> int:
     def checked() -> dict[str, Any]:
         if measured is not None:
             split = advise.best(measured)
-            print(f"as {measured} advises: {split.servers} servers and {split.ranks} ranks")
+            print(f"Split of devices from run {measured}: {split.servers} servers, {split.ranks} ranks.")
             parameters["overrides"] = [*parameters["overrides"], *split.overrides]
         configure(**parameters)
         return parameters

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _LOOK_INTERVAL_S = 1.0  # Prefect's API can only be asked
 _CANCEL_TIMEOUT_S = 60.0
 _PATIENCE_S = 86_400.0  # with a server that does not respond: the run goes on meanwhile
-_SILENT = "Prefect's server does not respond; the run goes on, and shows again once it does."
+_SILENT = "Prefect's server does not respond. The run continues; progress returns when the server does."
 _NEWS_TIMEOUT_S = 2.0  # a supervisor sees at once what dies
 
 _Response = TypeVar("_Response")
@@ -56,7 +56,7 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
         up = stack.running()
         if up is not None and up.owner != "up":
             raise ConfigError(
-                f"`make {up.owner}` (pid {up.pid}) already runs in this checkout; `make up` first to run several"
+                f"`make {up.owner}` (pid {up.pid}) is running in this checkout; to run several at once, start `make up` first"
             )
         if up is None:
             launch = stack.launch(owner)
@@ -114,7 +114,7 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             console.print(f"[red]{state.name}[/]: {escape(_plain(state.message))}", markup=True, soft_wrap=True)
             return 1
     if up.owner != "up":
-        console.print("`make up` opens the pages again.")
+        console.print("Run `make up` to open these pages again.")
     return 0
 
 
@@ -151,7 +151,7 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
     """Cancel the flow run and wait for its end: its processes end before the servers that record it."""
     from prefect.states import Cancelling
 
-    console.print("Cancelling the flow run; Ctrl-C again ends everything at once.")
+    console.print("Cancelling the flow run. Press Ctrl-C again to kill everything at once.")
     client.set_flow_run_state(flow_run_id, Cancelling())
     patience = _Patience()
     deadline = time.monotonic() + _CANCEL_TIMEOUT_S

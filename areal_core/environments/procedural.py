@@ -118,7 +118,7 @@ def _dataset(name: str, options: str, seed: int) -> Any:
         reasoning_gym = importlib.import_module("reasoning_gym")  # most of a second
         known = importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError:
-        raise ConfigError("task.name: reasoning_gym needs its package: pip install 'areal[reasoning]'") from None
+        raise ConfigError("task.name: reasoning_gym needs the package reasoning-gym; install it with `make reasoning`") from None
 
     if name not in known:
         raise ConfigError(f"task.dataset: must be a data set of reasoning-gym, got {name!r}")

@@ -1,9 +1,10 @@
-"""What bounded a run: how long each role worked, what it waited for, and how much faster the run could have been.
+"""The bottleneck report of a run: how long each role worked and waited, and how much faster the run could have been.
 
-`account` adds up the spans of the processes' timelines (areal_core.tracking.timeline). `bound` judges them by one rule:
-a role that works for a share u of the time could keep up with 1 / u times the throughput. So the role with the largest
-share is what bounds the run; without it, the next one would; and without bubbles, the run would have been 1 / u times
-as fast. Where generation and training share cores, it is the cores that work, and roles have shares of them.
+`account` adds up the spans of the processes' timelines (areal_core.tracking.timeline). `bound` applies one rule: a role
+that works a share u of the time could sustain 1 / u times the throughput. So the role with the largest share is the
+bottleneck, and the role with the next share limits the speed-up from removing it. Without idle time the run would have
+been 1 / u times as fast. Where generation and training share cores, the cores are the resource, and roles have shares
+of them.
 """
 
 from __future__ import annotations
@@ -167,13 +168,16 @@ def _of_cores(account: Account, config: RunConfig) -> Bound:
     relieved = 1 / max(busy * (1 - used[largest] / total), 1e-9) if total else 1.0
     by_role = _listed([f"{_NAMES[role]} ({_percent(share)})" for role, share in _largest_first(used) if share > 0])
     known = used["generation"] > 0  # vLLM's servers don't report their CPU seconds
-    taken = " Others used this machine too: there was work that waited for a core." if busy - total > _TAKEN else ""
+    crowded = known and busy - total > _TAKEN
     sentences = [
-        f"{_CAUSES[bottleneck]} bounded this run: there was work for {_cores(cores)} {_percent(busy)} of "
-        f"{account.wall_s:.1f} s, and {_percent(total)} of their time went to {by_role}.{taken if known else ''}",
-        f"{_waits(account)}.",
-        f"With work all the time it would have been {_times(1 / busy)} as fast at most, with {_NAMES[largest]} for "
-        f"nothing {_times(relieved)}{_remedy(bottleneck, config)}.",
+        f"{_CAUSES[bottleneck]} limited this run.",
+        f"{_cores(cores)} had work {_percent(busy)} of {account.wall_s:.1f} s.",
+        f"The run used {_percent(total)} of the CPU time: {by_role}.",
+        *(["Other programs used this machine too, so work waited for a core."] if crowded else []),
+        _waits(account),
+        f"Upper bounds on the speed-up: {_times(1 / busy)} if the cores always had work, {_times(relieved)} if "
+        f"{_NAMES[largest]} took no time.",
+        _remedy(bottleneck, config),
     ]
     return Bound(bottleneck=bottleneck, busy=busy, relieved=relieved, text=" ".join(sentences))
 
@@ -190,29 +194,21 @@ def _of_stages(account: Account, config: RunConfig, used: float | None) -> Bound
     if busy >= _BUSY:
         bottleneck = {"generation": "generation", "trainer": "training", "rewards": "rewards"}[first]  # type: ignore[assignment]
     relieved = 1 / max(busy if bottleneck == "staleness" else next_busy, 1e-9)
-    generating = (
-        f"{_count(config.generation_servers, 'server')} generated for "
-        f"{_percent(account.share('generation', 'generate'))}"
-    )
-    if used is not None:
-        generating += f", and made {_percent(used)} of what they could have"
+    room = "" if used is None else f", at {_percent(used)} of their full rate"
+    servers = _count(config.generation_servers, "server")
+    ranks = _count(config.training_ranks, "rank")
     sentences = [
-        f"{_CAUSES[bottleneck]} bounded this run of {_duration(account, config)}.",
-        f"{_count(config.training_ranks, 'rank')} worked for {_percent(shares['trainer'])} of it, "
-        f"{_percent(account.share('trainer', 'recompute'))} on pi_prox; {generating}; scoring took "
-        f"{_percent(shares['rewards'])}.",
-        f"{_waits(account)}.",
+        f"{_CAUSES[bottleneck]} limited this run of {_duration(account, config)}.",
+        f"{ranks} worked {_percent(shares['trainer'])} of the time ("
+        f"{_percent(account.share('trainer', 'recompute'))} on proximal log-probabilities).",
+        f"{servers} generated {_percent(account.share('generation', 'generate'))} of the time{room}.",
+        f"Scoring took {_percent(shares['rewards'])}.",
+        _waits(account),
+        f"Upper bounds on the speed-up: {_times(1 / busy)} without idle time"
+        + ("." if bottleneck == "staleness" else f", {_times(relieved)} with more capacity for {_NAMES[first]}.")
+        + ("" if bottleneck == "staleness" else f" Then {_NAMES[second]} would limit the run."),
+        _remedy(bottleneck, config),
     ]
-    if bottleneck == "staleness":
-        sentences.append(
-            f"Each waited for the other: without that it would have been {_times(1 / busy)} as fast at most"
-            f"{_remedy(bottleneck, config)}."
-        )
-    else:
-        sentences.append(
-            f"Without bubbles it would have been {_times(1 / busy)} as fast at most; with more of {_NAMES[first]} "
-            f"{_times(relieved)} at most, then {_NAMES[second]} would bound it{_remedy(bottleneck, config)}."
-        )
     return Bound(bottleneck=bottleneck, busy=busy, relieved=relieved, text=" ".join(sentences))
 
 
@@ -223,46 +219,45 @@ def _of_turns(account: Account, config: RunConfig) -> Bound:
     first = "generation" if generating >= training else "trainer"
     relieved = 1 / max(busy - max(generating, training), 1e-9)
     text = (
-        f"Taking turns bounded this run of {_duration(account, config)}: devices generated for {_percent(generating)} "
-        f"of it, waiting for the longest completion of a batch included, trained for {_percent(training)}, and did "
-        f"neither for {_percent(1 - busy)}. Without bubbles it would have been {_times(1 / busy)} as fast at most, "
-        f"with {_NAMES[first]} for nothing {_times(relieved)}{_REMEDIES['turns']}."
+        f"{_CAUSES['turns']} limited this run of {_duration(account, config)}. Devices generated "
+        f"{_percent(generating)} of the time (including the wait for the longest completion of each batch), trained "
+        f"{_percent(training)} and were idle {_percent(1 - busy)}. Upper bounds on the speed-up: {_times(1 / busy)} "
+        f"without idle time, {_times(relieved)} if {_NAMES[first]} took no time. {_REMEDIES['turns']}"
     )
     return Bound(bottleneck="turns", busy=busy, relieved=relieved, text=text)
 
 
 _CAUSES: dict[Bottleneck, str] = {
-    "cores": "The cores",
+    "cores": "The CPU cores",
     "generation": "Generation",
     "training": "Training",
     "rewards": "Scoring",
     "staleness": "The staleness bound",
-    "turns": "Taking turns",
+    "turns": "Synchronous mode",
 }
 _REMEDIES: dict[Bottleneck, str] = {
-    "cores": "; more cores would help (launch.devices)",
-    "generation": "; more devices that generate would help",
-    "training": "; more devices that train would help (training.ranks)",
-    "rewards": "; more workers would help (rollout.reward_workers, or other machines)",
-    "staleness": "; a larger rollout.max_staleness would help",
-    "turns": "; mode=async does both at once",
+    "cores": "More cores would help (launch.devices).",
+    "generation": "More devices for generation would help.",
+    "training": "More devices for training would help (training.ranks).",
+    "rewards": "More reward workers would help (rollout.reward_workers, or other machines).",
+    "staleness": "A larger rollout.max_staleness would help.",
+    "turns": "mode=async generates and trains at the same time.",
 }
 
 
 def _remedy(bottleneck: Bottleneck, config: RunConfig) -> str:
     if bottleneck == "staleness" and config.pipeline_depth < config.max_staleness:
-        return "; a larger rollout.pipeline_depth would help"
+        return "A larger rollout.pipeline_depth would help."
     return _REMEDIES[bottleneck]
 
 
 def _waits(account: Account) -> str:
-    """What ranks and servers waited for."""
-    parts = [
-        f"ranks waited for a batch {_percent(account.share('trainer', 'wait'))} of the time",
-        f"servers {_percent(account.share('generation', 'wait'))} for something to start",
-        f"and {_percent(account.share('generation', 'update'))} for new weights",
-    ]
-    return ", ".join(parts[:2]).capitalize() + " " + parts[2]
+    """Two sentences on the waits of ranks and servers, as shares of the time."""
+    return (
+        f"Ranks waited {_percent(account.share('trainer', 'wait'))} of the time for a batch. Servers waited "
+        f"{_percent(account.share('generation', 'wait'))} for requests and "
+        f"{_percent(account.share('generation', 'update'))} for new model weights."
+    )
 
 
 def _duration(account: Account, config: RunConfig) -> str:
@@ -276,7 +271,7 @@ def _count(count: int, name: str) -> str:
 
 
 def _cores(count: int) -> str:
-    return "one core" if count == 1 else f"{count} cores"
+    return "One core" if count == 1 else f"{count} cores"
 
 
 def _largest_first(shares: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -292,4 +287,4 @@ def _percent(share: float) -> str:
 
 
 def _times(factor: float) -> str:
-    return f"{factor:.2f} times"
+    return f"{factor:.2f}x"

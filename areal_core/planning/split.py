@@ -172,7 +172,7 @@ def advice(config: RunConfig, measured: Rates) -> str | None:
         return None
     best = found[0]
     if (best.servers, best.ranks) == (config.generation_servers, config.training_ranks):
-        return f"Of all splits of its {config.launch.devices} devices this one is the best by these rates."
+        return f"These rates suggest no better split of the {config.launch.devices} devices."
     return (
         f"By these rates {best.servers} servers and {best.ranks} ranks would be {best.ratio:.2f} times as fast as "
         f"{config.generation_servers} and {config.training_ranks} ({' '.join(best.overrides)})."

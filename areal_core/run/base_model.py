@@ -26,7 +26,7 @@ def base_model(config: RunConfig, log: Log) -> Path:
         return model_folder(config, log)
 
     def warm_up(folder: Path) -> None:
-        log(f"warming up the base model, once for all runs of this recipe: {folder}")
+        log(f"warming up the base model; later runs reuse {folder}")
         _warm_up(config, folder, log)
 
     return _made_once(config, cache_key(config), warm_up)
@@ -45,7 +45,7 @@ def model_folder(config: RunConfig, log: Log) -> Path:
     def convert(folder: Path) -> None:
         from areal_core.models.gguf import convert
 
-        log(f"converting {path.name}, once: {folder}")
+        log(f"converting {path.name}; later runs reuse {folder}")
         convert(path, folder)
 
     try:

@@ -30,7 +30,7 @@ from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.storage.weights import base_version
 from areal_core.tracking.outbox import Outbox
 
-_TAGGED_PACKAGES = ("areal", "torch", "transformers", "numpy", "mlflow", "prefect")
+_TAGGED_PACKAGES = ("areal-flows", "torch", "transformers", "numpy", "mlflow", "prefect")
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|health|launch|provision)\..*|state_dir"
@@ -65,7 +65,7 @@ def prepare(
     if resumed:
         _check_unchanged(run.config().to_dict(), config, _MAY_CHANGE)
         if run.summary.exists():
-            log(f"run {run_id} has finished before")
+            log(f"run {run_id} has already finished")
             return run
     if config.task.name == "rows" and config.task.path is None:  # which is enough for an evaluation
         raise ConfigError("task.path: must be given, a file of prompts to train on")
@@ -103,7 +103,7 @@ def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, log: Log) 
         storage = Storage.open(info.checkpoint_url, store.endpoint_url, store.patience_s)
         _check_base(checkpoint.newest(storage), Path(info.model_path))
     with Ownership(run, config, info.checkpoint_url, log=log):
-        log(f"run {info.run_id} goes on where it ended")
+        log(f"resuming run {info.run_id}")
         outbox = Outbox(run.outbox, info.run_id)
         outbox.reopen()
         outbox.close()

@@ -56,7 +56,7 @@ def describe(status: RunStatus) -> str:
         f"staleness {_number(status.staleness, '.2f')}",
         f"{_number(None if rate is None else rate / 1000, '.1f')}k {'emulated ' if status.emulated else ''}tokens/s",
         f"finishing: {status.finished}" if status.finished else f"{_duration(status.eta_s)} left",
-        *(f"unwell: {alert.kind}" for alert in status.alerts),
+        *(f"alert: {alert.kind}" for alert in status.alerts),
     )
     return "  ".join(parts)
 
@@ -64,11 +64,12 @@ def describe(status: RunStatus) -> str:
 def conclude(summary: RunSummary) -> str:
     """The result of a run in a few lines."""
     lines = [
-        f"run {summary.run_id} ended ({summary.reason}): {summary.steps} steps in {_duration(summary.rl_wall_s)}",
+        f"run {summary.run_id} finished: {summary.steps} steps in {_duration(summary.rl_wall_s)} "
+        f"(stop reason: {summary.reason})",
         f"  held-out accuracy {_number(summary.accuracy_before, '.3f')} -> {_number(summary.accuracy_after, '.3f')}, "
         f"best {_number(summary.best_accuracy, '.3f')}",
-        f"  tokens/s {summary.effective_tokens_per_s:.0f} trained on, {summary.generated_tokens_per_s:.0f} generated",
-        f"  staleness {summary.staleness_mean:.2f} on average, {summary.staleness_max} at most",
+        f"  tokens/s: {summary.effective_tokens_per_s:.0f} trained, {summary.generated_tokens_per_s:.0f} generated",
+        f"  staleness: mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
         f"  model {summary.model_url}",
     ]
     if summary.time_to_score_s is not None:

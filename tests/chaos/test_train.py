@@ -123,7 +123,7 @@ class Train:
         assert self.end() == 0, self.output()
         assert self.flow_runs()[-1] == Recorded("Completed", attempts)
         assert self.run.summary.exists()
-        assert self.output().count(f"{_STEPS} (ended by steps)") == 1
+        assert self.output().count(f"{_STEPS} (stop reason: steps)") == 1
 
     def failed(self, line: str, *, status: int = 1) -> None:
         """The end says `line`, and only the end has it."""

@@ -167,7 +167,7 @@ def test_its_page_has_the_plan_the_result_and_the_cost(ended: Ended) -> None:
     plan = json.loads(ended.artifacts["areal-plan"].data)
     assert {row["what"] for row in plan} <= {"create", "delete", "replace", "update"}
     result = {row["what"]: row["value"] for row in json.loads(ended.artifacts["areal-result"].data)}
-    assert result["steps"].endswith("(ended by enough)")
+    assert result["steps"].endswith("(stop reason: enough)")
     assert result["tracking"].startswith("http://")
     cost = {row["role"]: row for row in json.loads(ended.artifacts["areal-cost"].data)}
     assert cost["generation"]["nodes"] == 3

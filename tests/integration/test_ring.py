@@ -71,7 +71,7 @@ def test_a_run_whose_token_ledger_does_not_balance_fails_once_its_model_is_safe(
         run.until_step(1)
         sampled = ServerView(run.url("generation"), run.run.token()).ask(request("group-1000-0"))
         line = run.failed()
-        found = re.search(r"tokens: .* ([\d,]+) sampled by the servers, ([\d,]+) in the ledger = ", line)
+        found = re.search(r"balance: ([\d,]+) generated; ledger: ([\d,]+) = ", line)
         assert found, line
         servers, ledger = (int(figure.replace(",", "")) for figure in found.groups())
         assert servers - ledger == sampled > 0
@@ -129,7 +129,7 @@ def _check_account(config: RunConfig, summary: RunSummary, lines: list[str]) -> 
     assert f"controller-0: tokens: {summary.tokens}" in lines
     assert sum(summary.staleness_tokens.values()) == summary.tokens.consumed
     assert summary.bound is not None
-    assert re.search(r"bounded this run: there was work for 2 cores \d+ % of \d+\.\d s", summary.bound)
+    assert re.search(r"limited this run\. 2 cores had work \d+ % of \d+\.\d s\.", summary.bound)
     ready = run_folder(config, "r").ready.glob("[!.]*.json")
     assert not any(Path(f"/proc/{json.loads(file.read_text())['pid']}").exists() for file in ready)
     assert execute(config, run_id="r", log=lines.append) == summary

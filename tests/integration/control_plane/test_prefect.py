@@ -70,7 +70,7 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     flow_run = up.newest()
     assert flow_run.state_name == "Completed"
     artifacts = up.artifacts(flow_run.id)
-    assert up.result(flow_run)["steps"] == "2 (ended by steps)"
+    assert up.result(flow_run)["steps"] == "2 (stop reason: steps)"
     run_id = f"emulated-cpu-async-{str(flow_run.id)[-12:]}"
     assert artifacts["areal-summary"].data.startswith(f"# {run_id}")
     info = json.loads((up.state / "runs" / run_id / "run.json").read_text())

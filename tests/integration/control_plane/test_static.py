@@ -65,7 +65,7 @@ def overrides(up: Up, *more: str) -> list[str]:
 @pytest.mark.usefixtures("hosts")
 def test_a_run_on_given_hosts(up: Up) -> None:
     run = up.wait(up.start("areal/train", provision="static", steps=4, overrides=overrides(up)), "Completed")
-    assert up.result(run)["steps"] == "4 (ended by steps)"
+    assert up.result(run)["steps"] == "4 (stop reason: steps)"
     assert {"areal-result", "areal-summary"} <= up.artifacts(run.id).keys()
     run_id = f"emulated-cpu-async-{str(run.id)[-12:]}"
     kept = up.state / "storage" / "runs" / run_id

@@ -47,4 +47,4 @@ def test_another_run_starts_with_the_split_that_is_asked_for(
     assert started[0]["overrides"] == ["launch.devices=8", "training.ranks=6"]
     assert started[1]["overrides"] == [*started[0]["overrides"], "generation.servers=4", "training.ranks=4"]
     assert started[0].keys() == started[1].keys()
-    assert capsys.readouterr().out == "as first advises: 4 servers and 4 ranks\n"
+    assert capsys.readouterr().out == "Split of devices from run first: 4 servers, 4 ranks.\n"

@@ -39,21 +39,18 @@ def _values(summary: RunSummary = _SUMMARY, info: RunInfo = _INFO) -> dict[str, 
     return {row["what"]: row["value"] for row in result_rows(summary, info)}
 
 
-def test_rows_tell_what_bounded_the_run() -> None:
-    assert _values()["what bounded it"] == "-"
-    assert _values(dataclasses.replace(_SUMMARY, bound="Cores did."))["what bounded it"] == "Cores did."
+def test_rows_include_bottleneck_report() -> None:
+    assert _values()["bottleneck"] == "-"
+    assert _values(dataclasses.replace(_SUMMARY, bound="Cores did."))["bottleneck"] == "Cores did."
 
 
 def test_rows_hold_score_cost_and_places() -> None:
     values = _values()
     assert values["held-out accuracy"] == "0.170 -> 0.770 (best 0.780)"
-    assert values["steps"] == "12 (ended by score)"
+    assert values["steps"] == "12 (stop reason: score)"
     assert values["time to score"] == "55.0 s"
     assert values["effective throughput"] == "21,904 tokens/s"
-    said = (
-        "10 sampled by the servers, 10 in the ledger = 6 consumed + 1 dropped + 2 buffered + 1 in flight; allowance 0"
-    )
-    assert values["tokens"] == said
+    assert values["tokens"] == "10 generated; ledger: 10 = 6 consumed + 1 dropped + 2 buffered + 1 in flight"
     assert values["model"] == "s3://bucket/runs/r-1/final"
     assert values["checkpoints"] == "s3://bucket/runs/r-1"
     assert values["tracking"] == "http://127.0.0.1:5000/#/runs/abc"

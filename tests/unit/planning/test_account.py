@@ -103,10 +103,11 @@ def test_generation_is_what_the_trainer_waits_for() -> None:
     assert result.bottleneck == "generation"
     assert (result.busy, result.relieved) == (pytest.approx(1.0), pytest.approx(1 / 0.4))
     assert result.text == (
-        "Generation bounded this run of 10.0 s. 2 ranks worked for 40 % of it, 10 % on pi_prox; 2 servers generated "
-        "for 100 %; scoring took 0 %. Ranks waited for a batch 60 % of the time, servers 0 % for something to start "
-        "and 0 % for new weights. Without bubbles it would have been 1.00 times as fast at most; with more of "
-        "generation 2.50 times at most, then training would bound it; more devices that generate would help."
+        "Generation limited this run of 10.0 s. 2 ranks worked 40 % of the time (10 % on proximal log-probabilities). "
+        "2 servers generated 100 % of the time. Scoring took 0 %. Ranks waited 60 % of the time for a batch. Servers "
+        "waited 0 % for requests and 0 % for new model weights. Upper bounds on the speed-up: 1.00x without idle time, "
+        "2.50x with more capacity for generation. Then training would limit the run. More devices for generation "
+        "would help."
     )
 
 
@@ -115,7 +116,7 @@ def test_training_is_what_the_servers_wait_for() -> None:
     result = judged(config(), found)
     assert result.bottleneck == "training"
     assert (result.busy, result.relieved) == (pytest.approx(0.95), pytest.approx(2.0))
-    assert "more devices that train would help (training.ranks)." in result.text
+    assert "More devices for training would help (training.ranks)." in result.text
 
 
 def test_servers_that_generate_all_the_time_may_still_have_room() -> None:
@@ -125,7 +126,7 @@ def test_servers_that_generate_all_the_time_may_still_have_room() -> None:
     result = judged(config(), found, used=0.5)
     assert result.bottleneck == "training"
     assert result.relieved == pytest.approx(2.0)
-    assert "2 servers generated for 100 %, and made 50 % of what they could have;" in result.text
+    assert "2 servers generated 100 % of the time, at 50 % of their full rate." in result.text
 
 
 def test_a_bound_that_is_too_tight_keeps_both_waiting() -> None:
@@ -135,8 +136,8 @@ def test_a_bound_that_is_too_tight_keeps_both_waiting() -> None:
     result = judged(config(), found)
     assert result.bottleneck == "staleness"
     assert (result.busy, result.relieved) == (pytest.approx(0.6), pytest.approx(1 / 0.6))
-    assert "Each waited for the other: without that it would have been 1.67 times as fast at most;" in result.text
-    assert result.text.endswith("a larger rollout.max_staleness would help.")
+    assert "Upper bounds on the speed-up: 1.67x without idle time. A larger" in result.text
+    assert result.text.endswith("A larger rollout.max_staleness would help.")
 
 
 def test_slow_verifiers_bound_a_run() -> None:
@@ -149,7 +150,7 @@ def test_slow_verifiers_bound_a_run() -> None:
     assert result.bottleneck == "rewards"
     assert result.relieved == pytest.approx(1 / 0.4)
     assert result.text.endswith(
-        "then training would bound it; more workers would help (rollout.reward_workers, or other machines)."
+        "Then training would limit the run. More reward workers would help (rollout.reward_workers, or other machines)."
     )
 
 
@@ -162,8 +163,8 @@ def test_synchronous_stages_take_turns() -> None:
     result = judged(synchronous, found)
     assert result.bottleneck == "turns"
     assert (result.busy, result.relieved) == (pytest.approx(0.8), pytest.approx(1 / 0.3))
-    assert "generated for 50 % of it" in result.text
-    assert "trained for 30 %, and did neither for 20 %." in result.text
+    assert "generated 50 % of the time" in result.text
+    assert "trained 30 % and were idle 20 %." in result.text
 
 
 def test_reward_workers_of_other_machines_take_nothing_from_the_runs_cores() -> None:
@@ -193,10 +194,10 @@ def test_cores_that_always_have_work_bound_a_run() -> None:
     assert result.busy == pytest.approx(1.0)
     assert result.relieved == pytest.approx(1 / (1 - 10 / 18))
     assert result.text == (
-        "The cores bounded this run: there was work for 2 cores 100 % of 10.0 s, and 90 % of their time went to "
-        "training (50 %), generation (30 %) and the controller (10 %). Ranks waited for a batch 50 % of the time, "
-        "servers 0 % for something to start and 0 % for new weights. With work all the time it would have been 1.00 "
-        "times as fast at most, with training for nothing 2.25 times; more cores would help (launch.devices)."
+        "The CPU cores limited this run. 2 cores had work 100 % of 10.0 s. The run used 90 % of the CPU time: training "
+        "(50 %), generation (30 %) and the controller (10 %). Ranks waited 50 % of the time for a batch. Servers "
+        "waited 0 % for requests and 0 % for new model weights. Upper bounds on the speed-up: 1.00x if the cores "
+        "always had work, 2.25x if training took no time. More cores would help (launch.devices)."
     )
 
 
@@ -218,16 +219,16 @@ def test_what_a_controller_does_is_work_for_cores_too() -> None:
     found = spans(2.5, generation_0=[("generate", 0, 5), ("wait", 5, 10)], trainer_0=[("train", 0, 5), ("wait", 5, 10)])
     result = judged(cores(), found, controller_cpu_s=9.0)
     assert result.busy == pytest.approx((5 + 5 + 9) / 20)  # and not half, as servers and ranks are
-    assert result.text.startswith("The cores bounded this run: there was work for 2 cores 95 % of 10.0 s, and 95 % of")
+    assert "2 cores had work 95 % of 10.0 s. The run used 95 % of the CPU time:" in result.text
 
 
 def test_cores_that_others_use_are_not_taken_for_our_own() -> None:
     text = judged(cores(), spans(3.0, generation_0=[("generate", 0, 10)], trainer_0=[("train", 0, 10)])).text
-    assert "100 % of 10.0 s, and 30 % of their time went to generation (15 %) and training (15 %). Others used" in text
+    assert "used 30 % of the CPU time: generation (15 %) and training (15 %). Other programs used this machine" in text
     text = judged(cores(), spans(9.0, generation_0=[("generate", 0, 10)], trainer_0=[("train", 0, 10)])).text
-    assert "Others" not in text
+    assert "Other programs" not in text
     unmeasured = spans(generation_0=[("generate", 0, 10)]) + spans(3.0, trainer_0=[("train", 0, 10)])
-    assert "Others" not in judged(cores(), unmeasured).text  # vLLM's servers don't say what they use
+    assert "Other programs" not in judged(cores(), unmeasured).text  # vLLM's servers don't say what they use
 
 
 # -- a whole run -------------------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def test_the_window_is_from_the_first_version_to_the_last() -> None:
     told = explain(config(), found, {}, start_s=START, controller_cpu_s=0.0)
     assert told is not None
     assert told.idle == {"generation": 0.0, "trainer": 0.5}
-    assert told.text.startswith("Generation bounded this run of 10.0 s. 2 ranks worked for 50 % of it")
+    assert told.text.startswith("Generation limited this run of 10.0 s. 2 ranks worked 50 % of the time")
 
 
 def test_the_controllers_share_is_that_of_the_window() -> None:
@@ -255,7 +256,7 @@ def test_the_controllers_share_is_that_of_the_window() -> None:
     )
     told = explain(cores(), found, {}, start_s=START, controller_cpu_s=4.0)
     assert told is not None
-    assert "60 % of their time went to generation (25 %), training (25 %) and the controller (10 %)." in told.text
+    assert "used 60 % of the CPU time: generation (25 %), training (25 %) and the controller (10 %)." in told.text
 
 
 @pytest.mark.parametrize("published", [[], [("publish", -3, -2), ("publish", 3, 4)]])

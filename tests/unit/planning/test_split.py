@@ -136,5 +136,5 @@ def test_the_advice_is_one_sentence() -> None:
         "training.ranks=4)."
     )
     assert advice(config(4, 4), measured(4, 4)) == (
-        "Of all splits of its 8 devices this one is the best by these rates."
+        "These rates suggest no better split of the 8 devices."
     )

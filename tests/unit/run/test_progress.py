@@ -53,14 +53,14 @@ def test_conclude() -> None:
     )  # fmt: skip
     lines = conclude(summary).splitlines()
     assert lines[:3] == [
-        "run r ended (score): 12 steps in 1:01",
+        "run r finished: 12 steps in 1:01 (stop reason: score)",
         "  held-out accuracy 0.171 -> 0.800, best 0.810",
         "  score reached after 0:50",
     ]
     assert lines[-1] == "  model /store/r/final"
-    told = conclude(dataclasses.replace(summary, bound="Generation bounded this run. " * 9)).splitlines()
+    told = conclude(dataclasses.replace(summary, bound="Generation limited this run. " * 9)).splitlines()
     assert told[: len(lines)] == lines
-    assert " ".join(line.strip() for line in told[len(lines) :]) == ("Generation bounded this run. " * 9).strip()
+    assert " ".join(line.strip() for line in told[len(lines) :]) == ("Generation limited this run. " * 9).strip()
     assert max(map(len, told)) <= 120
     assert "score reached" not in conclude(dataclasses.replace(summary, time_to_score_s=None))
     unscored = {"accuracy_before": None, "accuracy_after": None, "best_accuracy": None}
