@@ -1,6 +1,6 @@
 """The system calls that an untrusted program is refused, as a filter that the kernel runs (seccomp, classic BPF).
 
-    syscall_filter() -> bytes for `bwrap --seccomp`
+    syscall_filter() -> bytes for `bwrap --seccomp`, or for prctl in a process of our own (`confinement`)
 
 What is left out is what a program that reads, computes and writes has no use for and kernels have had holes in: tracing
 and other processes' memory, mounts, namespaces, keys, BPF, io_uring, modules, clocks, memory beside what it maps, and
@@ -11,8 +11,8 @@ syscall_64.tbl.
 from __future__ import annotations
 
 import errno
-import functools
 import struct
+from collections.abc import Mapping
 
 _ARCHITECTURE = 0xC000003E  # AUDIT_ARCH_X86_64
 _X32 = 0x40000000  # set in the numbers of another table of calls
@@ -43,19 +43,35 @@ REFUSED = {
 }  # fmt: skip
 
 
-@functools.cache
-def syscall_filter() -> bytes:
+# What a process that judges answers has no use for either (`confinement`).
+NETWORK = {
+    "socket": 41, "connect": 42, "accept": 43, "sendto": 44, "sendmsg": 46, "bind": 49, "listen": 50, "socketpair": 53,
+    "execve": 59, "accept4": 288, "sendmmsg": 307, "execveat": 322,
+}  # fmt: skip
+FORK = {
+    "clone": 56, "fork": 57, "vfork": 58, "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129,
+    "rt_tgsigqueueinfo": 297, "pidfd_send_signal": 424, "pidfd_open": 434, "prlimit64": 302, "setrlimit": 160,
+    "setitimer": 38, "setpriority": 141, "sched_setaffinity": 203, "sched_setscheduler": 144,
+}  # fmt: skip
+SLEEP = {
+    "poll": 7, "select": 23, "pause": 34, "nanosleep": 35, "rt_sigsuspend": 130, "rt_sigtimedwait": 128,
+    "clock_nanosleep": 230, "epoll_wait": 232, "pselect6": 270, "ppoll": 271, "epoll_pwait": 281, "epoll_pwait2": 441,
+}  # fmt: skip
+
+
+def syscall_filter(refused: Mapping[str, int] = REFUSED, *, sockets: bool = True) -> bytes:
     """A wrong architecture kills; what is refused returns EPERM. clone3, whose flags are out of a filter's reach, does
-    as on kernels that lack it, and C libraries call clone."""
+    as on kernels that lack it, and C libraries call clone. `sockets`: those of Unix stay."""
     refuse, absent = _REFUSED | errno.EPERM, _REFUSED | errno.ENOSYS
     program = [
         _op(_LOAD, _ARCH), _op(_EQUAL, _ARCHITECTURE, yes=1), _op(_RETURN, _KILL),
         _op(_LOAD, _NR), _op(_AT_LEAST, _X32, no=1), _op(_RETURN, _KILL),
     ]  # fmt: skip
-    for number in REFUSED.values():
+    for number in refused.values():
         program += [_op(_EQUAL, number, no=1), _op(_RETURN, refuse)]
     program += [_op(_EQUAL, _CLONE3, no=1), _op(_RETURN, absent)]
-    program += _on(_SOCKET, 0, [_op(_EQUAL, _AF_UNIX, yes=1), _op(_RETURN, refuse)])
+    if sockets:
+        program += _on(_SOCKET, 0, [_op(_EQUAL, _AF_UNIX, yes=1), _op(_RETURN, refuse)])
     program += _on(_CLONE, 0, [_op(_ANY_BIT, _NEW_NAMESPACES, no=1), _op(_RETURN, refuse)])
     for terminal in (_TIOCSTI, _TIOCLINUX):
         program += _on(_IOCTL, 1, [_op(_EQUAL, terminal, no=1), _op(_RETURN, refuse)])
