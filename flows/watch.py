@@ -56,7 +56,7 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
         up = stack.running()
         if up is not None and up.owner != "up":
             raise ConfigError(
-                f"`make {up.owner}` (pid {up.pid}) is running in this checkout; to run several at once, start `make up` first"
+                f"`make {up.owner}` (pid {up.pid}) is running in this checkout; start `make up` first to run several"
             )
         if up is None:
             launch = stack.launch(owner)

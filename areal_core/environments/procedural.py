@@ -5,6 +5,7 @@ Every prompt is a pure function of (seed, index). A fixed share of all texts, ch
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -18,6 +19,7 @@ import yaml
 from areal_core.config.schema import TaskConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Verdict
+from areal_core.environments.fork_server import ForkServer
 from areal_core.environments.held_out import is_held_out
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer
@@ -28,6 +30,11 @@ _HELD_OUT_SEED = 20250530  # the held-out set is the same for every run
 _DRAWS = 64  # of one training prompt, of which the first that is not held out counts; one in ten is
 _DRAWS_PER_HELD_OUT = 200
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_CPU_LIMIT_S = 2.0  # of one answer
+_NO_FORMULA = re.compile(r"""["'`:;@\[\]{}\\]|__|\.\s*[^\W\d]""")  # texts, attributes, statements
+_EVALUATING = (  # modules whose score_answer calls eval on an answer, for a Python literal
+    "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
+)  # fmt: skip
 _QUOTES = "\"'`* \t"
 
 
@@ -81,7 +88,44 @@ class ProceduralSource:
         )
 
 
-def procedural(task: Prompt, completion: str) -> Verdict:
+class Scores:
+    """The scores of data sets, a scorer of `areal_core.environments.fork_server`: nine data sets evaluate an answer as
+    Python, four by `eval`, five by SymPy's parser. Here these read literals, and formulas, alone."""
+
+    def __init__(self) -> None:
+        parser = importlib.import_module("sympy.parsing.sympy_parser")
+        names: dict[str, Any] = {}
+        exec("from sympy import *", names)  # as the parser does for each formula, Python's own functions left out
+        names |= {"__builtins__": {}, "max": names["Max"], "min": names["Min"]}
+        parse = parser.parse_expr
+
+        def parse_formula(text: str, local_dict: dict[str, Any] | None = None, **how: Any) -> Any:
+            if _NO_FORMULA.search(text):
+                raise ValueError("not a formula")
+            return parse(text, **{"local_dict": local_dict, "global_dict": names} | how)
+
+        for module in (parser, importlib.import_module("sympy")):  # before data sets import it by name
+            vars(module)["parse_expr"] = parse_formula
+        _reasoning_gym()
+        for module in _EVALUATING:
+            vars(importlib.import_module(f"reasoning_gym.{module}"))["eval"] = ast.literal_eval
+        for formula in ("1 + 2*3", "x**2/2 - sin(x)"):
+            float(parse_formula(formula, {"x": names["Integer"](1)}))
+
+    def prepare(self, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A data set and one of its entries, from name, options, seed and draw."""
+        names = task["dataset"], task["options"], task["seed"]
+        made = entry(*names, task["draw"])
+        if made["answer"] != task["answer"]:
+            raise ValueError(f"{names[0]} makes other entries here than where the prompt was made")
+        return _dataset(*names), made
+
+    def judge(self, prepared: tuple[Any, dict[str, Any]], answer: str) -> float:
+        dataset, made = prepared
+        return float(dataset.score_answer(answer, made))
+
+
+def procedural(task: Prompt, completion: str, isolation: str = "confined") -> Verdict:
     """The score that the task's own data set gives to what stands in <answer> tags, or else to the last line. Right is
     what it gives 1. Where it gives nothing to an answer that holds the gold one among other words, the score is the
     share of the gold one in it: what reasoning-gym gives unless a data set has a rule of its own."""
@@ -89,12 +133,21 @@ def procedural(task: Prompt, completion: str) -> Verdict:
     answer = reading(completion)
     if not answer:
         return Verdict.of(Outcome.NO_ANSWER)
-    made = entry(told["dataset"], told["options"], told["seed"], told["draw"])
-    score = float(_dataset(told["dataset"], told["options"], told["seed"]).score_answer(answer, made))
+    reply = _scores(isolation).ask(told, answer)
+    if reply.status == "raised":  # the data set has no score for it
+        return Verdict.of(Outcome.UNPARSABLE, answer)
+    if reply.status != "done":
+        return Verdict.of(Outcome.TIMED_OUT if reply.status == "timed_out" else Outcome.FAILED, answer)
+    score = reply.value if isinstance(reply.value, float) and 0.0 <= reply.value <= 1.0 else 0.0
     if score == 1.0:
         return Verdict.of(Outcome.RIGHT, answer)
     gold = str(told["answer"])
     return Verdict(Outcome.WRONG, max(score, len(gold) / len(answer) if gold in answer else 0.0), answer)
+
+
+@functools.cache
+def _scores(isolation: str) -> ForkServer:
+    return ForkServer("areal_core.environments.procedural:Scores", cpu_s=_CPU_LIMIT_S, isolation=isolation)
 
 
 def reading(completion: str) -> str:
@@ -114,12 +167,7 @@ def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _dataset(name: str, options: str, seed: int) -> Any:
-    try:
-        reasoning_gym = importlib.import_module("reasoning_gym")  # most of a second
-        known = importlib.import_module("reasoning_gym.factory").DATASETS
-    except ImportError:
-        raise ConfigError("task.name: reasoning_gym needs the package reasoning-gym; install it with `make reasoning`") from None
-
+    reasoning_gym, known = _reasoning_gym()
     if name not in known:
         raise ConfigError(f"task.dataset: must be a data set of reasoning-gym, got {name!r}")
     settings = _settings(options)
@@ -127,6 +175,17 @@ def _dataset(name: str, options: str, seed: int) -> Any:
         return reasoning_gym.create_dataset(name, seed=seed, size=_SIZE, **settings)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"task.dataset_options: {name} does not take {options!r}: {error}") from error
+
+
+def _reasoning_gym() -> tuple[Any, Any]:
+    """The package, and its data sets by name."""
+    try:
+        package = importlib.import_module("reasoning_gym")  # most of a second
+        return package, importlib.import_module("reasoning_gym.factory").DATASETS
+    except ImportError:
+        raise ConfigError(
+            "task.name: reasoning_gym needs the package reasoning-gym; install it with `make reasoning`"
+        ) from None
 
 
 def _settings(options: str) -> dict[str, Any]:

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from areal_core.config.groups import TASKS
 from areal_core.config.plugins import check_name, find
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.environments import confinement
 from areal_core.environments.dialogue import Dialogue
-from areal_core.environments.environment import Environment, Setting, Verifier
+from areal_core.environments.environment import Environment, Setting, Verdict, Verifier
+from areal_core.environments.procedural import procedural
 from areal_core.environments.programs import Programs
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.environments.two_turn import TwoTurn
-from areal_core.environments.verifiers import VERIFIERS
+from areal_core.environments.verifiers import VERIFIERS, mathematics
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 
 ENVIRONMENTS: dict[str, Callable[[Setting], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
-CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {"code": Programs}  # verifiers that have settings
+
+
+def _confined(verify: Callable[..., Verdict]) -> Callable[[EnvironmentConfig], Verifier]:
+    """A verifier whose scorer interprets what it reads, as environment.sandbox says. Raises ConfigError where this
+    kernel can't."""
+
+    def configured(environment: EnvironmentConfig) -> Verifier:
+        confinement.check(environment.sandbox)
+        return functools.partial(verify, isolation=environment.sandbox)
+
+    return configured
+
+
+CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers that have settings
+    "code": Programs,
+    "mathematics": _confined(mathematics),
+    "reasoning_gym": _confined(procedural),
+}
 
 
 def open_environment(

@@ -11,6 +11,7 @@ syscall_64.tbl.
 from __future__ import annotations
 
 import errno
+import functools
 import struct
 from collections.abc import Mapping
 
@@ -43,35 +44,37 @@ REFUSED = {
 }  # fmt: skip
 
 
-# What a process that judges answers has no use for either (`confinement`).
-NETWORK = {
-    "socket": 41, "connect": 42, "accept": 43, "sendto": 44, "sendmsg": 46, "bind": 49, "listen": 50, "socketpair": 53,
-    "execve": 59, "accept4": 288, "sendmmsg": 307, "execveat": 322,
-}  # fmt: skip
-FORK = {
-    "clone": 56, "fork": 57, "vfork": 58, "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129,
-    "rt_tgsigqueueinfo": 297, "pidfd_send_signal": 424, "pidfd_open": 434, "prlimit64": 302, "setrlimit": 160,
-    "setitimer": 38, "setpriority": 141, "sched_setaffinity": 203, "sched_setscheduler": 144,
-}  # fmt: skip
-SLEEP = {
-    "poll": 7, "select": 23, "pause": 34, "nanosleep": 35, "rt_sigsuspend": 130, "rt_sigtimedwait": 128,
-    "clock_nanosleep": 230, "epoll_wait": 232, "pselect6": 270, "ppoll": 271, "epoll_pwait": 281, "epoll_pwait2": 441,
+# All that a fork which judges an answer may call (`confinement`): compute, allocate, import, write to open files, end.
+# Which files it may open is for Landlock to say.
+COMPUTING = {
+    "stat": 4, "lstat": 6, "ioctl": 16, "pread64": 17, "access": 21, "fcntl": 72, "getcwd": 79, "readlink": 89,
+    "getdents64": 217, "openat": 257, "newfstatat": 262, "statx": 332,
+    "read": 0, "write": 1, "close": 3, "fstat": 5, "lseek": 8, "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12,
+    "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "sched_yield": 24, "mremap": 25, "madvise": 28,
+    "getpid": 39, "exit": 60, "gettimeofday": 96, "getrlimit": 97, "getrusage": 98, "sysinfo": 99, "sigaltstack": 131,
+    "gettid": 186, "time": 201, "futex": 202, "clock_gettime": 228, "clock_getres": 229, "exit_group": 231,
+    "set_robust_list": 273, "getrandom": 318, "membarrier": 324, "rseq": 334,
 }  # fmt: skip
 
 
-def syscall_filter(refused: Mapping[str, int] = REFUSED, *, sockets: bool = True) -> bytes:
+def allowing(allowed: Mapping[str, int]) -> bytes:
+    """A filter that refuses all calls but these, with EPERM. A wrong architecture kills."""
+    program = [*_PREFIX]
+    for number in allowed.values():
+        program += [_op(_EQUAL, number, no=1), _op(_RETURN, _ALLOW)]
+    return b"".join([*program, _op(_RETURN, _REFUSED | errno.EPERM)])
+
+
+@functools.cache
+def syscall_filter() -> bytes:
     """A wrong architecture kills; what is refused returns EPERM. clone3, whose flags are out of a filter's reach, does
-    as on kernels that lack it, and C libraries call clone. `sockets`: those of Unix stay."""
+    as on kernels that lack it, and C libraries call clone."""
     refuse, absent = _REFUSED | errno.EPERM, _REFUSED | errno.ENOSYS
-    program = [
-        _op(_LOAD, _ARCH), _op(_EQUAL, _ARCHITECTURE, yes=1), _op(_RETURN, _KILL),
-        _op(_LOAD, _NR), _op(_AT_LEAST, _X32, no=1), _op(_RETURN, _KILL),
-    ]  # fmt: skip
-    for number in refused.values():
+    program = [*_PREFIX]
+    for number in REFUSED.values():
         program += [_op(_EQUAL, number, no=1), _op(_RETURN, refuse)]
     program += [_op(_EQUAL, _CLONE3, no=1), _op(_RETURN, absent)]
-    if sockets:
-        program += _on(_SOCKET, 0, [_op(_EQUAL, _AF_UNIX, yes=1), _op(_RETURN, refuse)])
+    program += _on(_SOCKET, 0, [_op(_EQUAL, _AF_UNIX, yes=1), _op(_RETURN, refuse)])
     program += _on(_CLONE, 0, [_op(_ANY_BIT, _NEW_NAMESPACES, no=1), _op(_RETURN, refuse)])
     for terminal in (_TIOCSTI, _TIOCLINUX):
         program += _on(_IOCTL, 1, [_op(_EQUAL, terminal, no=1), _op(_RETURN, refuse)])
@@ -87,3 +90,9 @@ def _on(number: int, argument: int, then: list[bytes]) -> list[bytes]:
 def _op(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
     """A struct sock_filter: what follows is skipped by `yes` or `no` instructions, as a comparison turns out."""
     return struct.pack("=HBBI", code, yes, no, value)
+
+
+_PREFIX = (  # what every filter begins with: the number of the call is loaded after it
+    _op(_LOAD, _ARCH), _op(_EQUAL, _ARCHITECTURE, yes=1), _op(_RETURN, _KILL),
+    _op(_LOAD, _NR), _op(_AT_LEAST, _X32, no=1), _op(_RETURN, _KILL),
+)  # fmt: skip

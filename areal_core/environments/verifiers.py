@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from areal_core.environments.algebra import Algebra
+from areal_core.environments import algebra
 from areal_core.environments.environment import Verdict, Verifier
+from areal_core.environments.fork_server import ForkServer
 from areal_core.environments.mathematics import balanced, compared, conclusion, normalised
-from areal_core.environments.procedural import procedural
-from areal_core.errors import RewardError
 from areal_core.types import Outcome, Prompt
 
 _LONGEST = 600  # characters of an answer; no gold answer of the benchmarks has half as many
@@ -20,7 +19,7 @@ def exact_match(task: Prompt, completion: str) -> float:
     return float(bool(mark) and conclusion == task.answer)
 
 
-def mathematics(task: Prompt, completion: str) -> Verdict:
+def mathematics(task: Prompt, completion: str, isolation: str = "confined") -> Verdict:
     """Whether the completion's conclusion is equal to the gold answer, as numbers, formulas, tuples, intervals or sets;
     see `areal_core.environments.mathematics`. An answer that can't be read is a wrong one; without result is one whose
     comparison takes too long, or breaks."""
@@ -31,19 +30,24 @@ def mathematics(task: Prompt, completion: str) -> Verdict:
         return Verdict.of(Outcome.UNPARSABLE)
     equal, read = compared(task.answer, answer), normalised(answer)
     if equal is None:
-        return Verdict.of(_by_algebra(normalised(task.answer), read), read)
+        return Verdict.of(_by_algebra(normalised(task.answer), read, isolation), read)
     return Verdict.of(Outcome.RIGHT if equal else Outcome.WRONG, read)
 
 
-def _by_algebra(gold: str, answer: str) -> Outcome:
-    try:
-        return _algebra().compare(gold, answer)
-    except RewardError:
-        _algebra.cache_clear()  # the next one that needs it starts another
-        raise
+def _by_algebra(gold: str, answer: str, isolation: str) -> Outcome:
+    reply = _formulas(isolation).ask(gold, answer)
+    if reply.status == "done" and reply.value in _COMPARED:
+        return Outcome(reply.value)
+    return Outcome.TIMED_OUT if reply.status == "timed_out" else Outcome.FAILED
 
 
-_algebra = functools.cache(Algebra)  # one a process
+_COMPARED = {Outcome.RIGHT, Outcome.WRONG, Outcome.UNPARSABLE, Outcome.TIMED_OUT, Outcome.FAILED}
 
 
-VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match, "mathematics": mathematics, "reasoning_gym": procedural}
+@functools.cache
+def _formulas(isolation: str) -> ForkServer:
+    """One a process."""
+    return ForkServer("areal_core.environments.algebra:Formulas", cpu_s=algebra.CPU_LIMIT_S, isolation=isolation)
+
+
+VERIFIERS: dict[str, Verifier] = {"exact_match": exact_match}

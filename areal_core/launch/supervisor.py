@@ -36,6 +36,7 @@ CHILD_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONHASHSEED": "0",  # some data sets of reasoning-gym depend on the order of sets
     "MALLOC_MMAP_THRESHOLD_": "268435456",
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "PYTHONUNBUFFERED": "1",

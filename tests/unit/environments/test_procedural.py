@@ -1,13 +1,21 @@
 """Tasks of reasoning-gym: prompts by seed and index, none of them held out, judged by their own rules."""
 
+import ast
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from areal_core.config.schema import TaskConfig
+from areal_core.environments.fork_server import ForkServer, Reply
 from areal_core.environments.held_out import is_held_out
 from areal_core.environments.procedural import ProceduralSource, procedural, reading
 from areal_core.errors import ConfigError
+from areal_core.launch.supervisor import CHILD_ENV
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt
 from tests.support.chat import chat_folder
@@ -113,3 +121,49 @@ def test_the_verifier_needs_no_more_than_the_prompt(tokenizer):
     task = source(tokenizer).prompt(5)
     copy = Prompt(index=0, prompt_id="", text="", token_ids=(), answer=task.answer)
     assert procedural(copy, json.loads(task.answer)["answer"]).outcome is Outcome.RIGHT
+
+
+EVALUATING = (  # data sets whose own scores evaluate an answer as Python
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+    "simple_integration", "spiral_matrix", "string_insertion",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scores():
+    server = ForkServer("areal_core.environments.procedural:Scores", cpu_s=1.0)
+    yield server
+    server.close()
+
+
+def made_in_its_own_process(dataset):
+    """A task, by the hash seed that processes of a run have: polynomial_multiplication depends on it."""
+    code = f"from areal_core.environments.procedural import entry; print(repr(entry({dataset!r}, '', 5, 0)['answer']))"
+    environment = os.environ | CHILD_ENV
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    answer = ast.literal_eval(said.stdout.splitlines()[-1])
+    return {"dataset": dataset, "options": "", "seed": 5, "draw": 0, "answer": answer}
+
+
+@pytest.mark.parametrize("dataset", EVALUATING)
+def test_answers_are_never_executed(scores, tmp_path, dataset):
+    mark = tmp_path / "executed"
+    made = made_in_its_own_process(dataset)
+    forged = "__import__('os').write(6, b'[\"done\", 1.0]') + __import__('os')._exit(0)"
+    for answer in (f"__import__('os').system('touch {mark}')", f"open('{mark}', 'w')", forged, "9**9**9**9", "exit()"):
+        assert scores.ask(made, answer).value in (None, 0.0, 0.01), answer
+    assert scores.ask(made, str(made["answer"])) == Reply("done", 1.0)
+    assert not mark.exists()
+
+
+def test_no_other_scorer_evaluates_answers():
+    """A new version of reasoning-gym may have others: the modules that call eval, exec or SymPy's parser."""
+    import reasoning_gym
+
+    found = set()
+    for module in Path(reasoning_gym.__file__).parent.rglob("*.py"):
+        text = module.read_text()
+        scoring = text[text.find("def score_answer") :] if "def score_answer" in text else ""
+        if re.search(r"\b(eval|exec|parse_expr|literal_eval|sympify|parse_latex|yaml\.load|pickle)\(", scoring):
+            found.add(module.stem)
+    assert found == {*EVALUATING, "number_sorting"}  # the last evaluates the gold answer alone

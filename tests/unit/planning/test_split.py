@@ -135,6 +135,4 @@ def test_the_advice_is_one_sentence() -> None:
         "By these rates 4 servers and 4 ranks would be 2.00 times as fast as 6 and 2 (generation.servers=4 "
         "training.ranks=4)."
     )
-    assert advice(config(4, 4), measured(4, 4)) == (
-        "These rates suggest no better split of the 8 devices."
-    )
+    assert advice(config(4, 4), measured(4, 4)) == ("These rates suggest no better split of the 8 devices.")

@@ -1,0 +1,260 @@
+"""Judge untrusted answers in fresh forks of one warm, confined process.
+
+    server = ForkServer("areal_core.environments.algebra:Formulas", cpu_s=1.0)
+    server.ask(gold, answer) -> Reply("done", Outcome.RIGHT)
+
+A scorer that interprets an answer (SymPy's parser, reasoning-gym's `eval`) may run whatever the answer says. So a
+process of its own imports the scorer and gives up its rights (`areal_core.environments.confinement`). Then it forks a
+child for each answer. A child that rewrites the scorer, a cache or the gold answer changes no other verdict. It may
+still lie about its own answer: scorers refuse answers that are no plain expressions.
+
+    python -m areal_core.environments.fork_server FD SETTINGS    # FD: an open pipe; ends when its other side does
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Literal, Protocol, cast
+
+from areal_core.environments import confinement
+from areal_core.errors import RewardError
+
+_MEMORY = 2 * 2**30  # bytes of address space of one fork
+_KNOWN = 4096  # replies that are kept
+_REPLY = 2**16  # bytes, at most, that a fork may reply
+_START_TIMEOUT_S = 120.0  # for imports, on a busy machine
+_WALL_FACTOR = 10  # wall time of one answer, in units of its CPU time: the machine may be busy
+_WALL_EXTRA_S = 5.0
+# A fork can read this process's environment, so no secret is in it. Huge pages halve the cost of a fork.
+_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc", "PYTHONHASHSEED": "0"}
+_READY = -1  # the number of the first reply
+_PREPARE_CPU_S, _PREPARE_TIMEOUT_S = 20.0, 60.0  # for what is trusted, such as the making of a data set
+
+
+class Scorer(Protocol):
+    """What a fork server runs. Made once in the server, before it is confined: it imports all that it needs."""
+
+    def prepare(self, task: Any) -> Any:
+        """In the server: what `judge` needs of a task, which is trusted. JSON in."""
+        ...
+
+    def judge(self, prepared: Any, answer: str) -> Any:
+        """In a fork: the verdict on an answer, as JSON."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """How one answer was judged. Only `done` has a value; it comes from a process that ran the answer."""
+
+    status: Literal["done", "raised", "timed_out", "died", "failed"]  # failed: the task, not the answer
+    value: Any = None
+
+
+class ForkServer:
+    """A process that judges answers, for any number of threads, one after the other.
+
+    It starts with the first answer. One that fails is ended, and the next answer starts another.
+    """
+
+    def __init__(self, scorer: str, *, cpu_s: float, isolation: str = "confined") -> None:
+        """`scorer`: the import path of a Scorer's class; `cpu_s`: CPU seconds of one answer; `isolation`: `none` waives
+        confinement."""
+        self._scorer, self._cpu_s, self._confined = scorer, cpu_s, isolation != "none"
+        self._wall_s = _WALL_FACTOR * cpu_s + _WALL_EXTRA_S
+        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._known: OrderedDict[tuple[str, str], Reply] = OrderedDict()  # completions of a group often agree
+        self._pipe: Connection | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, task: Any, answer: str) -> Reply:
+        """Judge an answer. Raises RewardError where the process ends, does not reply, or has no use for the task."""
+        key = json.dumps(task), answer
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+            try:
+                if self._pipe is None:
+                    self._start()
+                assert self._pipe is not None
+                number = next(self._numbers)
+                self._pipe.send_bytes(json.dumps([number, task, answer]).encode())
+                reply = self._receive(number, self._wall_s + _PREPARE_TIMEOUT_S)
+            except (EOFError, OSError) as error:
+                self._end()
+                raise RewardError(f"the process that judges answers is gone: {error}") from error
+            except BaseException:
+                self._end()
+                raise
+            if reply.status in ("done", "raised"):  # what ran out of time may not, the next time
+                self._known[key] = reply
+                if len(self._known) > _KNOWN:
+                    self._known.popitem(last=False)
+        if reply.status == "failed":
+            raise RewardError(f"the scorer failed on its own task: {reply.value}")
+        return reply
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        self._pipe, theirs = Pipe()
+        settings = {
+            "scorer": self._scorer,
+            "cpu_s": self._cpu_s,
+            "wall_s": self._wall_s,
+            "confined": self._confined,
+        }
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), json.dumps(settings)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_ENVIRONMENT | {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ},
+            )
+        self._receive(_READY, _START_TIMEOUT_S)
+
+    def _end(self) -> None:
+        """It holds nothing that must be kept; its fork sees that it is gone (PR_SET_PDEATHSIG)."""
+        if self._pipe is not None and self.process is not None:
+            self._pipe.close()
+            self.process.kill()
+            self.process.wait()
+        self._pipe = self.process = None
+
+    def _receive(self, expected: int, timeout_s: float) -> Reply:
+        """The reply of this number: one that was for another answer is never taken for it."""
+        assert self._pipe is not None
+        if not self._pipe.poll(timeout_s):
+            raise RewardError(f"the process that judges answers did not reply within {timeout_s:g} s")
+        number, status, value = json.loads(self._pipe.recv_bytes())
+        if number != expected:
+            raise RewardError(f"the process that judges answers replied to {number}, not to {expected}")
+        return Reply(status, value)
+
+
+# -- in the process ------------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
+    """Fork a child for each answer, until the other side of the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the other side of the pipe says when it ends
+    scorer = cast(Scorer, _imported(settings["scorer"])())
+    null = os.open(os.devnull, os.O_RDWR)
+    if settings["confined"]:
+        confinement.confine()
+    gc.disable()
+    gc.freeze()  # a collection in a fork would copy every page
+    pipe.send_bytes(json.dumps([_READY, "done", None]).encode())
+    while True:
+        try:
+            number, task, answer = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            prepared = _prepared(scorer, task)
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever a data set raises for its own task
+            status, value = "failed", f"{type(error).__name__}: {error}"
+        else:
+            status, value = _judged(pipe, scorer, prepared, answer, null, settings)
+        try:
+            pipe.send_bytes(json.dumps([number, status, value]).encode())
+        except OSError:  # nobody waits for it any more
+            return
+
+
+def _prepared(scorer: Scorer, task: Any) -> Any:
+    """What takes too long ends this process, which could not go on."""
+    signal.setitimer(signal.ITIMER_PROF, _PREPARE_CPU_S)
+    try:
+        return scorer.prepare(task)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _judged(
+    pipe: Connection, scorer: Scorer, prepared: Any, answer: str, null: int, settings: dict[str, Any]
+) -> tuple[str, Any]:
+    """Status and value of one answer, judged by a fork."""
+    ours, theirs = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            pipe.close()
+            os.close(ours)
+            for standard in (0, 1, 2):
+                os.dup2(null, standard)
+            _answer(theirs, scorer, prepared, answer, settings)
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    ended = os.pidfd_open(child)
+    said, complete = _read(ours, ended, time.monotonic() + settings["wall_s"])
+    os.kill(child, signal.SIGKILL)  # it has ended, or is to
+    _, status, used = os.wait4(child, 0)
+    os.close(ours)
+    os.close(ended)
+    by_timer = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+    if by_timer or used.ru_utime + used.ru_stime >= settings["cpu_s"]:
+        return "timed_out", None
+    if not complete:
+        return ("timed_out" if len(said) <= _REPLY else "died"), None
+    if status:
+        return "died", None
+    try:
+        [kind, value] = json.loads(said)
+    except (ValueError, RecursionError):  # it has said nothing, or more than one thing
+        return "died", None
+    return ("done", value) if kind == "done" else ("raised", None)
+
+
+def _read(replies: int, ended: int, deadline: float) -> tuple[bytes, bool]:
+    """What a fork says, and whether it has ended by itself by the deadline, without saying too much."""
+    said, open_ = b"", [replies, ended]
+    while len(said) <= _REPLY:
+        ready, _, _ = select.select(open_, [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return said, False
+        if replies in ready:
+            more = os.read(replies, _REPLY)
+            said += more
+            if not more:
+                open_.remove(replies)
+        elif ended in ready:
+            return said, True
+    return said, False
+
+
+def _answer(replies: int, scorer: Scorer, prepared: Any, answer: str, settings: dict[str, Any]) -> None:
+    """The fork. The kernel ends it, in the middle of a multiplication too, when its CPU time is used up."""
+    confinement.confine_fork(cpu_s=settings["cpu_s"], memory_bytes=_MEMORY, confined=settings["confined"])
+    try:
+        said = json.dumps(["done", scorer.judge(prepared, answer)])
+    except BaseException:  # noqa: BLE001 - the boundary: an answer may raise anything, SystemExit too
+        said = json.dumps(["raised", None])
+    os.write(replies, said.encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

@@ -1,0 +1,164 @@
+"""Hostile answers, run as Python by the worst of scorers, reach nothing and change no other verdict."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_core.environments import confinement
+from areal_core.environments.fork_server import ForkServer, Reply
+from areal_core.errors import ConfigError, RewardError
+
+EVALUATING = "tests.support.scorers:Evaluating"
+CPU_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    opened = ForkServer(EVALUATING, cpu_s=CPU_S)
+    yield opened
+    opened.close()
+
+
+_tasks = itertools.count()
+
+
+def judged(server: ForkServer, answer: str) -> Reply:
+    """The reply of a new fork: no task is asked for twice, so none is known already."""
+    return server.ask(next(_tasks), answer)
+
+
+def test_answers_are_judged(server: ForkServer) -> None:
+    assert judged(server, "1 + 1") == Reply("done", 2)
+    assert judged(server, "1 / 0") == Reply("raised")
+    assert judged(server, "__import__('sys').exit()") == Reply("raised")
+    assert judged(server, "object()") == Reply("raised")  # no JSON
+
+
+def test_files_network_and_processes_are_out_of_reach(server: ForkServer, tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("secret")
+    secret.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for code in (
+            f"open('{tmp_path}/made', 'w')",
+            f"open('{secret}').read()",
+            f"os.listdir('{tmp_path}')",
+            f"os.unlink('{secret}')",
+            f"os.chmod('{secret}', 0o777)",
+            f"os.rename('{secret}', '{tmp_path}/moved')",
+            f"os.truncate('{secret}', 0)",
+            "open('/proc/self/environ').read()",
+            "open(f'/proc/{os.getppid()}/mem', 'wb')",
+            "os.kill(os.getppid(), 9)",
+            "os.fork()",
+            f"__import__('socket').create_connection(('127.0.0.1', {port}))",
+            "__import__('subprocess').run(['/bin/true'])",
+            "os.execv('/bin/true', ['true'])",
+            "__import__('time').sleep(5)",
+            "os.setpriority(0, 0, -20)",
+        ):
+            reply = judged(server, f"stopped(lambda: {code})")
+            assert (reply.status, reply.value[0]) == ("done", "stopped"), (code, reply)
+    assert secret.read_text() == "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+    assert judged(server, "os.environ.get('HOME')") == Reply("done", None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        ("9**9**9**9", "timed_out"),
+        ("[__import__('signal').signal(27, 1), [0 for _ in iter(int, 1)]]", "timed_out"),  # SIGPROF ignored
+        ("__import__('signal').setitimer(2, 0)", "raised"),
+        ("bytearray(2**40)", "raised"),
+        ("os._exit(0)", "died"),
+        ("__import__('ctypes').string_at(0)", "died"),
+        ("[os.write(fd, b'[\"done\", 1.0]') for fd in range(9) if stopped(lambda: os.fstat(fd))[0] == 'did']", "died"),
+        ("'x' * 10**6", "died"),
+    ],
+)
+def test_time_memory_and_replies_are_limited(server: ForkServer, answer: str, status: str) -> None:
+    assert judged(server, answer).status == status
+    assert judged(server, "gold") == Reply("done", "4")
+
+
+def test_an_answer_changes_no_later_verdict(server: ForkServer) -> None:
+    for answer in (
+        "GOLD.update(answer='5')",
+        "setattr(Evaluating, 'judge', lambda *_: 1.0)",
+        "__import__('json').__dict__.update(dumps=lambda _: '[\"done\", 1.0]')",
+        "__import__('builtins').__dict__.update(eval=lambda *_: 1.0)",
+        "__import__('sys').modules.clear()",
+    ):
+        judged(server, answer)
+        assert judged(server, "gold") == Reply("done", "4")
+        assert judged(server, "2 + 2") == Reply("done", 4)
+
+
+def test_threads_get_their_own_verdicts(server: ForkServer) -> None:
+    wrong: list[int] = []
+
+    def ask(number: int) -> None:
+        wrong.extend(number for _ in range(10) if judged(server, str(number)) != Reply("done", number))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_reply_is_kept_for_the_same_task_and_answer() -> None:
+    server = ForkServer(EVALUATING, cpu_s=CPU_S)
+    random = "os.getrandom(8).hex()"
+    assert server.ask("a", random) == server.ask("a", random) != server.ask("b", random)
+    assert server.ask("a", "9**9**9**9").status == server.ask("a", "9**9**9**9").status == "timed_out"
+    server.close()
+
+
+def test_a_lost_server_is_an_error_and_the_next_answer_starts_another() -> None:
+    server = ForkServer(EVALUATING, cpu_s=CPU_S)
+    assert judged(server, "1") == Reply("done", 1)
+    assert server.process is not None
+    first = psutil.Process(server.process.pid)
+    first.kill()
+    with pytest.raises(RewardError, match="is gone"):
+        judged(server, "1")
+    assert judged(server, "2") == Reply("done", 2)
+    second = psutil.Process(server.process.pid)
+    server.close()
+    assert not first.is_running()
+    assert not second.is_running()
+
+
+def test_a_scorer_that_fails_on_its_task_is_an_error(server: ForkServer) -> None:
+    with pytest.raises(RewardError, match="the scorer failed on its own task: KeyError: 'broken'"):
+        server.ask("broken", "1")
+    assert judged(server, "1") == Reply("done", 1)
+
+
+def test_waived_isolation_still_limits_time() -> None:
+    server = ForkServer(EVALUATING, cpu_s=CPU_S, isolation="none")
+    assert judged(server, "9**9**9**9") == Reply("timed_out")
+    assert judged(server, "os.path.exists('/proc/self/environ')") == Reply("done", True)
+    server.close()
+
+
+def test_a_kernel_without_landlock_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    confinement.check("bubblewrap")
+    monkeypatch.setattr(confinement, "_landlock_version", lambda: -1)
+    confinement.check("none")
+    with pytest.raises(ConfigError, match=r"^environment\.sandbox: .*Landlock.*; environment\.sandbox=none waives"):
+        confinement.check("bubblewrap")
+    assert os.getpid() == psutil.Process().pid
