@@ -7,8 +7,22 @@ Errors carry plain strings only, so they survive pickling between processes.
 from typing import ClassVar
 
 
+def printable(text: str) -> str:
+    """Text of unknown origin, made safe for a terminal or a log: control characters, line ends and marks of writing
+    direction become escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same, with its lines kept."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 class ArealError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose. Its text is safe to print."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class ConfigError(ArealError, ValueError):

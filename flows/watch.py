@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from areal_core.errors import ArealError, ConfigError, ProcessError
+from areal_core.errors import ArealError, ConfigError, ProcessError, printable_lines
 from flows import stack
 from flows.shared import PLACES, PROGRESS, RESULT, run_title
 
@@ -111,7 +111,9 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             for place in _rows(places):
                 console.print(f"{place['what']}: {place['value']}", markup=False, soft_wrap=True)
         if not state.is_completed():
-            console.print(f"[red]{state.name}[/]: {escape(_plain(state.message))}", markup=True, soft_wrap=True)
+            console.print(
+                f"[red]{state.name}[/]: {escape(printable_lines(_plain(state.message)))}", markup=True, soft_wrap=True
+            )
             return 1
     if up.owner != "up":
         console.print("Run `make up` to open these pages again.")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from areal_core.config.schema import LaunchConfig
+from areal_core.errors import printable, printable_lines
 
 FORMAT = "AREAL_LOG_FORMAT"  # text or json; unset: a person reads
 INDEX = "AREAL_INDEX"  # of a process in its role
@@ -106,7 +107,7 @@ def formatter(log_format: str | None, source: Source) -> logging.Formatter:
 
 class _Plain(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return _shown(record.levelname, super().format(record))
+        return _shown(record.levelname, _safe(super().format(record), record))
 
 
 class _Text(logging.Formatter):
@@ -117,7 +118,13 @@ class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         step = _step_of(record)
         at = "" if step is None else f"[step {step}] "
-        return f"{_time(record)} {record.levelname} {self._name} {at}{super().format(record)}"
+        return f"{_time(record)} {record.levelname} {self._name} {at}{_safe(super().format(record), record)}"
+
+
+def _safe(text: str, record: logging.LogRecord) -> str:
+    """A formatted record, whose message stays on one line: it may quote a completion. A traceback keeps its lines."""
+    message = record.getMessage()
+    return printable(message) + printable_lines(text.removeprefix(message))
 
 
 class _Json(logging.Formatter):
@@ -144,7 +151,8 @@ def plain(line: str, name: str) -> list[str]:
         level, who, message = match.groups()
     elif (record := _record(line)) is not None:
         level, who = record["level"], f"{record['role']}-{record['index']}"
-        message = "\n".join(part for part in (record["message"], record.get("traceback")) if part)
+        traceback = printable_lines(record.get("traceback") or "")
+        message = "\n".join(part for part in (printable(record["message"]), traceback) if part)
     else:
         return [line]
     shown = _shown(level, message)

@@ -25,7 +25,7 @@ from areal_core.api.wire import Arrival, SampledCompletion
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
-from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError
+from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, printable
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.tracking.timeline import TimelineWriter
@@ -180,7 +180,7 @@ def _attempt(function: Callable[[Any], Any], message: Any) -> Any:
     except ArealError as error:
         return error
     except Exception as error:  # noqa: BLE001 - the boundary: whatever a verifier does costs one group, not the worker
-        return RewardError(f"the verifier failed: {type(error).__name__}: {error}")
+        return RewardError(printable(f"the verifier failed: {type(error).__name__}: {error}"))
 
 
 _suspended: dict[int, GroupRollout] = {}  # in a worker: groups that wait for the policy

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from areal_core.errors import printable_lines
 from areal_core.types import RunStatus, RunSummary
 
 _WIDTH = 100  # of a paragraph, in characters
@@ -36,7 +37,7 @@ class RunProgress:
             self._bar.stop()
 
     def log(self, line: str) -> None:
-        self._console.print(escape(line), highlight=False, soft_wrap=True)
+        self._console.print(escape(printable_lines(line)), highlight=False, soft_wrap=True)
 
     def update(self, status: RunStatus) -> None:
         if self._bar:

@@ -64,6 +64,25 @@ def test_json_has_what_is_known() -> None:
     }
 
 
+HOSTILE = "\x1b]0;owned\x07\r\n2026-11-23T03:22:48.123Z INFO controller-0 forged \u202e"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json", None])
+def test_hostile_text_forges_no_line_and_no_terminal_command(log_format: str | None) -> None:
+    """The text of a verifier's exception may quote a completion."""
+    shown = logs.formatter(log_format, Source("evaluator"))
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError as error:
+        failed = record("the verifier failed: %s", error)
+        failed.exc_info = (ValueError, error, error.__traceback__)
+    for line in shown.format(failed).splitlines():
+        for seen in [line, *plain(line, "evaluator-0")]:
+            assert not {"\x1b", "\r", "\x07", "\u202e"} & set(seen)
+    [message] = plain(shown.format(record("failed: %s", HOSTILE)), "evaluator-0")
+    assert message.startswith(r"failed: \x1b]0;owned\x07\r\n2026")
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_a_line_is_shown_as_its_message(log_format: str) -> None:
     shown = logs.formatter(log_format, Source("evaluator"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import io
 
+import pytest
 from rich.console import Console
 
 from areal_core.run.progress import RunProgress, conclude, describe
@@ -42,6 +43,14 @@ def test_on_a_terminal_a_live_line() -> None:
     text = shown(STATUS, terminal=True)
     assert LINE in text
     assert "server [1] says: [/nothing] [bold]" in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_log_lines_send_nothing_to_the_terminal(terminal: bool) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=200)
+    RunProgress(console).log("the verifier failed: \x1b]0;owned\x07 \u202e")
+    assert r"the verifier failed: \x1b]0;owned\x07 \u202e" in stream.getvalue()
 
 
 def test_conclude() -> None:
