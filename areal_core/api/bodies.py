@@ -16,3 +16,5 @@ async def read(request: web.Request, kind: type[T]) -> T:
         return msgspec.convert(await request.json(), kind)  # not msgspec's own reader, which knows no NaN
     except msgspec.ValidationError as error:
         raise ValueError(f"body: {error}") from None
+    except RecursionError:
+        raise ValueError("body: is nested too deeply") from None

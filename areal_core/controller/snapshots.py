@@ -49,17 +49,17 @@ class Snapshots:
         Raises StorageError and OSError."""
         before = self._job
         if before is None or before[0] != job:
-            task = asyncio.ensure_future(self._take(step, job, None if before is None else before[1]))
+            task = asyncio.ensure_future(self._take(step, None if before is None else before[1]))
             self._job = job, task
         else:
             task = before[1]
         done, _ = await asyncio.wait([task], timeout=timeout_s)
         return task.result() if done else None
 
-    async def _take(self, step: int, job: str, before: asyncio.Task[Any] | None) -> dict[str, Any]:
+    async def _take(self, step: int, before: asyncio.Task[Any] | None) -> dict[str, Any]:
         if before is not None:
             await asyncio.wait([before])
-        copy = self._run.root / f"{_COPY}{job}.sqlite"
+        copy = self._run.root / f"{_COPY}{step}.sqlite"  # no text of a request: a job may be called anything
         async with self.exclusive:
             try:
                 consumed = None if self._retain else step

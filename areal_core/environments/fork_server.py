@@ -159,8 +159,7 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     if settings["confined"]:
         confinement.confine()
-    gc.disable()
-    gc.freeze()  # a collection in a fork would copy every page
+    gc.freeze()  # no collection looks at what is here for good
     pipe.send_bytes(json.dumps([_READY, "done", None]).encode())
     while True:
         try:
@@ -223,7 +222,7 @@ def _judged(
         return "died", None
     try:
         [kind, value] = json.loads(said)
-    except (ValueError, RecursionError):  # it has said nothing, or more than one thing
+    except (ValueError, TypeError, RecursionError):  # it has said nothing, more than one thing, or no pair
         return "died", None
     return ("done", value) if kind == "done" else ("raised", None)
 
@@ -247,6 +246,7 @@ def _read(replies: int, ended: int, deadline: float) -> tuple[bytes, bool]:
 
 def _answer(replies: int, scorer: Scorer, prepared: Any, answer: str, settings: dict[str, Any]) -> None:
     """The fork. The kernel ends it, in the middle of a multiplication too, when its CPU time is used up."""
+    gc.disable()  # a collection would copy every page
     confinement.confine_fork(cpu_s=settings["cpu_s"], memory_bytes=_MEMORY, confined=settings["confined"])
     try:
         said = json.dumps(["done", scorer.judge(prepared, answer)])

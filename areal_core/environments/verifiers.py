@@ -36,7 +36,7 @@ def mathematics(task: Prompt, completion: str, isolation: str = "confined") -> V
 
 def _by_algebra(gold: str, answer: str, isolation: str) -> Outcome:
     reply = _formulas(isolation).ask(gold, answer)
-    if reply.status == "done" and reply.value in _COMPARED:
+    if reply.status == "done" and isinstance(reply.value, str) and reply.value in _COMPARED:
         return Outcome(reply.value)
     return Outcome.TIMED_OUT if reply.status == "timed_out" else Outcome.FAILED
 

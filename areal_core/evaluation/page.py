@@ -108,6 +108,6 @@ def write_page(path: Path, title: str, records: Sequence[Record], scores: Scores
         most=_SAMPLES,
     )
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise StorageError(f"{path}: can't be written: {error.strerror}") from error

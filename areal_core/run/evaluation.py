@@ -124,7 +124,9 @@ def _result(run: RunDir, benchmark: Benchmark, records: RecordFile, reference: s
     scores, page = scored(records.records), records.path.with_suffix(".html")
     write_json(records.path.with_suffix(".scores.json"), dataclasses.asdict(scores))
     lines = (json.dumps({"prompt_id": prompt_id, "rate": rate}) for prompt_id, rate in rates(records.records).items())
-    records.path.with_suffix(".rates.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    records.path.with_suffix(".rates.jsonl").write_text(
+        "".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace"
+    )
     write_page(page, f"{run.root.name}: {benchmark.name}", records.records, scores)
     above: Mapping[str, Difference] = {}
     agrees = None

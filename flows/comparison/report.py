@@ -35,7 +35,7 @@ def write_report(comparison: str, arms: Arms, results: Results, folder: Path) ->
             caption = "A thin line is a seed, the thick one their median."
             parts += ["## Learning curves", f"![Learning curves of {', '.join(arms)}]({picture.name})", caption]
             files.append(picture)
-    page.write_text("\n\n".join(parts) + "\n")
+    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return files
 
 

@@ -94,6 +94,11 @@ def test_parts_of_thousands_of_completions_may_be_asked_for(run: Launched) -> No
     assert (status, text) == (400, "LedgerError: group_id: no payload is kept for group 999999")
 
 
+def test_a_body_of_brackets_is_refused(run: Launched) -> None:
+    status, text = ask(run, "controller", "POST", "/versions", b"[" * 200_000, token(run))
+    assert (status, text) == (400, "ValueError: body: is nested too deeply")
+
+
 def test_version_0_is_the_base_model(run: Launched) -> None:
     body = b'{"version": 0, "path": "/", "sha256": "x"}'
     status, text = ask(run, "controller", "POST", "/versions", body, token(run))

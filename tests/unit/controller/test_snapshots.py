@@ -91,6 +91,14 @@ async def test_a_job_takes_as_long_as_the_store_does(run: Run) -> None:
     assert len(run.puts) == 1
 
 
+async def test_the_name_of_a_job_names_no_file(run: Run) -> None:
+    step = await run.step()
+    before = {path for path in run.dir.root.parent.rglob("*") if run.dir.root not in path.parents}
+    for job in ("../../../outside", "/../ledger", "x" * 300):
+        assert await run.snapshots.take(step, job, 30.0) is not None
+    assert {path for path in run.dir.root.parent.rglob("*") if run.dir.root not in path.parents} == before
+
+
 async def test_one_job_at_a_time(run: Run) -> None:
     step = await run.step()
     run.gate.clear()

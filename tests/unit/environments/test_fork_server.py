@@ -30,6 +30,12 @@ def server() -> Iterator[ForkServer]:
 _tasks = itertools.count()
 
 
+def said(reply: str, *, ends: bool = True) -> str:
+    """An answer that writes a reply to whatever is open, and ends its process at once or not."""
+    written = f"[os.write(fd, {reply}) for fd in range(64) if stopped(lambda: os.fstat(fd))[0] == 'did']"
+    return f"[{written}, os._exit(0)]" if ends else written
+
+
 def judged(server: ForkServer, answer: str) -> Reply:
     """The reply of a new fork: no task is asked for twice, so none is known already."""
     return server.ask(next(_tasks), answer)
@@ -83,8 +89,11 @@ def test_files_network_and_processes_are_out_of_reach(server: ForkServer, tmp_pa
         ("bytearray(2**40)", "raised"),
         ("os._exit(0)", "died"),
         ("__import__('ctypes').string_at(0)", "died"),
-        ("[os.write(fd, b'[\"done\", 1.0]') for fd in range(9) if stopped(lambda: os.fstat(fd))[0] == 'did']", "died"),
+        (said("""b'["done", 1.0]'""", ends=False), "died"),  # said twice
         ("'x' * 10**6", "died"),
+        (said("b'5'"), "died"),
+        (said("b'[[]]'"), "died"),
+        (said("b'\\xff'"), "died"),
     ],
 )
 def test_time_memory_and_replies_are_limited(server: ForkServer, answer: str, status: str) -> None:
