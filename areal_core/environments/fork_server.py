@@ -34,13 +34,18 @@ from areal_core.environments import confinement
 from areal_core.errors import RewardError
 
 _MEMORY = 2 * 2**30  # bytes of address space of one fork
-_KNOWN = 4096  # replies that are kept
+_KNOWN, _KEPT = 4096, 4096  # replies that are kept, of answers of so many characters at most
 _REPLY = 2**16  # bytes, at most, that a fork may reply
 _START_TIMEOUT_S = 120.0  # for imports, on a busy machine
 _WALL_FACTOR = 10  # wall time of one answer, in units of its CPU time: the machine may be busy
 _WALL_EXTRA_S = 5.0
 # A fork can read this process's environment, so no secret is in it. Huge pages halve the cost of a fork.
-_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTHONMALLOC": "malloc", "PYTHONHASHSEED": "0"}
+_ENVIRONMENT = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "PYTHONMALLOC": "malloc",
+    "PYTHONHASHSEED": "0",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 _READY = -1  # the number of the first reply
 _PREPARE_CPU_S, _PREPARE_TIMEOUT_S = 20.0, 60.0  # for what is trusted, such as the making of a data set
 
@@ -101,7 +106,7 @@ class ForkServer:
             except BaseException:
                 self._end()
                 raise
-            if reply.status in ("done", "raised"):  # what ran out of time may not, the next time
+            if reply.status in ("done", "raised") and len(answer) <= _KEPT:  # what ran out of time may not, next time
                 self._known[key] = reply
                 if len(self._known) > _KNOWN:
                     self._known.popitem(last=False)
@@ -224,7 +229,15 @@ def _judged(
         [kind, value] = json.loads(said)
     except (ValueError, TypeError, RecursionError):  # it has said nothing, more than one thing, or no pair
         return "died", None
-    return ("done", value) if kind == "done" else ("raised", None)
+    if kind != "done":
+        return "raised", None
+    return ("done", value) if _plain(value) else ("died", None)
+
+
+def _plain(value: Any) -> bool:
+    """Whether a fork's value is a scalar, or a list of them: nothing that another reader would choke on."""
+    parts = value if isinstance(value, list) else [value]
+    return all(part is None or isinstance(part, str | int | float) for part in parts)
 
 
 def _read(replies: int, ended: int, deadline: float) -> tuple[bytes, bool]:

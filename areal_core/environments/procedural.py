@@ -32,6 +32,11 @@ _DRAWS_PER_HELD_OUT = 200
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _CPU_LIMIT_S = 2.0  # of one answer
 _NO_FORMULA = re.compile(r"""["'`:;@\[\]{}\\]|__|\.\s*[^\W\d]""")  # texts, attributes, statements
+_FORMULA_NAMES = """
+    Symbol Function Integer Float Rational Abs sign sqrt cbrt root exp log ln factorial binomial floor ceiling pi E I oo
+    sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh acoth erf
+    Pow Add Mul Integral
+"""  # what a formula may name; any other name is a symbol, or a function that is not evaluated
 _EVALUATING = (  # modules whose score_answer calls eval on an answer, for a Python literal
     "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
 )  # fmt: skip
@@ -94,9 +99,11 @@ class Scores:
 
     def __init__(self) -> None:
         parser = importlib.import_module("sympy.parsing.sympy_parser")
-        names: dict[str, Any] = {}
-        exec("from sympy import *", names)  # as the parser does for each formula, Python's own functions left out
-        names |= {"__builtins__": {}, "max": names["Max"], "min": names["Min"]}
+        sympy = importlib.import_module("sympy")
+        names = {
+            name: getattr(sympy, name) for name in _FORMULA_NAMES.split()
+        }  # the parser's own would reach all of Python
+        names |= {"__builtins__": {}, "max": sympy.Max, "min": sympy.Min}
         parse = parser.parse_expr
 
         def parse_formula(text: str, local_dict: dict[str, Any] | None = None, **how: Any) -> Any:
@@ -104,7 +111,7 @@ class Scores:
                 raise ValueError("not a formula")
             return parse(text, **{"local_dict": local_dict, "global_dict": names} | how)
 
-        for module in (parser, importlib.import_module("sympy")):  # before data sets import it by name
+        for module in (parser, sympy):  # before data sets import it by name
             vars(module)["parse_expr"] = parse_formula
         _reasoning_gym()
         for module in _EVALUATING:

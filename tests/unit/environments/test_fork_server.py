@@ -71,6 +71,9 @@ def test_files_network_and_processes_are_out_of_reach(server: ForkServer, tmp_pa
             "os.execv('/bin/true', ['true'])",
             "__import__('time').sleep(5)",
             "os.setpriority(0, 0, -20)",
+            "__import__('fcntl').fcntl(0, 8, os.getppid())",  # F_SETOWN: signals by way of the kernel
+            "__import__('fcntl').fcntl(0, 1024, 1)",  # F_SETLEASE
+            "__import__('fcntl').ioctl(0, 0x40086602, b'0' * 8)",  # FS_IOC_SETFLAGS
         ):
             reply = judged(server, f"stopped(lambda: {code})")
             assert (reply.status, reply.value[0]) == ("done", "stopped"), (code, reply)
@@ -93,6 +96,7 @@ def test_files_network_and_processes_are_out_of_reach(server: ForkServer, tmp_pa
         ("'x' * 10**6", "died"),
         (said("b'5'"), "died"),
         (said("b'[[]]'"), "died"),
+        (said("b'[\"done\",' + b'[' * 900 + b']' * 901"), "died"),
         (said("b'\\xff'"), "died"),
     ],
 )

@@ -150,7 +150,15 @@ def test_answers_are_never_executed(scores, tmp_path, dataset):
     mark = tmp_path / "executed"
     made = made_in_its_own_process(dataset)
     forged = "__import__('os').write(6, b'[\"done\", 1.0]') + __import__('os')._exit(0)"
-    for answer in (f"__import__('os').system('touch {mark}')", f"open('{mark}', 'w')", forged, "9**9**9**9", "exit()"):
+    spelled = "parse_expr(sstr(chr))(57)"  # by SymPy's names, Python's own functions would be in reach
+    for answer in (
+        f"__import__('os').system('touch {mark}')",
+        f"open('{mark}', 'w')",
+        forged,
+        spelled,
+        "9**9**9**9",
+        "exit()",
+    ):
         assert scores.ask(made, answer).value in (None, 0.0, 0.01), answer
     assert scores.ask(made, str(made["answer"])) == Reply("done", 1.0)
     assert not mark.exists()
