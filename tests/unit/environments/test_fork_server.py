@@ -161,6 +161,12 @@ def test_a_scorer_that_fails_on_its_task_is_an_error(server: ForkServer) -> None
     assert judged(server, "1") == Reply("done", 1)
 
 
+def test_a_server_whose_forks_can_not_be_confined_does_not_start() -> None:
+    server = ForkServer(EVALUATING, cpu_s=-1.0)  # a timer that the kernel refuses
+    with pytest.raises(RewardError, match="is gone"):
+        server.ask(None, "1")
+
+
 def test_waived_isolation_still_limits_time() -> None:
     server = ForkServer(EVALUATING, cpu_s=CPU_S, isolation="none")
     assert judged(server, "9**9**9**9") == Reply("timed_out")
