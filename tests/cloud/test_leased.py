@@ -75,7 +75,8 @@ def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gon
     def log(line: str) -> None:
         said.append(line)
         if line.endswith(creating) and sum(each.endswith(creating) for each in said) == 1:
-            time.sleep(1.0)  # its request is on its way, and is carried out later
+            while cloud.faults():  # until its request has come; it is carried out later
+                time.sleep(0.05)
             kill_terraform()
 
     cloud.fault("RunInstances", "delay", delay_s=3.0)

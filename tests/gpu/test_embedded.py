@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from areal_core.generation.engines.embedded import Engine
+from areal_core.generation.engines.engine import gathered
 from tests.support.generation import SPECS, Reference, request, weights
 
 
@@ -29,16 +30,17 @@ def test_logprobs_across_an_update_are_those_of_transformers(spec, tmp_path):
     asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=400, seed=i, stop_token_ids=()) for i in range(8)]
     for item in asked:
         engine.add(item)
-    finished = [done for _ in range(100) for done in engine.step()]
-    assert not finished
+    ended = [done for _ in range(100) for done in engine.step()]
+    assert not ended
     engine.swap(engine.prepare(weights(spec, 2)), 1)
     while engine.running or engine.waiting:
-        finished += engine.step()
-    assert len(finished) == len(asked)
-    for generation in finished:
-        for completion in generation.completions:
+        ended += engine.step()
+    completions = gathered(ended)
+    for item in asked:
+        assert len(completions[item.request_id]) == item.n
+        for completion in completions[item.request_id]:
             assert set(completion.versions.tolist()) == {0, 1}
-            reference.check(generation.request, completion)
+            reference.check(item, completion)
 
 
 def test_the_same_seed_gives_the_same_completion(spec):
