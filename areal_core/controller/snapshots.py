@@ -65,7 +65,7 @@ class Snapshots:
                 consumed = None if self._retain else step
                 segments = await asyncio.to_thread(snapshot, self._run.ledger, copy, consumed)
                 await self._payloads.seal()
-                self.in_use = frozenset(_shared(segment) for segment in segments)
+                self.in_use = frozenset(self._shared(segment) for segment in segments)
                 return await asyncio.to_thread(self._upload, step, copy, sorted(segments))
             finally:
                 copy.unlink(missing_ok=True)
@@ -73,21 +73,20 @@ class Snapshots:
     def _upload(self, step: int, copy: Path, segments: list[str]) -> dict[str, Any]:
         there = self._storage.sizes(checkpoint.PAYLOADS)
         for segment in segments:
-            name, file = _shared(segment), self._payloads.file(segment)
+            name, file = self._shared(segment), self._payloads.file(segment)
             entry = self._uploaded.get(name) or checkpoint.describe(file)
             if there.get(name) != entry.bytes:
                 self._storage.put_file(file, name)
             self._uploaded[name] = entry
         ledger = checkpoint.ledger_name(secrets.token_hex(8))  # never that of another: a job may be asked for once more
         self._storage.child(checkpoint.folder_name(step, self._number)).put_file(copy, ledger)
-        shared = {name: self._uploaded[name] for name in map(_shared, segments)}
+        shared = {name: self._uploaded[name] for name in map(self._shared, segments)}
         self._uploaded = dict(shared)
         return {
             "files": {ledger: dataclasses.asdict(checkpoint.describe(copy))},
             "shared": {name: dataclasses.asdict(entry) for name, entry in shared.items()},
         }
 
-
-def _shared(segment: str) -> str:
-    """A segment's name in the run's store."""
-    return f"{checkpoint.PAYLOADS}/{segment}{SUFFIX}"
+    def _shared(self, segment: str) -> str:
+        """Its name in the run's store: under this launcher's number, so that no other one deletes it."""
+        return checkpoint.payload_name(segment + SUFFIX, self._number)

@@ -11,11 +11,13 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import StorageError
 from areal_core.launch.supervisor import FileLock
+from areal_core.storage import checkpoint
 from areal_core.storage.lease import Lease, LeaseLostError
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
@@ -50,7 +52,7 @@ class Ownership:
         try:
             storage = Storage.open(checkpoint_url, config.storage.endpoint_url, _PATIENCE_S)
             self._lease = Lease(storage, _where(run), ttl_s=config.storage.lease_s)
-            self.number = self._lease.acquire()
+            self.number = self._lease.acquire(above=checkpoint.highest_number(storage))
         except BaseException:
             self._lock.release()
             raise
@@ -113,6 +115,8 @@ class Ownership:
 
 
 def _where(run: RunDir) -> str:
-    """Names the folder of a run on this machine, and no other one under the same path."""
+    """Names the folder of a run on this machine, since it was started, and no other one: a machine made from a copy of
+    its disk has started another time, and a container beside this one has another file system."""
     found = os.stat(run.launcher_lock)
-    return f"{socket.gethostname()}:{run.root} ({found.st_dev:x}.{found.st_ino:x})"
+    started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}:{run.root} ({found.st_dev:x}.{found.st_ino:x}, {started})"

@@ -1,12 +1,22 @@
 """Consistent snapshots of a run in its store, each a folder with `manifest.json` put last:
 
     checkpoints/step-000010.2/...        of step 10, by the launcher with the fencing number 2 (storage/lease.py)
-    payloads/000002-000007.bin           shared by checkpoints, and written once
+    payloads/2/000001-000007.bin         put by that launcher, shared by its checkpoints, and written once
 
 A checkpoint exists once its manifest does. The manifest holds size and hash of every file, so a snapshot that was cut
-short at any point is never taken for one; one whose files turn out to be others is set aside, and an older one taken.
-No two launchers write to one folder, so that one which has lost its run unawares spoils nothing: what the later
-launcher has written counts as newer. Files only: no torch, and nothing about what the files mean.
+short at any point is never taken for one; one whose files turn out to be others is marked, and an older one taken.
+Where a checkpoint was committed and none is whole, nobody begins the run anew: that would hide the loss.
+
+Writes and deletes are fenced by names, as time passes between a look at the lease and what follows it. A launcher that
+has lost its run unawares may go on at any point:
+
+- Every name has the number of the launcher that put the object, and a checkpoint refers to objects of its own number
+  alone. So nobody writes to, or deletes, what the checkpoints of a later launcher need.
+- A launcher deletes objects of its own number and, once it has committed a checkpoint, what that one's manifest lists
+  as superseded: folders of earlier launchers. Those of their checkpoints that it still keeps stay.
+- What nobody lists stays until `leftovers` is asked for it, by who holds the lease (`make prune`).
+
+Files only: no torch, and nothing about what the files mean.
 """
 
 from __future__ import annotations
@@ -17,7 +27,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,7 +48,8 @@ _LEDGER = "ledger-"
 _MANIFEST = "manifest.json"
 _SEAL = "sha256"  # in a manifest: of all else in it
 _SET_ASIDE = "manifest.damaged.json"
-_FOLDER = re.compile(rf"{_ROOT}/step-(\d{{6,}})\.(\d+)")
+_FOLDER = re.compile(rf"{_ROOT}/step-(\d{{6,18}})\.(\d{{1,9}})/")
+_PAYLOADS_OF = re.compile(rf"{PAYLOADS}/(\d{{1,9}})/")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")  # of a file, below the checkpoint's folder and nowhere else
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,6 +72,7 @@ class CheckpointInfo:
     number: int  # fencing number of the launcher whose run wrote it
     files: dict[str, FileEntry]  # by name below `folder`
     shared: dict[str, FileEntry]  # by name in the run's store
+    superseded: list[str]  # folders of earlier launchers, which this one's may delete
     extra: dict[str, Any]  # what `save` was given
 
     @property
@@ -87,6 +99,16 @@ def folder_name(step: int, number: int) -> str:
     return f"{_ROOT}/step-{step:06d}.{number}"
 
 
+def payload_name(segment: str, number: int) -> str:
+    """The name of a segment's file in the run's store."""
+    return f"{PAYLOADS}/{number}/{segment}"
+
+
+def highest_number(storage: Storage) -> int:
+    """The highest number of a launcher in the names of a run's store; 0 where there is none."""
+    return max((number for number, _ in _owners(_names(storage))), default=0)
+
+
 def save(
     storage: Storage,
     step: int,
@@ -103,7 +125,10 @@ def save(
     in the store; the manifest vouches for them too. Raises StorageError, and then the checkpoint does not exist.
     """
     target = storage.child(folder_name(step, number))
-    target.delete(_MANIFEST)
+    if {_MANIFEST, _SET_ASIDE} & target.sizes().keys():  # of the same step, by an earlier trainer
+        target.put_bytes(_MANIFEST, _text({"replaced": True}))  # which still tells that there was one
+        target.delete(_SET_ASIDE)
+    superseded = {folder for owner, folder in _owners(_names(storage)) if owner < number}
     entries = dict(uploaded or {})
     for name, path in files.items():
         entries[name] = describe(path)
@@ -117,6 +142,7 @@ def save(
         "number": number,
         "files": {name: dataclasses.asdict(entry) for name, entry in entries.items()},
         "shared": {name: dataclasses.asdict(entry) for name, entry in (shared or {}).items()},
+        "superseded": sorted(superseded),
         "extra": dict(extra),
     }
     target.put_bytes(_MANIFEST, _text(manifest | {_SEAL: _seal(manifest)}))
@@ -136,9 +162,19 @@ def describe(path: Path) -> FileEntry:
 
 
 def newest(storage: Storage, *, last: int | None = None) -> CheckpointInfo | None:
-    """The newest complete checkpoint, of step `last` at most; broken ones are skipped with a line in the log. Raises
-    StorageError for one of another format."""
-    return next((info for info in _complete(storage) if last is None or info.step <= last), None)
+    """The newest complete checkpoint, of step `last` at most; broken ones are skipped with a line in the log. None
+    before the first one. Raises StorageError for one of another format, and where there were some and none is left."""
+    later = False
+    for info in _complete(storage):
+        if last is None or info.step <= last:
+            return info
+        later = True
+    if later:
+        raise StorageError(
+            f"{storage.url}/{_ROOT}: all checkpoints are of later steps than {last}, another launcher's: start the run "
+            "again"
+        )
+    return _nothing(storage)
 
 
 def at(storage: Storage, step: int, number: int) -> CheckpointInfo:
@@ -173,22 +209,20 @@ def fetch_shared(storage: Storage, info: CheckpointInfo, folder: Path) -> None:
 
 
 def newest_of(storage: Storage, fetched: Callable[[CheckpointInfo], T]) -> tuple[CheckpointInfo, T] | None:
-    """The newest checkpoint that is what its manifest says, and what `fetched` makes of it; None where there is none.
-    Those for which that raises DamagedError are set aside."""
+    """The newest checkpoint that is what its manifest says, and what `fetched` makes of it. Those for which that raises
+    DamagedError are set aside. None and errors as of `newest`."""
     for info in _complete(storage):
         try:
             return info, fetched(info)
         except DamagedError as error:
             set_aside(storage, info, str(error))
-    return None
+    return _nothing(storage)
 
 
 def set_aside(storage: Storage, info: CheckpointInfo, reason: str) -> None:
-    """A checkpoint is damaged: nobody takes it again."""
+    """A checkpoint is damaged: nobody takes it again, unless its launcher puts another in its place."""
     _log.warning("%s; it is set aside, and an older one is taken", reason)
-    target = storage.child(info.folder)
-    target.put_bytes(_SET_ASIDE, target.get_bytes(_MANIFEST))
-    target.delete(_MANIFEST)
+    storage.child(info.folder).put_bytes(_SET_ASIDE, _text({"reason": reason}))
 
 
 def prune(
@@ -202,26 +236,43 @@ def prune(
     """Delete all but the newest `keep` complete checkpoints, those of the steps that `kept_too` chooses among all, and
     the broken ones older than the newest complete one; then what no checkpoint shares, but for the names `in_use`.
 
-    A broken one that is newer may be on its way to completion and stays. Returns the step of the oldest one among the
-    newest `keep`; 0 if there is none. A launcher that finds work of a later one deletes nothing.
+    Only what the launcher with this `number` may delete (see above); a broken one that is newer may be on its way to
+    completion and stays. Returns the step of the oldest one among the newest `keep`; 0 where the newest is none of this
+    launcher's.
     """
     complete = list(_complete(storage))
-    if not complete or complete[0].number > number:
+    if not complete or complete[0].number != number:
         return 0
-    kept = {(info.number, info.step) for info in complete[:keep]}
+    own = complete[0]
     chosen = kept_too([info.step for info in complete])
-    kept |= {(info.number, info.step) for info in complete if info.step in chosen}
-    newest_one = (complete[0].number, complete[0].step)
+    kept = {info.folder: info for info in complete[:keep] + [info for info in complete if info.step in chosen]}
     for found in _folders(storage.sizes(_ROOT)):
-        if found < newest_one and found not in kept:
-            folder = folder_name(found[1], found[0])
+        folder = folder_name(found[1], found[0])
+        its_own = found[0] == number and found < (number, own.step)
+        if (its_own or folder in own.superseded) and folder not in kept:
             storage.delete(f"{folder}/{_MANIFEST}")  # first: half a checkpoint must not look like one
             storage.delete(folder)
-    shared = {name for info in complete if (info.number, info.step) in kept for name in info.shared}
+    shared = {name for info in kept.values() for name in info.shared}
     for name in storage.sizes(PAYLOADS):
-        if name not in shared and name not in in_use:
+        owner, folder = next(_owners([name]), (None, ""))
+        if (owner == number or folder in own.superseded) and name not in shared and name not in in_use:
             storage.delete(name)
     return min(info.step for info in complete[:keep])
+
+
+def leftovers(storage: Storage, number: int) -> dict[str, int]:
+    """What launchers with a number below this one have left and no complete checkpoint needs: bytes by name. For who
+    holds the lease under this number."""
+    complete = list(_complete(storage))
+    needed = {info.folder for info in complete}
+    shared = {name for info in complete for name in info.shared}
+    sizes = storage.sizes(_ROOT) | storage.sizes(PAYLOADS)
+    return {
+        name: size
+        for name, size in sizes.items()
+        for owner, folder in _owners([name])
+        if owner < number and folder not in needed and name not in shared
+    }
 
 
 def _fetched(source: Storage, name: str, file: Path, entry: FileEntry) -> Path:
@@ -251,8 +302,9 @@ def _complete(storage: Storage, gone: frozenset[tuple[int, int]] = frozenset()) 
         present = {
             name.removeprefix(f"{folder}/"): size for name, size in sizes.items() if name.startswith(f"{folder}/")
         }
-        if _MANIFEST not in present:
-            _log.warning("skipping checkpoint %s/%s: it has no manifest", storage.url, folder)
+        if _MANIFEST not in present or _SET_ASIDE in present:
+            why = "it was found damaged" if _SET_ASIDE in present else "it has no manifest"
+            _log.warning("skipping checkpoint %s/%s: %s", storage.url, folder, why)
             continue
         try:
             info = _read_manifest(storage, step, number)
@@ -270,6 +322,32 @@ def _complete(storage: Storage, gone: frozenset[tuple[int, int]] = frozenset()) 
             continue
         given = True
         yield info
+
+
+def _nothing(storage: Storage) -> None:
+    """No checkpoint can be had: raises StorageError unless there never was one."""
+    known = {name.rpartition("/")[0] for name in storage.sizes(_ROOT) if name.endswith((_MANIFEST, _SET_ASIDE))}
+    if not known:
+        return
+    raise StorageError(
+        f"{storage.url}/{_ROOT}: of {len(known)} checkpoints none is whole: put back what is missing, or start the run "
+        "under another id"
+    )
+
+
+def _names(storage: Storage) -> Iterator[str]:
+    """Of all that checkpoints are made of."""
+    yield from storage.sizes(_ROOT)
+    yield from storage.sizes(PAYLOADS)
+
+
+def _owners(names: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Of each of these names, the number of the launcher that put it, and the folder that is named after it."""
+    for name in names:
+        if match := _FOLDER.match(name):
+            yield int(match[2]), match[0].rstrip("/")
+        elif match := _PAYLOADS_OF.match(name):
+            yield int(match[1]), match[0].rstrip("/")
 
 
 def _folders(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -295,7 +373,14 @@ def _read_manifest(storage: Storage, step: int, number: int) -> CheckpointInfo:
         raise ValueError(f"{unsafe[0]!r} is no name of a file of a checkpoint")
     if (int(manifest["step"]), int(manifest["number"])) != (step, number):
         raise ValueError(f"it is of step {manifest['step']} and number {manifest['number']}")
-    return CheckpointInfo(step=step, number=number, files=files, shared=shared, extra=manifest["extra"])
+    return CheckpointInfo(
+        step=step,
+        number=number,
+        files=files,
+        shared=shared,
+        superseded=list(manifest["superseded"]),
+        extra=manifest["extra"],
+    )
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:

@@ -1,57 +1,49 @@
 """The lease of a run: which launcher runs it, on whatever machine, and a fencing number that only grows.
 
-Every launcher that wants the run has an object of its own in the run's store, `lease/<owner>.json`, which nobody else
-writes. Who goes first follows from all of them, by Lamport's bakery algorithm (CACM 17(8), 1974): a launcher says that
-it is choosing, chooses a number above all that it sees, and waits for those that are choosing or have a lower one; of
-two with the same number the owner's name decides. That takes no conditional writes, which stores do not have in common:
-only that a list shows what was written before, as folders and S3 do.
+One object, `lease.json` of the run's store, changed only by whoever has read it last (`Storage.put_over`). So of two
+launchers that take the lease at once one has it, and no number is given twice. The number is part of the names of all
+that a launcher writes: one that is stopped and comes back too late touches nothing of its successor's
+(storage/checkpoint.py).
 
-The holder renews its object. One that was not renewed for `ttl_s`, by the clock of the one that looks and waits, is a
-dead launcher's. One that comes back from such a silence finds a higher number, and ends. What it writes until then is
-under its own number, in places where nobody takes it for newer (storage/checkpoint.py).
+The holder renews its lease. One that was not renewed for `ttl_s`, by the clock of the one that looks and waits, is a
+dead launcher's. One that comes back from such a silence finds another holder, and ends. Clocks of two machines are
+never compared.
+
+What is no lease, in whose place ever, counts as one that nobody renews. A holder that lives writes over it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Annotated
 
-from areal_core.errors import ProcessError
-from areal_core.storage.objects import MissingError, Storage
+import msgspec
+
+from areal_core.errors import ProcessError, StorageError
+from areal_core.storage.objects import ChangedError, MissingError, Storage
 
 logger = logging.getLogger(__name__)
-_ROOT = "lease"
-_LOOK_S = 0.2  # between two looks at the others
+NAME = "lease.json"
+_LOOK_S = 0.2  # between two looks at a lease that is waited for
+_MOST = 10**9 - 1  # a number has at most nine digits
 
 
 class LeaseLostError(ProcessError):
     """Another launcher has taken the run over."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """What a launcher says of itself."""
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """What the object says."""
 
-    owner: str
-    where: str  # a host and a folder, where one launcher at a time is alive
-    state: Literal["choosing", "waiting", "held", "released", "withdrawn"]  # released: after it was held
-    number: int = 0
+    number: Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+    holder: str  # nobody else's
+    where: str  # a machine and a folder, where one launcher at a time is alive
+    held: bool = True  # false: given back
     beat: int = 0  # how often it was renewed
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What a launcher has seen of another one."""
-
-    claim: Claim  # the last
-    since: float  # when it was new
-    changed: bool = False  # since the first one
 
 
 class Lease:
@@ -69,16 +61,17 @@ class Lease:
         """`storage` is the run's; `where` names the one folder whose lock the caller holds: whoever had the lease there
         is dead."""
         self._storage = storage
+        self._where = where
         self._ttl_s = ttl_s
         self._clock, self._sleep = clock, sleep
-        owner = f"{socket.gethostname()}-{secrets.token_hex(8)}"
-        self._claim = Claim(owner=owner, where=where, state="choosing")
-        self._said = self._clock()  # when this launcher last said something
-        self._seen: dict[str, _Seen] = {}  # of others, by owner
+        self._holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
+        self._claim: Claim | None = None
+        self._mark: str | None = None  # of the object as this launcher wrote it
 
     @property
     def number(self) -> int:
         """The fencing number: higher than that of every launcher that had the run before."""
+        assert self._claim is not None, "acquire first"
         return self._claim.number
 
     @property
@@ -86,106 +79,99 @@ class Lease:
         """How often it is to be renewed."""
         return self._ttl_s / 6
 
-    def acquire(self) -> int:
-        """Take the lease; returns its number. Waits for one that is held to be renewed: after `ttl_s` its launcher is
+    def acquire(self, *, above: int = 0) -> int:
+        """Take the lease; returns its number, which is higher than `above` too: the highest that the store's names
+        show, for where the object is gone. Waits for a lease that is held to be renewed: after `ttl_s` its launcher is
         dead. Raises ProcessError when another one runs the run, and StorageError."""
-        self._say(replace(self._claim, state="choosing"))
-        number = 1 + max((claim.number for claim in self._others()), default=0)
-        self._say(replace(self._claim, state="waiting", number=number))
-        try:
-            while (others := self._ahead()) and not any(map(self._runs, others)):
+        seen, since = None, 0.0
+        while True:
+            found, mark = _read(self._storage)
+            if seen is None or seen != (found, mark):
+                if seen is not None and found is not None and found.held and _follows(seen[0], found):
+                    raise ProcessError(
+                        f"run_id: the run is running already, on {found.where}; wait for its end or choose another"
+                    )
+                seen, since = (found, mark), self._clock()
+            if self._is_free(found, mark) or self._clock() - since >= self._ttl_s:
+                number = 1 + max(above, found.number if found else 0)
+                if number > _MOST:
+                    raise StorageError(
+                        f"{self._storage.url}: no launcher can have a number above {_MOST}; move the run"
+                    )
+                if self._write(Claim(number=number, holder=self._holder, where=self._where), mark):
+                    return number
+            else:
                 self._sleep(_LOOK_S)
-            if others := [claim for claim in self._others() if self._runs(claim)]:
-                where = others[0].where
-                raise ProcessError(
-                    f"run_id: the run is running already, on {where}; wait for its end or choose another"
-                )
-        except BaseException:
-            self._say(replace(self._claim, state="withdrawn"))
-            raise
-        self._say(replace(self._claim, state="held"))
-        for claim in self._others():
-            if not self._may_live(claim):
-                self._storage.delete(_name(claim.owner))
-        return number
 
     def renew(self) -> None:
-        """Say that this launcher lives. Raises LeaseLostError once another one has taken over, or is about to because
-        this one was silent for too long, and StorageError."""
-        silent = self._clock() - self._said >= self._ttl_s
-        self._say(replace(self._claim, beat=self._claim.beat + 1))
-        for claim in self._others():
-            about_to = claim.state == "choosing" or (claim.state == "waiting" and claim.number > self.number)
-            if _supersedes(claim, self.number) or (silent and about_to):
-                raise _lost_to(claim)
+        """Say that this launcher lives. Raises LeaseLostError once another one has taken over, and StorageError."""
+        assert self._claim is not None, "acquire first"
+        self._change(msgspec.structs.replace(self._claim, beat=self._claim.beat + 1))
 
     def release(self) -> None:
-        """Give it back: the next launcher need not wait."""
-        self._say(replace(self._claim, state="released"))
+        """Give it back: the next launcher need not wait. Where another one has it already, nothing is done."""
+        assert self._claim is not None, "acquire first"
+        try:
+            self._change(msgspec.structs.replace(self._claim, held=False))
+        except LeaseLostError as error:
+            logger.info("%s", error)
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _say(self, claim: Claim) -> None:
-        self._claim, self._said = claim, self._clock()
-        self._storage.put_bytes(_name(claim.owner), json.dumps(asdict(claim)).encode())
+    def _is_free(self, found: Claim | None, mark: str | None) -> bool:
+        """Whether it can be had at once."""
+        if found is None:
+            return mark is None
+        return not found.held or found.where == self._where
 
-    def _others(self) -> list[Claim]:
-        """What others say now; when each of them last said something new is noted."""
-        claims = [claim for claim in _claims(self._storage) if claim.owner != self._claim.owner]
-        for claim in claims:
-            seen = self._seen.setdefault(claim.owner, _Seen(claim, self._clock()))
-            if seen.claim != claim:
-                self._seen[claim.owner] = _Seen(claim, self._clock(), changed=True)
-        return claims
+    def _change(self, claim: Claim) -> None:
+        if not self._write(claim, self._mark):
+            raise _lost_to(_read(self._storage)[0])
 
-    def _ahead(self) -> list[Claim]:
-        """Those that go before this launcher."""
-        return [claim for claim in self._others() if self._may_live(claim) and self._goes_before(claim)]
-
-    def _goes_before(self, claim: Claim) -> bool:
-        return claim.state == "choosing" or (claim.number, claim.owner) < (self.number, self._claim.owner)
-
-    def _may_live(self, claim: Claim) -> bool:
-        """Whether its launcher may be there, as far as this one has seen."""
-        if claim.state in ("released", "withdrawn") or claim.where == self._claim.where:
-            return False
-        return self._clock() - self._seen[claim.owner].since < self._ttl_s
-
-    def _runs(self, claim: Claim) -> bool:
-        """Whether its launcher is known to run the run: it has renewed its lease, or has taken over from this one while
-        this one was silent."""
-        if claim.state != "held" or not self._may_live(claim):
-            return False
-        return self._seen[claim.owner].changed or not self._goes_before(claim)
+    def _write(self, claim: Claim, mark: str | None) -> bool:
+        """Put the claim in the place of the object with this mark, or of what this launcher has put there meanwhile (an
+        answer may be lost), or, where it has the lease, of what is none; whether it is there now."""
+        while True:
+            try:
+                self._mark = self._storage.put_over(NAME, msgspec.json.encode(claim), mark)
+                break
+            except ChangedError:
+                found, mark = _read(self._storage)
+                if found == claim:
+                    self._mark = mark
+                    break
+                if self._claim is None or (found is not None and found.holder != self._holder):
+                    return False
+        self._claim = claim
+        return True
 
 
 def check(storage: Storage, number: int) -> None:
     """Before something is replaced in the run's store: raises LeaseLostError where a launcher with a higher number than
     this one has had the run."""
-    for claim in _claims(storage):
-        if _supersedes(claim, number):
-            raise _lost_to(claim)
+    found = _read(storage)[0]
+    if found is not None and found.number > number:
+        raise _lost_to(found)
 
 
-def _claims(storage: Storage) -> list[Claim]:
-    claims: list[Claim] = []
-    for name in storage.list(_ROOT):
-        try:
-            claims.append(Claim(**json.loads(storage.get_bytes(name))))
-        except (ValueError, TypeError):
-            logger.warning("%s/%s is no claim to the run", storage.url, name)
-        except MissingError:
-            continue  # it has gone meanwhile
-    return claims
+def _read(storage: Storage) -> tuple[Claim | None, str | None]:
+    """The claim, None for what is no claim, and the mark of its object, None where there is none."""
+    try:
+        data, mark = storage.get_marked(NAME)
+    except MissingError:
+        return None, None
+    try:
+        return msgspec.json.decode(data, type=Claim), mark
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        logger.warning("%s/%s is no lease: %s", storage.url, NAME, error)
+        return None, mark
 
 
-def _supersedes(claim: Claim, number: int) -> bool:
-    return claim.number > number and claim.state in ("held", "released")
+def _follows(before: Claim | None, found: Claim) -> bool:
+    """Whether who waits has seen the holder of a lease renew it, or get it."""
+    return before is None or found.holder != before.holder or found.beat > before.beat
 
 
-def _lost_to(claim: Claim) -> LeaseLostError:
-    return LeaseLostError(f"run_id: another launcher has taken the run over, on {claim.where}")
-
-
-def _name(owner: str) -> str:
-    return f"{_ROOT}/{owner}.json"
+def _lost_to(claim: Claim | None) -> LeaseLostError:
+    where = f", on {claim.where}" if claim else ""
+    return LeaseLostError(f"run_id: another launcher has taken the run over{where}")

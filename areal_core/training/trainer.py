@@ -250,7 +250,7 @@ class Trainer:
         with self.ranks.held_up():
             found = checkpoint.newest(self.storage) if self.rank == 0 else None
             if found is not None and found.step > (known := self.controller.status().step):
-                found = checkpoint.newest(self.storage, last=known)
+                found = checkpoint.newest(self.storage, last=known)  # else by a launcher that has lost the run
         self._meet()
         taken = np.array([0, 0] if found is None else [found.step, found.number])
         step, number = self.ranks.all_reduce_max(taken).tolist()

@@ -206,6 +206,8 @@ class _Run:
                 break
             except StorageError as error:
                 if attempt == _TRIES - 1:
+                    if all(map(self._damaged, self._committed)):
+                        break  # rightly refused: there were some, and none is whole
                     self.result.findings.unresumable.append(f"seed {self.result.seed}: {error}")
                     return self._committed[-1] if self._committed else 0
         sound = [step for step in self._committed if not self._damaged(step)]

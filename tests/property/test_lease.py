@@ -6,12 +6,13 @@ import random
 import tempfile
 import threading
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_core.errors import ProcessError
-from areal_core.storage.lease import Lease, LeaseLostError
+from areal_core.storage.lease import NAME, Claim, Lease, LeaseLostError
 from areal_core.storage.objects import Storage
 from tests.support.turns import Turns, TurnStorage
 
@@ -86,7 +87,7 @@ def test_a_launcher_that_died_is_waited_for_once() -> None:
             again.release()
             assert lease("c").acquire() == 4
             assert turns.now == before
-            assert len(storage.list("lease")) == 1  # what is over is not kept
+            assert storage.list() == (NAME,)
 
         turns.run({"all": launchers})
 
@@ -117,8 +118,53 @@ def test_a_run_that_is_running_is_refused_in_one_line() -> None:
         turns.run({"holder": holder, "other": other})
 
 
-def test_what_is_no_claim_is_left_alone() -> None:
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b'{"number": 1, "holder": "a", "wh',
+        b'{"number": "7", "holder": "a", "where": "b"}',
+        b'{"number": 1%s, "holder": "a", "where": "b"}' % (b"0" * 400),
+        b'{"number": NaN, "holder": "a", "where": "b"}',
+        b"[" * 100_000,
+        b'"\xff"',
+    ],
+    ids=lambda data: repr(data[:20]),
+)
+def test_what_is_no_claim_blocks_nobody_and_is_written_over_by_who_has_the_run(data: bytes) -> None:
+    turns = Turns(random.Random(1))
     with tempfile.TemporaryDirectory() as folder:
         storage = Storage.open(folder)
-        storage.put_bytes("lease/half.json", b'{"owner": "a", "wh')
-        assert Lease(storage, "a", ttl_s=TTL_S).acquire() == 1
+
+        def lease(where: str) -> Lease:
+            return Lease(storage, where, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
+
+        def launchers() -> None:
+            storage.put_bytes(NAME, data)
+            held = lease("a")
+            assert held.acquire(above=6) == 7  # what names show, as the object tells nothing
+            storage.put_bytes(NAME, data)
+            held.renew()
+            assert msgspec.json.decode(storage.get_bytes(NAME), type=Claim).number == 7
+            storage.delete(NAME)
+            held.renew()
+            assert msgspec.json.decode(storage.get_bytes(NAME), type=Claim).number == 7
+
+        turns.run({"all": launchers})
+
+
+def test_an_answer_that_is_lost_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        storage = Storage.open(folder)
+        put = storage.put_over
+
+        def unanswered(name: str, data: bytes, mark: str | None) -> str:
+            put(name, data, mark)
+            return put(name, data, mark)  # as it is tried again
+
+        monkeypatch.setattr(storage, "put_over", unanswered)
+        lease = Lease(storage, "a", ttl_s=TTL_S)
+        assert lease.acquire() == 1
+        lease.renew()
+        lease.release()
+        assert Lease(Storage.open(folder), "b", ttl_s=TTL_S).acquire() == 2

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from areal_core.launch import logs
 from tests.support.remote import HeadNode, Served
+
+
+@pytest.fixture(autouse=True)
+def no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of a log name no step that an earlier test has set."""
+    monkeypatch.setattr(logs, "_step", None)
 
 
 @pytest.fixture

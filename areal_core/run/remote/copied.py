@@ -38,6 +38,7 @@ from areal_core.run.remote.nodes import GONE_S
 from areal_core.run.remote.sending import Sender
 from areal_core.run.remote.share import GENERATION, REWARDS, TRAINER, Owned, Share, owned
 from areal_core.run.remote.stager import Stager
+from areal_core.storage import lease
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 
@@ -331,7 +332,7 @@ def _check_store(run: RunDir, config: RunConfig) -> None:
     """Ranks read checkpoints of the run's store, where its launcher's lease is. Raises ConfigError, StorageError."""
     url = run.info().checkpoint_url
     storage = Storage.open(url, config.storage.endpoint_url)
-    if not storage.sizes("lease"):
+    if not storage.exists(lease.NAME):
         raise StorageError(
             f"storage.url: {url} is not the run's store on this machine; ranks on several machines need one that all "
             "reach, as s3://bucket/prefix"

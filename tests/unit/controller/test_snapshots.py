@@ -132,16 +132,16 @@ async def test_segments_are_uploaded_once_and_only_those_that_are_needed(run: Ru
     await run.step()
     first = await run.snapshots.take(1, "a", 30.0)
     assert first is not None
-    assert list(first["shared"]) == ["payloads/000003-000002.bin", "payloads/000003-000003.bin"]
+    assert list(first["shared"]) == ["payloads/3/000003-000002.bin", "payloads/3/000003-000003.bin"]
     await run.step()
     second = await run.snapshots.take(2, "b", 30.0)
     assert second is not None
-    assert list(second["shared"]) == ["payloads/000003-000003.bin", "payloads/000003-000004.bin"]
+    assert list(second["shared"]) == ["payloads/3/000003-000003.bin", "payloads/3/000003-000004.bin"]
     assert run.snapshots.in_use == set(second["shared"])
     assert [name for name in run.puts if name.startswith("payloads/")] == [
-        "payloads/000003-000002.bin",
-        "payloads/000003-000003.bin",
-        "payloads/000003-000004.bin",
+        "payloads/3/000003-000002.bin",
+        "payloads/3/000003-000003.bin",
+        "payloads/3/000003-000004.bin",
     ]
 
 

@@ -33,6 +33,10 @@ def entry(data: bytes) -> checkpoint.FileEntry:
     return checkpoint.FileEntry(bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), crc32=[zlib.crc32(data)])
 
 
+def folders(store: Storage) -> set[str]:
+    return {name.split("/")[1] for name in store.list("checkpoints")}
+
+
 def newest_step(store: Storage) -> int | None:
     info = checkpoint.newest(store)
     return None if info is None else info.step
@@ -184,7 +188,6 @@ def test_a_checkpoint_that_is_newer_than_asked_for_is_left_alone(store: Storage,
         save(store, tmp_path, step)
     assert checkpoint.newest(store, last=1) == checkpoint.at(store, 1, 0)
     assert newest_step(store) == 2
-    assert checkpoint.newest(store, last=0) is None
     with pytest.raises(StorageError, match=r"step-000007\.0: there is no complete checkpoint"):
         checkpoint.at(store, 7, 0)
 
@@ -242,22 +245,23 @@ def test_prune_keeps_the_newest_complete_ones(store: Storage, tmp_path: Path) ->
 
     assert checkpoint.prune(store, 2) == 3
 
-    folders = {name.split("/")[1] for name in store.list("checkpoints")}
-    assert folders == {"step-000003.0", "step-000005.0", "step-000006.0"}
+    assert folders(store) == {"step-000003.0", "step-000005.0", "step-000006.0"}
     assert store.exists("final/model")
 
 
 def test_prune_keeps_steps_that_are_chosen_and_what_kept_ones_share(store: Storage, tmp_path: Path) -> None:
     for name in "abcd":
-        store.put_bytes(f"payloads/{name}.bin", name.encode())
+        store.put_bytes(f"payloads/0/{name}.bin", name.encode())
     for step, shared in {1: "a", 2: "ab", 3: "c", 4: ""}.items():
-        save(store, tmp_path, step, shared=tuple(f"payloads/{name}.bin" for name in shared))
+        save(store, tmp_path, step, shared=tuple(f"payloads/0/{name}.bin" for name in shared))
 
-    oldest = checkpoint.prune(store, 1, kept_too=lambda steps: [s for s in steps if s == 2], in_use=["payloads/d.bin"])
+    oldest = checkpoint.prune(
+        store, 1, kept_too=lambda steps: [s for s in steps if s == 2], in_use=["payloads/0/d.bin"]
+    )
 
     assert oldest == 4  # what a run is replayed from
-    assert {name.split("/")[1] for name in store.list("checkpoints")} == {"step-000002.0", "step-000004.0"}
-    assert list(store.list("payloads")) == ["payloads/a.bin", "payloads/b.bin", "payloads/d.bin"]
+    assert folders(store) == {"step-000002.0", "step-000004.0"}
+    assert list(store.list("payloads")) == ["payloads/0/a.bin", "payloads/0/b.bin", "payloads/0/d.bin"]
 
 
 def test_the_work_of_a_later_launcher_is_newer_whatever_its_step(store: Storage, tmp_path: Path) -> None:
@@ -270,9 +274,78 @@ def test_the_work_of_a_later_launcher_is_newer_whatever_its_step(store: Storage,
     assert info is not None
     assert (info.step, info.number) == (4, 2)
     assert checkpoint.prune(store, 1, number=1) == 0  # nor what is the other's
-    assert len({name.split("/")[1] for name in store.list("checkpoints")}) == 3
+    assert len(folders(store)) == 3
     assert checkpoint.prune(store, 1, number=2) == 4
-    assert {name.split("/")[1] for name in store.list("checkpoints")} == {"step-000004.2"}
+    assert folders(store) == {"step-000004.2", "step-000020.1"}  # of which its manifest knows nothing
+    save(store, tmp_path, 5, number=2)
+    assert checkpoint.prune(store, 1, number=2) == 5
+    assert folders(store) == {"step-000005.2"}
+
+
+def test_a_launcher_deletes_what_is_its_own_or_superseded(store: Storage, tmp_path: Path) -> None:
+    for number, name in ((1, "a"), (1, "b"), (2, "c"), (2, "d"), (3, "e")):
+        store.put_bytes(f"payloads/{number}/{name}.bin", name.encode())
+    save(store, tmp_path, 5, number=1, shared=("payloads/1/a.bin",))
+    save(store, tmp_path, 10, number=1)
+    save(store, tmp_path, 20, number=2)
+    save(store, tmp_path, 30, number=2, shared=("payloads/2/c.bin",))
+    store.put_bytes("checkpoints/step-000040.3/model/model.safetensors", b"a later launcher's first")
+
+    checkpoint.prune(store, 1, number=2, kept_too=lambda steps: {5})
+
+    assert folders(store) == {"step-000005.1", "step-000030.2", "step-000040.3"}
+    assert list(store.list("payloads")) == ["payloads/1/a.bin", "payloads/2/c.bin", "payloads/3/e.bin"]
+
+
+def test_what_nobody_lists_is_left_over(store: Storage, tmp_path: Path) -> None:
+    store.put_bytes("payloads/1/a.bin", b"a")
+    save(store, tmp_path, 10, number=1)
+    store.put_bytes("checkpoints/step-000020.1/model/model.safetensors", b"half")
+    store.put_bytes("payloads/2/b.bin", b"b")
+    store.put_bytes("payloads/2/c.bin", b"c")
+    save(store, tmp_path, 15, number=2, shared=("payloads/2/b.bin",))
+    store.put_bytes("payloads/3/d.bin", b"d")
+
+    assert checkpoint.highest_number(store) == 3
+    assert checkpoint.leftovers(store, 3) == {
+        "checkpoints/step-000020.1/model/model.safetensors": 4,
+        "payloads/1/a.bin": 1,
+        "payloads/2/c.bin": 1,
+    }
+
+
+@pytest.mark.parametrize("damage", ["file gone", "manifest torn", "found damaged", "being replaced"])
+def test_a_run_whose_checkpoints_are_all_broken_is_not_begun_anew(store: Storage, tmp_path: Path, damage: str) -> None:
+    """Red before: `newest` gave None, and the run began again at step 0."""
+    save(store, tmp_path, 1)
+    info = checkpoint.newest(store)
+    assert info is not None
+    if damage == "file gone":
+        store.delete(f"{info.folder}/model")
+    elif damage == "manifest torn":
+        store.put_bytes(f"{info.folder}/manifest.json", b"{")
+    elif damage == "found damaged":
+        checkpoint.set_aside(store, info, "damaged")
+    else:
+        with pytest.raises(StorageError, match="can't read"):
+            checkpoint.save(store, 1, {"model": tmp_path / "absent"}, {})
+
+    refused = r"of 1 checkpoints none is whole: put back what is missing, or start the run under another id$"
+    with pytest.raises(StorageError, match=refused):
+        checkpoint.newest(store)
+    with pytest.raises(StorageError, match=refused):
+        checkpoint.newest_of(store, lambda info: None)
+
+    save(store, tmp_path, 1)  # its launcher had all that it takes
+
+    assert newest_step(store) == 1
+
+
+def test_a_checkpoint_that_is_gone_is_not_taken_for_a_beginning(store: Storage, tmp_path: Path) -> None:
+    save(store, tmp_path, 20)
+
+    with pytest.raises(StorageError, match=r"are of later steps than 10, another launcher's: start the run again"):
+        checkpoint.newest(store, last=10)
 
 
 def test_manifest_vouches_for_every_file(store: Storage, tmp_path: Path) -> None:

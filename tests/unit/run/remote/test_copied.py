@@ -195,9 +195,9 @@ def test_ranks_find_the_head_nodes_files_wherever_these_are_served(
 
 def test_a_machine_that_trains_keeps_its_own_ranks_ready_files(head_node: HeadNode, node: Callable[..., Node]) -> None:
     there = head_node.run
-    lease = Path(there.info().checkpoint_url) / "lease"
-    lease.mkdir(parents=True)
-    (lease / "me.json").write_text("{}")
+    store = Path(there.info().checkpoint_url)
+    store.mkdir(parents=True)
+    (store / "lease.json").write_text("{}")
     write_json(there.ready_file("rendezvous"), {"pid": 5, "url": "tcp://h:1"})
     here = node(head_node.head()).take(TRAINER).run
     wait_for(lambda: here.ready_info("rendezvous") == {"pid": 5, "url": "tcp://h:1"})
