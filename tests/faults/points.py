@@ -70,7 +70,7 @@ def _named(area: str, *points: tuple[Point, ...] | Point) -> list[Point]:
 
 _LEDGER = "areal_core.rollout.ledger:TrajectoryLedger"
 _CLIENT = "areal_core.api.controller_client:ControllerClient"
-_STORE = "areal_core.storage.objects:Storage"
+STORE = "areal_core.storage.objects:Storage"
 _SERVERS = "areal_core.generation.client:GenerationClient"
 _ENGINE = "areal_core.generation.server.engine_thread:EngineThread"
 
@@ -91,7 +91,7 @@ POINTS: list[Point] = [
         _around("join", CONTROLLER, "areal_core.controller.pool:GenerationPool.join"),
         _around("payload-stored", CONTROLLER, "areal_core.controller.payloads:PayloadStore._flush", 6),
         _around("segment-sealed", CONTROLLER, "areal_core.controller.payloads:PayloadStore._seal"),
-        _around("payload-uploaded", CONTROLLER, f"{_STORE}.put_file", where=r"'payloads/"),
+        _around("payload-uploaded", CONTROLLER, f"{STORE}.put_file", where=r"'payloads/"),
         _around("segments-deleted", CONTROLLER, "areal_core.controller.payloads:PayloadStore._delete"),
         _around("ledger-copied", CONTROLLER, "areal_core.controller.snapshots:snapshot"),
         _around("summary", CONTROLLER, "areal_core.controller.recorder:Recorder.summary", needs="end"),
@@ -132,16 +132,16 @@ POINTS: list[Point] = [
     *_named(
         "checkpoint",
         _around("ledger", TRAINER, f"{_CLIENT}.snapshot"),
-        _around("state", TRAINER, f"{_STORE}.put_file", where=r"'weights\.safetensors'"),
-        _around("manifest", TRAINER, f"{_STORE}.put_bytes", where=r"'manifest\.json'"),
+        _around("state", TRAINER, f"{STORE}.put_file", where=r"'weights\.safetensors'"),
+        _around("manifest", TRAINER, f"{STORE}.put_bytes", where=r"'manifest\.json'"),
         _around("committed", TRAINER, f"{_CLIENT}.committed"),
         _around("read", TRAINER, "areal_core.storage.parts:read_tensors", needs="resumed"),
         _around("durable", TRAINER, "areal_core.storage.durable:replace", where="manifest"),
     ),
     *_named(
         "prune",
-        _around("manifest-deleted", CONTROLLER, f"{_STORE}.delete", where=r"'checkpoints/step-[\d.]+/manifest\.json'"),
-        _around("folder-deleted", CONTROLLER, f"{_STORE}.delete", where=r"'checkpoints/step-[\d.]+'"),
+        _around("manifest-deleted", CONTROLLER, f"{STORE}.delete", where=r"'checkpoints/step-[\d.]+/manifest\.json'"),
+        _around("folder-deleted", CONTROLLER, f"{STORE}.delete", where=r"'checkpoints/step-[\d.]+'"),
     ),
     *_named(
         "trainer",
