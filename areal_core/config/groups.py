@@ -368,6 +368,8 @@ class LaunchConfig:
     log_files: int = bounded(4, low=1)  # older ones that are kept of it
     disk_low_gib: float = bounded(5.0, low=0.0)  # free for the run's folder, or a store that is one: below it is told
     disk_min_gib: float = bounded(0.5, low=0.0)  # below it the run ends in order, to be resumed; 0: it does not
+    disk_low_inodes: int = bounded(20_000, low=0)  # free on the same file systems: below it the run warns
+    disk_min_inodes: int = bounded(2_000, low=0)  # below it the run ends in order; 0: it does not
     address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it
     copies: bool = False  # remote workers share no folder with the head node: each keeps a copy of the run's
     files_port: int = bounded(0, low=0, high=65535)  # where these find the head node's files; 0: any free one
@@ -379,11 +381,12 @@ class LaunchConfig:
             usable = False
         if not usable:
             raise ConfigError(f"launch.address: must be an IP address of this machine, got {self.address!r}")
-        if self.disk_min_gib > self.disk_low_gib:
-            raise ConfigError(
-                f"launch.disk_min_gib: must be at most launch.disk_low_gib ({self.disk_low_gib:g}), "
-                f"got {self.disk_min_gib:g}"
-            )
+        for unit in ("gib", "inodes"):
+            low, least = getattr(self, f"disk_low_{unit}"), getattr(self, f"disk_min_{unit}")
+            if least > low:
+                raise ConfigError(
+                    f"launch.disk_min_{unit}: must be at most launch.disk_low_{unit} ({low:g}), got {least:g}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
