@@ -8,7 +8,7 @@ import ipaddress
 import shlex
 from dataclasses import dataclass, field
 
-from areal_core.config.fields import bounded, choice, refuse_credentials
+from areal_core.config.fields import bounded, check_length, choice, refuse_credentials
 from areal_core.config.plugins import check_name
 from areal_core.errors import ConfigError
 from areal_core.types import Lora
@@ -30,6 +30,7 @@ TASKS = {  # and the verifier that their gold answers are written for
 }
 MLFLOW_CREDENTIALS = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, are for them"
 _VLLM_TEMPERATURE = 2.0
+_EXPERIMENT_BYTES = 250  # MLflow's databases take 256 characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +326,7 @@ class TrackingConfig:
 
     def check(self) -> None:
         refuse_credentials("tracking.uri", self.uri, MLFLOW_CREDENTIALS)
+        check_length("tracking.experiment", self.experiment, _EXPERIMENT_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
