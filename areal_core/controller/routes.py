@@ -191,7 +191,7 @@ async def _errors_as_lines(
         return await handler(request)
     except RunFinished as ending:
         return web.Response(status=410, text=str(ending))
-    except (LedgerError, ValueError, KeyError, TypeError, OverflowError) as error:
+    except (LedgerError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         return web.Response(status=400, text=f"{type(error).__name__}: {error}")
     except GenerationError as error:
         return web.Response(status=502, text=str(error))
