@@ -292,6 +292,7 @@ class EvaluationConfig:
     slots: int = bounded(32, low=1)  # of each of its own servers
     samples: int | None = bounded(None, low=1)  # of a problem, beside its greedy completion; the paper has 32
     temperature: float = bounded(1.0, low=0.01, high=100.0)  # of these samples
+    keep_pages: int | None = bounded(10, low=1)  # of the newest versions, besides the first and the best; None: all
 
     def check(self) -> None:
         check_name(

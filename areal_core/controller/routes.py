@@ -142,6 +142,7 @@ class Routes:
         published = self._run.ledger.versions.get(evaluation.version)
         if published is not None and published.sha256 == evaluation.sha256:  # else of weights that recovery replaced
             self._run.recorder.evaluated(evaluation)
+            await self._run.retention.scored()
         if reason := self._run.recorder.reason_to_stop():
             self._run.controller.finish(reason)
         self._run.changed.notify()

@@ -132,6 +132,7 @@ class Service:
             storage=self.storage,
             payloads=self.payloads,
             snapshots=self.snapshots,
+            pages=run.evaluations,
             loading=lambda: self.servers.loading,
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
