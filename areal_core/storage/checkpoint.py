@@ -39,6 +39,7 @@ _MANIFEST = "manifest.json"
 _SEAL = "sha256"  # in a manifest: of all else in it
 _SET_ASIDE = "manifest.damaged.json"
 _FOLDER = re.compile(rf"{_ROOT}/step-(\d{{6,}})\.(\d+)")
+_WRITER = re.compile(rf"{_ROOT}/step-\d{{6,}}\.(\d+)/|{PAYLOADS}/(\d+)-")  # its launcher's fencing number
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")  # of a file, below the checkpoint's folder and nowhere else
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -222,6 +223,17 @@ def prune(
         if name not in shared and name not in in_use:
             storage.delete(name)
     return min(info.step for info in complete[:keep])
+
+
+def leftovers(storage: Storage, number: int) -> dict[str, int]:
+    """Bytes, by name, of what launchers with a lower number than `number` have left in the run's store and no complete
+    checkpoint names."""
+    named: set[str] = set()
+    for info in _complete(storage):
+        named |= {f"{info.folder}/{name}" for name in (_MANIFEST, *info.files)} | info.shared.keys()
+    found = storage.sizes(_ROOT) | storage.sizes(PAYLOADS)
+    numbers = {name: int(match[1] or match[2]) for name in found if (match := _WRITER.match(name))}
+    return {name: found[name] for name, writer in numbers.items() if writer < number and name not in named}
 
 
 def _fetched(source: Storage, name: str, file: Path, entry: FileEntry) -> Path:

@@ -283,3 +283,26 @@ def test_manifest_vouches_for_every_file(store: Storage, tmp_path: Path) -> None
     assert manifest["step"] == 3
     assert manifest["files"].keys() == {"model/model.safetensors"}
     assert manifest["files"]["model/model.safetensors"]["bytes"] == len("weights 3")
+
+
+def test_leftovers_are_what_dead_launchers_wrote_and_no_complete_checkpoint_names(
+    store: Storage, tmp_path: Path
+) -> None:
+    for name in ("payloads/000001-000001.bin", "payloads/000001-000002.bin", "payloads/000003-000001.bin"):
+        store.put_bytes(name, b"payload")
+    shared = {"payloads/000001-000001.bin": entry(b"payload")}
+    checkpoint.save(store, 5, {}, {}, number=1, shared=shared)
+    store.put_bytes("checkpoints/step-000010.1/ledger.sqlite", b"cut short")
+    store.put_bytes("checkpoints/step-000005.1/of-nobody", b"x")
+    store.put_bytes("checkpoints/step-000010.3/ledger.sqlite", b"of the one that lives")
+    store.put_bytes("final/model.safetensors", b"model")
+    left = {
+        "checkpoints/step-000005.1/of-nobody": 1,
+        "checkpoints/step-000010.1/ledger.sqlite": 9,
+        "payloads/000001-000002.bin": 7,
+    }
+    assert checkpoint.leftovers(store, 3) == left
+    assert checkpoint.leftovers(store, 1) == {}
+    assert sorted(checkpoint.leftovers(store, 4)) == sorted(
+        [*left, "checkpoints/step-000010.3/ledger.sqlite", "payloads/000003-000001.bin"]
+    )
