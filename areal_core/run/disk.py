@@ -56,12 +56,12 @@ class DiskSpace:
 def disk_space(run: RunDir, config: RunConfig, log: Log) -> DiskSpace:
     """That of a run."""
     folders = {"state_dir": run.root}
-    if (store := _folder(config.storage.url)) is not None:
+    if (store := store_folder(config.storage.url)) is not None:
         folders["storage.url"] = store
     return DiskSpace(folders, config.launch, log)
 
 
-def _folder(url: str) -> Path | None:
+def store_folder(url: str) -> Path | None:
     """The folder that a store is; None for one that is elsewhere."""
     if url.startswith("file://"):
         return Path(unquote(urlsplit(url).path))
