@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ConfigError, StorageError, TrackingError
+from areal_core.errors import ConfigError, ProcessError, StorageError, TrackingError
 from areal_core.launch.supervisor import FileLock
 from areal_core.run.disk import store_folder
 from areal_core.run.folders import Log
@@ -70,12 +70,10 @@ def held_runs(config: RunConfig, log: Log) -> list[HeldRun]:
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if folder.is_dir():
             run = runs.setdefault(folder.name, HeldRun(run_id=folder.name))
-            run.folder, run.changed = folder, max(run.changed, folder.stat().st_mtime)
-            for file in (Path(above, name) for above, _, names in os.walk(folder) for name in names):
-                found = file.lstat()
-                _count(
-                    run, str(file.relative_to(folder)), found.st_size, 0.0 if file.name == "lock" else found.st_mtime
-                )
+            run.folder = folder
+            for name, size, at in _files(folder):
+                _count(run, name, size, at)
+            run.changed = run.changed or folder.stat().st_mtime
     for run in runs.values():
         run.state = _state(run, objects.get(run.run_id, {}), config, store, log)
         if run.storage is not None and run.state != "running":
@@ -120,6 +118,15 @@ def free_leftovers(run: HeldRun, config: RunConfig, log: Log) -> int:
     return sum(left.values())
 
 
+def _check_unchanged(run: HeldRun) -> None:
+    """Raise ProcessError for a run that somebody has resumed since it was listed."""
+    put = run.storage.changed().items() if run.storage is not None else ()
+    times = [at for name, at in put if not name.startswith("lease")]
+    times += [at for _, _, at in _files(run.folder)] if run.folder is not None else []
+    if any(at > run.changed for at in times):
+        raise ProcessError(f"run_id: {run.run_id} has changed since it was listed")
+
+
 @contextmanager
 def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[Path, int, Callable[[], None]]]:
     """Own the run: its folder, which is made if there is none, the fencing number, and a check before each deletion
@@ -137,11 +144,13 @@ def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[Path, in
     if run.storage is None:
         busy = f"run_id: {run.run_id} is running already; wait for its end"
         with FileLock(local.launcher_lock, timeout_s=0.0, busy=busy):
+            _check_unchanged(run)
             yield local.root, 0, confirm
         return
     with suppress(OSError, ValueError):  # launchers must agree on how long a silent one counts as alive
         config = local.config()
     with Ownership(local, config, run.storage.url, log=log, on_lost=lost.append) as owned:
+        _check_unchanged(run)
         yield local.root, owned.number, confirm
 
 
@@ -151,6 +160,14 @@ def _opened(config: RunConfig) -> Storage | None:
     if folder is not None and not folder.is_dir():
         return None
     return Storage.open(config.storage.url, config.storage.endpoint_url, _PATIENCE_S)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int, float]]:
+    """Name below `folder`, bytes and time of the last change of every file but the lock."""
+    for file in (Path(above, name) for above, _, names in os.walk(folder) for name in names if name != "lock"):
+        with suppress(FileNotFoundError):  # the run runs
+            found = file.lstat()
+            yield str(file.relative_to(folder)), found.st_size, found.st_mtime
 
 
 def _count(run: HeldRun, name: str, size: int, changed: float) -> None:

@@ -230,6 +230,21 @@ def test_a_run_that_another_launcher_takes_over_meanwhile_is_left(
     assert objects(store) == before
 
 
+@pytest.mark.parametrize("where", ["folder", "store"])
+@pytest.mark.parametrize("alone", [False, True], ids=["both", "one"])
+def test_a_run_that_was_resumed_since_it_was_listed_is_left(config: RunConfig, where: str, alone: bool) -> None:
+    store, folder = made(config), run_folder(config, "first").root
+    if alone:
+        shutil.rmtree(store.url if where == "folder" else folder)
+    run = held(config)["first"]
+    changed = folder / "summary.json" if where == "folder" else Path(store.url) / "summary.json"
+    changed.write_text("{}")
+    os.utime(changed, (run.changed + 1, run.changed + 1))
+    with pytest.raises(ProcessError, match=r"^run_id: first has changed since it was listed"):
+        delete(run, config, print)
+    assert changed.exists()
+
+
 def test_a_store_of_another_place_is_named(config: RunConfig, tmp_path: Path) -> None:
     made(config)
     other = load(config.to_dict() | {"storage": {"url": str(tmp_path / "other")}})
