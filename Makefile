@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap cloud clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
@@ -124,6 +124,9 @@ cloud: $(SETUP) ## run the emulated cloud until Ctrl-C (as root)
 
 reap: $(SETUP) ## destroy AWS nodes whose run has no owner: STORE=s3://bucket
 	@$(BIN)/python -m flows.reap_command $(if $(STORE),--store '$(STORE)')
+
+prune: $(SETUP) ## show what old runs hold and delete it: RUN="first second" OLDER=30d YES=1 ARGS="storage.url=s3://bucket/prefix"
+	@$(BIN)/python -m flows.prune_command $(ARGS) $(if $(OLDER),--older '$(OLDER)') $(if $(YES),--yes) $(foreach run,$(RUN),--run '$(run)')
 
 clean: ## remove caches and build leftovers; keep .venv and .areal
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage

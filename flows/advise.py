@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from areal_core.config.fields import check_file_name
 from areal_core.errors import ArealError
 from areal_core.planning.split import Split, splits_of_run
 from areal_core.storage.rundir import RunDir
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_folder(run_id: str, state_dir: Path = Path(".areal")) -> RunDir:
-    return RunDir(state_dir.absolute() / "runs" / run_id)
+    return RunDir(state_dir.absolute() / "runs" / check_file_name("run", run_id))
 
 
 def best(run_id: str) -> Split:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -41,4 +42,4 @@ def _of_run(config: RunConfig) -> RunConfig:
     """Where the model is the name of a run, with that run's final model."""
     assert config.model.path is not None
     final = run_folder(config, config.model.path).root / "final"
-    return replace(config, model=replace(config.model, path=str(final))) if final.is_dir() else config
+    return replace(config, model=replace(config.model, path=str(final))) if os.path.isdir(final) else config

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from areal_core.config.groups import NodesConfig
 from areal_core.config.schema import RunConfig
 from areal_core.run.machine import visible_gpus
+from areal_core.storage.durable import free_inodes
 
 _GIB = 2**30
 _CLOCK_S = 10.0  # that a clock may be wrong by: the store takes no requests of one that is far off
@@ -51,8 +52,12 @@ def _disk(config: RunConfig) -> str | None:
     folder = Path(config.state_dir)
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free / _GIB
-    needed = config.launch.disk_low_gib
-    return None if free >= needed else f"{free:.1f} GiB free in {folder}, should be {needed:g} (launch.disk_low_gib)"
+    if free < (needed := config.launch.disk_low_gib):
+        return f"{free:.1f} GiB free in {folder}, should be {needed:g} (launch.disk_low_gib)"
+    inodes = free_inodes(folder)
+    if inodes is not None and inodes < (needed := config.launch.disk_low_inodes):
+        return f"{inodes} inodes free in {folder}, should be {needed} (launch.disk_low_inodes)"
+    return None
 
 
 def _store(endpoint: str | None) -> str | None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from areal_core.config.fields import check_file_name
 from flows import watch
 from flows.benchmarks import benchmark_configs
 
@@ -14,6 +15,8 @@ def main() -> int:
     arguments = vars(_parser().parse_intermixed_args())
 
     def checked() -> dict[str, Any]:
+        for field in arguments.keys() & {"name", "reference"}:
+            check_file_name(field, arguments[field])
         benchmark_configs(**{key: value for key, value in arguments.items() if key not in ("name", "reference")})
         return arguments
 

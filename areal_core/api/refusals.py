@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-_OF_THE_CALLER = (ValueError, KeyError, TypeError, OverflowError)
+_OF_THE_CALLER = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 def refusals(statuses: Mapping[type[Exception], int]) -> Middleware:

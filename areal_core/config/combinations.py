@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from areal_core.config import algorithm
+from areal_core.config.fields import check_length
 from areal_core.config.groups import LoraConfig, TrainingConfig
 from areal_core.errors import ConfigError
 
@@ -14,7 +15,11 @@ if TYPE_CHECKING:
     from areal_core.config.schema import RunConfig
 
 
+_NAME_BYTES = 100  # a run's id has more: mode, date and a part that makes it unique
+
+
 def check(config: RunConfig) -> None:
+    check_length("name", config.name, _NAME_BYTES)
     _check_batch(config)
     _check_lengths(config)
     _check_task(config)

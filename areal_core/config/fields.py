@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 from areal_core.config import renamed
 from areal_core.errors import ConfigError
 
+_FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_NAME_BYTES = 160  # file systems take 255; files beside it have longer names
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
@@ -108,6 +110,22 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> Any:
     if high is not None and value > high:
         raise ConfigError(f"{name}: must be at most {high}, got {value}")
     return value
+
+
+def check_file_name(field: str, name: str) -> str:
+    """Raise ConfigError for a name that can't be that of a folder, of files in it and of objects; returns the name."""
+    if not _FILE_NAME.fullmatch(name):
+        raise ConfigError(f"{field}: must be letters, digits, dots, dashes and underscores, got {name[:100]!r}")
+    return check_length(field, name, _NAME_BYTES)
+
+
+def check_length(field: str, name: str, most: int) -> str:
+    """Raise ConfigError for a name of more than `most` bytes; returns the name."""
+    if (size := len(name.encode(errors="replace"))) > most:
+        raise ConfigError(
+            f"{field}: must have at most {most} bytes, got {size}; choose a shorter one than {name[:20]}..."
+        )
+    return name
 
 
 def refuse_credentials(name: str, address: str | None, instead: str) -> None:

@@ -8,7 +8,7 @@ import ipaddress
 import shlex
 from dataclasses import dataclass, field
 
-from areal_core.config.fields import bounded, choice, refuse_credentials
+from areal_core.config.fields import bounded, check_length, choice, refuse_credentials
 from areal_core.config.plugins import check_name
 from areal_core.errors import ConfigError
 from areal_core.types import Lora
@@ -30,6 +30,7 @@ TASKS = {  # and the verifier that their gold answers are written for
 }
 MLFLOW_CREDENTIALS = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, are for them"
 _VLLM_TEMPERATURE = 2.0
+_EXPERIMENT_BYTES = 250  # MLflow's databases take 256 characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +292,7 @@ class EvaluationConfig:
     slots: int = bounded(32, low=1)  # of each of its own servers
     samples: int | None = bounded(None, low=1)  # of a problem, beside its greedy completion; the paper has 32
     temperature: float = bounded(1.0, low=0.01, high=100.0)  # of these samples
+    keep_pages: int | None = bounded(10, low=1)  # of the newest versions, besides the first and the best; None: all
 
     def check(self) -> None:
         check_name(
@@ -325,6 +327,7 @@ class TrackingConfig:
 
     def check(self) -> None:
         refuse_credentials("tracking.uri", self.uri, MLFLOW_CREDENTIALS)
+        check_length("tracking.experiment", self.experiment, _EXPERIMENT_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,6 +371,8 @@ class LaunchConfig:
     log_files: int = bounded(4, low=1)  # older ones that are kept of it
     disk_low_gib: float = bounded(5.0, low=0.0)  # free for the run's folder, or a store that is one: below it is told
     disk_min_gib: float = bounded(0.5, low=0.0)  # below it the run ends in order, to be resumed; 0: it does not
+    disk_low_inodes: int = bounded(20_000, low=0)  # free on the same file systems: below it the run warns
+    disk_min_inodes: int = bounded(2_000, low=0)  # below it the run ends in order; 0: it does not
     address: str = "127.0.0.1"  # of this machine: where the controller listens, and where other machines find it
     copies: bool = False  # remote workers share no folder with the head node: each keeps a copy of the run's
     files_port: int = bounded(0, low=0, high=65535)  # where these find the head node's files; 0: any free one
@@ -379,11 +384,12 @@ class LaunchConfig:
             usable = False
         if not usable:
             raise ConfigError(f"launch.address: must be an IP address of this machine, got {self.address!r}")
-        if self.disk_min_gib > self.disk_low_gib:
-            raise ConfigError(
-                f"launch.disk_min_gib: must be at most launch.disk_low_gib ({self.disk_low_gib:g}), "
-                f"got {self.disk_min_gib:g}"
-            )
+        for unit in ("gib", "inodes"):
+            low, least = getattr(self, f"disk_low_{unit}"), getattr(self, f"disk_min_{unit}")
+            if least > low:
+                raise ConfigError(
+                    f"launch.disk_min_{unit}: must be at most launch.disk_low_{unit} ({low:g}), got {least:g}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

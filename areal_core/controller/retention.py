@@ -1,10 +1,12 @@
-"""Retention: which versions' weights, checkpoints and payloads are no longer needed."""
+"""Retention: which versions' weights, checkpoints, payloads and evaluation pages are no longer needed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 from areal_core.config.schema import RunConfig
 from areal_core.controller.best import best_of
@@ -18,6 +20,7 @@ from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 
 logger = logging.getLogger(__name__)
+_PAGE = re.compile(r"v(\d{6,})-[0-9a-f]{8}(?=\.)")  # of the page, the records and the table of a version
 _VERSIONS_KEPT = 8  # at most, of the newest: servers may be staging one, and the trainer compares engines on old ones
 
 
@@ -35,9 +38,10 @@ class Retention:
         storage: Storage,
         payloads: PayloadStore,
         snapshots: Snapshots,
+        pages: Path,
         loading: Callable[[], Collection[int]],
     ) -> None:
-        """`loading` tells versions that servers load."""
+        """`pages` is the folder of evaluations; `loading` tells versions that servers load."""
         self._config = config
         self._number = number
         self._ledger = ledger
@@ -46,6 +50,7 @@ class Retention:
         self._storage = storage
         self._payloads = payloads
         self._snapshots = snapshots
+        self._pages = pages
         self._loading = loading
         self._pruning: asyncio.Task[None] | None = None
 
@@ -56,6 +61,18 @@ class Retention:
         last = 0 if newest is None else newest.version - kept
         needed = {*self._schedule.awaited(last), *self._loading()}  # a server may take longer than many steps
         return [version for version in range(1, last + 1) if version not in needed]
+
+    async def scored(self) -> None:
+        """A version was scored: older pages are deleted, with the records and the table beside them."""
+        scored = sorted(self._recorder.evaluations, key=lambda known: known.version)
+        best, keep = best_of(scored), self._config.evaluation.keep_pages
+        if best is None or keep is None:
+            return
+        kept = {f"v{known.version:06d}-{known.sha256[:8]}" for known in (scored[0], best, *scored[-keep:])}
+        try:
+            await asyncio.to_thread(_delete_pages, self._pages, {known.version for known in scored}, kept)
+        except OSError as error:
+            logger.warning("can't delete old evaluation pages: %s; will retry", error)
 
     def committed(self) -> None:
         """A checkpoint is complete: older ones are deleted, and the payloads of steps that no run will be replayed
@@ -95,3 +112,9 @@ class Retention:
         if training.keep_best and (best := best_of([e for e in self._recorder.evaluations if e.version in steps])):
             kept.add(best.version)
         return kept
+
+
+def _delete_pages(folder: Path, scored: Collection[int], kept: Collection[str]) -> None:
+    for file in folder.glob("v*"):
+        if (name := _PAGE.match(file.name)) and int(name[1]) in scored and name[0] not in kept:
+            file.unlink(missing_ok=True)

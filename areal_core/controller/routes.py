@@ -142,6 +142,7 @@ class Routes:
         published = self._run.ledger.versions.get(evaluation.version)
         if published is not None and published.sha256 == evaluation.sha256:  # else of weights that recovery replaced
             self._run.recorder.evaluated(evaluation)
+            await self._run.retention.scored()
         if reason := self._run.recorder.reason_to_stop():
             self._run.controller.finish(reason)
         self._run.changed.notify()
@@ -191,7 +192,7 @@ async def _errors_as_lines(
         return await handler(request)
     except RunFinished as ending:
         return web.Response(status=410, text=str(ending))
-    except (LedgerError, ValueError, KeyError, TypeError, OverflowError) as error:
+    except (LedgerError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         return web.Response(status=400, text=f"{type(error).__name__}: {error}")
     except GenerationError as error:
         return web.Response(status=502, text=str(error))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from areal_core.api import serving
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES
 from areal_core.config.schema import RunConfig
 from areal_core.controller import texts
@@ -131,6 +132,7 @@ class Service:
             storage=self.storage,
             payloads=self.payloads,
             snapshots=self.snapshots,
+            pages=run.evaluations,
             loading=lambda: self.servers.loading,
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -186,7 +188,7 @@ class Service:
 
     async def serve(self, ready_file: Path) -> None:
         """Serve until the run has ended in order."""
-        runner = web.AppRunner(Routes(self).app(), access_log=None, max_line_size=REQUEST_LINE_BYTES)
+        runner = serving.runner(Routes(self).app(), max_line_size=REQUEST_LINE_BYTES)
         await runner.setup()
         site = web.TCPSite(runner, self.config.launch.address, 0, shutdown_timeout=2.0)
         await site.start()

@@ -27,6 +27,7 @@ from typing import IO, Any
 
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import printable, printable_lines
+from areal_core.storage.durable import free_inodes
 
 FORMAT = "AREAL_LOG_FORMAT"  # text or json; unset: a person reads
 INDEX = "AREAL_INDEX"  # of a process in its role
@@ -254,8 +255,8 @@ class LogFile:
 
     @property
     def disk_is_full(self) -> bool:
-        """Whether there is no room for another line to speak of."""
-        return shutil.disk_usage(self.path.parent).free < _LINE_ROOM
+        """Whether there is no room for another line to speak of, or for another file."""
+        return shutil.disk_usage(self.path.parent).free < _LINE_ROOM or free_inodes(self.path.parent) == 0
 
     def _rotate(self, file: IO[bytes], end: int) -> tuple[bytes, int]:
         """Move the content of the file, up to its `end`, to the older ones. Returns its last bytes, and the position

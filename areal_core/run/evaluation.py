@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from areal_core.config.fields import check_file_name
 from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_verifier
 from areal_core.errors import ArealError, ConfigError, ProcessError, ServerLostError
@@ -76,6 +77,9 @@ def evaluate(
     """
     if not configs:
         raise ConfigError("benchmarks: must name one at least")
+    for field, each in (("name", name), ("reference", reference), *(("benchmarks", each) for each in configs)):
+        if each is not None:
+            check_file_name(field, each)
     if reference is not None:
         for benchmark, config in configs.items():
             if not _records_file(config, reference, benchmark).exists():
@@ -91,7 +95,7 @@ def evaluate(
         for each, config in configs.items()
     ]
     info = RunInfo(
-        run_id=_checked(name) if name else _name(folder, served, benchmarks),
+        run_id=name or _name(folder, served, benchmarks),
         model_path=str(folder),
         checkpoint_url=served.storage.url,
     )
@@ -146,7 +150,7 @@ def _result(run: RunDir, benchmark: Benchmark, records: RecordFile, reference: s
 
 
 def _records_file(config: RunConfig, name: str, benchmark: str) -> Path:
-    return Path(config.state_dir).absolute() / "evaluations" / _checked(name) / f"{benchmark}.jsonl"
+    return Path(config.state_dir).absolute() / "evaluations" / name / f"{benchmark}.jsonl"
 
 
 async def _collect(
@@ -174,13 +178,7 @@ def _name(folder: Path, config: RunConfig, benchmarks: list[Benchmark]) -> str:
     path = Path(config.model.path or "embedded")
     model = path.parent.name if path.name == "final" else path.stem  # of a run: its name
     digest = hashlib.sha256(repr([benchmark.about for benchmark in benchmarks]).encode()).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9]+', '-', model).strip('-') or 'model'}-{digest[:8]}"
-
-
-def _checked(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-        raise ConfigError(f"name: must be letters, digits, dots, dashes and underscores, got {name!r}")
-    return name
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', model)[:100].strip('-') or 'model'}-{digest[:8]}"
 
 
 class _Servers:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_core.config.fields import leaves
+from areal_core.config.fields import check_file_name, leaves
 from areal_core.config.schema import RunConfig
 from areal_core.environments.datasets import held_out_set, training_set
 from areal_core.errors import ConfigError
@@ -58,9 +58,7 @@ def prepare(
     warm-up of the base model fails or the run is running already.
     """
     run_id = run_id or _new_run_id(config.label)
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", run_id):
-        raise ConfigError(f"run_id: must be letters, digits, dots, dashes and underscores, got {run_id!r}")
-    run = run_folder(config, run_id)
+    run = run_folder(config, check_file_name("run_id", run_id))
     resumed = (run.root / "run.json").exists()
     if resumed:
         _check_unchanged(run.config().to_dict(), config, _MAY_CHANGE)

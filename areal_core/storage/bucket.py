@@ -190,8 +190,14 @@ class Bucket:
         return bool(self._fs.exists(path, timeout=self._request_s))
 
     def sizes(self, path: str) -> dict[str, int]:
+        return {name: int(entry["size"]) for name, entry in self._found(path).items()}
+
+    def changed(self, path: str) -> dict[str, float]:
+        return {name: entry["LastModified"].timestamp() for name, entry in self._found(path).items()}
+
+    def _found(self, path: str) -> dict[str, Any]:
         found: dict[str, Any] = self._fs.find(path, detail=True)
-        return {name: int(entry["size"]) for name, entry in found.items() if name.startswith(f"{path}/")}
+        return {name: entry for name, entry in found.items() if name.startswith(f"{path}/")}
 
     def delete(self, path: str) -> None:
         keys = [self._place(name)["Key"] for name in (path, *self.sizes(path))]

@@ -261,18 +261,14 @@ def prune(
 
 
 def leftovers(storage: Storage, number: int) -> dict[str, int]:
-    """What launchers with a number below this one have left and no complete checkpoint needs: bytes by name. For who
-    holds the lease under this number."""
-    complete = list(_complete(storage))
-    needed = {info.folder for info in complete}
-    shared = {name for info in complete for name in info.shared}
-    sizes = storage.sizes(_ROOT) | storage.sizes(PAYLOADS)
-    return {
-        name: size
-        for name, size in sizes.items()
-        for owner, folder in _owners([name])
-        if owner < number and folder not in needed and name not in shared
-    }
+    """What launchers with a number below this one have left and no complete checkpoint names: bytes by name. For who
+    holds the lease under this number. Nothing where no checkpoint is complete: a broken one may be all that is left."""
+    named: set[str] = set()
+    for info in _complete(storage):
+        named |= {f"{info.folder}/{name}" for name in (_MANIFEST, *info.files)} | info.shared.keys()
+    sizes = storage.sizes(_ROOT) | storage.sizes(PAYLOADS) if named else {}
+    owners = {name: owner for name in sizes for owner, _ in _owners([name])}
+    return {name: sizes[name] for name, owner in owners.items() if owner < number and name not in named}
 
 
 def _fetched(source: Storage, name: str, file: Path, entry: FileEntry) -> Path:

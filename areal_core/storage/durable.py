@@ -29,3 +29,9 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_inodes(folder: Path) -> int | None:
+    """How many files the file system of `folder` still takes; None where it sets no limit, as btrfs. Raises OSError."""
+    found = os.statvfs(folder)
+    return found.f_favail if found.f_files else None

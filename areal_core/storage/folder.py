@@ -102,6 +102,9 @@ class Folder:
     def sizes(self, path: str) -> dict[str, int]:
         return {file: found.st_size for file, found in _files(path) if not file.endswith(_SCRATCH)}
 
+    def changed(self, path: str) -> dict[str, float]:
+        return {file: found.st_mtime for file, found in _files(path) if not file.endswith(_SCRATCH)}
+
     def delete(self, path: str) -> None:
         if os.path.isdir(path):
             shutil.rmtree(path)

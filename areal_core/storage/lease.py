@@ -154,6 +154,12 @@ def check(storage: Storage, number: int) -> None:
         raise _lost_to(found)
 
 
+def is_held(storage: Storage) -> bool:
+    """Whether a launcher has the run, dead or alive."""
+    found = _read(storage)[0]
+    return found is not None and found.held
+
+
 def _read(storage: Storage) -> tuple[Claim | None, str | None]:
     """The claim, None for what is no claim, and the mark of its object, None where there is none."""
     try:

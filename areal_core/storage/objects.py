@@ -184,6 +184,13 @@ class Storage:
             found = attempt(lambda: self._kind.sizes(path))
         return {name.removeprefix(self._root).lstrip("/"): size for name, size in sorted(found.items())}
 
+    def changed(self, prefix: str = "") -> dict[str, float]:
+        """When every object below the folder `prefix` was put, in seconds since 1970 by the store's clock."""
+        path = self._path(prefix)
+        with self._doing("list", prefix) as attempt:
+            found = attempt(lambda: self._kind.changed(path))
+        return {name.removeprefix(self._root).lstrip("/"): at for name, at in found.items()}
+
     def list(self, prefix: str = "") -> Sequence[str]:
         """Full names of all objects below the folder `prefix`, sorted."""
         return tuple(self.sizes(prefix))

@@ -120,12 +120,17 @@ def differences(ours: RunConfig, theirs: RunConfig) -> Iterator[tuple[str, Any, 
             yield name, value, others[name]
 
 
+def check_name(field: str, name: str) -> None:
+    """Raise ConfigError for a name that can't be that of a comparison or an arm."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{field}: a name must be letters, digits and single dashes, got {name!r}")
+    if len(name) > _MAX_NAME:
+        raise ConfigError(f"{field}: a name must have at most {_MAX_NAME} characters, got {len(name)}: {name[:80]}")
+
+
 def _check_names(comparison: str, arms: Mapping[str, Sequence[str]]) -> None:
     for field, name in [("comparison", comparison), *(("arms", arm) for arm in arms)]:
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"{field}: a name must be letters, digits and single dashes, got {name!r}")
-        if len(name) > _MAX_NAME:
-            raise ConfigError(f"{field}: a name must have at most {_MAX_NAME} characters, got {len(name)}: {name}")
+        check_name(field, name)
     if len(arms) < 2:
         raise ConfigError(f"arms: must be at least 2, got {len(arms)}")
 

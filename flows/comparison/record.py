@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_core.errors import ConfigError
 from areal_core.storage.rundir import write_json
-from flows.comparison.design import Trial, plan_trials
+from flows.comparison.design import Trial, check_name, plan_trials
 from flows.compose import compose
 
 
@@ -36,6 +36,7 @@ class Comparison:
 
     def folder(self) -> Path:
         """Where its record and its report go: below `state_dir`, as it is for all arms. Raises ConfigError."""
+        check_name("comparison", self.name)
         return Path(compose(self.experiment, self.overrides).state_dir).absolute() / "comparisons" / self.name
 
     def continuing(self, known: Comparison) -> Comparison:

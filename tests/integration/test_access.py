@@ -97,6 +97,9 @@ def test_parts_of_thousands_of_completions_may_be_asked_for(run: Launched) -> No
 def test_a_body_of_brackets_is_refused(run: Launched) -> None:
     status, text = ask(run, "controller", "POST", "/versions", b"[" * 200_000, token(run))
     assert (status, text) == (400, "ValueError: body: is nested too deeply")
+    status, text = ask(run, "generation", "POST", "/inference/v1/generate", b"[" * 200_000, token(run))
+    assert status == 400
+    assert "the body is not JSON: " in text
 
 
 def test_version_0_is_the_base_model(run: Launched) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time as clock
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 import pytest
 from moto.server import ThreadedMotoServer
 
+from areal_core.config.schema import load
 from areal_core.errors import StorageError
+from areal_core.run.prune import delete, free_leftovers, held_runs
+from areal_core.storage import checkpoint
 from areal_core.storage.bucket import PART_BYTES
 from areal_core.storage.objects import Storage
 from areal_core.storage.patience import Patience
@@ -222,3 +226,21 @@ def test_a_server_that_fails_while_it_is_opened(server: FaultyServer) -> None:
     server.faults.extend([503, "reset", 503])
     Storage.open(f"s3://areal-{uuid.uuid4().hex}/runs", server.url)
     assert not server.faults
+
+
+def test_runs_in_a_bucket_are_listed_and_deleted(endpoint: str, tmp_path: Path) -> None:
+    url = f"s3://areal-{uuid.uuid4().hex}/prefix"
+    config = load({"state_dir": str(tmp_path), "storage": {"url": url, "endpoint_url": endpoint}})
+    for run_id in ("first", "second"):
+        store = Storage.open(url, endpoint).child(f"runs/{run_id}")
+        store.put_bytes("payloads/0/000000-000001.bin", b"left")
+        checkpoint.save(store, 5, {}, {}, number=0)
+    before = clock.time()
+    first, second = sorted(held_runs(config, pytest.fail), key=lambda run: run.run_id)
+    assert (first.state, first.bytes["payloads"], first.leftovers) == ("stopped", 4, 4)
+    assert abs(first.changed - before) < 60
+    free_leftovers(first, config, print)
+    delete(second, config, print)
+    (found,) = held_runs(config, pytest.fail)
+    assert (found.run_id, found.leftovers, found.bytes["payloads"]) == ("first", 0, 0)
+    assert checkpoint.newest(store) is None

@@ -59,6 +59,7 @@ def test_listings(store: Storage) -> None:
     for name in ("d/e/file", "d/b", "d.txt", "d e/+ü%"):
         store.put_bytes(name, name.encode())
     assert store.sizes("d") == {"d/b": 3, "d/e/file": 8}
+    assert store.changed("d").keys() == {"d/b", "d/e/file"}
     assert list(store.list()) == sorted(("d/e/file", "d/b", "d.txt", "d e/+ü%"))
     assert list(store.child("d").list("e")) == ["e/file"]
     assert list(store.list("nothing")) == []

@@ -25,6 +25,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from areal_core.api import serving
 from areal_core.api.guard import guard
 from areal_core.api.wire import (
     EMBEDDED,
@@ -405,7 +406,7 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str
         loop.add_signal_handler(signum, stop.set)
     timeline = TimelineWriter(arguments.timeline, cpu=time.process_time) if arguments.timeline else None
     server = GenerationServer(engine, loop, token=token, timeline=timeline)
-    runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    runner = serving.runner(server.app(), handler_cancellation=True, shutdown_timeout=2.0)
     await runner.setup()
     try:
         await web.TCPSite(runner, arguments.host, arguments.port).start()

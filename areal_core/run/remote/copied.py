@@ -49,7 +49,7 @@ _OWNER_S = 5.0  # beyond launch.stop_timeout_s, for the processes of an earlier 
 _CLAIM_S = GONE_S + 10.0  # for a worker that is gone to be missed
 _LEAST_VERSIONS, _MOST_VERSIONS = 2, 8  # that stay here
 _TEXT_CHARS = 200  # that the head node takes of what a process says
-_RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+_RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]{,159}", re.ASCII)
 _FILE = re.compile(r"[\w+-][\w.+ -]*", re.ASCII)
 _NEEDED = re.compile(r"(controller|rendezvous|trainer)-\d+", re.ASCII)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from aiohttp import web
 
-from areal_core.api import bodies
+from areal_core.api import bodies, serving
 from areal_core.api.guard import guard
 from areal_core.api.refusals import refusals
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
@@ -206,7 +206,7 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, asked.set)
     files = Files(run)
-    runner = web.AppRunner(files.app(), access_log=None, shutdown_timeout=1.0, max_line_size=REQUEST_LINE_BYTES)
+    runner = serving.runner(files.app(), shutdown_timeout=1.0, max_line_size=REQUEST_LINE_BYTES)
     await runner.setup()
     try:
         await _listen(runner, run, launch)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from areal_core.api import bodies
+from areal_core.api import bodies, serving
 from areal_core.api.guard import guard
 from areal_core.api.head import AwayError, Head, fetch
 from areal_core.api.refusals import refusals
@@ -118,7 +118,7 @@ class Stager:
                 up.set_exception(ProcessError("the stager has not begun"))
 
     async def _serve(self, up: Future[str]) -> None:
-        runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        runner = serving.runner(self.app(), shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
         try:
             await web.TCPSite(runner, self._address, 0).start()

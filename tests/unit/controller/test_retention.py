@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest.mock import MagicMock
+
+import pytest
 
 from areal_core.config.schema import load
 from areal_core.controller.retention import Retention
+from areal_core.types import Evaluation
 from tests.support.servers import version
 
 
@@ -13,10 +17,45 @@ def test_a_version_stays_for_the_evaluator_and_for_a_server_that_takes_its_time(
     ledger, schedule, loading = MagicMock(), MagicMock(), {3, 9}
     ledger.versions.newest.return_value = version(12)
     schedule.awaited.return_value = {0, 4}
-    others = dict.fromkeys(("recorder", "storage", "payloads", "snapshots"), MagicMock())
+    others = dict.fromkeys(("recorder", "storage", "payloads", "snapshots", "pages"), MagicMock())
     config = load({"rollout": {"max_staleness": 2}})
     retention = Retention(config, 1, ledger=ledger, schedule=schedule, loading=lambda: loading, **others)
     assert retention.released() == [1, 2, 5, 6, 7, 8]
     schedule.awaited.assert_called_once_with(8)
     loading.clear()
     assert retention.released() == [1, 2, 3, 5, 6, 7, 8]
+
+
+def evaluation(version: int, accuracy: float) -> Evaluation:
+    sha256 = f"{version:064x}"[::-1]
+    return Evaluation(
+        version=version, sha256=sha256, accuracy=accuracy, prompts=1, no_result=0, mean_tokens=1.0, wall_s=1.0
+    )
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [0, 10, 30]), (2, [0, 10, 25, 30]), (9, None), (None, None)])
+async def test_pages_of_the_first_the_best_and_the_newest_versions_stay(
+    tmp_path: Path, keep: int | None, kept: list[int] | None
+) -> None:
+    recorder = MagicMock()
+    recorder.evaluations = [evaluation(5 * n, 0.9 if n == 2 else 0.1 * n) for n in range(7)]
+    names = {known.version: f"v{known.version:06d}-{known.sha256[:8]}" for known in recorder.evaluations}
+    endings = (".jsonl", ".html", ".table.json")
+    for name in (*names.values(), "v000035-00000000", "notes"):  # version 35 is being scored
+        for ending in endings:
+            (tmp_path / f"{name}{ending}").touch()
+    others = dict.fromkeys(("ledger", "schedule", "storage", "payloads", "snapshots", "loading"), MagicMock())
+    retention = Retention(load({"evaluation": {"keep_pages": keep}}), 1, recorder=recorder, pages=tmp_path, **others)
+    await retention.scored()
+    stay = [*(names[version] for version in (names if kept is None else kept)), "v000035-00000000", "notes"]
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}{ending}" for name in stay for ending in endings}
+
+
+async def test_page_of_replaced_weights_goes_with_the_next_score(tmp_path: Path) -> None:
+    recorder = MagicMock()
+    recorder.evaluations = [evaluation(5, 0.5)]
+    (tmp_path / "v000005-ffffffff.html").touch()
+    (tmp_path / "v000005-50000000.html").touch()
+    others = dict.fromkeys(("ledger", "schedule", "storage", "payloads", "snapshots", "loading"), MagicMock())
+    await Retention(load({}), 1, recorder=recorder, pages=tmp_path, **others).scored()
+    assert [path.name for path in tmp_path.iterdir()] == ["v000005-50000000.html"]

@@ -146,7 +146,7 @@ async def test_segments_are_uploaded_once_and_only_those_that_are_needed(run: Ru
 
 
 async def test_what_is_deleted_while_checkpoints_come_is_none_of_theirs(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store goes away just when it has said which checkpoints there are."""
     config = load({"training": {"keep_checkpoints": 3}})
@@ -160,6 +160,7 @@ async def test_what_is_deleted_while_checkpoints_come_is_none_of_theirs(
         storage=run.storage,
         payloads=run.payloads,
         snapshots=run.snapshots,
+        pages=tmp_path / "evaluations",
         loading=set,
     )
     away, looked, back, sizes = threading.Event(), threading.Event(), threading.Event(), Storage.sizes

@@ -27,6 +27,8 @@ def test_the_name_of_a_run_is_its_final_model(tmp_path):
     assert config.model.path == str(final)
     [other] = benchmark_configs("second", ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
     assert other.model.path == "second"
+    [long] = benchmark_configs("x" * 300, ["needle"], overrides=[f"state_dir={tmp_path}"]).values()
+    assert long.model.path == "x" * 300
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from areal_core.config.groups import NodesConfig
 from areal_core.config.schema import RunConfig, load
-from flows import machine, notice
+from flows import bootstrap, machine, notice
 from flows.bootstrap import troubles
 
 CPU = NodesConfig(gpu="none", gpus=0)
@@ -94,6 +94,12 @@ def test_too_little_room(config: RunConfig, url: str, tmp_path: Path) -> None:
     asked = load({"state_dir": str(tmp_path), "launch": {"disk_low_gib": 1e9}})
     (said,) = troubles(asked, CPU, f"{url}/api")
     assert said.endswith("should be 1e+09 (launch.disk_low_gib)")
+
+
+def test_too_few_inodes(config: RunConfig, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "free_inodes", lambda folder: 19_999)
+    (said,) = troubles(config, CPU, f"{url}/api")
+    assert said == f"19999 inodes free in {config.state_dir}, should be 20000 (launch.disk_low_inodes)"
 
 
 @pytest.mark.parametrize(

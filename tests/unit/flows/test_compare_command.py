@@ -58,6 +58,11 @@ def test_what_is_wrong_is_one_line(asked: dict[str, Any], line: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_name_that_is_too_long_is_one_line(known: Comparison) -> None:
+    with pytest.raises(ConfigError, match=r"^comparison: a name must have at most 60 characters, got 300: x"):
+        parameters(overrides=known.overrides, name="x" * 300)
+
+
 @pytest.fixture
 def known(tmp_path: Path) -> Comparison:
     arms = {"sync": ["mode=sync"], "standard": ["algorithm=standard"]}

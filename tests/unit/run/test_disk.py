@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from areal_core.config.schema import load
+from areal_core.config.schema import LaunchConfig, load
 from areal_core.errors import StorageError
 from areal_core.run.disk import DiskSpace, disk_space
 from areal_core.storage.rundir import RunDir, RunInfo
 
 
-def free(patch: pytest.MonkeyPatch, gib: dict[str, float]) -> None:
+def free(patch: pytest.MonkeyPatch, gib: dict[str, float], inodes: int = 10**6, of: int = 10**7) -> None:
     patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=int(gib[str(folder)] * 2**30)))
+    patch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_files=of, f_favail=inodes))
 
 
 def test_each_folder_is_told_of_once_and_a_nearly_full_one_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     folders = {"state_dir": Path("/a"), "storage.url": Path("/b")}
-    disk = DiskSpace(folders, low_gib=5.0, min_gib=0.5, log=lines.append)
+    disk = DiskSpace(folders, LaunchConfig(), lines.append)
     free(monkeypatch, {"/a": 5.0, "/b": 5.0})
     disk.look()
     assert lines == []
@@ -39,8 +41,35 @@ def test_each_folder_is_told_of_once_and_a_nearly_full_one_ends_the_run(monkeypa
         disk.look()
 
 
+def test_inodes_are_watched_as_space_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    disk = DiskSpace({"state_dir": Path("/a")}, LaunchConfig(), lines.append)
+    free(monkeypatch, {"/a": 5.0}, inodes=20_000)
+    disk.look()
+    assert lines == []
+    free(monkeypatch, {"/a": 4.0}, inodes=19_999)
+    for _ in range(2):
+        disk.look()
+    assert lines == [
+        "state_dir: /a has 4.00 GiB left, less than 5 (launch.disk_low_gib)",
+        "state_dir: /a has 19999 inodes left, less than 20000 (launch.disk_low_inodes)",
+    ]
+    free(monkeypatch, {"/a": 5.0}, inodes=1999)
+    with pytest.raises(
+        StorageError,
+        match=r"^state_dir: /a has 1999 inodes left, less than 2000 \(launch\.disk_min_inodes\): the run e",
+    ):
+        disk.look()
+
+
+def test_file_systems_without_a_limit_of_inodes_have_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, {"/a": 5.0}, inodes=0, of=0)
+    DiskSpace({"state_dir": Path("/a")}, LaunchConfig(), pytest.fail).look()
+
+
 def test_a_folder_that_is_gone_is_left_to_who_uses_it(tmp_path: Path) -> None:
-    DiskSpace({"storage.url": tmp_path / "none"}, low_gib=1e9, min_gib=1e9, log=print).look()
+    launch = LaunchConfig(disk_low_gib=1e9, disk_min_gib=1e9)
+    DiskSpace({"storage.url": tmp_path / "none"}, launch, print).look()
 
 
 @pytest.mark.parametrize(

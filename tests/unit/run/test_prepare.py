@@ -40,6 +40,18 @@ def test_run_id_that_is_no_name(base: dict[str, Any], run_id: str) -> None:
         prepare(load(base), run_id=run_id)
 
 
+def test_long_name_makes_a_run_id_that_can_be_resumed(base: dict[str, Any]) -> None:
+    config = load(base | {"name": "x" * 100})
+    run = prepare(config, log=lambda line: None)
+    assert prepare(config, run_id=run.root.name, log=lambda line: None).root == run.root
+
+
+@pytest.mark.parametrize("run_id", ["x" * 161, "x" + "ä" * 80, "x" * 300], ids=len)
+def test_run_id_that_is_too_long(base: dict[str, Any], run_id: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run_id: must have at most 160 bytes, got \d+; choose a shorter one than "):
+        prepare(load(base), run_id=run_id)
+
+
 def test_nothing_to_train_on(base: dict[str, Any], tmp_path: Path) -> None:
     """An evaluation is content with held-out prompts, a run is not."""
     held_out = tmp_path / "held_out.jsonl"

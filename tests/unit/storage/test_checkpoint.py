@@ -306,8 +306,12 @@ def test_what_nobody_lists_is_left_over(store: Storage, tmp_path: Path) -> None:
     save(store, tmp_path, 15, number=2, shared=("payloads/2/b.bin",))
     store.put_bytes("payloads/3/d.bin", b"d")
 
+    store.put_bytes("checkpoints/step-000010.1/of-nobody", b"x")
+
     assert checkpoint.highest_number(store) == 3
+    assert checkpoint.leftovers(store, 1) == {}
     assert checkpoint.leftovers(store, 3) == {
+        "checkpoints/step-000010.1/of-nobody": 1,
         "checkpoints/step-000020.1/model/model.safetensors": 4,
         "payloads/1/a.bin": 1,
         "payloads/2/c.bin": 1,
@@ -333,6 +337,7 @@ def test_a_run_whose_checkpoints_are_all_broken_is_not_begun_anew(store: Storage
     refused = r"of 1 checkpoints none is whole: put back what is missing, or start the run under another id$"
     with pytest.raises(StorageError, match=refused):
         checkpoint.newest(store)
+    assert checkpoint.leftovers(store, 9) == {}  # what is left of them may be all that is left
     with pytest.raises(StorageError, match=refused):
         checkpoint.newest_of(store, lambda info: None)
 

@@ -184,6 +184,10 @@ def test_a_worker_hears_of_what_it_needs(ask: Asked, head_node: HeadNode) -> Non
     assert json.loads(ask("GET", "/run")[1])["ended"] == "in order"
 
 
+def test_a_body_of_brackets_is_refused(ask: Asked) -> None:
+    assert ask("POST", "/nodes/a", b"[" * 200_000) == (400, b"body: is nested too deeply")
+
+
 def test_a_share_that_is_taken_is_refused_in_one_line(ask: Asked) -> None:
     ask.hear("a")
     status, content = ask("POST", "/nodes/b", json.dumps(SAID).encode())

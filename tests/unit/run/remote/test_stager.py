@@ -189,12 +189,17 @@ async def asked(stager: Stager) -> AsyncIterator[Post]:
 
             async def post(body: object, token: str | None = "token", path: str = "/stage") -> tuple[int, str]:
                 headers = authorization(token)
-                async with session.post(f"{url}{path}", json=body, headers=headers) as response:
+                sent = {"data": body} if isinstance(body, bytes) else {"json": body}
+                async with session.post(f"{url}{path}", headers=headers, **sent) as response:
                     return response.status, await response.text()
 
             yield post
     assert not failures
     assert not [thread for thread in threading.enumerate() if thread.name == "stager"]
+
+
+async def test_a_body_of_brackets_is_refused(asked: Post) -> None:
+    assert await asked(b"[" * 200_000) == (400, "body: is nested too deeply")
 
 
 async def test_its_route(asked: Post, head_node: HeadNode, copy: RunDir) -> None:

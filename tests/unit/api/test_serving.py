@@ -1,0 +1,87 @@
+"""Connections of clients that begin a request and do not end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from areal_core.api.serving import runner
+
+SILENT_S = 0.5
+PATIENCE_S = 60.0  # of a test; nothing takes so long
+CORE = Path(__file__).parents[3] / "areal_core"
+
+
+@contextlib.asynccontextmanager
+async def serving(silent_s: float) -> AsyncIterator[int]:
+    """The port of a server that sends every body back."""
+
+    async def echo(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    app = web.Application(client_max_size=2**20)
+    app.add_routes([web.post("/", echo)])
+    made = runner(app, silent_s=silent_s, lingering_time=0.0)
+    await made.setup()
+    await web.TCPSite(made, "127.0.0.1", 0).start()
+    yield made.addresses[0][1]
+    await made.cleanup()
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    async with serving(SILENT_S) as port:
+        yield port
+
+
+async def answer(port: int, *parts: bytes, every_s: float = 0.0) -> bytes:
+    """All that comes until the server closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(every_s)
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def head(length: int, more: bytes = b"") -> bytes:
+    return b"POST / HTTP/1.1\r\nHost: x\r\n%bContent-Length: %d\r\n\r\n" % (more, length)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HT", head(5)[:-2]], ids=["nothing", "line", "headers"])
+async def test_half_a_header_closes_the_connection(port: int, sent: bytes) -> None:
+    assert await answer(port, sent) == b""
+
+
+async def test_half_a_header_closes_a_connection_that_had_a_request(port: int) -> None:
+    found = await answer(port, head(5) + b"whole", head(5)[:30])
+    assert found.endswith(b"\r\n\r\nwhole")
+    assert found.count(b"HTTP/1.1") == 1
+
+
+async def test_body_that_stands_still_is_refused(port: int) -> None:
+    found = await answer(port, head(5) + b"ha")
+    assert found.startswith(b"HTTP/1.1 408 ")
+    assert found.endswith(b"body: less than 1024 bytes came in 0.5 s")
+
+
+async def test_slow_upload_that_goes_on_is_received() -> None:
+    """It takes longer than a client may be silent."""
+    pieces = [bytes([65 + number]) * 4096 for number in range(15)]
+    async with serving(2.0) as port:
+        found = await answer(port, head(15 * 4096, b"Connection: close\r\n"), *pieces, every_s=0.2)
+    assert found.startswith(b"HTTP/1.1 200 ")
+    assert found.endswith(b"".join(pieces))
+
+
+def test_every_server_is_started_so() -> None:
+    assert [file.name for file in CORE.rglob("*.py") if "AppRunner(" in file.read_text()] == ["serving.py"]

@@ -1,0 +1,108 @@
+"""What `make prune` takes and prints."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from areal_core.errors import StorageError
+from areal_core.run.prune import HeldRun, State
+from flows import prune_command
+
+DAY_S = 86400.0
+
+
+def held(run_id: str, days: float, state: State = "finished", leftovers: int = 0) -> HeldRun:
+    size = Counter({"checkpoints": 1_234_567, "logs": 999})
+    return HeldRun(run_id=run_id, state=state, changed=time.time() - days * DAY_S - 60, bytes=size, leftovers=leftovers)
+
+
+@pytest.fixture
+def did(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    done: list[tuple[str, str]] = []
+    runs = [
+        held("old", 40),
+        held(".pruned-x-2", 35, "half deleted"),
+        held("left", 31, "stopped", 2_000),
+        held("new", 0, "running"),
+    ]
+
+    def act(what: str) -> Any:
+        def action(run: HeldRun, *_: object) -> None:
+            if run.run_id == "left" and what == "delete":
+                raise StorageError("storage.url: can't delete it: no rights")
+            done.append((what, run.run_id))
+
+        return action
+
+    monkeypatch.setattr(prune_command, "held_runs", lambda config, log: runs)
+    monkeypatch.setattr(prune_command, "delete", act("delete"))
+    monkeypatch.setattr(prune_command, "free_leftovers", act("free"))
+    return done
+
+
+def test_a_table_of_what_runs_hold(did: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert prune_command.main([]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "run last change state checkpoints logs in all leftovers",
+        "old 40 days ago finished 1.2 MB 999 B 1.2 MB -",
+        ".pruned-x-2 35 days ago half deleted 1.2 MB 999 B 1.2 MB -",
+        "left 31 days ago stopped 1.2 MB 999 B 1.2 MB 2.0 kB",
+        "new 1 minute ago running 1.2 MB 999 B 1.2 MB -",
+        "4 runs 4.9 MB 4.0 kB 4.9 MB 2.0 kB",
+        "",
+        "To delete: leftovers of 2 runs (1.2 MB), which no resume needs.",
+        "Whole runs: RUN=NAME or OLDER=30d.",
+    ]
+    assert did == []
+
+
+def test_leftovers_alone_are_deleted_unless_runs_are_chosen(did: list[tuple[str, str]]) -> None:
+    assert prune_command.main(["--yes"]) == 0
+    assert did == [("delete", ".pruned-x-2"), ("free", "left")]
+
+
+def test_old_runs_are_deleted_and_failures_named(
+    did: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prune_command.main(["--older", "30d", "--yes"]) == 1
+    assert did == [("delete", "old"), ("delete", ".pruned-x-2")]
+    told = capsys.readouterr()
+    assert "left: not deleted, try again: storage.url: can't delete it: no rights" in told.out
+    assert told.err == "areal: error: 1 of 3 could not be deleted\n"
+
+
+def test_both_choices_must_hold(did: list[tuple[str, str]]) -> None:
+    assert prune_command.main(["--run", "old", "--run", "left", "--older", "5w", "--yes"]) == 0
+    assert did == [("delete", "old")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--run", "new", "--yes"], "RUN: new is running; stop it first"),
+        (["--run", "none"], "RUN: there is no run none; `make prune` lists all"),
+        (["--older", "30"], "OLDER: must be a number of hours, days or weeks, as in 12h, 30d or 4w, got '30'"),
+        (["storage.uri=x"], "storage.uri: no such field; did you mean storage.url?"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    did: list[tuple[str, str]], arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prune_command.main(arguments) == 2
+    assert capsys.readouterr().err == f"areal: error: {line}\n"
+    assert did == []
+
+
+def test_nothing_is_deleted_without_a_yes(did: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    assert prune_command.main(["--run", "old"]) == 1
+    assert did == []
+    monkeypatch.setattr("builtins.input", lambda prompt: "yes")
+    assert prune_command.main(["--run", "old"]) == 0
+    assert did == [("delete", "old")]

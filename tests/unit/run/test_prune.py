@@ -1,0 +1,253 @@
+"""What old runs hold, and that a deletion leaves a run whole or gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_core.config.schema import RunConfig, load
+from areal_core.errors import ConfigError, ProcessError
+from areal_core.launch.supervisor import FileLock
+from areal_core.run import prune
+from areal_core.run.folders import run_folder
+from areal_core.run.ownership import Ownership
+from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
+from areal_core.storage import checkpoint
+from areal_core.storage.lease import NAME, Lease, LeaseLostError
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir, RunInfo
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load({"state_dir": str(tmp_path / "state"), "storage": {"url": str(tmp_path / "store"), "lease_s": 1.0}})
+
+
+def storage(config: RunConfig, run_id: str) -> Storage:
+    return Storage.open(config.storage.url, None, 0.0).child(f"runs/{run_id}")
+
+
+def made(config: RunConfig, run_id: str = "first", steps: tuple[int, ...] = (5, 10)) -> Storage:
+    """A run with two launchers behind it, the second of which has made the last checkpoint."""
+    store = storage(config, run_id)
+    run = RunDir.create(config, RunInfo(run_id=run_id, model_path="m", checkpoint_url=store.url))
+    (run.logs / "trainer-0.log").write_bytes(bytes(100))
+    (run.weights / "v000010").mkdir()
+    (run.weights / "v000010" / "model.safetensors").write_bytes(bytes(1000))
+    for number, step in enumerate(steps, 1):
+        with Ownership(run, config, store.url, log=print):
+            store.put_bytes(f"payloads/{number}/{number:06d}-000001.bin", bytes(10))
+            file = run.root / "optimizer"
+            file.write_bytes(bytes(500))
+            checkpoint.save(store, step, {"optimizer": file}, {}, number=number)
+            file.unlink()
+    return store
+
+
+def held(config: RunConfig) -> dict[str, HeldRun]:
+    return {run.run_id: run for run in held_runs(config, pytest.fail)}
+
+
+def objects(store: Storage) -> list[str]:
+    return [name for name in store.list() if name != NAME]
+
+
+def test_nothing_is_made_to_look(config: RunConfig, tmp_path: Path) -> None:
+    assert held(config) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_are_counted_by_kind(config: RunConfig) -> None:
+    made(config).put_bytes("final/model.safetensors", bytes(300))
+    run = held(config)["first"]
+    assert (run.bytes["logs"], run.bytes["caches"], run.bytes["payloads"], run.bytes["models"]) == (100, 1000, 20, 300)
+    assert 1000 < run.bytes["checkpoints"] < 3000  # two files and their manifests
+    assert run.leftovers == 20  # payloads that no checkpoint names
+    assert time.time() - run.changed < 60
+
+
+def test_states(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("finished", "stopped", "running", "deleted", "tracked", "remote", "elsewhere"):
+        made(config, name)
+    run_folder(config, "finished").summary.write_text("{}")
+    for name in ("deleted", "tracked"):
+        shutil.rmtree(storage(config, name).url)
+    info = RunInfo(run_id="tracked", model_path="m", checkpoint_url="", tracking_uri="u", tracking_run_id="r")
+    RunDir.create(config, info)
+    monkeypatch.setattr(prune, "_is_tracked", lambda info, log: info.tracking_run_id is not None)
+    shutil.rmtree(run_folder(config, "elsewhere").root)
+    remote = Lease(storage(config, "remote"), "another machine", ttl_s=30.0)
+    remote.acquire()
+    dead = Lease(storage(config, "stopped"), "another machine", ttl_s=1.0)
+    dead.acquire()
+    os.utime(Path(storage(config, "stopped").url, NAME), (0, 0))
+    storage(config, "cut-short").put_bytes("checkpoints/step-000005.1/optimizer", b"half")
+    with FileLock(run_folder(config, "running").launcher_lock, timeout_s=0.0, busy=""):
+        assert {name: run.state for name, run in held(config).items()} == {
+            "finished": "finished",
+            "stopped": "stopped",
+            "running": "running",
+            "deleted": "abandoned",
+            "tracked": "stopped",
+            "remote": "running",
+            "elsewhere": "stopped",
+            "cut-short": "abandoned",
+        }
+
+
+def test_a_deleted_run_is_gone_but_for_its_lease(config: RunConfig) -> None:
+    store, other = made(config), made(config, "other")
+    delete(held(config)["first"], config, print)
+    assert objects(store) == []
+    assert list(held(config)) == ["other"]
+    assert not run_folder(config, "first").root.exists()
+    assert checkpoint.newest(other) is not None
+    made(config)  # under the same name: its launchers have higher numbers
+    assert store.exists(NAME)
+
+
+def test_a_run_of_the_store_alone_is_deleted(config: RunConfig) -> None:
+    store = made(config)
+    shutil.rmtree(run_folder(config, "first").root)
+    delete(held(config)["first"], config, print)
+    assert objects(store) == []
+    assert held(config) == {}
+
+
+def test_a_run_without_objects_is_deleted_without_its_store(config: RunConfig, tmp_path: Path) -> None:
+    made(config)
+    shutil.rmtree(tmp_path / "store")
+    delete(held(config)["first"], config, print)
+    assert held(config) == {}
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("action", [delete, free_leftovers])
+def test_a_run_that_is_running_is_left_alone(config: RunConfig, action: Callable[..., Any]) -> None:
+    config = load(config.to_dict() | {"launch": {"stop_timeout_s": 0.1}})
+    store = made(config)
+    run = held(config)["first"]
+    before = objects(store)
+    with Ownership(run_folder(config, "first"), config, store.url, log=print), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("areal_core.run.ownership._OWNER_S", 0.0)
+        with pytest.raises(ProcessError, match="first is running already"):
+            action(run, config, print)
+    assert objects(store) == before
+    assert run_folder(config, "first").summary.parent.exists()
+
+
+def test_leftovers_go_and_what_a_resume_needs_stays(config: RunConfig) -> None:
+    store = made(config)
+    store.put_bytes("checkpoints/step-000015.2/optimizer", b"cut short")
+    newest = checkpoint.newest(store)
+    assert free_leftovers(held(config)["first"], config, print) == 29
+    assert checkpoint.newest(store) == newest
+    assert objects(store) == [
+        *(f"checkpoints/step-000005.1/{name}" for name in ("manifest.json", "optimizer")),
+        *(f"checkpoints/step-000010.2/{name}" for name in ("manifest.json", "optimizer")),
+    ]
+    assert held(config)["first"].leftovers == 0
+
+
+class Interrupted(BaseException):
+    """The process ends."""
+
+
+class Interrupting:
+    """Ends the deletion after so many of its steps."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, after: int) -> None:
+        self.left = after
+        for owner, name in ((Storage, "delete"), (Path, "rename"), (prune.shutil, "rmtree")):
+            patch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            if str(arguments[-1]).startswith((NAME, ".probe-")):
+                return call(*arguments, **named)
+            if self.left == 0:
+                raise Interrupted
+            self.left -= 1
+            return call(*arguments, **named)
+
+        return counted
+
+
+@pytest.mark.parametrize("after", range(10))
+def test_interrupted_deletion_leaves_a_run_whole_or_gone(config: RunConfig, after: int) -> None:
+    store = made(config)
+    store.put_bytes("final/README.md", b"card")
+    whole = checkpoint.newest(store)
+    with pytest.MonkeyPatch.context() as patch:
+        Interrupting(patch, after)
+        with pytest.raises(Interrupted):
+            delete(held(config)["first"], config, print)
+    newest, folder = checkpoint.newest(store), run_folder(config, "first").root
+    assert newest in (whole, None)
+    assert not folder.exists() or newest == whole  # a folder is never there without its checkpoints
+    for run in held(config).values():  # again
+        delete(run, config, print)
+    assert objects(store) == []
+    assert held(config) == {}
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_interrupted_deletion_of_leftovers_keeps_every_checkpoint(config: RunConfig) -> None:
+    store = made(config)
+    whole = checkpoint.newest(store)
+    for after in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            Interrupting(patch, after)
+            with pytest.raises(Interrupted):
+                free_leftovers(held(config)["first"], config, print)
+        assert checkpoint.newest(store) == whole
+    free_leftovers(held(config)["first"], config, print)
+    assert held(config)["first"].leftovers == 0
+
+
+def test_a_run_that_another_launcher_takes_over_meanwhile_is_left(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost(Ownership):
+        def __init__(self, *arguments: Any, on_lost: Callable[[LeaseLostError], None], **named: Any) -> None:
+            super().__init__(*arguments, on_lost=on_lost, **named)
+            on_lost(LeaseLostError("run_id: another launcher has taken the run over"))
+
+    store = made(config)
+    before = objects(store)
+    run = held(config)["first"]
+    monkeypatch.setattr(prune, "Ownership", Lost)
+    for action in (free_leftovers, delete):
+        with pytest.raises(LeaseLostError):
+            action(run, config, print)
+    assert objects(store) == before
+
+
+@pytest.mark.parametrize("where", ["folder", "store"])
+@pytest.mark.parametrize("alone", [False, True], ids=["both", "one"])
+def test_a_run_that_was_resumed_since_it_was_listed_is_left(config: RunConfig, where: str, alone: bool) -> None:
+    store, folder = made(config), run_folder(config, "first").root
+    if alone:
+        shutil.rmtree(store.url if where == "folder" else folder)
+    run = held(config)["first"]
+    changed = folder / "summary.json" if where == "folder" else Path(store.url) / "summary.json"
+    changed.write_text("{}")
+    os.utime(changed, (run.changed + 1, run.changed + 1))
+    with pytest.raises(ProcessError, match=r"^run_id: first has changed since it was listed"):
+        delete(run, config, print)
+    assert changed.exists()
+
+
+def test_a_store_of_another_place_is_named(config: RunConfig, tmp_path: Path) -> None:
+    made(config)
+    other = load(config.to_dict() | {"storage": {"url": str(tmp_path / "other")}})
+    run = held(other)["first"]
+    assert (run.state, run.storage, run.elsewhere) == ("stopped", None, f"{tmp_path}/store/runs/first")
+    with pytest.raises(ConfigError, match=r"^first: its store is .*/store/runs/first; name it as storage\.url"):
+        delete(run, other, print)
