@@ -5,12 +5,13 @@ Beside flows.machine the only user of boto3, whose credentials and endpoints are
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, WaiterError
+from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from areal_core.errors import ProvisionError
@@ -25,7 +26,7 @@ _COST = ["pending", "running", "stopping", "stopped"]  # states of instances tha
 _GONE = (".NotFound", ".Unknown", "NoSuchEntity")  # in codes of errors
 _INSTANCE, _TEMPLATE, _GROUP = "aws_instance", "aws_launch_template", "aws_security_group"
 _PROFILE, _ROLE, _PLACEMENT = "aws_iam_instance_profile", "aws_iam_role", "aws_placement_group"
-_WAIT = {"Delay": 2, "MaxAttempts": 300}  # for instances to be gone
+_LOOKS, _LOOK_S = 300, 2.0  # for an instance to be gone
 
 
 class Aws:
@@ -62,10 +63,17 @@ class Aws:
                 _told(lambda end=end, id_=id_: _unless_gone(lambda: end(id_)))
             if kind == _INSTANCE:  # which use the others until they are gone
                 for id_ in ids:
-                    _told(lambda id_=id_: _unless_gone(lambda: self._wait(id_)))
+                    self._wait(id_, confirm)
 
-    def _wait(self, instance: str) -> None:
-        self._ec2.get_waiter("instance_terminated").wait(InstanceIds=[instance], WaiterConfig=_WAIT)
+    def _wait(self, instance: str, confirm: Callable[[], None]) -> None:
+        for _ in range(_LOOKS):
+            page = _told(lambda: _unless_gone(lambda: self._ec2.describe_instances(InstanceIds=[instance])))
+            found = [each for reservation in (page or {}).get("Reservations", []) for each in reservation["Instances"]]
+            if all(each["State"]["Name"] == "terminated" for each in found):
+                return
+            confirm()
+            time.sleep(_LOOK_S)
+        raise ProvisionError(f"aws: instance {instance} is not gone {_LOOKS * _LOOK_S:g} s after it was to end")
 
     def _ec2_found(self, run: str | None) -> Iterator[Found]:
         tagged = {"Name": "tag-key", "Values": [_RUN]} if run is None else {"Name": f"tag:{_RUN}", "Values": [run]}
@@ -165,5 +173,5 @@ def _unless_gone(ask: Callable[[], T]) -> T | None:
 def _told(ask: Callable[[], T]) -> T:
     try:
         return ask()
-    except (BotoCoreError, ClientError, WaiterError, ResponseParserError) as error:
+    except (BotoCoreError, ClientError, ResponseParserError) as error:
         raise ProvisionError(f"aws: {' '.join(str(error).split())}") from None

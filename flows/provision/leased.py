@@ -41,7 +41,7 @@ _PAUSE_S = 5.0  # before what failed for reasons that pass is tried again; each 
 _GRACE_S = 60.0  # at most, and a sixth of the lease: for terraform to end in order before it is over
 _STORE_S = 30.0  # likewise, of patience with the store
 _BUSY_S = 5.0  # at least, for another command of this machine
-_HAND_OVER_S = 10.0  # for a terraform that runs
+_STOP_S = 3.0  # for a terraform that runs to end in order, once this process is asked to end
 _PASSING = re.compile(
     r"throttl|too many requests|rate exceeded|RequestLimitExceeded|SlowDown|ServiceUnavailable|StatusCode: 5\d\d"
     r"|Internal(Server)?(Error|Failure)|timeout|connection re(set|fused)|no such host|unexpected EOF"
@@ -64,7 +64,8 @@ class LeasedNodes:
     """A context: the nodes of one run, while this process has their lease. Threads may share it.
 
     Leaving it ends nothing. Where something was, or may have been, made, the lease of a flow then runs out, unless
-    another process of the same run takes it over before, and the reaper ends the nodes; otherwise it is given back.
+    another process of the same run takes it over before, and the reaper ends the nodes; otherwise it is given back. A
+    flow that leaves it because it is asked to end (an exception that is no Exception) hands its nodes over.
 
     Raises ConfigError; HeldError where somebody else is at the nodes; LeaseLostError, a ProcessError, once somebody
     else has taken the lease; StorageError; and ProvisionError with what Terraform or the cloud says. What fails for
@@ -105,6 +106,7 @@ class LeasedNodes:
         self._changing = threading.RLock()
         self._metering = threading.Lock()
         self._hosts: list[Host] = []  # as they were seen last
+        self._closing = threading.Event()  # the nodes are being handed over
         self._touched = self._over = False  # something may have been made; the lease is no longer this one's
         self._failed = False  # a terraform since the state was put in order
         self._stack = ExitStack()
@@ -118,6 +120,7 @@ class LeasedNodes:
                 busy_s=max(_BUSY_S, self._patience_s or 0.0),
                 remaining_s=lambda: self._held.remaining_s(),
                 grace_s=min(_GRACE_S, self._length_s / 6),
+                stop_s=_STOP_S if self._by == "flow" else None,
                 log=self._log,
             )
             stack.push(nodes.__exit__)
@@ -132,14 +135,14 @@ class LeasedNodes:
             self._touched = not held.fresh
             self._meter = Meter(self._prices, held.lease.spent)
             held.on_renewed, held.on_lost = self._renewed, self._lost
-            stack.callback(self._leave)
+            stack.push(self._leave)
             stack.enter_context(held)
             nodes.terraform.init()
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
     @property
     def lost(self) -> str | None:
@@ -147,7 +150,9 @@ class LeasedNodes:
         return self._held.lost
 
     def check(self) -> None:
-        """Raises LeaseLostError once somebody else has the lease."""
+        """Raises LeaseLostError once somebody else has the lease, or is to have it."""
+        if self._closing.is_set():
+            raise LeaseLostError(f"run {self.run}: its nodes were handed over, to be ended by the reaper")
         if self._held.lost is not None:
             raise LeaseLostError(self._held.lost)
 
@@ -182,13 +187,20 @@ class LeasedNodes:
             self._nodes.terraform.clean()
 
     def hand_over(self) -> None:
-        """Have the reaper end the nodes, as soon as it looks: for those who have no time for it. What terraform is at
-        is ended first."""
-        self._nodes.terraform.stop(_HAND_OVER_S)
-        with self._changing:
-            self._seen(self._hosts)
-            self._held.put_down(keep=False)
-            self._over = True
+        """Have the reaper end the nodes, as soon as it looks: for those who have no time for it. Takes a few seconds,
+        whatever other threads are at; again is fine.
+
+        From now on no thread starts anything: terraform refuses to start, pauses end, and every step raises
+        LeaseLostError. The lease is put down once no terraform runs, as the next holder may begin at once; not before,
+        as two would be at the nodes. A terraform whose end isn't seen in time, though its guard has been told to kill
+        it, costs the next holder the margin of the clocks. What may be left of a thread is one call to the cloud, which
+        ends by its id something that no state holds."""
+        if self._over:
+            return
+        self._closing.set()
+        ended = self._nodes.terraform.stop(_STOP_S)
+        self._seen(self._hosts)
+        self._let_go(lambda: self._held.put_down(keep=False, at_once=ended))
 
     def spent(self) -> Meter:
         """What the nodes have cost until now; earlier processes of the run included."""
@@ -217,13 +229,14 @@ class LeasedNodes:
         on_plan(planned)
         self._apply(planned)  # even where nothing is left: the state may say otherwise
         self._seen([])
-        self._cloud.end(self._cloud.found(self.run), self._held.confirm)
+        self._cloud.end(self._cloud.found(self.run), self._confirm)
         left = sorted(f"{kind} {id_}" for kind, id_ in self._nodes.terraform.held())
         left += [str(found) for found in self._cloud.found(self.run)]
         if left:
             raise ProvisionError(f"run {self.run}: {', '.join(left)} could not be ended")
 
     def _apply(self, plan: Plan) -> None:
+        self.check()
         self._held.renew()
         self._touched = True
         self._nodes.apply(plan)
@@ -237,10 +250,11 @@ class LeasedNodes:
                 if not passes(error):
                     raise
                 self._log(f"run {self.run}: trying again in {pause_s:g} s: {error}")
-                self._leases.clock.sleep(pause_s)
+                self._closing.wait(pause_s)
         return self._once(change)
 
     def _once(self, change: Callable[[], T]) -> T:
+        self.check()
         try:
             return change()
         except ProvisionError as error:
@@ -259,7 +273,11 @@ class LeasedNodes:
             held = self._nodes.terraform.held()
             if strays := [each for each in found if each.key not in held]:
                 self._log(f"run {self.run}: ending what is in no state: {', '.join(map(str, strays))}")
-                self._cloud.end(strays, self._held.confirm)
+                self._cloud.end(strays, self._confirm)
+
+    def _confirm(self) -> None:
+        self.check()
+        self._held.confirm()
 
     def _unlock(self) -> None:
         lock = self._lock()
@@ -297,15 +315,21 @@ class LeasedNodes:
         self._nodes.terraform.extend()  # to its end: nothing remains
         self._on_lost(reason)
 
-    def _leave(self) -> None:
+    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         """What becomes of a lease that was not given back."""
         if self._over or self._held.lost is not None:
             return
+        if not self._touched:
+            self._let_go(self._held.release)
+        elif self._by != "flow":
+            self._let_go(self._held.put_down)
+        elif kind is not None and not issubclass(kind, Exception):
+            self.hand_over()
+
+    def _let_go(self, how: Callable[[], None]) -> None:
         try:
-            if not self._touched:
-                self._held.release()
-            elif self._by != "flow":
-                self._held.put_down()
+            how()
+            self._over = True
         except (StorageError, LeaseLostError) as error:
             self._log(f"run {self.run}: its lease was left as it is: {error}")
 

@@ -261,11 +261,13 @@ class Held:
         """What the nodes have cost, to be written with the next renewal."""
         self._spent = dict(spent)
 
-    def put_down(self, *, keep: bool = True) -> None:
-        """Hold it no longer: anybody may take it, and the nodes live as long as they are kept, if they are."""
+    def put_down(self, *, keep: bool = True, at_once: bool = True) -> None:
+        """Hold it no longer: anybody may take it, and the nodes live as long as they are kept, if they are. Not
+        `at_once`: others take it as one that runs out now, once clocks can't differ over that."""
         with self._writing:
             self._began = -math.inf  # should the answer be lost, it is renewed first
-            self._change(held_until=None, **({} if keep else {"kept_until": None}))
+            until = None if at_once else self._leases.clock.wall()
+            self._change(held_until=until, **({} if keep else {"kept_until": None}))
             self._over = "put down"
 
     def release(self) -> None:
