@@ -24,21 +24,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
 from areal_core.errors import ProvisionError, StorageError
 from areal_core.storage.lease import LeaseLostError
-from areal_core.storage.objects import ChangedError, MissingError, Storage
+from areal_core.storage.marked import Marked
+from areal_core.storage.objects import Storage
 
 __all__ = ["MARGIN_S", "Claimant", "Clock", "Held", "HeldError", "Lease", "LeaseLostError", "Leases"]
 
 By = Literal["flow", "command", "reaper"]
+Number = Annotated[float, msgspec.Meta(ge=0.0, le=datetime(9999, 1, 1, tzinfo=UTC).timestamp())]
 
 MARGIN_S = 60.0  # by which the wall clocks of two machines may differ
 ROOT = "terraform/leases"
 _LOOK_S = 2.0  # between two looks at a lease that is waited for
+_UNREADABLE = (ValueError, RecursionError)  # msgspec's errors among them
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +68,13 @@ class Claimant:
     holder: str = field(default_factory=lambda: secrets.token_hex(16))  # nobody else's
 
 
+class Spent(TypedDict, total=False):
+    """What cost.py notes."""
+
+    prices: dict[str, Number]
+    nodes: dict[str, tuple[str, Number, Number]]
+
+
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """What the object says. Times are seconds since 1970."""
 
@@ -73,13 +83,13 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     by: By
     where: str
     holder: str
-    beat: int  # how often it was written
-    taken_at: float
-    held_until: float | None  # None: nobody is at the nodes
-    kept_until: float | None = None  # how long they may live without anybody; None: not at all
+    beat: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]  # how often it was written
+    taken_at: Number
+    held_until: Number | None  # None: nobody is at the nodes
+    kept_until: Number | None = None  # how long they may live without anybody; None: not at all
     root: str = "run"  # the root module of infra/terraform
     request: dict[str, Any] | None = None  # all variables of it; None: not known
-    spent: dict[str, Any] = {}  # what the nodes have cost so far (cost.py)
+    spent: Spent = {}  # what the nodes have cost so far
 
     @property
     def expires_at(self) -> float:
@@ -114,7 +124,7 @@ class Leases:
         same place. One that is held, perhaps by somebody who is dead, is waited for, for `patience_s`; but not once its
         holder has renewed it meanwhile. A reaper gets those alone that are over, with the `request` in them.
 
-        Raises HeldError, and ProvisionError where the object is no lease.
+        Raises HeldError.
         """
         began, first = self.clock.passed(), None
         while True:
@@ -133,7 +143,8 @@ class Leases:
             self.clock.sleep(_LOOK_S)
 
     def read(self, run: str) -> Lease | None:
-        """The lease of a run; None where there is none, or it was given back. Raises ProvisionError."""
+        """The lease of a run; None where there is none, or it was given back. An object that can't be read is told of
+        and counts as one that is over, of which nobody knows what was asked for."""
         return self._read(run)[0]
 
     def is_over(self, lease: Lease) -> bool:
@@ -201,16 +212,19 @@ class Leases:
 
     def _read(self, run: str) -> tuple[Lease | None, str | None]:
         """The lease, and the mark of its object."""
-        try:
-            data, mark = self.storage.get_marked(name_of(run))
-        except MissingError:
-            return None, None
+        data, mark = Marked(self.storage, name_of(run)).read()
         if not data:
             return None, mark
         try:
-            return msgspec.json.decode(data, type=Lease), mark
-        except msgspec.MsgspecError as error:
-            raise ProvisionError(f"{self.storage.url}/{name_of(run)}: must be a lease: {error}") from None
+            lease = msgspec.json.decode(data, type=Lease)
+            if lease.run != run:
+                raise msgspec.ValidationError(f"it is one of run {lease.run!r}")
+        except _UNREADABLE as error:
+            _log.warning("%s/%s must be a lease, and counts as over: %s", self.storage.url, name_of(run), error)
+            lease = Lease(
+                run=run, owner="-", by="command", where="-", holder="-", beat=0, taken_at=0.0, held_until=None
+            )
+        return lease, mark
 
 
 class Held:
@@ -227,7 +241,7 @@ class Held:
         self.fresh = fresh  # there was none before
         self.lost: str | None = None  # why
         self._over: str | None = None  # how this holder has ended it
-        self._spent = lease.spent
+        self._spent: Mapping[str, Any] = lease.spent
         self._leases, self._mark, self._length_s, self._began = leases, mark, length_s, began
         self._writing = threading.RLock()
         self._ended = threading.Event()
@@ -293,22 +307,11 @@ class Held:
     def write(self, lease: Lease | None) -> bool:
         """Write it over what was there when this holder wrote, or read, it last; whether it is his now. None: give it
         back."""
-        storage, name = self._leases.storage, name_of(self.lease.run)
-        data, mark = msgspec.json.encode(lease) if lease else b"", self._mark
-        while True:
-            try:
-                self._mark = storage.put_over(name, data, mark)
-                break
-            except ChangedError:
-                try:
-                    found, mark = storage.get_marked(name)
-                except MissingError:
-                    return False
-                if found == data:  # the answer was lost
-                    self._mark = mark
-                    break
-                if not self._is_ours(found):  # else the answer to an earlier one was lost
-                    return False
+        data = msgspec.json.encode(lease) if lease else b""
+        mark = Marked(self._leases.storage, name_of(self.lease.run)).write(data, self._mark, self._is_ours)
+        if mark is None:
+            return False
+        self._mark = mark
         if lease:
             self.lease = lease
         return True
@@ -321,7 +324,7 @@ class Held:
     def _is_ours(self, data: bytes) -> bool:
         try:
             return msgspec.json.decode(data, type=Lease).holder == self.lease.holder
-        except msgspec.MsgspecError:
+        except _UNREADABLE:
             return False
 
     def _check(self) -> None:
@@ -332,7 +335,7 @@ class Held:
 
     def _is_lost(self) -> LeaseLostError:
         self.lost = f"run {self.lease.run}: the lease of its nodes is lost, somebody else has taken it over"
-        with contextlib.suppress(StorageError, ProvisionError):
+        with contextlib.suppress(StorageError):
             if found := self._leases.read(self.lease.run):
                 self.lost = f"run {self.lease.run}: the lease of its nodes is lost to a {found.by} on {found.where}"
         return LeaseLostError(self.lost)

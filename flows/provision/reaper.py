@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from areal_core.errors import ArealError, ProvisionError
 from areal_core.storage.objects import Storage
 from flows.provision.cloud import Cloud, Found
@@ -33,6 +35,21 @@ YOUNG_S = 300.0  # what is younger is left to the next one, if it has no lease
 _AT_ONCE = 4
 _STORE_S = 30.0  # of patience with the store
 _STATES = "terraform/runs"
+
+
+class _Foundation(msgspec.Struct):
+    bucket: str
+    region: str
+    vpc_id: str | None = None
+
+
+class _Request(msgspec.Struct):
+    """What must be as it should in the request of a lease for Terraform to be asked."""
+
+    run: str
+    foundation: _Foundation | msgspec.UnsetType = msgspec.UNSET
+    lease: dict[str, Any] = {}
+    prefect: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +128,8 @@ class Reaper:
         if lease is None or not self._leases.is_over(lease):
             return None
         try:
-            ended, cost = self._by_terraform(lease) if lease.request is not None else self._by_cloud(run, "no request")
+            unknown = _unknown(lease)
+            ended, cost = self._by_cloud(run, unknown) if unknown else self._by_terraform(lease)
             failed = None
         except HeldError:
             return None  # somebody else was faster
@@ -213,3 +231,13 @@ class Reaper:
     def _told(self, reaped: Reaped) -> Reaped:
         self._log(str(reaped))
         return reaped
+
+
+def _unknown(lease: Lease) -> str | None:
+    """Why nobody knows what to ask Terraform for; None: it is known."""
+    if lease.request is None:
+        return "no request"
+    try:
+        return None if msgspec.convert(lease.request, _Request).run == lease.run else "the request of another run"
+    except msgspec.ValidationError as error:
+        return f"no request that can be read: {error}"
