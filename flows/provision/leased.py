@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_core.errors import ProvisionError, StorageError
+from areal_core.launch.process import boot_id
 from areal_core.storage.objects import MissingError, Storage
 from flows.provision.cloud import Cloud
 from flows.provision.cost import Meter
@@ -358,8 +359,9 @@ def _owner(request: Mapping[str, Any]) -> str:
 
 
 def _place(folder: Path) -> str:
-    """The folder, as no other on any machine."""
+    """The folder, as no other on any machine, clones of this one's disk included. After a boot it is another place: an
+    earlier process's lease is waited for, as others wait for it."""
     mark = folder / "place"
     if not mark.exists():
         mark.write_text(secrets.token_hex(8))
-    return f"{socket.gethostname()}:{folder} ({mark.read_text()})"
+    return f"{socket.gethostname()}:{folder} ({mark.read_text()}, {boot_id()})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ from flows.provision.leased import LeasedNodes
 from flows.provision.leases import HeldError, LeaseLostError, name_of
 from flows.provision.terraform import Plan, Terraform
 from tests.provisioning import ledger
-from tests.provisioning.world import RUN, World
+from tests.provisioning.world import FOUNDATION, RUN, World
 from tests.support import signals
 
 NAMES = ["generation-0", "generation-1", "trainer-0"]
@@ -463,6 +464,40 @@ def test_without_terraform_the_cloud_ends_it(world: World, monkeypatch: pytest.M
     )
     assert world.living() == {}
     assert lease_of(world) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"held_until": 1e300},
+        {"run": "another"},
+        {"request": {"run": "another", "foundation": FOUNDATION}},
+        {"request": {"run": RUN, "foundation": "bucket"}},
+        {"request": {"run": RUN, "foundation": FOUNDATION, "prefect": 7}},
+    ],
+)
+def test_a_lease_that_can_t_be_read_blocks_nobody(world: World, changes: dict[str, Any]) -> None:
+    for run in (RUN, "second"):
+        with world.nodes("a", run) as nodes:
+            nodes.make()
+            nodes.hand_over()
+    file = world.folder / "store" / LEASE
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    reaped = {one.run: one for one in world.reaper("r").reap()}
+    assert [(run, one.failed) for run, one in reaped.items()] == [(RUN, None), ("second", None)]
+    assert "without Terraform: " in reaped[RUN].ended
+    assert world.living() == {}
+    assert lease_of(world) is None
+
+
+def test_a_clone_of_a_machine_is_another_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+        monkeypatch.setattr(leased, "boot_id", lambda: "of another boot")
+        (world.folder / "a").rename(world.folder / "original")
+        shutil.copytree(world.folder / "original", world.folder / "a")
+        with pytest.raises(HeldError, match="is at its nodes, on "), world.nodes("a", patience_s=0.0):
+            pass
 
 
 def test_what_has_no_lease_is_swept(world: World) -> None:
