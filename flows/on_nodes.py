@@ -32,6 +32,7 @@ from prefect.runtime import flow_run
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError, ProvisionError, TrackingError
 from areal_core.run.launcher import summary_of
+from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunInfo
 from areal_core.types import Alert, RunSummary
@@ -261,7 +262,8 @@ def _given_out(config: RunConfig, hosts: list[Host], shares: Shares, supply: Sup
             yield fleet
         except BaseException as error:
             if isinstance(error, Exception):
-                _end(shares, log)
+                if not isinstance(error, LeaseLostError):  # else they are somebody else's, as the nodes are
+                    _end(shares, log)
             else:
                 supply.hand_over()  # first, as Prefect may be away
                 with seen_where_it_answers():

@@ -63,7 +63,6 @@ class Shares:
             self._deployment = client.read_deployment_by_name(DEPLOYMENT).id
         except ObjectNotFound:
             raise ProvisionError(f"{DEPLOYMENT}: Prefect has no such deployment: `prefect deploy --all`") from None
-        self._tag = f"run:{run_id}"
         for role in by_role(config):
             try:
                 with suppress(ObjectAlreadyExists):
@@ -81,7 +80,7 @@ class Shares:
             name=f"{self._run} {role}-{index}",
             parameters={"run_id": self._run, "role": role, "index": index, **self._parameters},
             work_queue_name=queue(self._config, self._run, role),
-            tags=[self._tag],
+            tags=[_tag(self._run)],
             job_variables={"working_dir": self._config.provision.software},
             idempotency_key=uuid4().hex,
         )
@@ -131,24 +130,34 @@ class Shares:
 
     def close(self) -> None:
         """Nothing is given out any more."""
-        for run in self._unfinished():
-            self._client.set_flow_run_state(run.id, Cancelled(message="Its node is gone."), force=True)
         forget(self._client, self._run, self._pool)
 
     def _unfinished(self) -> list[FlowRun]:
-        chosen = FlowRunFilter(
-            tags=FlowRunFilterTags(all_=[self._tag]),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)),
-        )
-        return self._client.read_flow_runs(flow_run_filter=chosen)
+        return _unfinished(self._client, self._run)
 
 
 def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
-    """Remove what Prefect has of a run whose nodes are ended: the queues of its own, and where its head node was."""
+    """Remove what Prefect has of a run whose nodes are ended, for the holder of its lease: shares that have not ended,
+    the queues of its own, and where its head node was. Queues have ids, but a later flow takes over those that are
+    there: should a call come late, Prefect makes the queue anew with the next share."""
+    for run in _unfinished(client, run_id):
+        client.set_flow_run_state(run.id, Cancelled(message="Its node is gone."), force=True)
     for role in ROLES:
         with suppress(ObjectNotFound):
             client.delete_work_queue_by_id(client.read_work_queue_by_name(f"{run_id}-{role}", work_pool_name=pool).id)
     whereabouts.forget(run_id, client)
+
+
+def _unfinished(client: SyncPrefectClient, run_id: str) -> list[FlowRun]:
+    chosen = FlowRunFilter(
+        tags=FlowRunFilterTags(all_=[_tag(run_id)]),
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)),
+    )
+    return client.read_flow_runs(flow_run_filter=chosen)
+
+
+def _tag(run_id: str) -> str:
+    return f"run:{run_id}"
 
 
 def _seen(run: FlowRun) -> Seen:

@@ -8,6 +8,8 @@ terraform is at ends with the lease. Then what an earlier holder may have left i
   one was over, or from a process in the same folder, whose lock a terraform that lives would still hold.
 - A state that could not be stored, and lies in the folder, is stored.
 - What the cloud holds of the run and no state does, as it was made in the moment of a death, is ended.
+- Where the earlier holder was ending the nodes, all that there is is ended before anything is made: he may stand still
+  before his last call, and go on later. By then what it names is gone, and its name is not given again (aws.py).
 
 So what failed or was killed half-way is put right by the next `make` or `end`, here or anywhere.
 """
@@ -41,6 +43,7 @@ LEASE_S = 900.0
 _PAUSE_S = 5.0  # before what failed for reasons that pass is tried again; each of three times twice as long
 _GRACE_S = 60.0  # at most, and a sixth of the lease: for terraform to end in order before it is over
 _STORE_S = 30.0  # likewise, of patience with the store
+_EPOCH = 6  # digits: IAM's names have room for no more
 _BUSY_S = 5.0  # at least, for another command of this machine
 _STOP_S = 3.0  # for a terraform that runs to end in order, once this process is asked to end
 _PASSING = re.compile(
@@ -133,6 +136,7 @@ class LeasedNodes:
                 kept_until=self._kept_until,
                 patience_s=self._patience_s or 0.0,
             )
+            nodes.variables["epoch"] = held.lease.holder[:_EPOCH]
             self._touched = not held.fresh
             self._meter = Meter(self._prices, held.lease.spent)
             held.on_renewed, held.on_lost = self._renewed, self._lost
@@ -179,10 +183,13 @@ class LeasedNodes:
         with self._changing:
             return self._seen([] if self._over else self._nodes.hosts())
 
-    def end(self, on_plan: Show = ignore) -> None:
-        """End the nodes, see that nothing is left of them, and give the lease back. A plan is shown as by `make`."""
+    def end(self, on_plan: Show = ignore, last: Callable[[], None] = lambda: None) -> None:
+        """End the nodes, see that nothing is left of them, do what comes `last`, and give the lease back. A plan is
+        shown as by `make`."""
         with self._changing:
             self._tried(lambda: self._end(on_plan))
+            self._confirm()
+            last()
             self._held.release()
             self._over = True
             self._nodes.terraform.clean()
@@ -195,7 +202,7 @@ class LeasedNodes:
         LeaseLostError. The lease is put down once no terraform runs, as the next holder may begin at once; not before,
         as two would be at the nodes. A terraform whose end isn't seen in time, though its guard has been told to kill
         it, costs the next holder the margin of the clocks. What may be left of a thread is one call to the cloud, which
-        ends by its id something that no state holds."""
+        ends something that no state holds, and whose id or name is not given again."""
         if self._over:
             return
         self._closing.set()
@@ -223,7 +230,7 @@ class LeasedNodes:
             return self._seen(self._tried(change))
 
     def _end(self, on_plan: Show) -> None:
-        self._settle()
+        self._settle(ending=True)
         there = {found.id for found in self._cloud.found(self.run)}
         self._seen([host for host in self._nodes.hosts() if host.id in there])
         planned = self._nodes.plan_end()
@@ -263,24 +270,30 @@ class LeasedNodes:
             self.check()  # it may have failed because the lease is lost
             raise
 
-    def _settle(self) -> None:
+    def _settle(self, *, ending: bool = False) -> None:
         """Put in order what an earlier holder, or a failure, has left. What a terraform that has failed has left locked
         is older than a lease that is taken anew: whoever else had locked the state was waited for."""
-        self._held.renew(anew=self._failed)
+        begun = self._held.lease.ending and not ending
+        self._held.renew(anew=self._failed, ending=ending or None)
         self._failed = False
         self._unlock()
         self._nodes.terraform.store_unstored()
         if found := self._cloud.found(self.run):
-            held = self._nodes.terraform.held()
+            held = set() if begun else self._nodes.terraform.held()
             if strays := [each for each in found if each.key not in held]:
-                self._log(f"run {self.run}: ending what is in no state: {', '.join(map(str, strays))}")
+                why = "somebody has begun to end" if begun else "is in no state"
+                self._log(f"run {self.run}: ending what {why}: {', '.join(map(str, strays))}")
                 self._cloud.end(strays, self._confirm)
+        if begun:
+            self._held.renew(ending=False)
 
     def _confirm(self) -> None:
         self.check()
         self._held.confirm()
 
     def _unlock(self) -> None:
+        """By its id: one that somebody has taken since is left, but for the moment in which terraform itself looks and
+        deletes."""
         lock = self._lock()
         if lock is None or datetime.fromisoformat(lock["Created"]).timestamp() > self._held.lease.taken_at:
             return

@@ -87,6 +87,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     taken_at: Number
     held_until: Number | None  # None: nobody is at the nodes
     kept_until: Number | None = None  # how long they may live without anybody; None: not at all
+    ending: bool = False  # somebody has begun to end the nodes, and his last call may be to come
     root: str = "run"  # the root module of infra/terraform
     request: dict[str, Any] | None = None  # all variables of it; None: not known
     spent: Spent = {}  # what the nodes have cost so far
@@ -204,6 +205,7 @@ class Leases:
             taken_at=now,
             held_until=now + length_s,
             kept_until=kept_until,
+            ending=claimant.by == "reaper" or (found is not None and found.ending),
             request=dict(request) if request is not None else found and found.request,
             spent=found.spent if found else {},
         )
@@ -222,7 +224,7 @@ class Leases:
         except _UNREADABLE as error:
             _log.warning("%s/%s must be a lease, and counts as over: %s", self.storage.url, name_of(run), error)
             lease = Lease(
-                run=run, owner="-", by="command", where="-", holder="-", beat=0, taken_at=0.0, held_until=None
+                run=run, owner="-", by="command", where="-", holder="-", beat=0, taken_at=0.0, held_until=None, ending=True
             )
         return lease, mark
 
@@ -255,11 +257,13 @@ class Held:
             return 0.0
         return self._began + self._length_s - self._leases.clock.passed()
 
-    def renew(self, *, anew: bool = False) -> None:
-        """Show that it is held, and hold it for its whole length from now on. `anew`: as if it were taken now."""
+    def renew(self, *, anew: bool = False, ending: bool | None = None) -> None:
+        """Show that it is held, and hold it for its whole length from now on. `anew`: as if it were taken now.
+        `ending`: whether somebody is ending the nodes; None: as before."""
         with self._writing:
             began, now = self._leases.clock.passed(), self._leases.clock.wall()
             changes: dict[str, Any] = {"held_until": now + self._length_s} | ({"taken_at": now} if anew else {})
+            changes |= {} if ending is None else {"ending": ending}
             self._change(**changes)
             self._began = began
         self.on_renewed()

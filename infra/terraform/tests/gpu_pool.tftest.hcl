@@ -101,7 +101,13 @@ run "with_the_network_between_gpus" {
   }
 
   variables {
-    efa = true
+    efa   = true
+    epoch = "0a1b2c"
+  }
+
+  assert {
+    condition     = toset([aws_iam_role.node.name, aws_iam_instance_profile.node.name, aws_placement_group.this[0].name]) == toset(["areal-${var.run}-generation-0a1b2c"])
+    error_message = "what AWS deletes by name alone must have a name that is given once"
   }
 
   assert {

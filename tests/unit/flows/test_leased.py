@@ -439,6 +439,28 @@ def test_the_reaper_ends_what_has_no_owner_and_nothing_else(world: World) -> Non
         assert world.reaper("r").reap() == []
 
 
+@pytest.mark.parametrize("terraform", [True, False])
+def test_a_run_is_forgotten_while_the_reaper_has_its_lease(
+    world: World, monkeypatch: pytest.MonkeyPatch, terraform: bool
+) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+        nodes.hand_over()
+    if not terraform:
+        monkeypatch.setenv("AREAL_TERRAFORM", "no-such-program")
+    seen: list[tuple[str, str, dict[str, Any]]] = []
+
+    def forget(run: str) -> None:
+        lease = lease_of(world)
+        assert lease is not None
+        seen.append((run, lease["by"], world.living()))
+
+    reaper = world.reaper("r")
+    monkeypatch.setattr(reaper, "_forget", forget)
+    reaper.reap()
+    assert seen == [(RUN, "reaper", {})]
+
+
 def test_what_a_reaper_did_not_end_the_next_one_does(world: World) -> None:
     with world.nodes("a") as nodes:
         nodes.make()
