@@ -121,13 +121,11 @@ class AskedToEndError(BaseException):
 @pytest.mark.parametrize(
     ("phase", "what", "line"),
     [
-        ("make", "main thread", "aws_launch_template.node: Creating..."),
         ("make", "main thread", 'aws_instance.node["trainer-0"]: Creating...'),
         ("replace", "another thread", 'aws_instance.node["trainer-0"]: Destroying...'),
         ("replace", "another thread", 'aws_instance.node["trainer-0"]: Creating...'),
         ("replace", "another thread", "trying again in"),
         ("end", "main thread", 'aws_instance.node["trainer-0"]: Destroying...'),
-        ("end", "main thread", "aws_iam_role.node: Destroying..."),
     ],
 )
 def test_a_flow_that_is_asked_to_end_hands_its_nodes_over_in_every_phase(
@@ -153,7 +151,7 @@ def test_a_flow_that_is_asked_to_end_hands_its_nodes_over_in_every_phase(
     def change() -> None:
         changing.set()
         if line == "trying again in":
-            cloud.fault("RunInstances", "refuse", code="RequestLimitExceeded", count=None)
+            cloud.fault("RunInstances", "refuse", code="InvalidGroup.Duplicate", count=None)
         if phase == "make":
             nodes.make()
         elif phase == "replace":
