@@ -223,9 +223,8 @@ class Leases:
                 raise msgspec.ValidationError(f"it is one of run {lease.run!r}")
         except _UNREADABLE as error:
             _log.warning("%s/%s must be a lease, and counts as over: %s", self.storage.url, name_of(run), error)
-            lease = Lease(
-                run=run, owner="-", by="command", where="-", holder="-", beat=0, taken_at=0.0, held_until=None, ending=True
-            )
+            nobody: dict[str, Any] = {"owner": "-", "by": "command", "where": "-", "holder": "-"}
+            lease = Lease(run=run, **nobody, beat=0, taken_at=0.0, held_until=None, ending=True)
         return lease, mark
 
 
