@@ -69,8 +69,8 @@ class Shares:
                     client.create_work_queue(queue(config, run_id, role), work_pool_name=self._pool)
             except ObjectNotFound:
                 raise ProvisionError(f"provision.work_pool: Prefect has no work pool {self._pool}") from None
-        # Those of a flow that was killed go on.
-        self._left = {(run.parameters["role"], run.parameters["index"]): str(run.id) for run in self._unfinished()}
+        left = _unfinished(client, run_id)  # those of a flow that was killed go on
+        self._left = {(run.parameters["role"], run.parameters["index"]): str(run.id) for run in left}
 
     def give(self, role: str, index: int) -> str:
         if (left := self._left.pop((role, index), None)) is not None:
@@ -80,7 +80,7 @@ class Shares:
             name=f"{self._run} {role}-{index}",
             parameters={"run_id": self._run, "role": role, "index": index, **self._parameters},
             work_queue_name=queue(self._config, self._run, role),
-            tags=[_tag(self._run)],
+            tags=[f"run:{self._run}"],
             job_variables={"working_dir": self._config.provision.software},
             idempotency_key=uuid4().hex,
         )
@@ -120,7 +120,7 @@ class Shares:
 
     def stop(self) -> bool:
         """Have all shares end that have not; whether there are none any more."""
-        unfinished = self._unfinished()
+        unfinished = _unfinished(self._client, self._run)
         for run in unfinished:
             waits = run.state is None or run.state.type in (StateType.SCHEDULED, StateType.PENDING)
             if waits or (run.state is not None and run.state.type is not StateType.CANCELLING):
@@ -131,9 +131,6 @@ class Shares:
     def close(self) -> None:
         """Nothing is given out any more."""
         forget(self._client, self._run, self._pool)
-
-    def _unfinished(self) -> list[FlowRun]:
-        return _unfinished(self._client, self._run)
 
 
 def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
@@ -150,14 +147,10 @@ def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
 
 def _unfinished(client: SyncPrefectClient, run_id: str) -> list[FlowRun]:
     chosen = FlowRunFilter(
-        tags=FlowRunFilterTags(all_=[_tag(run_id)]),
+        tags=FlowRunFilterTags(all_=[f"run:{run_id}"]),
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)),
     )
     return client.read_flow_runs(flow_run_filter=chosen)
-
-
-def _tag(run_id: str) -> str:
-    return f"run:{run_id}"
 
 
 def _seen(run: FlowRun) -> Seen:

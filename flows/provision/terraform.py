@@ -96,9 +96,9 @@ class Terraform:
         another process that works on it is waited for, for `lock_timeout_s`; None is for those who change nothing,
         and go beside it. What changes something may run for
         `remaining_s` from the moment on when that is asked, at its start and by `extend`; `grace_s` before its end it
-        is asked to end in order. An exception in the thread that waits for it, as by a signal, has it asked, too, and
-        killed `stop_s` later; None: not killed. While it runs it holds the descriptors `keep`, whatever becomes of this
-        process."""
+        is asked to end in order. Where the thread that waits for it is asked to end (an exception that is no
+        Exception), it is asked, too, and killed `stop_s` later; None: not killed. While it runs it holds the
+        descriptors `keep`, whatever becomes of this process."""
         self._binary = os.environ.get(BINARY, "terraform")
         if shutil.which(self._binary) is None:
             raise ConfigError(
@@ -228,8 +228,8 @@ class Terraform:
                         self._log(f"terraform: {said['@message']}")
                     elif (found := said.get("diagnostic", {})).get("severity") == "error":
                         errors.append(_one_line(found))
-            except BaseException:
-                if self._stop_s is None:
+            except BaseException as error:
+                if self._stop_s is None or isinstance(error, Exception):
                     running.send_signal(signal.SIGINT)
                 else:
                     self._ask(self._stop_s)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,6 @@ def test_a_flow_that_is_asked_to_end_hands_its_nodes_over_in_every_phase(
     state: Path,
     request_: dict[str, Any],
     cloud: EmulatedCloud,
-    record_property: Callable[[str, object], None],
     monkeypatch: pytest.MonkeyPatch,
     phase: str,
     what: str,
@@ -172,7 +171,6 @@ def test_a_flow_that_is_asked_to_end_hands_its_nodes_over_in_every_phase(
         beside.start()
         assert there.wait(120.0)
         nodes.hand_over()
-        record_property("seconds until the lease was put down", time.monotonic() - asked_at[0])
         raise AskedToEndError
     print(f"left the nodes {time.monotonic() - asked_at[0]:.2f} s after it was asked to end ({phase}: {line})")
     lease = json.loads(cloud.client("s3").get_object(Bucket=BUCKET, Key=name_of(RUN))["Body"].read())
