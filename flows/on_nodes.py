@@ -32,6 +32,7 @@ from prefect.runtime import flow_run
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError, ProvisionError, TrackingError
 from areal_core.run.launcher import summary_of
+from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunInfo
 from areal_core.types import Alert, RunSummary
@@ -62,7 +63,7 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
     control = control_outputs(STATE)
     chosen = [*given.get("overrides", []), *overrides(config, control)]
     on_nodes = configure(**{**given, "overrides": chosen})
-    with _supply(on_nodes, run_id, control, log) as supply:
+    with _reaped_where_cancelled(), _supply(on_nodes, run_id, control, log) as supply:
         progress.show(0.0, "provisioning nodes")
         try:
             hosts = provision(supply)
@@ -74,11 +75,6 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
                 _take_over(client, fleet.leading.id, log)
         except Exception:
             teardown(supply)
-            raise
-        except BaseException:  # asked to end, with half a minute for it
-            supply.hand_over()
-            with seen_where_it_answers(), get_client(sync_client=True) as client:
-                _call_the_reaper(client)
             raise
         teardown(supply)
         summary = _summary(on_nodes, run_id)
@@ -243,6 +239,19 @@ def _supply(config: RunConfig, run_id: str, control: Mapping[str, Any], log: Log
 
 
 @contextmanager
+def _reaped_where_cancelled() -> Iterator[None]:
+    """Where this process is asked to end, with half a minute for it, its nodes have been handed over to the reaper."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        with seen_where_it_answers(), get_client(sync_client=True) as client:
+            _call_the_reaper(client)
+        raise
+
+
+@contextmanager
 def _given_out(config: RunConfig, hosts: list[Host], shares: Shares, supply: Supply, log: Log) -> Iterator[Fleet]:
     """The shares of the run, which all have ended in the end."""
     terraform = config.provision.kind == "terraform"
@@ -253,8 +262,10 @@ def _given_out(config: RunConfig, hosts: list[Host], shares: Shares, supply: Sup
             yield fleet
         except BaseException as error:
             if isinstance(error, Exception):
-                _end(shares, log)
+                if not isinstance(error, LeaseLostError):  # else they are somebody else's, as the nodes are
+                    _end(shares, log)
             else:
+                supply.hand_over()  # first, as Prefect may be away
                 with seen_where_it_answers():
                     shares.stop()
             raise

@@ -34,8 +34,13 @@ def areal_reap(store: str | None = None) -> State:
     if deployment.id is not None:
         die_with_parent(signal.SIGTERM)  # the worker; what is half done, the next run does
     log = get_run_logger()
+
+    def forget_run(run: str) -> None:
+        with get_client(sync_client=True) as client:
+            told(f"that run {run} is over", partial(forget, client, run, ProvisionConfig.work_pool), log.warning)
+
     try:
-        reaper = reaper_of(STATE, store, log.info)
+        reaper = reaper_of(STATE, store, log.info, forget_run)
         if reaper is None:
             return Completed(message=NOTHING_KNOWN)
         reaped = reaper.reap()
@@ -44,9 +49,6 @@ def areal_reap(store: str | None = None) -> State:
         return Failed(message=str(error))
     if not reaped:
         return Completed(message="nothing to reap")
-    with get_client(sync_client=True) as client:
-        for run in {one.run for one in reaped if not one.failed}:
-            told(f"that run {run} is over", partial(forget, client, run, ProvisionConfig.work_pool), log.warning)
     rows = [one.row() for one in reaped]
     told("what was reaped", lambda: create_table_artifact(rows, key=REAPED, description="Ended"), log.warning)
     if failed := [one for one in reaped if one.failed]:

@@ -63,15 +63,14 @@ class Shares:
             self._deployment = client.read_deployment_by_name(DEPLOYMENT).id
         except ObjectNotFound:
             raise ProvisionError(f"{DEPLOYMENT}: Prefect has no such deployment: `prefect deploy --all`") from None
-        self._tag = f"run:{run_id}"
         for role in by_role(config):
             try:
                 with suppress(ObjectAlreadyExists):
                     client.create_work_queue(queue(config, run_id, role), work_pool_name=self._pool)
             except ObjectNotFound:
                 raise ProvisionError(f"provision.work_pool: Prefect has no work pool {self._pool}") from None
-        # Those of a flow that was killed go on.
-        self._left = {(run.parameters["role"], run.parameters["index"]): str(run.id) for run in self._unfinished()}
+        left = _unfinished(client, run_id)  # those of a flow that was killed go on
+        self._left = {(run.parameters["role"], run.parameters["index"]): str(run.id) for run in left}
 
     def give(self, role: str, index: int) -> str:
         if (left := self._left.pop((role, index), None)) is not None:
@@ -81,7 +80,7 @@ class Shares:
             name=f"{self._run} {role}-{index}",
             parameters={"run_id": self._run, "role": role, "index": index, **self._parameters},
             work_queue_name=queue(self._config, self._run, role),
-            tags=[self._tag],
+            tags=[f"run:{self._run}"],
             job_variables={"working_dir": self._config.provision.software},
             idempotency_key=uuid4().hex,
         )
@@ -121,7 +120,7 @@ class Shares:
 
     def stop(self) -> bool:
         """Have all shares end that have not; whether there are none any more."""
-        unfinished = self._unfinished()
+        unfinished = _unfinished(self._client, self._run)
         for run in unfinished:
             waits = run.state is None or run.state.type in (StateType.SCHEDULED, StateType.PENDING)
             if waits or (run.state is not None and run.state.type is not StateType.CANCELLING):
@@ -131,24 +130,27 @@ class Shares:
 
     def close(self) -> None:
         """Nothing is given out any more."""
-        for run in self._unfinished():
-            self._client.set_flow_run_state(run.id, Cancelled(message="Its node is gone."), force=True)
         forget(self._client, self._run, self._pool)
-
-    def _unfinished(self) -> list[FlowRun]:
-        chosen = FlowRunFilter(
-            tags=FlowRunFilterTags(all_=[self._tag]),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)),
-        )
-        return self._client.read_flow_runs(flow_run_filter=chosen)
 
 
 def forget(client: SyncPrefectClient, run_id: str, pool: str) -> None:
-    """Remove what Prefect has of a run whose nodes are ended: the queues of its own, and where its head node was."""
+    """Remove what Prefect has of a run whose nodes are ended, for the holder of its lease: shares that have not ended,
+    the queues of its own, and where its head node was. Queues have ids, but a later flow takes over those that are
+    there: should a call come late, Prefect makes the queue anew with the next share."""
+    for run in _unfinished(client, run_id):
+        client.set_flow_run_state(run.id, Cancelled(message="Its node is gone."), force=True)
     for role in ROLES:
         with suppress(ObjectNotFound):
             client.delete_work_queue_by_id(client.read_work_queue_by_name(f"{run_id}-{role}", work_pool_name=pool).id)
     whereabouts.forget(run_id, client)
+
+
+def _unfinished(client: SyncPrefectClient, run_id: str) -> list[FlowRun]:
+    chosen = FlowRunFilter(
+        tags=FlowRunFilterTags(all_=[f"run:{run_id}"]),
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)),
+    )
+    return client.read_flow_runs(flow_run_filter=chosen)
 
 
 def _seen(run: FlowRun) -> Seen:

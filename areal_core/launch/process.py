@@ -72,6 +72,11 @@ def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
+def boot_id() -> str:
+    """Of this boot of the kernel: another one on every other machine, clones of this one among them."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def tie(lifeline: int, grace_s: float) -> dict[str, str]:
     """The environment by which a process that inherits this read end of a lifeline finds it."""
     return {LIFELINE: f"{lifeline}:{os.fstat(lifeline).st_ino}", GRACE: str(grace_s)}

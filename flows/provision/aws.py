@@ -1,16 +1,23 @@
 """What AWS holds of runs: by the tags that infra/terraform/run gives, and by names where nothing can be asked by tags.
 
+Instances, launch templates and security groups are deleted by ids, which are never given twice. Roles, instance
+profiles and placement groups can be deleted by name alone; their names end in the epoch of the lease under which they
+were made. So a call that comes late, from somebody who has lost the lease, hits nothing that was made since. It can hit
+what was there before; who takes over from somebody who was ending a run keeps nothing of that (leased.py).
+
 Beside flows.machine the only user of boto3, whose credentials and endpoints are those of AWS's tools.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, WaiterError
+from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from areal_core.errors import ProvisionError
@@ -19,13 +26,12 @@ from flows.provision.cloud import Found, anybody
 T = TypeVar("T")
 
 _RUN, _NODE = "areal:run", "areal:node"  # tags
-_NAMED = "areal-"  # how all names of a run's begin: areal-RUN or areal-RUN-ROLE
-_ROLES = ("generation", "trainer")
+_NAMED = re.compile("areal-(.+)-(generation|trainer)-[0-9a-f]{6}")  # areal-RUN-ROLE-EPOCH
 _COST = ["pending", "running", "stopping", "stopped"]  # states of instances that are not about to be gone
 _GONE = (".NotFound", ".Unknown", "NoSuchEntity")  # in codes of errors
 _INSTANCE, _TEMPLATE, _GROUP = "aws_instance", "aws_launch_template", "aws_security_group"
 _PROFILE, _ROLE, _PLACEMENT = "aws_iam_instance_profile", "aws_iam_role", "aws_placement_group"
-_WAIT = {"Delay": 2, "MaxAttempts": 300}  # for instances to be gone
+_LOOKS, _LOOK_S = 300, 2.0  # for an instance to be gone
 
 
 class Aws:
@@ -62,10 +68,17 @@ class Aws:
                 _told(lambda end=end, id_=id_: _unless_gone(lambda: end(id_)))
             if kind == _INSTANCE:  # which use the others until they are gone
                 for id_ in ids:
-                    _told(lambda id_=id_: _unless_gone(lambda: self._wait(id_)))
+                    self._wait(id_, confirm)
 
-    def _wait(self, instance: str) -> None:
-        self._ec2.get_waiter("instance_terminated").wait(InstanceIds=[instance], WaiterConfig=_WAIT)
+    def _wait(self, instance: str, confirm: Callable[[], None]) -> None:
+        for _ in range(_LOOKS):
+            page = _told(lambda: _unless_gone(lambda: self._ec2.describe_instances(InstanceIds=[instance])))
+            found = [each for reservation in (page or {}).get("Reservations", []) for each in reservation["Instances"]]
+            if all(each["State"]["Name"] == "terminated" for each in found):
+                return
+            confirm()
+            time.sleep(_LOOK_S)
+        raise ProvisionError(f"aws: instance {instance} is not gone {_LOOKS * _LOOK_S:g} s after it was to end")
 
     def _ec2_found(self, run: str | None) -> Iterator[Found]:
         tagged = {"Name": "tag-key", "Values": [_RUN]} if run is None else {"Name": f"tag:{_RUN}", "Values": [run]}
@@ -93,23 +106,17 @@ class Aws:
                 yield Found(kind=_GROUP, id=each["GroupId"], run=_tags(each)[_RUN], near=near)
 
     def _iam_found(self, run: str | None) -> Iterator[Found]:
-        """Of one run by their names; of all, those among all that the account has whose name and tag agree."""
-        if run is not None:
-            for role in _ROLES:
-                name = f"{_NAMED}{run}-{role}"
-                for kind, ask in ((_PROFILE, self._profile), (_ROLE, self._role)):
-                    if (each := _unless_gone(lambda ask=ask, name=name: ask(name))) is not None:
-                        yield Found(kind=kind, id=name, run=run, role=role, since=each["CreateDate"].timestamp())
-            return
+        """Those among all that the account has whose name and tag agree."""
         for operation, key, name_of, kind in (
             ("list_instance_profiles", "InstanceProfiles", "InstanceProfileName", _PROFILE),
             ("list_roles", "Roles", "RoleName", _ROLE),
         ):
             for page in self._iam.get_paginator(operation).paginate():
                 for each in page[key]:
-                    if (of := _run_of(each[name_of])) is not None and self._is_tagged(kind, each[name_of], of):
-                        since = each["CreateDate"].timestamp()
-                        yield Found(kind=kind, id=each[name_of], run=of, since=since)
+                    name, since = each[name_of], each["CreateDate"].timestamp()
+                    named = _NAMED.fullmatch(name)
+                    if named and run in (None, named[1]) and self._is_tagged(kind, name, named[1]):
+                        yield Found(kind=kind, id=name, run=named[1], role=named[2], since=since)
 
     def _profile(self, name: str) -> dict[str, Any]:
         return self._iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
@@ -143,12 +150,6 @@ class Aws:
         return network is not None and network == self._network
 
 
-def _run_of(name: str) -> str | None:
-    """The run in areal-RUN-ROLE."""
-    run, _, role = name.removeprefix(_NAMED).rpartition("-")
-    return run if name.startswith(_NAMED) and role in _ROLES and run else None
-
-
 def _tags(each: dict[str, Any]) -> dict[str, str]:
     return {tag["Key"]: tag["Value"] for tag in each.get("Tags", [])}
 
@@ -165,5 +166,5 @@ def _unless_gone(ask: Callable[[], T]) -> T | None:
 def _told(ask: Callable[[], T]) -> T:
     try:
         return ask()
-    except (BotoCoreError, ClientError, WaiterError, ResponseParserError) as error:
+    except (BotoCoreError, ClientError, ResponseParserError) as error:
         raise ProvisionError(f"aws: {' '.join(str(error).split())}") from None

@@ -42,5 +42,5 @@ class Cloud(Protocol):
 
     def end(self, found: Iterable[Found], confirm: Callable[[], None] = anybody) -> None:
         """End these, in an order in which that can be done, and wait until they are gone. What is gone is fine. Before
-        each of them `confirm` is called, which raises once this process may do so no more."""
+        each of them, and while it waits, `confirm` is called, which raises once this process may do so no more."""
         ...

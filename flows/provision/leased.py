@@ -8,6 +8,8 @@ terraform is at ends with the lease. Then what an earlier holder may have left i
   one was over, or from a process in the same folder, whose lock a terraform that lives would still hold.
 - A state that could not be stored, and lies in the folder, is stored.
 - What the cloud holds of the run and no state does, as it was made in the moment of a death, is ended.
+- Where the earlier holder was ending the nodes, all that there is is ended before anything is made: he may stand still
+  before his last call, and go on later. By then what it names is gone, and its name is not given again (aws.py).
 
 So what failed or was killed half-way is put right by the next `make` or `end`, here or anywhere.
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from areal_core.errors import ProvisionError, StorageError
+from areal_core.launch.process import boot_id
 from areal_core.storage.objects import MissingError, Storage
 from flows.provision.cloud import Cloud
 from flows.provision.cost import Meter
@@ -40,8 +43,9 @@ LEASE_S = 900.0
 _PAUSE_S = 5.0  # before what failed for reasons that pass is tried again; each of three times twice as long
 _GRACE_S = 60.0  # at most, and a sixth of the lease: for terraform to end in order before it is over
 _STORE_S = 30.0  # likewise, of patience with the store
+_EPOCH = 6  # digits: IAM's names have room for no more
 _BUSY_S = 5.0  # at least, for another command of this machine
-_HAND_OVER_S = 10.0  # for a terraform that runs
+_STOP_S = 3.0  # for a terraform that runs to end in order, once this process is asked to end
 _PASSING = re.compile(
     r"throttl|too many requests|rate exceeded|RequestLimitExceeded|SlowDown|ServiceUnavailable|StatusCode: 5\d\d"
     r"|Internal(Server)?(Error|Failure)|timeout|connection re(set|fused)|no such host|unexpected EOF"
@@ -64,7 +68,8 @@ class LeasedNodes:
     """A context: the nodes of one run, while this process has their lease. Threads may share it.
 
     Leaving it ends nothing. Where something was, or may have been, made, the lease of a flow then runs out, unless
-    another process of the same run takes it over before, and the reaper ends the nodes; otherwise it is given back.
+    another process of the same run takes it over before, and the reaper ends the nodes; otherwise it is given back. A
+    flow that leaves it because it is asked to end (an exception that is no Exception) hands its nodes over.
 
     Raises ConfigError; HeldError where somebody else is at the nodes; LeaseLostError, a ProcessError, once somebody
     else has taken the lease; StorageError; and ProvisionError with what Terraform or the cloud says. What fails for
@@ -105,6 +110,7 @@ class LeasedNodes:
         self._changing = threading.RLock()
         self._metering = threading.Lock()
         self._hosts: list[Host] = []  # as they were seen last
+        self._closing = threading.Event()  # the nodes are being handed over
         self._touched = self._over = False  # something may have been made; the lease is no longer this one's
         self._failed = False  # a terraform since the state was put in order
         self._stack = ExitStack()
@@ -118,6 +124,7 @@ class LeasedNodes:
                 busy_s=max(_BUSY_S, self._patience_s or 0.0),
                 remaining_s=lambda: self._held.remaining_s(),
                 grace_s=min(_GRACE_S, self._length_s / 6),
+                stop_s=_STOP_S if self._by == "flow" else None,
                 log=self._log,
             )
             stack.push(nodes.__exit__)
@@ -129,17 +136,18 @@ class LeasedNodes:
                 kept_until=self._kept_until,
                 patience_s=self._patience_s or 0.0,
             )
+            nodes.variables["epoch"] = held.lease.holder[:_EPOCH]
             self._touched = not held.fresh
             self._meter = Meter(self._prices, held.lease.spent)
             held.on_renewed, held.on_lost = self._renewed, self._lost
-            stack.callback(self._leave)
+            stack.push(self._leave)
             stack.enter_context(held)
             nodes.terraform.init()
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
     @property
     def lost(self) -> str | None:
@@ -147,7 +155,9 @@ class LeasedNodes:
         return self._held.lost
 
     def check(self) -> None:
-        """Raises LeaseLostError once somebody else has the lease."""
+        """Raises LeaseLostError once somebody else has the lease, or is to have it."""
+        if self._closing.is_set():
+            raise LeaseLostError(f"run {self.run}: its nodes were handed over, to be ended by the reaper")
         if self._held.lost is not None:
             raise LeaseLostError(self._held.lost)
 
@@ -173,22 +183,32 @@ class LeasedNodes:
         with self._changing:
             return self._seen([] if self._over else self._nodes.hosts())
 
-    def end(self, on_plan: Show = ignore) -> None:
-        """End the nodes, see that nothing is left of them, and give the lease back. A plan is shown as by `make`."""
+    def end(self, on_plan: Show = ignore, last: Callable[[], None] = lambda: None) -> None:
+        """End the nodes, see that nothing is left of them, do what comes `last`, and give the lease back. A plan is
+        shown as by `make`."""
         with self._changing:
             self._tried(lambda: self._end(on_plan))
+            self._confirm()
+            last()
             self._held.release()
             self._over = True
             self._nodes.terraform.clean()
 
     def hand_over(self) -> None:
-        """Have the reaper end the nodes, as soon as it looks: for those who have no time for it. What terraform is at
-        is ended first."""
-        self._nodes.terraform.stop(_HAND_OVER_S)
-        with self._changing:
-            self._seen(self._hosts)
-            self._held.put_down(keep=False)
-            self._over = True
+        """Have the reaper end the nodes, as soon as it looks: for those who have no time for it. Takes a few seconds,
+        whatever other threads are at; again is fine.
+
+        From now on no thread starts anything: terraform refuses to start, pauses end, and every step raises
+        LeaseLostError. The lease is put down once no terraform runs, as the next holder may begin at once; not before,
+        as two would be at the nodes. A terraform whose end isn't seen in time, though its guard has been told to kill
+        it, costs the next holder the margin of the clocks. What may be left of a thread is one call to the cloud, which
+        ends something that no state holds, and whose id or name is not given again."""
+        if self._over:
+            return
+        self._closing.set()
+        ended = self._nodes.terraform.stop(_STOP_S)
+        self._seen(self._hosts)
+        self._let_go(lambda: self._held.put_down(keep=False, at_once=ended))
 
     def spent(self) -> Meter:
         """What the nodes have cost until now; earlier processes of the run included."""
@@ -210,20 +230,21 @@ class LeasedNodes:
             return self._seen(self._tried(change))
 
     def _end(self, on_plan: Show) -> None:
-        self._settle()
+        self._settle(ending=True)
         there = {found.id for found in self._cloud.found(self.run)}
         self._seen([host for host in self._nodes.hosts() if host.id in there])
         planned = self._nodes.plan_end()
         on_plan(planned)
         self._apply(planned)  # even where nothing is left: the state may say otherwise
         self._seen([])
-        self._cloud.end(self._cloud.found(self.run), self._held.confirm)
+        self._cloud.end(self._cloud.found(self.run), self._confirm)
         left = sorted(f"{kind} {id_}" for kind, id_ in self._nodes.terraform.held())
         left += [str(found) for found in self._cloud.found(self.run)]
         if left:
             raise ProvisionError(f"run {self.run}: {', '.join(left)} could not be ended")
 
     def _apply(self, plan: Plan) -> None:
+        self.check()
         self._held.renew()
         self._touched = True
         self._nodes.apply(plan)
@@ -237,10 +258,11 @@ class LeasedNodes:
                 if not passes(error):
                     raise
                 self._log(f"run {self.run}: trying again in {pause_s:g} s: {error}")
-                self._leases.clock.sleep(pause_s)
+                self._closing.wait(pause_s)
         return self._once(change)
 
     def _once(self, change: Callable[[], T]) -> T:
+        self.check()
         try:
             return change()
         except ProvisionError as error:
@@ -248,20 +270,30 @@ class LeasedNodes:
             self.check()  # it may have failed because the lease is lost
             raise
 
-    def _settle(self) -> None:
+    def _settle(self, *, ending: bool = False) -> None:
         """Put in order what an earlier holder, or a failure, has left. What a terraform that has failed has left locked
         is older than a lease that is taken anew: whoever else had locked the state was waited for."""
-        self._held.renew(anew=self._failed)
+        begun = self._held.lease.ending and not ending
+        self._held.renew(anew=self._failed, ending=ending or None)
         self._failed = False
         self._unlock()
         self._nodes.terraform.store_unstored()
         if found := self._cloud.found(self.run):
-            held = self._nodes.terraform.held()
+            held = set() if begun else self._nodes.terraform.held()
             if strays := [each for each in found if each.key not in held]:
-                self._log(f"run {self.run}: ending what is in no state: {', '.join(map(str, strays))}")
-                self._cloud.end(strays, self._held.confirm)
+                why = "somebody has begun to end" if begun else "is in no state"
+                self._log(f"run {self.run}: ending what {why}: {', '.join(map(str, strays))}")
+                self._cloud.end(strays, self._confirm)
+        if begun:
+            self._held.renew(ending=False)
+
+    def _confirm(self) -> None:
+        self.check()
+        self._held.confirm()
 
     def _unlock(self) -> None:
+        """By its id: one that somebody has taken since is left, but for the moment in which terraform itself looks and
+        deletes."""
         lock = self._lock()
         if lock is None or datetime.fromisoformat(lock["Created"]).timestamp() > self._held.lease.taken_at:
             return
@@ -297,15 +329,21 @@ class LeasedNodes:
         self._nodes.terraform.extend()  # to its end: nothing remains
         self._on_lost(reason)
 
-    def _leave(self) -> None:
+    def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         """What becomes of a lease that was not given back."""
         if self._over or self._held.lost is not None:
             return
+        if not self._touched:
+            self._let_go(self._held.release)
+        elif self._by != "flow":
+            self._let_go(self._held.put_down)
+        elif kind is not None and not issubclass(kind, Exception):
+            self.hand_over()
+
+    def _let_go(self, how: Callable[[], None]) -> None:
         try:
-            if not self._touched:
-                self._held.release()
-            elif self._by != "flow":
-                self._held.put_down()
+            how()
+            self._over = True
         except (StorageError, LeaseLostError) as error:
             self._log(f"run {self.run}: its lease was left as it is: {error}")
 
@@ -334,8 +372,9 @@ def _owner(request: Mapping[str, Any]) -> str:
 
 
 def _place(folder: Path) -> str:
-    """The folder, as no other on any machine."""
+    """The folder, as no other on any machine, clones of this one's disk included. After a boot it is another place: an
+    earlier process's lease is waited for, as others wait for it."""
     mark = folder / "place"
     if not mark.exists():
         mark.write_text(secrets.token_hex(8))
-    return f"{socket.gethostname()}:{folder} ({mark.read_text()})"
+    return f"{socket.gethostname()}:{folder} ({mark.read_text()}, {boot_id()})"

@@ -24,21 +24,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
 from areal_core.errors import ProvisionError, StorageError
 from areal_core.storage.lease import LeaseLostError
-from areal_core.storage.objects import ChangedError, MissingError, Storage
+from areal_core.storage.marked import Marked
+from areal_core.storage.objects import Storage
 
 __all__ = ["MARGIN_S", "Claimant", "Clock", "Held", "HeldError", "Lease", "LeaseLostError", "Leases"]
 
 By = Literal["flow", "command", "reaper"]
+Number = Annotated[float, msgspec.Meta(ge=0.0, le=datetime(9999, 1, 1, tzinfo=UTC).timestamp())]
 
 MARGIN_S = 60.0  # by which the wall clocks of two machines may differ
 ROOT = "terraform/leases"
 _LOOK_S = 2.0  # between two looks at a lease that is waited for
+_UNREADABLE = (ValueError, RecursionError)  # msgspec's errors among them
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +68,13 @@ class Claimant:
     holder: str = field(default_factory=lambda: secrets.token_hex(16))  # nobody else's
 
 
+class Spent(TypedDict, total=False):
+    """What cost.py notes."""
+
+    prices: dict[str, Number]
+    nodes: dict[str, tuple[str, Number, Number]]
+
+
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """What the object says. Times are seconds since 1970."""
 
@@ -73,13 +83,14 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     by: By
     where: str
     holder: str
-    beat: int  # how often it was written
-    taken_at: float
-    held_until: float | None  # None: nobody is at the nodes
-    kept_until: float | None = None  # how long they may live without anybody; None: not at all
+    beat: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]  # how often it was written
+    taken_at: Number
+    held_until: Number | None  # None: nobody is at the nodes
+    kept_until: Number | None = None  # how long they may live without anybody; None: not at all
+    ending: bool = False  # somebody has begun to end the nodes, and his last call may be to come
     root: str = "run"  # the root module of infra/terraform
     request: dict[str, Any] | None = None  # all variables of it; None: not known
-    spent: dict[str, Any] = {}  # what the nodes have cost so far (cost.py)
+    spent: Spent = {}  # what the nodes have cost so far
 
     @property
     def expires_at(self) -> float:
@@ -114,7 +125,7 @@ class Leases:
         same place. One that is held, perhaps by somebody who is dead, is waited for, for `patience_s`; but not once its
         holder has renewed it meanwhile. A reaper gets those alone that are over, with the `request` in them.
 
-        Raises HeldError, and ProvisionError where the object is no lease.
+        Raises HeldError.
         """
         began, first = self.clock.passed(), None
         while True:
@@ -133,7 +144,8 @@ class Leases:
             self.clock.sleep(_LOOK_S)
 
     def read(self, run: str) -> Lease | None:
-        """The lease of a run; None where there is none, or it was given back. Raises ProvisionError."""
+        """The lease of a run; None where there is none, or it was given back. An object that can't be read is told of
+        and counts as one that is over, of which nobody knows what was asked for."""
         return self._read(run)[0]
 
     def is_over(self, lease: Lease) -> bool:
@@ -193,6 +205,7 @@ class Leases:
             taken_at=now,
             held_until=now + length_s,
             kept_until=kept_until,
+            ending=claimant.by == "reaper" or (found is not None and found.ending),
             request=dict(request) if request is not None else found and found.request,
             spent=found.spent if found else {},
         )
@@ -201,16 +214,18 @@ class Leases:
 
     def _read(self, run: str) -> tuple[Lease | None, str | None]:
         """The lease, and the mark of its object."""
-        try:
-            data, mark = self.storage.get_marked(name_of(run))
-        except MissingError:
-            return None, None
+        data, mark = Marked(self.storage, name_of(run)).read()
         if not data:
             return None, mark
         try:
-            return msgspec.json.decode(data, type=Lease), mark
-        except msgspec.MsgspecError as error:
-            raise ProvisionError(f"{self.storage.url}/{name_of(run)}: must be a lease: {error}") from None
+            lease = msgspec.json.decode(data, type=Lease)
+            if lease.run != run:
+                raise msgspec.ValidationError(f"it is one of run {lease.run!r}")
+        except _UNREADABLE as error:
+            _log.warning("%s/%s must be a lease, and counts as over: %s", self.storage.url, name_of(run), error)
+            nobody: dict[str, Any] = {"owner": "-", "by": "command", "where": "-", "holder": "-"}
+            lease = Lease(run=run, **nobody, beat=0, taken_at=0.0, held_until=None, ending=True)
+        return lease, mark
 
 
 class Held:
@@ -227,7 +242,7 @@ class Held:
         self.fresh = fresh  # there was none before
         self.lost: str | None = None  # why
         self._over: str | None = None  # how this holder has ended it
-        self._spent = lease.spent
+        self._spent: Mapping[str, Any] = lease.spent
         self._leases, self._mark, self._length_s, self._began = leases, mark, length_s, began
         self._writing = threading.RLock()
         self._ended = threading.Event()
@@ -241,11 +256,13 @@ class Held:
             return 0.0
         return self._began + self._length_s - self._leases.clock.passed()
 
-    def renew(self, *, anew: bool = False) -> None:
-        """Show that it is held, and hold it for its whole length from now on. `anew`: as if it were taken now."""
+    def renew(self, *, anew: bool = False, ending: bool | None = None) -> None:
+        """Show that it is held, and hold it for its whole length from now on. `anew`: as if it were taken now.
+        `ending`: whether somebody is ending the nodes; None: as before."""
         with self._writing:
             began, now = self._leases.clock.passed(), self._leases.clock.wall()
             changes: dict[str, Any] = {"held_until": now + self._length_s} | ({"taken_at": now} if anew else {})
+            changes |= {} if ending is None else {"ending": ending}
             self._change(**changes)
             self._began = began
         self.on_renewed()
@@ -261,11 +278,13 @@ class Held:
         """What the nodes have cost, to be written with the next renewal."""
         self._spent = dict(spent)
 
-    def put_down(self, *, keep: bool = True) -> None:
-        """Hold it no longer: anybody may take it, and the nodes live as long as they are kept, if they are."""
+    def put_down(self, *, keep: bool = True, at_once: bool = True) -> None:
+        """Hold it no longer: anybody may take it, and the nodes live as long as they are kept, if they are. Not
+        `at_once`: others take it as one that runs out now, once clocks can't differ over that."""
         with self._writing:
             self._began = -math.inf  # should the answer be lost, it is renewed first
-            self._change(held_until=None, **({} if keep else {"kept_until": None}))
+            until = None if at_once else self._leases.clock.wall()
+            self._change(held_until=until, **({} if keep else {"kept_until": None}))
             self._over = "put down"
 
     def release(self) -> None:
@@ -291,22 +310,11 @@ class Held:
     def write(self, lease: Lease | None) -> bool:
         """Write it over what was there when this holder wrote, or read, it last; whether it is his now. None: give it
         back."""
-        storage, name = self._leases.storage, name_of(self.lease.run)
-        data, mark = msgspec.json.encode(lease) if lease else b"", self._mark
-        while True:
-            try:
-                self._mark = storage.put_over(name, data, mark)
-                break
-            except ChangedError:
-                try:
-                    found, mark = storage.get_marked(name)
-                except MissingError:
-                    return False
-                if found == data:  # the answer was lost
-                    self._mark = mark
-                    break
-                if not self._is_ours(found):  # else the answer to an earlier one was lost
-                    return False
+        data = msgspec.json.encode(lease) if lease else b""
+        mark = Marked(self._leases.storage, name_of(self.lease.run)).write(data, self._mark, self._is_ours)
+        if mark is None:
+            return False
+        self._mark = mark
         if lease:
             self.lease = lease
         return True
@@ -319,7 +327,7 @@ class Held:
     def _is_ours(self, data: bytes) -> bool:
         try:
             return msgspec.json.decode(data, type=Lease).holder == self.lease.holder
-        except msgspec.MsgspecError:
+        except _UNREADABLE:
             return False
 
     def _check(self) -> None:
@@ -330,7 +338,7 @@ class Held:
 
     def _is_lost(self) -> LeaseLostError:
         self.lost = f"run {self.lease.run}: the lease of its nodes is lost, somebody else has taken it over"
-        with contextlib.suppress(StorageError, ProvisionError):
+        with contextlib.suppress(StorageError):
             if found := self._leases.read(self.lease.run):
                 self.lost = f"run {self.lease.run}: the lease of its nodes is lost to a {found.by} on {found.where}"
         return LeaseLostError(self.lost)

@@ -45,13 +45,14 @@ class Nodes:
         busy_s: float | None = None,
         remaining_s: Callable[[], float] = lambda: math.inf,
         grace_s: float = 0.0,
+        stop_s: float | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         """`request` holds the variables of the root module; `foundation` and the address of Prefect are taken from
         `control` where it has none. `state` is the state folder of this checkout, `folder` a part of it. Whoever works
         on the run's nodes from another machine is waited for, for `lock_timeout_s`, or, by those who change nothing,
         not at all (None); from this machine for `busy_s`, a terraform whose parent has died included. For
-        `remaining_s` and `grace_s` see Terraform."""
+        `remaining_s`, `grace_s` and `stop_s` see Terraform."""
         self.variables = completed(request, control_outputs(state))
         self.run = str(self.variables["run"])
         self.folder = state / folder / self.run
@@ -72,6 +73,7 @@ class Nodes:
                 lock_timeout_s=lock_timeout_s,
                 remaining_s=remaining_s,
                 grace_s=grace_s,
+                stop_s=stop_s,
                 keep=(self._lock.fd,),
                 log=log,
             )

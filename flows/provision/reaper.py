@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from areal_core.errors import ArealError, ProvisionError
 from areal_core.storage.objects import Storage
 from flows.provision.cloud import Cloud, Found
@@ -33,6 +35,21 @@ YOUNG_S = 300.0  # what is younger is left to the next one, if it has no lease
 _AT_ONCE = 4
 _STORE_S = 30.0  # of patience with the store
 _STATES = "terraform/runs"
+
+
+class _Foundation(msgspec.Struct):
+    bucket: str
+    region: str
+    vpc_id: str | None = None
+
+
+class _Request(msgspec.Struct):
+    """What must be as it should in the request of a lease for Terraform to be asked."""
+
+    run: str
+    foundation: _Foundation | msgspec.UnsetType = msgspec.UNSET
+    lease: dict[str, Any] = {}
+    prefect: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +79,9 @@ class Reaped:
         return f"{done}; to be tried again: {self.failed}" if self.failed else done
 
 
-def reaper_of(state: Path, store: str | None, log: Callable[[str], None]) -> Reaper | None:
+def reaper_of(
+    state: Path, store: str | None, log: Callable[[str], None], forget: Callable[[str], None] = lambda run: None
+) -> Reaper | None:
     """The reaper of the store at this location, or of the one that `control` has made here; None where neither is.
     Raises StorageError."""
     foundation = control_outputs(state).get("foundation", {})
@@ -70,7 +89,7 @@ def reaper_of(state: Path, store: str | None, log: Callable[[str], None]) -> Rea
     if url is None:
         return None
     leases = Leases(Storage.open(url, patience_s=_STORE_S))
-    return Reaper(leases, state, cloud_of=cloud_of, foundation=foundation, log=log)
+    return Reaper(leases, state, cloud_of=cloud_of, foundation=foundation, forget=forget, log=log)
 
 
 class Reaper:
@@ -85,12 +104,14 @@ class Reaper:
         foundation: Mapping[str, Any],
         length_s: float = LEASE_S,
         young_s: float = YOUNG_S,
+        forget: Callable[[str], None] = lambda run: None,
         log: Callable[[str], None] = print,
     ) -> None:
         """`state` is the state folder of this checkout; `cloud_of` gives the cloud of a foundation, and `foundation` is
-        the one that is swept, as far as it is known: region and vpc_id."""
+        the one that is swept, as far as it is known: region and vpc_id. `forget` removes what else there is of a run
+        that has ended, while nobody else can have its lease."""
         self._leases, self._state, self._cloud_of, self._foundation = leases, state, cloud_of, foundation
-        self._length_s, self._young_s, self._log = length_s, young_s, log
+        self._length_s, self._young_s, self._forget, self._log = length_s, young_s, forget, log
 
     def reap(self) -> list[Reaped]:
         """End what is to be ended; what has failed is told, and raises nothing. Raises StorageError where the leases
@@ -111,7 +132,8 @@ class Reaper:
         if lease is None or not self._leases.is_over(lease):
             return None
         try:
-            ended, cost = self._by_terraform(lease) if lease.request is not None else self._by_cloud(run, "no request")
+            unknown = _unknown(lease)
+            ended, cost = self._by_cloud(run, unknown) if unknown else self._by_terraform(lease)
             failed = None
         except HeldError:
             return None  # somebody else was faster
@@ -135,7 +157,7 @@ class Reaper:
                 on_lost=self._log,
                 log=self._log,
             ) as nodes:
-                nodes.end(plans.append)
+                nodes.end(plans.append, lambda: self._forget(lease.run))
                 dollars = nodes.spent().dollars()
         except (HeldError, LeaseLostError):
             raise
@@ -154,6 +176,8 @@ class Reaper:
             cloud.end(found, held.confirm)
             if left := cloud.found(run):
                 raise ProvisionError(f"run {run}: {', '.join(map(str, left))} could not be ended")
+            held.confirm()
+            self._forget(run)
             held.release()
         counts = Counter(each.kind for each in found)
         ended = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
@@ -213,3 +237,13 @@ class Reaper:
     def _told(self, reaped: Reaped) -> Reaped:
         self._log(str(reaped))
         return reaped
+
+
+def _unknown(lease: Lease) -> str | None:
+    """Why nobody knows what to ask Terraform for; None: it is known."""
+    if lease.request is None:
+        return "no request"
+    try:
+        return None if msgspec.convert(lease.request, _Request).run == lease.run else "the request of another run"
+    except msgspec.ValidationError as error:
+        return f"no request that can be read: {error}"

@@ -44,6 +44,7 @@ _MACHINE = ("-input=false", "-json")
 _UNSTORED = "errored.tfstate"  # where it leaves a state that it could not store
 _SUPERSEDED = re.compile("cannot (import|overwrite)", re.IGNORECASE)
 _LOCKED = "acquiring the state lock"
+_LATE_S = 0.5  # for a guard to see that what it guards is to be killed
 
 
 class KilledError(ProvisionError):
@@ -88,13 +89,16 @@ class Terraform:
         log: Callable[[str], None] = print,
         remaining_s: Callable[[], float] = lambda: math.inf,
         grace_s: float = 0.0,
+        stop_s: float | None = None,
         keep: Sequence[int] = (),
     ) -> None:
         """`folder` is of this process alone, and may be there from earlier; `backend` says where the state lies;
         another process that works on it is waited for, for `lock_timeout_s`; None is for those who change nothing,
         and go beside it. What changes something may run for
         `remaining_s` from the moment on when that is asked, at its start and by `extend`; `grace_s` before its end it
-        is asked to end in order. While it runs it holds the descriptors `keep`, whatever becomes of this process."""
+        is asked to end in order. Where the thread that waits for it is asked to end (an exception that is no
+        Exception), it is asked, too, and killed `stop_s` later; None: not killed. While it runs it holds the
+        descriptors `keep`, whatever becomes of this process."""
         self._binary = os.environ.get(BINARY, "terraform")
         if shutil.which(self._binary) is None:
             raise ConfigError(
@@ -103,9 +107,9 @@ class Terraform:
         self._folder, self._backend, self._log = folder, backend, log
         self._root = folder / "copy" / root
         self._lock = "-lock=false" if lock_timeout_s is None else f"-lock-timeout={lock_timeout_s}s"
-        self._remaining_s, self._grace_s, self._keep = remaining_s, grace_s, keep
+        self._remaining_s, self._grace_s, self._stop_s, self._keep = remaining_s, grace_s, stop_s, keep
         self._right: int | None = None  # the pipe that the guard of what runs listens at
-        self._telling = threading.Lock()
+        self._telling = threading.Condition()
         self._stop_at = math.inf  # by CLOCK_BOOTTIME
 
     def init(self) -> None:
@@ -193,10 +197,17 @@ class Terraform:
             raise _failure(arguments[0], ended.returncode, " ".join(ended.stderr.split()))
         return ended.stdout
 
-    def stop(self, within_s: float) -> None:
-        """What runs, and whatever is asked from now on, ends within so many seconds."""
-        self._stop_at = time.clock_gettime(time.CLOCK_BOOTTIME) + within_s
-        self.extend()
+    def stop(self, within_s: float) -> bool:
+        """End what runs, which another thread waits for, within so many seconds, and start nothing that changes
+        something any more. Whether nothing of the kind runs now."""
+        self._ask(within_s)
+        with self._telling:
+            return self._telling.wait_for(lambda: self._right is None, within_s + _LATE_S)
+
+    def _ask(self, within_s: float) -> None:
+        with self._telling:
+            self._stop_at = time.clock_gettime(time.CLOCK_BOOTTIME) + within_s
+            self.extend()
 
     def _call(self, *arguments: str) -> list[dict[str, Any]]:
         """A command that takes its time or changes something; what it has said meanwhile, message by message."""
@@ -217,8 +228,11 @@ class Terraform:
                         self._log(f"terraform: {said['@message']}")
                     elif (found := said.get("diagnostic", {})).get("severity") == "error":
                         errors.append(_one_line(found))
-            except BaseException:
-                running.send_signal(signal.SIGINT)
+            except BaseException as error:
+                if self._stop_s is None or isinstance(error, Exception):
+                    running.send_signal(signal.SIGINT)
+                else:
+                    self._ask(self._stop_s)
                 running.stdout.read()  # to its end: it must not wait for a reader
                 running.wait()
                 raise
@@ -232,32 +246,30 @@ class Terraform:
         told, right = os.pipe()
         os.set_blocking(right, False)
         try:
-            self._tell(right)
-            process = subprocess.Popen(
-                [*_GUARD, str(told), str(self._grace_s), self._binary, *arguments],
-                cwd=self._root,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,  # else Ctrl-C would be its second request to end, which it takes for "now"
-                pass_fds=(told, *self._keep),
-            )
-        except BaseException:
-            os.close(right)
-            raise
+            with self._telling:
+                if self._stop_at < math.inf:
+                    raise ProvisionError(f"terraform {arguments[0]}: was stopped before it started")
+                self._tell(right)
+                process = subprocess.Popen(
+                    [*_GUARD, str(told), str(self._grace_s), self._binary, *arguments],
+                    cwd=self._root,
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,  # else Ctrl-C would be its second request to end, which it takes for "now"
+                    pass_fds=(told, *self._keep),
+                )
+                self._right = right
+            with process as running:
+                yield running
         finally:
             os.close(told)
-        with process as running:
             with self._telling:
-                self._right = right
-            try:
-                yield running
-            finally:
-                with self._telling:
-                    self._right = None
-                    os.close(right)
+                self._right = None
+                os.close(right)
+                self._telling.notify_all()
 
     def _tell(self, right: int) -> None:
         end = min(time.clock_gettime(time.CLOCK_BOOTTIME) + self._remaining_s(), self._stop_at)

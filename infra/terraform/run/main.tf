@@ -68,6 +68,7 @@ module "nodes" {
 
   run           = var.run
   role          = each.key
+  epoch         = var.epoch
   nodes         = each.value.count
   instance_type = local.types["${each.value.gpus}x${each.value.gpu}"]
   image         = var.image

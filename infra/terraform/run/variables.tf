@@ -5,8 +5,19 @@ variable "run" {
   type        = string
 
   validation {
-    condition     = can(regex("^[a-z0-9][a-z0-9.-]{0,39}$", var.run)) # with a role's name, IAM takes 64
+    condition     = can(regex("^[a-z0-9][a-z0-9.-]{0,39}$", var.run)) # with a role's name and the epoch, IAM takes 64
     error_message = "run: must be up to 40 lowercase letters, digits, dots and hyphens, the first one a letter or digit."
+  }
+}
+
+variable "epoch" {
+  description = "Of the lease under which something is made, six hexadecimal digits: part of the names of what AWS deletes by name."
+  type        = string
+  default     = "000000"
+
+  validation {
+    condition     = can(regex("^[0-9a-f]{6}$", var.epoch))
+    error_message = "epoch: must be six hexadecimal digits."
   }
 }
 

@@ -101,7 +101,17 @@ run "with_the_network_between_gpus" {
   }
 
   variables {
-    efa = true
+    efa   = true
+    epoch = "0a1b2c"
+  }
+
+  assert {
+    condition     = aws_placement_group.this[0].name == "areal-${var.run}-generation-0a1b2c"
+    error_message = "what AWS deletes by name alone must have a name that is given once: ${aws_placement_group.this[0].name}"
+  }
+  assert {
+    condition     = toset([aws_iam_role.node.name, aws_iam_instance_profile.node.name]) == toset(["areal-${var.run}-generation-000000"])
+    error_message = "what was made under an earlier lease must keep its name: ${aws_iam_role.node.name}"
   }
 
   assert {

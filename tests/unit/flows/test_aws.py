@@ -34,7 +34,7 @@ class Account:
     def make(self, run: str) -> dict[str, str]:
         """One of everything, by its type."""
         tags = [{"Key": "areal:run", "Value": run}]
-        name = f"areal-{run}-trainer"
+        name = f"areal-{run}-trainer-0a1b2c"
         group = self.ec2.create_security_group(
             GroupName=f"areal-{run}",
             Description="nodes",
@@ -137,7 +137,7 @@ def test_what_there_is_of_a_run_is_found_and_ended(account: Account) -> None:
 
 
 def test_what_belongs_to_no_run_is_not_found(account: Account) -> None:
-    account.iam.create_role(RoleName="areal-first-trainer", AssumeRolePolicyDocument=ROLE)  # not tagged
+    account.iam.create_role(RoleName="areal-first-trainer-0a1b2c", AssumeRolePolicyDocument=ROLE)  # not tagged
     account.iam.create_role(RoleName="areal-control", AssumeRolePolicyDocument=ROLE)
     account.ec2.create_security_group(GroupName="areal-control", Description="control", VpcId=account.network)
     cloud = Aws(REGION, "vpc-of-another-one")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,11 +23,13 @@ from flows.provision import leased, reaper
 from flows.provision.leased import LeasedNodes
 from flows.provision.leases import HeldError, LeaseLostError, name_of
 from flows.provision.terraform import Plan, Terraform
-from tests.provisioning.world import RUN, World
+from tests.provisioning import ledger
+from tests.provisioning.world import FOUNDATION, RUN, World
 from tests.support import signals
 
 NAMES = ["generation-0", "generation-1", "trainer-0"]
 LEASE = name_of(RUN)
+PATIENCE_S = 30.0
 EXPIRES_AT = datetime(2037, 1, 31, 12, tzinfo=UTC).timestamp()  # of requests here
 
 
@@ -57,6 +64,13 @@ def lease_of(world: World) -> dict[str, Any] | None:
 def struck(world: World, *faults: tuple[str, str] | tuple[str, str, int]) -> None:
     """These are to strike, each the first or n-th time."""
     world.plan([{"place": place, "kind": kind, "nth": nth[0] if nth else 0} for place, kind, *nth in faults])
+
+
+def until(look: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not look():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_nodes_are_made_replaced_and_ended_as_it_was_shown(world: World) -> None:
@@ -248,6 +262,159 @@ def test_nodes_that_are_handed_over_are_ended_by_the_next_reaper(world: World) -
     assert world.living() == {}
 
 
+class AskedToEndError(BaseException):
+    """As Prefect raises it in the main thread where the process is sent SIGTERM."""
+
+
+class Waits:
+    """Somebody comes here, and goes on when a test wants it."""
+
+    def __init__(self) -> None:
+        self.there, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *_: object) -> None:
+        self.there.set()
+        assert self.go_on.wait(PATIENCE_S)
+
+
+def in_terraform(place: str) -> Callable[[World, Waits, pytest.MonkeyPatch], None]:
+    def strike(world: World, here: Waits, patched: pytest.MonkeyPatch) -> None:
+        world.plan([{"place": place, "kind": "slow", "nth": 0, "seconds": 10 * PATIENCE_S}])
+
+    return strike
+
+
+def before_the_apply(world: World, here: Waits, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(LeasedNodes, "_apply", lambda self, plan, apply=LeasedNodes._apply: (here(), apply(self, plan)))
+
+
+def between_two_tries(world: World, here: Waits, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(leased, "_PAUSE_S", 10 * PATIENCE_S)
+    struck(world, ("apply:start", "throttling"), ("destroy:start", "throttling"))
+
+
+def at_a_stray(world: World, here: Waits, patched: pytest.MonkeyPatch) -> None:
+    def end(self: Any, found: Any, confirm: Callable[[], None]) -> None:
+        here()
+        confirm()
+        raise AssertionError("it was confirmed")
+
+    patched.setattr("tests.provisioning.world.ScriptedCloud.end", end)
+    ledger.make(str(world.folder), RUN, "aws_instance", "stray", "trainer")
+
+
+def at_the_lock(world: World, here: Waits, patched: pytest.MonkeyPatch) -> None:
+    lock = world.folder / "store" / "terraform" / "runs" / f"{RUN}.tfstate.tflock"
+    lock.write_text(json.dumps({"ID": "1", "Who": "somebody@elsewhere", "Created": "2020-01-01T00:00:00Z"}))
+    patched.setattr(Terraform, "unlock", lambda self, id_, unlock=Terraform.unlock: (here(), unlock(self, id_)))
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        (in_terraform("plan:locked"), "replace"),
+        (in_terraform("apply:middle"), "replace"),
+        (in_terraform("destroy-plan:locked"), "end"),
+        (in_terraform("destroy:middle"), "end"),
+        (before_the_apply, "replace"),
+        (before_the_apply, "end"),
+        (between_two_tries, "replace"),
+        (between_two_tries, "end"),
+        (at_a_stray, "replace"),
+        (at_a_stray, "end"),
+        (at_the_lock, "replace"),
+    ],
+)
+def test_nodes_are_handed_over_whatever_another_thread_is_at(
+    world: World, monkeypatch: pytest.MonkeyPatch, where: Callable[..., None], what: str
+) -> None:
+    monkeypatch.setattr(leased, "_STOP_S", 0.2)
+    here, raised = Waits(), list[BaseException]()
+
+    def change() -> None:
+        try:
+            nodes.replace(["generation-1"]) if what == "replace" else nodes.end()
+        except ProcessError as error:
+            raised.append(error)
+
+    def log(line: str) -> None:
+        if "trying again" in line:
+            here.there.set()
+
+    with world.nodes("a", log=log) as nodes, monkeypatch.context() as patched:
+        nodes.make()
+        where(world, here, patched)
+        thread = threading.Thread(target=change, daemon=True)
+        thread.start()
+        until(lambda: here.there.is_set() or any(fault["kind"] == "slow" for fault in world.struck()))
+        handing = threading.Thread(target=nodes.hand_over, daemon=True)
+        handing.start()
+        handing.join(PATIENCE_S)
+        assert not handing.is_alive()  # the other thread is still there
+        lease = lease_of(world)
+        assert lease is not None
+        assert lease["held_until"] is None
+        before = effects(world)
+        here.go_on.set()
+        thread.join(PATIENCE_S)
+        assert effects(world) == before
+        assert [type(error) for error in raised] == [LeaseLostError]
+        assert str(raised[0]) == f"run {RUN}: its nodes were handed over, to be ended by the reaper"
+        nodes.hand_over()  # again is fine
+        with pytest.raises(LeaseLostError):
+            nodes.make()
+    world.plan([])
+    (reaped,) = world.reaper("r").reap()
+    assert reaped.failed is None
+    assert world.living() == {}
+    assert lease_of(world) is None
+
+
+@pytest.mark.parametrize("place", ["init", "plan:locked", "apply:middle", "destroy:middle"])
+def test_a_flow_that_is_asked_to_end_hands_its_nodes_over(
+    world: World, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As its own thread waits for terraform."""
+    monkeypatch.setattr(leased, "_STOP_S", 0.2)
+    with world.nodes("a") as nodes:
+        nodes.make()
+    world.plan([{"place": place, "kind": "slow", "nth": 0, "seconds": 10 * PATIENCE_S}])
+
+    def ask_to_end(*_: object) -> None:
+        raise AskedToEndError
+
+    def send() -> None:
+        until(world.struck)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, ask_to_end)
+    threading.Thread(target=send, daemon=True).start()
+    try:
+        with suppress(AskedToEndError), world.nodes("a") as nodes:
+            nodes.replace(["trainer-0"])
+            nodes.end()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    world.plan([])
+    (reaped,) = world.reaper("r").reap()
+    assert (reaped.since, reaped.failed) == ("it was put down", None)
+    assert world.living() == {}
+
+
+def test_a_terraform_whose_end_is_not_seen_costs_the_margin_of_clocks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Terraform, "stop", lambda self, within_s: False)
+    with world.nodes("a") as nodes:
+        nodes.make()
+        nodes.hand_over()
+    assert world.reaper("r").reap() == []
+    world.forward(world.margin_s + 0.1)
+    (reaped,) = world.reaper("r").reap()
+    assert reaped.failed is None
+    assert world.living() == {}
+
+
 def test_a_state_that_says_more_than_there_is_keeps_nobody_from_the_end(world: World) -> None:
     with world.nodes("a") as nodes:
         nodes.make()
@@ -270,6 +437,28 @@ def test_the_reaper_ends_what_has_no_owner_and_nothing_else(world: World) -> Non
         assert (reaped.run, reaped.failed) == ("first", None)
         assert {each["run"] for each in world.living().values()} == {"second"}
         assert world.reaper("r").reap() == []
+
+
+@pytest.mark.parametrize("terraform", [True, False])
+def test_a_run_is_forgotten_while_the_reaper_has_its_lease(
+    world: World, monkeypatch: pytest.MonkeyPatch, terraform: bool
+) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+        nodes.hand_over()
+    if not terraform:
+        monkeypatch.setenv("AREAL_TERRAFORM", "no-such-program")
+    seen: list[tuple[str, str, dict[str, Any]]] = []
+
+    def forget(run: str) -> None:
+        lease = lease_of(world)
+        assert lease is not None
+        seen.append((run, lease["by"], world.living()))
+
+    reaper = world.reaper("r")
+    monkeypatch.setattr(reaper, "_forget", forget)
+    reaper.reap()
+    assert seen == [(RUN, "reaper", {})]
 
 
 def test_what_a_reaper_did_not_end_the_next_one_does(world: World) -> None:
@@ -297,6 +486,40 @@ def test_without_terraform_the_cloud_ends_it(world: World, monkeypatch: pytest.M
     )
     assert world.living() == {}
     assert lease_of(world) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"held_until": 1e300},
+        {"run": "another"},
+        {"request": {"run": "another", "foundation": FOUNDATION}},
+        {"request": {"run": RUN, "foundation": "bucket"}},
+        {"request": {"run": RUN, "foundation": FOUNDATION, "prefect": 7}},
+    ],
+)
+def test_a_lease_that_can_t_be_read_blocks_nobody(world: World, changes: dict[str, Any]) -> None:
+    for run in (RUN, "second"):
+        with world.nodes("a", run) as nodes:
+            nodes.make()
+            nodes.hand_over()
+    file = world.folder / "store" / LEASE
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    reaped = {one.run: one for one in world.reaper("r").reap()}
+    assert [(run, one.failed) for run, one in reaped.items()] == [(RUN, None), ("second", None)]
+    assert "without Terraform: " in reaped[RUN].ended
+    assert world.living() == {}
+    assert lease_of(world) is None
+
+
+def test_a_clone_of_a_machine_is_another_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with world.nodes("a") as nodes:
+        nodes.make()
+        monkeypatch.setattr(leased, "boot_id", lambda: "of another boot")
+        (world.folder / "a").rename(world.folder / "original")
+        shutil.copytree(world.folder / "original", world.folder / "a")
+        with pytest.raises(HeldError, match="is at its nodes, on "), world.nodes("a", patience_s=0.0):
+            pass
 
 
 def test_what_has_no_lease_is_swept(world: World) -> None:

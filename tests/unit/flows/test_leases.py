@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_core.errors import ProvisionError, StorageError
+from areal_core.errors import StorageError
 from areal_core.storage.objects import Storage
 from flows.provision.leases import By, Claimant, Clock, Held, HeldError, LeaseLostError, Leases, name_of
 
@@ -126,7 +127,7 @@ def test_an_earlier_process_in_the_same_place_is_dead(leases: Leases) -> None:
     first.note({"nodes": {"i-1": ["trainer", 1.0, 2.0]}})
     first.renew()
     second = acquire(leases)
-    assert second.lease.spent == {"nodes": {"i-1": ["trainer", 1.0, 2.0]}}
+    assert second.lease.spent == {"nodes": {"i-1": ("trainer", 1.0, 2.0)}}
     with pytest.raises(LeaseLostError):
         first.renew()
     with pytest.raises(HeldError):  # a command is not the flow's next process
@@ -195,12 +196,45 @@ def test_a_reaper_gets_what_is_over_and_what_it_takes_to_end_it(leases: Leases, 
     acquire(leases, patience_s=LENGTH_S)  # which a reaper that lives gives back soon
 
 
-def test_what_is_no_lease_is_named(leases: Leases, tmp_path: Path) -> None:
-    (tmp_path / name_of(RUN)).parent.mkdir(parents=True)
-    (tmp_path / name_of(RUN)).write_text('{"run": "r"')
-    with pytest.raises(ProvisionError, match=rf"/{name_of(RUN)}: must be a lease: "):
-        acquire(leases)
+MALFORMED = {
+    "truncated": b'{"run": "r"',
+    "of another run": {"run": "another"},
+    "a word for a number": {"beat": "7"},
+    "a beat beyond all": {"beat": 10**400},
+    "held beyond all": {"held_until": 1e300},
+    "held beyond a float": {"held_until": 10**400},
+    "no number": b'{"run": "cpu-1.5b", "held_until": NaN}',
+    "kept beyond all": {"kept_until": 1e300},
+    "by nobody known": {"by": "stranger"},
+    "a word for a request": {"request": "everything"},
+    "a word for the cost": {"spent": {"nodes": 7}},
+    "nothing in it": b"{}",
+    "null": b"null",
+    "no text": b'{"run": "\xff"}',
+    "too deep": b'{"request": ' + 100_000 * b'{"a": ',
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_an_object_that_is_no_lease_counts_as_one_that_is_over(
+    leases: Leases, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    first, said = acquire(leases), MALFORMED[what]
+    good = json.loads((tmp_path / name_of(RUN)).read_text())
+    (tmp_path / name_of(RUN)).write_bytes(said if isinstance(said, bytes) else json.dumps(good | said).encode())
+    lease = leases.read(RUN)
+    assert lease is not None
+    assert leases.is_over(lease)
+    assert (lease.request, lease.expires_at) == (None, 0.0)
+    (record,) = caplog.records
+    assert f"{tmp_path}/{name_of(RUN)} must be a lease, and counts as over: " in record.getMessage()
     assert leases.live() == [RUN]
+    reaper = acquire(leases, "reaper", by="reaper", request=None)
+    assert reaper.lease.request is None
+    with pytest.raises(LeaseLostError):
+        first.renew()
+    reaper.release()
+    acquire(leases, "b")
 
 
 def test_a_write_whose_answer_was_lost_is_one_s_own(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:

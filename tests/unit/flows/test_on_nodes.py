@@ -11,6 +11,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from areal_core.config.groups import NodesConfig, ProvisionConfig
+from areal_core.errors import ProvisionError
+from areal_core.storage.lease import LeaseLostError
 from flows import on_nodes
 from flows.fleet import Fleet, Seen, Stage
 
@@ -28,6 +30,44 @@ class _Task:
         thread = threading.Thread(target=self._body, args=(fleet,), daemon=True)
         thread.start()
         return MagicMock(wait=thread.join)
+
+
+class AskedToEndError(BaseException):
+    """As Prefect raises it in the main thread where the process is sent SIGTERM."""
+
+
+@pytest.mark.parametrize(
+    ("error", "done"),
+    [
+        (ProvisionError("no"), ["stop", "close"]),
+        (LeaseLostError("lost"), []),  # the shares are somebody else's by now
+        (AskedToEndError(), ["hand_over", "stop"]),
+    ],
+)
+def test_what_becomes_of_the_shares_of_a_run_that_fails(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, done: list[str]
+) -> None:
+    calls = MagicMock()
+    calls.stop.return_value = True
+    monkeypatch.setattr(on_nodes, "Fleet", MagicMock())
+    on_nodes.Fleet.return_value.__exit__.return_value = False  # pyright: ignore[reportAttributeAccessIssue]
+    shares = MagicMock(stop=calls.stop, close=calls.close)
+    supply = MagicMock(hand_over=calls.hand_over)
+    with pytest.raises(type(error)), on_nodes._given_out(MagicMock(), [], shares, supply, print):
+        raise error
+    assert [call[0] for call in calls.method_calls] == done
+
+
+@pytest.mark.parametrize(("error", "called"), [(ProvisionError("no"), False), (AskedToEndError(), True)])
+def test_the_reaper_is_called_where_the_flow_is_asked_to_end(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, called: bool
+) -> None:
+    reaper = MagicMock()
+    monkeypatch.setattr(on_nodes, "_call_the_reaper", reaper)
+    monkeypatch.setattr(on_nodes, "get_client", MagicMock())
+    with pytest.raises(type(error)), on_nodes._reaped_where_cancelled():
+        raise error
+    assert reaper.called is called
 
 
 @pytest.mark.cpu_seconds(10)

@@ -26,7 +26,13 @@ class FakeReaper:
     def reap(self) -> list[Reaped]:
         if isinstance(self._reaped, StorageError):
             raise self._reaped
+        for one in self._reaped:
+            if not one.failed:
+                self.forget(one.run)
         return self._reaped
+
+    def forget(self, run: str) -> None:
+        raise NotImplementedError
 
 
 @pytest.fixture
@@ -39,7 +45,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, reaper: FakeReaper | None) -> State[Any]:
-    monkeypatch.setattr(reap, "reaper_of", lambda state, store, log: reaper)
+    def reaper_of(state: Path, store: str | None, log: Any, forget: Any) -> FakeReaper | None:
+        if reaper is not None:
+            monkeypatch.setattr(reaper, "forget", forget)
+        return reaper
+
+    monkeypatch.setattr(reap, "reaper_of", reaper_of)
     with disable_run_logger():
         return reap.areal_reap.fn()
 

@@ -3,6 +3,7 @@
 
 locals {
   name  = "areal-${var.run}-${var.role}"
+  once  = "${local.name}-${var.epoch}"
   nodes = toset([for number in range(var.nodes) : "${var.role}-${number}"])
   efa   = var.efa && data.aws_ec2_instance_type.this.efa_supported
   cards = local.efa ? data.aws_ec2_instance_type.this.efa_maximum_interfaces : 1
@@ -27,9 +28,14 @@ data "aws_ami" "this" {
   }
 }
 
+# What is there keeps the name that it was made with, as do the profile and the placement group below.
 resource "aws_iam_role" "node" {
-  name = local.name
+  name = local.once
   tags = var.tags
+
+  lifecycle {
+    ignore_changes = [name]
+  }
 
   assume_role_policy = jsonencode({
     Version = "2012-10-17"
@@ -48,18 +54,26 @@ resource "aws_iam_role_policy" "node" {
 }
 
 resource "aws_iam_instance_profile" "node" {
-  name = local.name
+  name = local.once
   role = aws_iam_role.node.name
   tags = var.tags
+
+  lifecycle {
+    ignore_changes = [name]
+  }
 }
 
 # Side by side in the building, where the type has a network that this matters for.
 resource "aws_placement_group" "this" {
   count = local.efa ? 1 : 0
 
-  name     = local.name
+  name     = local.once
   strategy = "cluster"
   tags     = var.tags
+
+  lifecycle {
+    ignore_changes = [name]
+  }
 }
 
 resource "aws_launch_template" "node" {

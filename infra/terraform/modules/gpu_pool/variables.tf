@@ -8,6 +8,12 @@ variable "role" {
   type        = string
 }
 
+variable "epoch" {
+  description = "Part of the names of what AWS deletes by name: who deletes what was made under an earlier lease can't hit what is made under this one."
+  type        = string
+  default     = "000000"
+}
+
 variable "nodes" {
   description = "How many."
   type        = number
