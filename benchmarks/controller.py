@@ -99,7 +99,8 @@ class Run:
             assert await self.controller.batch(step, timeout_s=3600) is not None
             self.controller.publish(_version(step))
             if step % CHECKPOINT_EVERY == 0:
-                self.ledger.free(step)
+                while self.ledger.free(step) or self.ledger.fold():
+                    await asyncio.to_thread(self.ledger.flush)
                 await self.payloads.keep(self.ledger.payloads.segments())
             each(step)
 

@@ -52,7 +52,7 @@ _ROLES = {  # by their command lines
     "evaluator": r"evaluation\.evaluator",
     "tracker": r"-m areal_core\.tracking",
 }
-_BOOKS = ("ledger", "outbox", "timeline", "logs", "evaluations")  # what is kept of every step
+_BOOKS = ("outbox", "timeline", "logs", "evaluations")  # what is kept of every step
 _STATES = ("inflight", "ready")
 
 

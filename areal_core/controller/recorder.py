@@ -137,7 +137,7 @@ class Recorder:
 
     def has_published(self, step: int) -> bool:
         """Whether `published` was completed for a step; if the controller died before, it is called again."""
-        return self._notes.published_s(step) is not None
+        return self._folded(step) or self._notes.published_s(step) is not None
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Record a version's held-out score, unless it has one."""
@@ -266,9 +266,13 @@ class Recorder:
 
     def staleness(self, step: int, counts: dict[str, int]) -> None:
         """Record the tokens that a step trained on, by staleness: a histogram now and then, and the whole run's sum."""
-        self._notes.add_staleness(step, counts)
+        if not self._folded(step):  # else this message is a late copy
+            self._notes.add_staleness(step, counts)
         if self.tabled(step):
             self.document("staleness_histogram", step, {"counts": counts})
+
+    def _folded(self, step: int) -> bool:
+        return step < self._ledger.payloads.forgotten
 
     def _rate(self, tokens: int, wall_s: float) -> float:
         """Tokens a second; of the emulated cluster, where there is one."""

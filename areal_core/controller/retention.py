@@ -102,7 +102,9 @@ class Retention:
             in_use=self._snapshots.in_use,
         )
         if self._config.rollout.retain == "uncommitted":
-            self._ledger.free(oldest)
+            kept = self._schedule.awaited(oldest)
+            while self._ledger.free(oldest) or self._ledger.fold(kept):
+                await asyncio.to_thread(self._ledger.flush)
         await self._payloads.keep(self._ledger.payloads.segments())
 
     def _kept_too(self, steps: Sequence[int]) -> Collection[int]:

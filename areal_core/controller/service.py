@@ -173,8 +173,9 @@ class Service:
         failed."""
         logger.warning("%s", error)
         if (step := self.ledger.step_of(group_id)) is not None:
-            self.ledger.free(step - 1)
-        for group_id, place in self.ledger.payloads.all().items():
+            while self.ledger.free(step - 1):
+                await asyncio.to_thread(self.ledger.flush)
+        for group_id, place in self.ledger.payloads.all():
             try:
                 await self.payloads.read(place)
             except DamagedPayloadError:

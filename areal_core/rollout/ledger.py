@@ -2,8 +2,12 @@
 
 A group goes WAITING -> INFLIGHT -> READY -> CONSUMED, or to DROPPED with a reason. Every public method is one
 transaction. Rows are small: a payload is somewhere else, the ledger has its place (payloads.py), and forgets it once a
-committed checkpoint no longer needs it. The token ledger compares the tokens of the rows with the servers' own count
+committed checkpoint no longer needs it. The token ledger compares the tokens of the groups with the servers' own count
 (counters.py).
+
+The ledger stays small however long a run is. Triggers count every group in `totals`, by state and reason, as its row
+changes. Counting methods read `totals` alone. `fold` deletes the rows that no replay needs; no trigger follows a
+deletion, so their counts stay.
 
 Batches are fixed by step: the first call for a step picks its groups; every later call, also after a restart, gives the
 same ones. What a batch was fixed with outlives the machine before anybody trains on it; all else that a loss of power
@@ -14,8 +18,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Collection, Generator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,17 @@ from areal_core.types import (
     TokenLedger,
 )
 
-_SCHEMA = """
+
+def _count(row: str, sign: str) -> str:
+    """SQL that adds a row of `groups` to the totals, or takes it away again."""
+    return f"""
+    INSERT INTO totals VALUES ({row}.state, COALESCE({row}.reason, ''),
+        {sign}1, {sign}{row}.tokens, {sign}{row}.lost_tokens, {sign}{row}.unread_tokens)
+    ON CONFLICT DO UPDATE SET groups = groups + excluded.groups, tokens = tokens + excluded.tokens,
+        lost_tokens = lost_tokens + excluded.lost_tokens, unread_tokens = unread_tokens + excluded.unread_tokens;"""
+
+
+_SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY,
     prompt_index INTEGER NOT NULL,
@@ -57,12 +71,32 @@ CREATE TABLE IF NOT EXISTS groups (
 );
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state, admission);
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step, admission);
-CREATE INDEX IF NOT EXISTS groups_tokens ON groups (state, tokens, lost_tokens, unread_tokens);
 CREATE INDEX IF NOT EXISTS groups_by_prompt ON groups (prompt_index);
+CREATE INDEX IF NOT EXISTS groups_unsettled ON groups (group_id) WHERE unsettled;
+CREATE TABLE IF NOT EXISTS totals (       -- of all groups, also those whose rows are folded
+    state TEXT NOT NULL, reason TEXT NOT NULL,  -- '' unless dropped
+    groups INTEGER NOT NULL, tokens INTEGER NOT NULL, lost_tokens INTEGER NOT NULL, unread_tokens INTEGER NOT NULL,
+    PRIMARY KEY (state, reason)
+) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS groups_inserted AFTER INSERT ON groups BEGIN {_count("NEW", "+")} END;
+CREATE TRIGGER IF NOT EXISTS groups_updated
+AFTER UPDATE OF state, reason, tokens, lost_tokens, unread_tokens ON groups
+BEGIN {_count("OLD", "-")} {_count("NEW", "+")} END;
 """
+# The rows with the highest group id and prompt stay, as new ones count on from them. So do those of the step up to
+# which payloads are forgotten: it may be the last one.
+_FOLD = """
+DELETE FROM groups WHERE group_id IN (
+    SELECT group_id FROM groups
+    WHERE (step < (SELECT step FROM forgotten) OR (state = 'dropped' AND NOT unsettled))
+    AND +group_id < (SELECT MAX(group_id) FROM groups)
+    AND +prompt_index < (SELECT MAX(prompt_index) FROM groups)
+    LIMIT ?
+)
+"""
+_AT_ONCE = 128  # rows that one call of `free` or `fold` deletes: 1 to 2 ms
 _NOTHING = Tally()
 _BATCHES_KEPT = 2  # ranks fetch the next one while others still ask for the one before
-_ADMITTED = "state IN ('inflight', 'ready', 'consumed')"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +147,6 @@ class TrajectoryLedger:
         self.counters = ServerCounters(self._db, lambda: self.tokens().accounted)
         self._group_size = group_size
         self._batches: dict[int, BatchManifest] = {}  # by step: those read last, which every rank asks for
-        self._admitted_groups: int = self._value(f"SELECT COUNT(*) FROM groups WHERE {_ADMITTED}")
 
     def close(self) -> None:
         self._db.close()
@@ -123,6 +156,12 @@ class TrajectoryLedger:
         Raises OSError."""
         durable.sync(self._path.with_name(f"{self._path.name}-wal"))
         durable.sync(self._path.parent)
+
+    def flush(self) -> None:
+        """Copy SQLite's log into the file, which waits for the disk: a bulk of changes would make the event loop wait.
+        Runs in any thread, on a connection of its own."""
+        with closing(sqlite3.connect(self._path)) as db:
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def damage(self) -> str | None:
         """What is wrong with the file, which may have been torn; None if nothing is. Reads all of it."""
@@ -134,7 +173,8 @@ class TrajectoryLedger:
     @property
     def admitted(self) -> int:
         """N_r of Eq. 3: trajectories admitted so far, finished and running; dropped groups gave their slots back."""
-        return self._admitted_groups * self._group_size
+        admitted = "SELECT COALESCE(SUM(groups), 0) FROM totals WHERE state IN ('inflight', 'ready', 'consumed')"
+        return self._value(admitted) * self._group_size
 
     def admit(self) -> AdmittedGroup:
         """Admit the oldest waiting group, or the next prompt of the source where none waits."""
@@ -148,7 +188,6 @@ class TrajectoryLedger:
                 "UPDATE groups SET state = 'inflight', unsettled = 1, admission = ? WHERE group_id = ?",
                 (admission, waiting),
             )
-            self._admitted_groups += 1
             return self._admitted_group(waiting)
 
     def inflight(self) -> list[AdmittedGroup]:
@@ -283,8 +322,8 @@ class TrajectoryLedger:
         return place
 
     def step_of(self, group_id: int) -> int | None:
-        """The step that has consumed a group; None while none has."""
-        return self._row(group_id)["step"]
+        """The step that has consumed a group; None while none has, or once its row is folded."""
+        return self._db.execute("SELECT MAX(step) FROM groups WHERE group_id = ?", (group_id,)).fetchone()[0]
 
     def summaries(self, step: int) -> list[GroupSummary]:
         """The summaries of the groups of a fixed batch, oldest first."""
@@ -296,25 +335,43 @@ class TrajectoryLedger:
         rows = self._db.execute("SELECT prompt_index FROM groups WHERE step = ? ORDER BY admission", (step,))
         return [row["prompt_index"] for row in rows]
 
-    def free(self, step: int) -> None:
-        """Forget the payloads that steps up to `step` consumed: a committed checkpoint makes them needless."""
+    def free(self, step: int) -> bool:
+        """Forget payloads that steps up to `step` consumed: a committed checkpoint makes them needless. One call takes
+        a few steps. Returns whether more are left: then call again."""
         with self._transaction():
             self._batches.clear()
-            self.payloads.forget_consumed(step)
+            return self.payloads.forget_consumed(step, _AT_ONCE)
+
+    def fold(self, kept_versions: Collection[int] = ()) -> bool:
+        """Delete rows of which only the totals are needed. One call deletes a few. Returns whether it found any: then
+        call again.
+
+        These rows are dropped groups that no server samples for any more, and what steps before the last forgotten one
+        have left: consumed groups, versions other than the base model and `kept_versions`, and notes of versions that
+        have no score. A run with `rollout.retain=all` must not call this: it promises to keep the payloads of all
+        steps, and without these rows nobody finds them."""
+        before = self.payloads.forgotten
+        with self._transaction():
+            folded = self._db.execute(_FOLD, (_AT_ONCE,)).rowcount
+            folded += self.versions.fold(before, kept_versions, _AT_ONCE)
+            folded += self.notes.fold(before - 1, kept_versions, _AT_ONCE)  # `published` asks for the step before
+        return folded > 0
 
     # -- versions ----------------------------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion) -> str:
         """Record a published version.
 
-        Returns "new"; "same" if it was published before with this content; "replaced" if its content differs from what
-        was published under its number: then everything that depends on the old content starts again.
+        Returns "new"; "same" if it was published before with this content, or is folded; "replaced" if its content
+        differs from what was published under its number: then everything that depends on the old content starts again.
         """
         with self._transaction():
             last = self.versions.last()
             if version.version > last + 1:
                 raise LedgerError(f"version: {version.version} can't follow {last}")
             known = self.versions.sha256(version.version)
+            if known is None and 0 < version.version < last:
+                return "same"  # it is folded: a message that comes late
             outcome = "new" if known is None else "same" if known == version.sha256 else "replaced"
             if outcome == "replaced":
                 self._new_incarnation(version.version)
@@ -360,23 +417,20 @@ class TrajectoryLedger:
             " COALESCE(SUM(CASE WHEN state = 'dropped' THEN tokens END), 0) + COALESCE(SUM(lost_tokens), 0) AS dropped,"
             " COALESCE(SUM(CASE WHEN state = 'ready' THEN tokens END), 0) AS buffered,"
             " COALESCE(SUM(CASE WHEN state IN ('inflight', 'waiting') THEN tokens END), 0) AS in_flight,"
-            " COALESCE(SUM(unread_tokens), 0) AS allowance FROM groups"
+            " COALESCE(SUM(unread_tokens), 0) AS allowance FROM totals"
         ).fetchone()
         values = dict(row) | {"allowance": row["allowance"] + self.counters.uncounted()}
         return TokenLedger(generated=self.counters.generated(), **values)
 
     def counts(self) -> dict[GroupState, int]:
         """Groups by state."""
-        rows = dict(self._db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall())
+        rows = dict(self._db.execute("SELECT state, SUM(groups) FROM totals GROUP BY state").fetchall())
         return {state: rows.get(state.value, 0) for state in GroupState}
 
     def dropped(self) -> dict[str, int]:
         """Dropped groups by reason."""
-        return dict(
-            self._db.execute(
-                "SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason ORDER BY reason"
-            ).fetchall()
-        )
+        rows = self._db.execute("SELECT reason, groups FROM totals WHERE state = 'dropped' ORDER BY reason")
+        return dict(rows.fetchall())
 
     def last_step(self) -> int:
         """The last step whose batch is fixed; 0 if none is."""
@@ -404,7 +458,6 @@ class TrajectoryLedger:
             "UPDATE groups SET state = 'dropped', reason = ?, step = NULL WHERE group_id = ?", (reason, group_id)
         )
         self.payloads.forget(group_id)
-        self._admitted_groups -= 1
         if requeue:
             self._insert_waiting(row["prompt_index"], requeues=row["requeues"] + 1)
 
@@ -455,7 +508,6 @@ class TrajectoryLedger:
     @contextmanager
     def _transaction(self, *, synced: bool = False) -> Generator[None]:
         """`synced`: it outlives the machine, with all before it; else the process."""
-        admitted = self._admitted_groups
         self._db.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
         self._db.execute("BEGIN IMMEDIATE")
         try:
@@ -464,14 +516,16 @@ class TrajectoryLedger:
         except BaseException:
             if self._db.in_transaction:  # SQLite itself has rolled back what met a full disk
                 self._db.execute("ROLLBACK")
-            self._admitted_groups = admitted
             raise
 
 
 def snapshot(source: Path, target: Path, consumed: int | None = None) -> set[str]:
-    """Copy a ledger in use, consistently, to `target`, without the places of payloads that steps up to `consumed` have
-    consumed. Returns the names of the segments in which those that are left lie. Runs in any thread: it opens
-    connections of its own."""
+    """Copy a ledger in use, consistently, to `target`. Returns the names of the segments in which its payloads lie.
+    Runs in any thread: it opens connections of its own.
+
+    `consumed`, the checkpoint's step, makes the copy small: it forgets the payloads of steps up to that one, and folds
+    the groups of earlier steps. A run that is restored from this checkpoint trains later steps only, and the other
+    checkpoints have copies of their own. With None, as `rollout.retain=all` needs it, the copy has all rows."""
     target.unlink(missing_ok=True)
     reader = sqlite3.connect(f"{source.absolute().as_uri()}?mode=rw", uri=True)  # which makes no empty one
     writer = sqlite3.connect(target, isolation_level=None)
@@ -480,7 +534,11 @@ def snapshot(source: Path, target: Path, consumed: int | None = None) -> set[str
         reader.backup(writer)
         index = PayloadIndex(writer)
         if consumed is not None:
+            writer.execute("PRAGMA journal_mode = OFF")  # whoever fails begins with another copy
+            writer.execute("PRAGMA synchronous = OFF")
             index.forget_consumed(consumed)
+            writer.execute(_FOLD, (-1,))
+            writer.execute("VACUUM")
         return index.segments()
     finally:
         reader.close()

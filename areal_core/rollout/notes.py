@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, astuple, dataclass
 
 from areal_core.types import Evaluation
 
-_SCHEMA = """
+
+def _count(row: str, sign: str) -> str:
+    """SQL that adds the staleness of a row of `steps` to the whole run's, or takes it away again."""
+    return f"""
+    INSERT INTO staleness SELECT key, {sign}value FROM json_each({row}.staleness) WHERE true
+    ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens;"""
+
+
+_SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS run (
     one INTEGER PRIMARY KEY CHECK (one = 1),
     incarnation INTEGER NOT NULL DEFAULT 0,
@@ -24,6 +31,10 @@ CREATE TABLE IF NOT EXISTS steps (
     published_s REAL,  -- RL wall time when its version was published
     staleness TEXT     -- tokens that it trained on, by their staleness
 );
+CREATE TABLE IF NOT EXISTS staleness (lag TEXT PRIMARY KEY, tokens INTEGER NOT NULL) WITHOUT ROWID;  -- of all steps
+CREATE TRIGGER IF NOT EXISTS steps_inserted AFTER INSERT ON steps BEGIN {_count("NEW", "+")} END;
+CREATE TRIGGER IF NOT EXISTS steps_updated AFTER UPDATE OF staleness ON steps
+BEGIN {_count("OLD", "-")} {_count("NEW", "+")} END;
 CREATE TABLE IF NOT EXISTS evaluations (
     version INTEGER PRIMARY KEY, sha256 TEXT NOT NULL, accuracy REAL NOT NULL, prompts INTEGER NOT NULL,
     no_result INTEGER NOT NULL, mean_tokens REAL NOT NULL, wall_s REAL NOT NULL,
@@ -91,10 +102,7 @@ class RunNotes:
 
     def staleness(self) -> dict[str, int]:
         """Tokens trained on by all steps that recovery has not replaced, by their staleness."""
-        total: Counter[str] = Counter()
-        for row in self._db.execute("SELECT staleness FROM steps WHERE staleness IS NOT NULL ORDER BY step"):
-            total.update(json.loads(row["staleness"]))
-        return dict(total)
+        return dict(self._db.execute("SELECT lag, tokens FROM staleness WHERE tokens").fetchall())
 
     def add_staleness(self, step: int, counts: Mapping[str, int]) -> None:
         """Store those of one step; a replayed step stores the same again."""
@@ -116,4 +124,14 @@ class RunNotes:
     def forget(self, version: int) -> None:
         """Delete the steps and evaluations of `version` and later ones: recovery has replaced their weights."""
         self._db.execute("DELETE FROM evaluations WHERE version >= ?", (version,))
+        self._db.execute("UPDATE steps SET staleness = NULL WHERE step >= ?", (version,))
         self._db.execute("DELETE FROM steps WHERE step >= ?", (version,))
+
+    def fold(self, before: int, kept: Collection[int], limit: int) -> int:
+        """Delete up to `limit` steps earlier than `before` whose versions have no score and are not among those `kept`;
+        returns how many. Their staleness stays counted."""
+        return self._db.execute(
+            "DELETE FROM steps WHERE step IN (SELECT step FROM steps WHERE step < ? AND step NOT IN "
+            "(SELECT version FROM evaluations UNION ALL SELECT value FROM json_each(?)) LIMIT ?)",
+            (before, json.dumps(sorted(kept)), limit),
+        ).rowcount

@@ -7,6 +7,7 @@ one is the deletion of a small row, whatever its size.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _SCHEMA = """
@@ -18,6 +19,7 @@ CREATE INDEX IF NOT EXISTS payloads_by_segment ON payloads (segment);
 CREATE TABLE IF NOT EXISTS forgotten (one INTEGER PRIMARY KEY CHECK (one = 1), step INTEGER NOT NULL);
 INSERT OR IGNORE INTO forgotten VALUES (1, 0);
 """
+_PAGE = 256  # places that are read at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +58,36 @@ class PayloadIndex:
         """The last step whose payloads are forgotten; 0 if none is."""
         return self._db.execute("SELECT step FROM forgotten").fetchone()[0]
 
-    def forget_consumed(self, step: int) -> None:
-        """Those that steps up to `step` have consumed."""
-        self._db.execute("UPDATE forgotten SET step = MAX(step, ?)", (step,))
-        self._db.execute(
-            "DELETE FROM payloads WHERE group_id IN (SELECT group_id FROM groups WHERE step <= ?)", (step,)
-        )
+    def forget_consumed(self, step: int, limit: int = -1) -> bool:
+        """Those that steps up to `step` have consumed: whole steps, until there are `limit` groups. Returns whether
+        more are left."""
+        first = self.forgotten
+        at_limit = "SELECT step FROM groups WHERE step > ? ORDER BY step LIMIT 1 OFFSET ?"
+        row = self._db.execute(at_limit, (first, limit)).fetchone() if limit >= 0 else None
+        last = step if row is None else min(step, row["step"])
+        groups = "SELECT group_id FROM groups WHERE step > ? AND step <= ?"
+        self._db.execute(f"DELETE FROM payloads WHERE group_id IN ({groups})", (first, last))
+        self._db.execute("UPDATE forgotten SET step = MAX(step, ?)", (last,))
+        return last < step
 
-    def all(self) -> dict[int, Place]:
-        """The places of all payloads that are kept, by group."""
-        rows = self._db.execute("SELECT * FROM payloads ORDER BY segment, start").fetchall()
-        return {row["group_id"]: _place(row) for row in rows}
+    def all(self) -> Iterator[tuple[int, Place]]:
+        """Groups and the places of their payloads, all that are kept. What comes meanwhile is among them."""
+        last = -1
+        page = "SELECT * FROM payloads WHERE group_id > ? ORDER BY group_id LIMIT ?"
+        while rows := self._db.execute(page, (last, _PAGE)).fetchall():
+            for row in rows:
+                yield row["group_id"], _place(row)
+            last = rows[-1]["group_id"]
 
     def segments(self) -> set[str]:
         """Names of the segments in which a payload lies that is kept."""
-        return {row["segment"] for row in self._db.execute("SELECT DISTINCT segment FROM payloads")}
+        # DISTINCT would read all places; this goes from each name to the next one in the index.
+        rows = self._db.execute(
+            "WITH RECURSIVE names (name) AS (SELECT MIN(segment) FROM payloads UNION ALL "
+            "SELECT (SELECT MIN(segment) FROM payloads WHERE segment > name) FROM names WHERE name NOT NULL) "
+            "SELECT name FROM names WHERE name NOT NULL"
+        )
+        return {row["name"] for row in rows}
 
 
 def _place(row: sqlite3.Row) -> Place:

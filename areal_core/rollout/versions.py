@@ -6,7 +6,9 @@ to be damaged, nobody can load the version until that has happened.
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from collections.abc import Collection
 
 from areal_core.types import PolicyVersion
 
@@ -21,7 +23,7 @@ CREATE TABLE IF NOT EXISTS versions (
 
 
 class PublishedVersions:
-    """The versions of this incarnation. `put` and `forget_after` are parts of the ledger's transactions."""
+    """The versions of this incarnation. `put`, `fold` and `forget_after` are parts of the ledger's transactions."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -64,6 +66,14 @@ class PublishedVersions:
             "INSERT OR REPLACE INTO versions (version, path, sha256) VALUES (?, ?, ?)",
             (version.version, version.path, version.sha256),
         )
+
+    def fold(self, before: int, kept: Collection[int], limit: int) -> int:
+        """Delete up to `limit` versions older than `before` but the base model and those `kept`; returns how many."""
+        return self._db.execute(
+            "DELETE FROM versions WHERE version IN (SELECT version FROM versions WHERE version > 0 AND version < ? "
+            "AND version NOT IN (SELECT value FROM json_each(?)) LIMIT ?)",
+            (before, json.dumps(sorted(kept)), limit),
+        ).rowcount
 
     def forget_after(self, version: int) -> None:
         self._db.execute("DELETE FROM versions WHERE version > ?", (version,))

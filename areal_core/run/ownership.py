@@ -11,11 +11,11 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import StorageError
+from areal_core.launch.process import boot_id
 from areal_core.launch.supervisor import FileLock
 from areal_core.storage import checkpoint
 from areal_core.storage.lease import Lease, LeaseLostError
@@ -118,5 +118,4 @@ def _where(run: RunDir) -> str:
     """Names the folder of a run on this machine, since it was started, and no other one: a machine made from a copy of
     its disk has started another time, and a container beside this one has another file system."""
     found = os.stat(run.launcher_lock)
-    started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()}:{run.root} ({found.st_dev:x}.{found.st_ino:x}, {started})"
+    return f"{socket.gethostname()}:{run.root} ({found.st_dev:x}.{found.st_ino:x}, {boot_id()})"

@@ -24,7 +24,8 @@ from typing import Annotated
 import msgspec
 
 from areal_core.errors import ProcessError, StorageError
-from areal_core.storage.objects import ChangedError, MissingError, Storage
+from areal_core.storage.marked import Marked
+from areal_core.storage.objects import Storage
 
 logger = logging.getLogger(__name__)
 NAME = "lease.json"
@@ -60,7 +61,8 @@ class Lease:
     ) -> None:
         """`storage` is the run's; `where` names the one folder whose lock the caller holds: whoever had the lease there
         is dead."""
-        self._storage = storage
+        self._object = Marked(storage, NAME)
+        self._url = storage.url
         self._where = where
         self._ttl_s = ttl_s
         self._clock, self._sleep = clock, sleep
@@ -85,7 +87,7 @@ class Lease:
         dead. Raises ProcessError when another one runs the run, and StorageError."""
         seen, since = None, 0.0
         while True:
-            found, mark = _read(self._storage)
+            found, mark = _read(self._object)
             if seen is None or seen != (found, mark):
                 if seen is not None and found is not None and found.held and _follows(seen[0], found):
                     raise ProcessError(
@@ -95,9 +97,7 @@ class Lease:
             if self._is_free(found, mark) or self._clock() - since >= self._ttl_s:
                 number = 1 + max(above, found.number if found else 0)
                 if number > _MOST:
-                    raise StorageError(
-                        f"{self._storage.url}: no launcher can have a number above {_MOST}; move the run"
-                    )
+                    raise StorageError(f"{self._url}: no launcher can have a number above {_MOST}; move the run")
                 if self._write(Claim(number=number, holder=self._holder, where=self._where), mark):
                     return number
             else:
@@ -126,51 +126,46 @@ class Lease:
 
     def _change(self, claim: Claim) -> None:
         if not self._write(claim, self._mark):
-            raise _lost_to(_read(self._storage)[0])
+            raise _lost_to(_read(self._object)[0])
 
     def _write(self, claim: Claim, mark: str | None) -> bool:
-        """Put the claim in the place of the object with this mark, or of what this launcher has put there meanwhile (an
-        answer may be lost), or, where it has the lease, of what is none; whether it is there now."""
-        while True:
-            try:
-                self._mark = self._storage.put_over(NAME, msgspec.json.encode(claim), mark)
-                break
-            except ChangedError:
-                found, mark = _read(self._storage)
-                if found == claim:
-                    self._mark = mark
-                    break
-                if self._claim is None or (found is not None and found.holder != self._holder):
-                    return False
-        self._claim = claim
-        return True
+        put = self._object.write(msgspec.json.encode(claim), mark, self._is_ours)
+        if put is not None:
+            self._claim, self._mark = claim, put
+        return put is not None
+
+    def _is_ours(self, data: bytes | None) -> bool:
+        """Whether this launcher, once it has the lease, may write over it: what it has put, and what is no lease."""
+        found = _claim_of(data)
+        return self._claim is not None and (found is None or found.holder == self._holder)
 
 
 def check(storage: Storage, number: int) -> None:
     """Before something is replaced in the run's store: raises LeaseLostError where a launcher with a higher number than
     this one has had the run."""
-    found = _read(storage)[0]
+    found = _read(Marked(storage, NAME))[0]
     if found is not None and found.number > number:
         raise _lost_to(found)
 
 
 def is_held(storage: Storage) -> bool:
     """Whether a launcher has the run, dead or alive."""
-    found = _read(storage)[0]
+    found = _read(Marked(storage, NAME))[0]
     return found is not None and found.held
 
 
-def _read(storage: Storage) -> tuple[Claim | None, str | None]:
+def _read(marked: Marked) -> tuple[Claim | None, str | None]:
     """The claim, None for what is no claim, and the mark of its object, None where there is none."""
+    data, mark = marked.read()
+    return _claim_of(data), mark
+
+
+def _claim_of(data: bytes | None) -> Claim | None:
     try:
-        data, mark = storage.get_marked(NAME)
-    except MissingError:
-        return None, None
-    try:
-        return msgspec.json.decode(data, type=Claim), mark
+        return None if data is None else msgspec.json.decode(data, type=Claim)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        logger.warning("%s/%s is no lease: %s", storage.url, NAME, error)
-        return None, mark
+        logger.warning("%s is no lease: %s", NAME, error)
+        return None
 
 
 def _follows(before: Claim | None, found: Claim) -> bool:

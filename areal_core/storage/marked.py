@@ -20,9 +20,10 @@ class Marked:
         except MissingError:
             return None, None
 
-    def write(self, data: bytes, mark: str | None, mine: Callable[[bytes], bool]) -> str | None:
+    def write(self, data: bytes, mark: str | None, mine: Callable[[bytes | None], bool]) -> str | None:
         """Put `data` over what has this mark, None being no object; returns the new mark, or None where somebody else
-        has written meanwhile. `mine` tells whether this writer has put such an object: the answer to that was lost."""
+        has written meanwhile. `mine` tells whether this writer may write over what it finds then (None: no object), as
+        what it has put itself: the answer to that was lost."""
         while True:
             try:
                 return self._storage.put_over(self._name, data, mark)
@@ -30,5 +31,5 @@ class Marked:
                 found, mark = self.read()
                 if found == data:
                     return mark
-                if found is None or not mine(found):
+                if not mine(found):
                     return None

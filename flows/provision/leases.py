@@ -324,9 +324,9 @@ class Held:
         if not self.write(msgspec.structs.replace(self.lease, beat=self.lease.beat + 1, spent=self._spent, **changes)):
             raise self._is_lost()
 
-    def _is_ours(self, data: bytes) -> bool:
+    def _is_ours(self, data: bytes | None) -> bool:
         try:
-            return msgspec.json.decode(data, type=Lease).holder == self.lease.holder
+            return data is not None and msgspec.json.decode(data, type=Lease).holder == self.lease.holder
         except _UNREADABLE:
             return False
 

@@ -73,6 +73,7 @@ class _Run:
         self.damage: list[str] = []  # what happened between two starts
         self._spoilt: set[str] = set()  # files that were damaged, which nobody may have had to read since
         self._older: Path | None = None  # a copy of the ledger, of some time ago
+        self._trained_on: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # by step: groups and their lengths
         self._scratch = folder / "scratch"
         self._scratch.mkdir()
         self._loop = asyncio.new_event_loop()
@@ -150,8 +151,9 @@ class _Run:
                 self._loop.run_until_complete(self._payloads.read(self._ledger.payload(group.group_id)))
             return True
         except DamagedPayloadError:
-            self._ledger.free(batch.step - 1)
-            for group_id, place in self._ledger.payloads.all().items():
+            while self._ledger.free(batch.step - 1):
+                pass
+            for group_id, place in self._ledger.payloads.all():
                 try:
                     self._loop.run_until_complete(self._payloads.read(place))
                 except DamagedPayloadError:
@@ -203,8 +205,10 @@ class _Run:
 
     def _weights(self, step: int) -> dict[str, np.ndarray]:
         """Of a version: of what all steps up to it were trained on."""
-        batches = [self._ledger.batch(number) for number in range(1, step + 1)]
-        seen = [[(group.group_id, group.lengths) for group in batch.groups] for batch in batches if batch]
+        for number in range(1, step + 1):
+            if (batch := self._ledger.batch(number)) is not None:  # else it is folded
+                self._trained_on[number] = [(group.group_id, group.lengths) for group in batch.groups]
+        seen = [self._trained_on[number] for number in range(1, step + 1)]
         digest = hashlib.sha256(json.dumps(seen).encode()).digest()
         return {"w": np.frombuffer(digest[:16], np.uint8).astype(np.float32)}
 
@@ -222,7 +226,9 @@ class _Run:
         files = {checkpoint.WEIGHTS: state}
         checkpoint.save(self._store, step, files, extra, number=self._starts, uploaded=uploaded, shared=shared)
         in_use = self._snapshots.in_use
-        self._ledger.free(checkpoint.prune(self._store, _KEPT, number=self._starts, in_use=in_use))
+        oldest = checkpoint.prune(self._store, _KEPT, number=self._starts, in_use=in_use)
+        while self._ledger.free(oldest) or self._ledger.fold():
+            pass
         self._loop.run_until_complete(self._payloads.keep(self._ledger.payloads.segments()))
         if self._chance.random() < 0.2:
             self.result.faults["committed late"] += 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tests.faults.history import looks
+from tests.faults.history import consumed, looks
 
 _ETA = {"async": 2, "sync": 0}  # where rollout.max_staleness is not set
 
@@ -68,12 +68,12 @@ def check(run: Path, store: Path, entries: list[dict[str, Any]], *, steps: int) 
         return findings
     with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
         ledger.row_factory = sqlite3.Row
-        _check_batches(ledger, steps, findings)
-        _check_history(ledger, entries, findings)
-        _check_staleness(ledger, json.loads((run / "config.json").read_text()), findings)
+        rows, versions = _check_history(ledger, entries, findings)
+        _check_batches(ledger, rows, steps, findings)
+        _check_staleness(rows, json.loads((run / "config.json").read_text()), findings)
         _check_tokens(ledger, json.loads((run / "summary.json").read_text()), findings)
         _check_weights(ledger, run / "weights", findings)
-        _check_checkpoints(ledger, store, steps, findings)
+        _check_checkpoints(versions, store, steps, findings)
     return findings
 
 
@@ -90,27 +90,38 @@ def orphans(mark: str, groups: Collection[int] = ()) -> list[str]:
     return found
 
 
-def _check_batches(ledger: sqlite3.Connection, steps: int, findings: Findings) -> None:
-    """Every step has a batch, all of one size, and every version is published; no prompt is trained on twice."""
-    sizes = dict(ledger.execute("SELECT step, COUNT(*) FROM groups WHERE state = 'consumed' GROUP BY step").fetchall())
+def _check_batches(
+    ledger: sqlite3.Connection, rows: dict[int, list[list[int]]], steps: int, findings: Findings
+) -> None:
+    """Every step has a batch, all of one size, and every version is published; no prompt is trained on twice. Of folded
+    steps that nobody saw before, the totals have the number of groups."""
+    folded = ledger.execute("SELECT step FROM forgotten").fetchone()[0]
+    sizes = {step: len(groups) for step, groups in rows.items()}
+    size = max(sizes.values(), default=0)
     published = {row[0] for row in ledger.execute("SELECT version FROM versions")}
     for step in range(1, steps + 1):
-        if step not in sizes:
+        if step not in sizes and step >= folded:
             findings.lost.append(f"step {step} has no batch")
-        elif sizes[step] != max(sizes.values()):
-            findings.lost.append(f"the batch of step {step} has {sizes[step]} groups, others {max(sizes.values())}")
-        if step not in published:
+        elif sizes.get(step, size) != size:
+            findings.lost.append(f"the batch of step {step} has {sizes[step]} groups, others {size}")
+        if step not in published and step >= folded:
             findings.lost.append(f"version {step} is not published")
-    twice = (
-        "SELECT prompt_index, COUNT(*) FROM groups WHERE state = 'consumed' GROUP BY prompt_index HAVING COUNT(*) > 1"
-    )
-    findings.used_twice += [f"prompt {prompt} in {count} groups" for prompt, count in ledger.execute(twice)]
+    total = ledger.execute("SELECT SUM(groups) FROM totals WHERE state = 'consumed'").fetchone()[0]
+    if total != max(rows, default=0) * size:
+        findings.lost.append(f"{total} groups are consumed, by {max(rows, default=0)} batches of {size}")
+    prompts = Counter(prompt for groups in rows.values() for _, prompt, _, _ in groups)
+    findings.used_twice += [f"prompt {prompt} in {count} groups" for prompt, count in prompts.items() if count > 1]
 
 
-def _check_history(ledger: sqlite3.Connection, entries: list[dict[str, Any]], findings: Findings) -> None:
-    """Within an incarnation, a batch that was fixed and a version that was published stay what they were."""
+def _check_history(
+    ledger: sqlite3.Connection, entries: list[dict[str, Any]], findings: Findings
+) -> tuple[dict[int, list[list[int]]], dict[int, str]]:
+    """Within an incarnation, a batch that was fixed and a version that was published stay what they were. Returns the
+    groups of all batches and the hashes of all versions: the ledger's, and those that were seen before it folded
+    them."""
     incarnation = ledger.execute("SELECT incarnation FROM run").fetchone()[0]
     batches: dict[int, list[int]] = {}
+    rows: dict[int, list[list[int]]] = {}
     versions: dict[int, str] = {}
     steps_of: dict[int, int] = {}  # group -> step
     current = 0
@@ -119,6 +130,7 @@ def _check_history(ledger: sqlite3.Connection, entries: list[dict[str, Any]], fi
             batches = {step: groups for step, groups in batches.items() if step <= look["step"]}
             versions = {version: sha256 for version, sha256 in versions.items() if version <= look["step"]}
             steps_of = {group: step for group, step in steps_of.items() if step <= look["step"]}
+            rows = {step: groups for step, groups in rows.items() if step <= look["step"]}
             current = -1
             continue
         if current == -1:
@@ -126,7 +138,11 @@ def _check_history(ledger: sqlite3.Connection, entries: list[dict[str, Any]], fi
         if look["incarnation"] < current:
             findings.lost.append(f"incarnation {current} was followed by {look['incarnation']}")
         if look["incarnation"] != current:
-            batches, versions, steps_of, current = {}, {}, {}, look["incarnation"]
+            folded, current = look["folded"], look["incarnation"]  # nothing that it depends on changes any more
+            batches = {step: groups for step, groups in batches.items() if step < folded}
+            versions = {version: sha256 for version, sha256 in versions.items() if version < folded}
+            steps_of = {group: step for group, step in steps_of.items() if step < folded}
+            rows = {step: groups for step, groups in rows.items() if step < folded}
         findings.lost += [f"the batch of step {step} was fixed, and was gone later" for step in look["gone"]]
         for step, groups in look["batches"].items():
             if batches.setdefault(step, groups) != groups:
@@ -139,29 +155,42 @@ def _check_history(ledger: sqlite3.Connection, entries: list[dict[str, Any]], fi
                 findings.versions.append(f"version {version} was {versions[version]}, and {sha256} later")
         batches.update(look["batches"])
         versions.update(look["versions"])
+        rows.update(look["rows"])
     last = _last_look(ledger, incarnation)
-    findings.lost += [f"the batch of step {step} is gone at the end" for step in batches if step not in last["batches"]]
+    folded = last["folded"]
     findings.lost += [
-        f"version {version} is gone at the end" for version in versions if version not in last["versions"]
+        f"the batch of step {step} is gone at the end"
+        for step in batches
+        if step not in last["batches"] and step >= folded
     ]
+    findings.lost += [
+        f"version {version} is gone at the end"
+        for version in versions
+        if version not in last["versions"] and version >= folded
+    ]
+    return {step: groups for step, groups in rows.items() if step in last["rows"] or step < folded}, versions
 
 
 def _last_look(ledger: sqlite3.Connection, incarnation: int) -> dict[str, Any]:
-    batches: dict[int, list[int]] = {}
-    for row in ledger.execute("SELECT step, group_id FROM groups WHERE state = 'consumed' ORDER BY step, admission"):
-        batches.setdefault(row[0], []).append(row[1])
-    versions = dict(ledger.execute("SELECT version, sha256 FROM versions").fetchall())
-    return {"kind": "look", "incarnation": incarnation, "batches": batches, "versions": versions, "gone": []}
+    rows = consumed(ledger)
+    return {
+        "kind": "look",
+        "incarnation": incarnation,
+        "batches": {step: [group for group, *_ in groups] for step, groups in rows.items()},
+        "rows": rows,
+        "versions": dict(ledger.execute("SELECT version, sha256 FROM versions").fetchall()),
+        "folded": ledger.execute("SELECT step FROM forgotten").fetchone()[0],
+        "gone": [],
+    }
 
 
-def _check_staleness(ledger: sqlite3.Connection, config: dict[str, Any], findings: Findings) -> None:
+def _check_staleness(rows: dict[int, list[list[int]]], config: dict[str, Any], findings: Findings) -> None:
     """Step k trains on version k - 1; its oldest token is at most eta versions older."""
     eta = config["rollout"]["max_staleness"]
     eta = _ETA[config["mode"]] if eta is None else eta
-    rows = ledger.execute(
-        "SELECT group_id, step, min_version, max_version FROM groups WHERE state = 'consumed' ORDER BY step"
-    ).fetchall()
-    for group, step, oldest, newest in rows:
+    for step, group, oldest, newest in (
+        (step, row[0], row[2], row[3]) for step, of in sorted(rows.items()) for row in of
+    ):
         if newest > step - 1:
             findings.staleness.append(f"group {group} of step {step} holds tokens of version {newest}, of the future")
         if step - 1 - oldest <= eta:
@@ -177,8 +206,8 @@ def _check_staleness(ledger: sqlite3.Connection, config: dict[str, Any], finding
 
 def _check_tokens(ledger: sqlite3.Connection, summary: dict[str, Any], findings: Findings) -> None:
     """The servers' count against that of the groups; the summary says the same as the ledger."""
-    states = dict(ledger.execute("SELECT state, SUM(tokens) FROM groups GROUP BY state").fetchall())
-    lost, unread = ledger.execute("SELECT SUM(lost_tokens), SUM(unread_tokens) FROM groups").fetchone()
+    states = dict(ledger.execute("SELECT state, SUM(tokens) FROM totals GROUP BY state").fetchall())
+    lost, unread = ledger.execute("SELECT SUM(lost_tokens), SUM(unread_tokens) FROM totals").fetchone()
     generated, uncounted = ledger.execute("SELECT SUM(counted - joined), SUM(uncounted) FROM stays").fetchone()
     accounted = sum(states.values()) + lost
     if abs((generated or 0) - accounted) > unread + (uncounted or 0):
@@ -203,9 +232,8 @@ def _check_weights(ledger: sqlite3.Connection, folder: Path, findings: Findings)
             )
 
 
-def _check_checkpoints(ledger: sqlite3.Connection, store: Path, steps: int, findings: Findings) -> None:
+def _check_checkpoints(published: dict[int, str], store: Path, steps: int, findings: Findings) -> None:
     """Files are what their manifest says, and a state makes the version that was published; the last step has one."""
-    published = dict(ledger.execute("SELECT version, sha256 FROM versions").fetchall())
     manifests = sorted(store.glob("checkpoints/step-*/manifest.json"))
     if not any(file.parent.name.partition(".")[0] == f"step-{steps:06d}" for file in manifests):
         findings.lost.append(f"there is no checkpoint of the last step, {steps}")

@@ -1,16 +1,24 @@
-"""The ledger under any order of events: nothing is lost, nothing is served twice, every token is accounted for."""
+"""The ledger under any order of events: nothing is lost, nothing is served twice, every token is accounted for. Folding
+changes no total, whenever it comes, and a restored snapshot goes on from there."""
+
+import tempfile
+from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from areal_core.rollout.ledger import Selection, TrajectoryLedger
+from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.rollout.payloads import Place
-from areal_core.types import GroupState, GroupSummary, Tally
+from areal_core.types import GroupState, GroupSummary, PolicyVersion, Tally
 
 GROUP = 2
 PLACE = Place(segment="a", start=0, bytes=1, crc32=0)
 GROUPS_PER_BATCH = 2
+
+
+def version(number: int) -> PolicyVersion:
+    return PolicyVersion(version=number, path=f"v{number}", sha256=str(number))
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -18,7 +26,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = TrajectoryLedger(":memory:", group_size=GROUP)
+        self.folder = tempfile.TemporaryDirectory(prefix="areal-ledger-")
+        self.path = Path(self.folder.name) / "ledger-0.sqlite"
+        self.ledger = TrajectoryLedger(self.path, group_size=GROUP)
+        self.ledger.publish(version(0))
+        self.restores = self.forgotten = 0
+        self.admitted: set[int] = set()  # group ids, of all times
+        self.unsettled: list[int] = []  # groups that were dropped while servers sampled for them
+        self.dropped_groups = 0
         self.inflight: dict[int, int] = {}  # group -> prompt index
         self.ready: dict[int, int] = {}
         self.tokens: dict[int, int] = {}  # of ready and consumed groups
@@ -29,6 +44,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.ledger.close()
+        self.folder.cleanup()
 
     @rule()
     def admit(self) -> None:
@@ -38,7 +54,9 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             assert group.prompt_index == self.next_prompt
             self.next_prompt += 1
-        assert group.group_id not in self.inflight
+        assert group.group_id not in self.admitted, "a group id was given away again"
+        assert all(group.admission > running.admission for running in self.ledger.inflight()[:-1])
+        self.admitted.add(group.group_id)
         self.inflight[group.group_id] = group.prompt_index
 
     @precondition(lambda self: self.inflight)
@@ -72,7 +90,16 @@ class LedgerMachine(RuleBasedStateMachine):
     def drop(self, data: st.DataObject, requeue: bool) -> None:
         group_id = data.draw(st.sampled_from(sorted(self.inflight | self.ready)))
         self.ledger.drop(group_id, "why", requeue=requeue)
+        if group_id in self.inflight:
+            self.unsettled.append(group_id)
         self._forget(group_id, requeue=requeue)
+
+    @precondition(lambda self: self.unsettled)
+    @rule(tokens=st.integers(0, 50))
+    def settle(self, tokens: int) -> None:
+        self.ledger.settle(self.unsettled.pop(), Tally(tokens=tokens))
+        self.generated += tokens
+        self.dropped += tokens
 
     @rule(policy=st.sampled_from(["admit", "wait", "drop"]))
     def fix(self, policy: str) -> None:
@@ -91,6 +118,35 @@ class LedgerMachine(RuleBasedStateMachine):
             del self.ready[group_id]
             self.consumed += self.tokens[group_id]
         self.batches[step] = members
+        self.ledger.publish(version(step))
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        self.forgotten = data.draw(st.integers(self.forgotten, len(self.batches)))
+        while self.ledger.free(self.forgotten):
+            pass
+
+    @rule()
+    def fold(self) -> None:
+        while self.ledger.fold():
+            pass
+        rows = self.ledger._db.execute("SELECT COUNT(*) FROM groups").fetchone()[0]
+        kept = len(self.batches) - max(0, self.forgotten - 1)
+        alive = len(self.inflight) + len(self.ready) + len(self.waiting) + len(self.unsettled)
+        assert rows <= alive + kept * GROUPS_PER_BATCH + 3  # those with the highest numbers stay
+
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        """Go on with the copy that the checkpoint of a step holds."""
+        self.forgotten = data.draw(st.integers(self.forgotten, len(self.batches)))
+        self.restores += 1
+        copy = Path(self.folder.name) / f"ledger-{self.restores}.sqlite"
+        before = self.ledger.tokens(), self.ledger.counts(), self.ledger.dropped(), self.ledger.last_step()
+        segments = snapshot(self.path, copy, self.forgotten)
+        self.ledger.close()
+        self.path, self.ledger = copy, TrajectoryLedger(copy, group_size=GROUP)
+        assert (self.ledger.tokens(), self.ledger.counts(), self.ledger.dropped(), self.ledger.last_step()) == before
+        assert segments == self.ledger.payloads.segments()
 
     @rule()
     def restart(self) -> None:
@@ -106,6 +162,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert counts[GroupState.READY] == len(self.ready)
         assert counts[GroupState.CONSUMED] == len(self.batches) * GROUPS_PER_BATCH
         assert counts[GroupState.WAITING] == len(self.waiting)
+        assert counts[GroupState.DROPPED] == self.dropped_groups == sum(self.ledger.dropped().values())
+        assert self.ledger.last_step() == len(self.batches)
         alive = len(self.inflight) + len(self.ready) + len(self.batches) * GROUPS_PER_BATCH
         assert self.ledger.admitted == GROUP * alive
 
@@ -113,7 +171,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def fixed_batches_stay(self) -> None:
         for step, members in self.batches.items():
             manifest = self.ledger.batch(step)
-            assert manifest is not None
+            if manifest is None:
+                assert step < self.forgotten
+                continue
             assert tuple(group.group_id for group in manifest.groups) == members
 
     @invariant()
@@ -124,7 +184,13 @@ class LedgerMachine(RuleBasedStateMachine):
         assert tokens.dropped == self.dropped
         assert tokens.buffered == sum(self.tokens[group_id] for group_id in self.ready)
 
+    @invariant()
+    def payloads_stay_until_they_are_forgotten(self) -> None:
+        later = {group_id for step, members in self.batches.items() if step > self.forgotten for group_id in members}
+        assert {group_id for group_id, _ in self.ledger.payloads.all()} == later | self.ready.keys()
+
     def _forget(self, group_id: int, *, requeue: bool) -> None:
+        self.dropped_groups += 1
         if group_id in self.ready:
             self.dropped += self.tokens[group_id]
         prompt_index = self.ready.pop(group_id, None)

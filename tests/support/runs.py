@@ -19,7 +19,7 @@ from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.run.launcher import read_summary, run_folder
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
-from areal_core.types import RunSummary
+from areal_core.types import GroupState, RunSummary
 from tests.support.models import put_base_model
 
 T = TypeVar("T")
@@ -189,18 +189,21 @@ def kill_all(processes: Callable[[], Iterable[int]]) -> None:
 def checked_summary(run: RunDir, config: RunConfig, *, rewound: bool = False) -> RunSummary:
     """The summary of a run that ended in order: no batch was lost or used twice, no version is missing or was made
     twice, and the token ledger balances. One that has `rewound`, on another machine, from the store, may have known of
-    later versions than the checkpoint's there: these are made twice."""
+    later versions than the checkpoint's there: these are made twice. Of steps that are folded there are totals."""
     summary = read_summary(run)
     steps = config.training.steps
     assert (summary.steps, summary.reason) == (steps, "steps")
     assert summary.incarnation in ((0, 1) if rewound else (0,))
     assert summary.tokens.balanced
     ledger = TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)
-    batches = [ledger.batch(step) for step in range(1, steps + 1)]
+    kept = range(max(1, ledger.payloads.forgotten), steps + 1)
+    batches = [ledger.batch(step) for step in kept]
     rows = [group for batch in batches if batch for group in batch.groups]
-    assert len({group.group_id for group in rows}) == len(rows) == steps * config.groups_per_batch
-    assert sum(sum(group.lengths) for group in rows) == summary.tokens.consumed
-    assert all(ledger.versions.get(version) for version in range(steps + 1))
+    assert len({group.group_id for group in rows}) == len(rows) == len(kept) * config.groups_per_batch
+    assert ledger.counts()[GroupState.CONSUMED] == steps * config.groups_per_batch
+    assert ledger.tokens().consumed == summary.tokens.consumed
+    assert len(kept) < steps or sum(sum(group.lengths) for group in rows) == summary.tokens.consumed
+    assert all(ledger.versions.get(version) for version in (0, *kept))
     assert ledger.last_step() == steps
     ledger.close()
     return summary

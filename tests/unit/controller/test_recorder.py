@@ -113,6 +113,22 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
     assert [step for step in range(1, 6) if recorder.tabled(step)] == [1, 2, 4]
 
 
+def test_messages_of_folded_steps_that_come_once_more_change_nothing(ledger: TrajectoryLedger, outbox: Outbox) -> None:
+    recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
+    for step in (1, 2, 3, 4):
+        train(ledger, step)
+        recorder.published(step, [])
+        recorder.staleness(step, {"0": 10})
+    ledger.free(4)
+    while ledger.fold():
+        pass
+    assert [ledger.notes.published_s(step) is None for step in (1, 2, 3, 4)] == [True, True, False, False]
+    assert all(recorder.has_published(step) for step in (1, 2, 3, 4))
+    recorder.staleness(1, {"0": 10})
+    recorder.staleness(4, {"0": 10})
+    assert ledger.notes.staleness() == {"0": 40}
+
+
 def test_groups_that_could_not_be_scored_are_counted_by_their_reason(ledger: TrajectoryLedger, tmp_path: Path) -> None:
     recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r"), clock=Clock())
     for kind, groups in ((RewardTimeoutError, 2), (RewardWorkerError, 1)):

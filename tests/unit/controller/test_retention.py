@@ -1,14 +1,18 @@
-"""Which versions' weights are no longer needed."""
+"""Which versions' weights are no longer needed, and when the ledger is folded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock, call
 
 import pytest
 
 from areal_core.config.schema import load
 from areal_core.controller.retention import Retention
+from areal_core.controller.snapshots import Snapshots
+from areal_core.storage import checkpoint
+from areal_core.storage.objects import Storage
 from areal_core.types import Evaluation
 from tests.support.servers import version
 
@@ -59,3 +63,38 @@ async def test_page_of_replaced_weights_goes_with_the_next_score(tmp_path: Path)
     others = dict.fromkeys(("ledger", "schedule", "storage", "payloads", "snapshots", "loading"), MagicMock())
     await Retention(load({}), 1, recorder=recorder, pages=tmp_path, **others).scored()
     assert [path.name for path in tmp_path.iterdir()] == ["v000005-50000000.html"]
+
+
+@pytest.mark.parametrize(
+    ("retain", "calls"),
+    [
+        ("uncommitted", [call.free(4), call.free(4), call.fold({2}), call.free(4), call.fold({2})]),
+        ("all", []),
+    ],
+)
+async def test_a_committed_checkpoint_has_the_ledger_folded_part_by_part(
+    tmp_path: Path, retain: str, calls: Sequence[object]
+) -> None:
+    store = Storage.open(str(tmp_path))
+    for step in (2, 4, 6):
+        checkpoint.save(store, step, {}, {}, number=1)
+    ledger, schedule = MagicMock(), MagicMock()
+    ledger.free.side_effect = [True, False, False]
+    ledger.fold.side_effect = [True, False]
+    schedule.awaited.return_value = {2}
+    retention = Retention(
+        load({"training": {"keep_checkpoints": 2}, "rollout": {"retain": retain}}),
+        1,
+        ledger=ledger,
+        recorder=MagicMock(evaluations=[]),
+        schedule=schedule,
+        storage=store,
+        payloads=AsyncMock(),
+        snapshots=Snapshots(MagicMock(root=tmp_path / "run"), store, MagicMock(), retain=False),
+        pages=tmp_path,
+        loading=list,
+    )
+    retention.committed()
+    await retention.settled()
+    assert [made for made in ledger.mock_calls if made[0] in ("free", "fold")] == calls
+    assert ledger.flush.call_count == len(calls[:2])

@@ -9,7 +9,7 @@ import pytest
 from areal_core.errors import LedgerError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
 from areal_core.rollout.payloads import Place
-from areal_core.types import FORMAT, GroupState, GroupSummary, Outcome, PolicyVersion, Tally
+from areal_core.types import FORMAT, Evaluation, GroupState, GroupSummary, Outcome, PolicyVersion, Tally
 
 GROUP = 2
 PLACE = Place(segment="000001-000001", start=3, bytes=7, crc32=5)
@@ -263,6 +263,157 @@ def test_a_snapshot_names_the_segments_that_it_needs(ledger, tmp_path):
     assert copy.payloads.segments() == {"s2", "s3"}
     copy.close()
     assert ledger.payloads.segments() == {"s1", "s2", "s3"}
+
+
+def folded(ledger: TrajectoryLedger, *kept: int) -> list[int]:
+    """Fold all that can be; returns the groups that have rows still."""
+    while ledger.fold(kept):
+        pass
+    return [row[0] for row in ledger._db.execute("SELECT group_id FROM groups ORDER BY group_id")]
+
+
+def books(ledger: TrajectoryLedger) -> tuple[object, ...]:
+    """All that is counted."""
+    return ledger.tokens(), ledger.counts(), ledger.dropped(), ledger.admitted, ledger.last_step()
+
+
+def three_steps(ledger: TrajectoryLedger) -> list[int]:
+    """Steps of one group each, with their versions and notes; returns the groups."""
+    ledger.publish(version(0))
+    groups = []
+    for step in (1, 2, 3):
+        groups.append(admit_ready(ledger, tokens=step, at=step - 1))
+        ledger.fix_batch(step, selection(groups=1))
+        ledger.publish(version(step))
+        ledger.notes.publish(step, float(step))
+        ledger.notes.add_staleness(step, {"0": step, "1": 1})
+    return groups
+
+
+def test_folding_changes_no_total(ledger):
+    dropped, unsettled = admit_ready(ledger, tokens=7), ledger.admit().group_id
+    ledger.drop(dropped, "why")
+    ledger.drop(unsettled, "replaced")
+    groups = three_steps(ledger)
+    flying = ledger.admit().group_id
+    ledger.failed_try(flying, Tally(tokens=3, unread=2))
+    before = books(ledger)
+    assert folded(ledger) == [unsettled, *groups, flying]
+    while ledger.free(3):
+        pass
+    assert folded(ledger) == [unsettled, groups[2], flying]
+    assert books(ledger) == before
+    ledger.settle(unsettled, Tally(tokens=5))
+    assert folded(ledger) == [groups[2], flying]
+    assert ledger.tokens().dropped == before[0].dropped + 5
+    assert ledger.notes.staleness() == {"0": 1 + 2 + 3, "1": 3}
+    assert (ledger.batch(1), ledger.step_of(groups[0]), ledger.step_of(groups[2])) == (None, None, 3)
+
+
+def test_no_number_is_given_away_again_after_folding(ledger):
+    first, second = ledger.admit(), ledger.admit()
+    for group in (first, second):
+        ledger.settle(group.group_id, Tally())
+    ledger.drop(second.group_id, "why")
+    ledger.drop(first.group_id, "why", requeue=True)
+    again = ledger.admit()
+    ledger.settle(again.group_id, Tally())
+    ledger.drop(again.group_id, "why")
+    assert folded(ledger) == [second.group_id, again.group_id]  # the highest prompt, the highest id
+    following = ledger.admit()
+    assert (following.group_id, following.prompt_index) == (again.group_id + 1, second.prompt_index + 1)
+    ledger.settle(following.group_id, Tally())
+    ledger.drop(following.group_id, "why")
+    assert folded(ledger) == [following.group_id]
+
+
+def test_versions_and_notes_are_folded_unless_somebody_needs_them(ledger):
+    groups = three_steps(ledger)
+    for step in (4, 5, 6):
+        admit_ready(ledger)
+        ledger.fix_batch(step, selection(groups=1))
+        ledger.publish(version(step))
+        ledger.notes.publish(step, float(step))
+    scored = Evaluation(version=1, sha256="", accuracy=0.5, prompts=1, no_result=0, mean_tokens=1.0, wall_s=1.0)
+    ledger.notes.add_evaluation(scored)
+    while ledger.free(6):
+        pass
+    folded(ledger, 2)  # which is to be scored
+    assert [number for number in range(7) if ledger.versions.sha256(number)] == [0, 2, 6]
+    assert [step for step in range(7) if ledger.notes.published_s(step)] == [1, 2, 5, 6]
+    assert ledger.publish(version(3)) == "same"  # late
+    assert ledger.versions.sha256(3) is None
+    assert ledger.incarnation == 0
+    with pytest.raises(LedgerError, match=f"no group {groups[0]}"):
+        ledger.lose(groups[0])
+
+
+def test_other_staleness_of_a_step_replaces_what_it_had(ledger):
+    three_steps(ledger)
+    ledger.notes.add_staleness(2, {"1": 10})
+    assert ledger.notes.staleness() == {"0": 1 + 3, "1": 1 + 10 + 1}
+    ledger.notes.forget(2)
+    assert ledger.notes.staleness() == {"0": 1, "1": 1}
+
+
+def test_one_call_frees_or_folds_a_bounded_number_of_groups(ledger, monkeypatch):
+    monkeypatch.setattr("areal_core.rollout.ledger._AT_ONCE", 2)
+    groups = three_steps(ledger)
+    for step in (4, 5):
+        groups.append(admit_ready(ledger))
+        ledger.fix_batch(step, selection(groups=1))
+    assert ledger.free(5)
+    assert (ledger.payloads.forgotten, [group for group, _ in ledger.payloads.all()]) == (3, groups[3:])
+    assert not ledger.free(5)
+    assert (ledger.payloads.forgotten, list(ledger.payloads.all())) == (5, [])
+    assert not ledger.free(2)
+    assert ledger.payloads.forgotten == 5
+    before = books(ledger)
+    assert ledger.fold()
+    assert books(ledger) == before
+    assert ledger._db.execute("SELECT COUNT(*) FROM groups").fetchone()[0] == 5 - 2
+    assert folded(ledger) == [groups[4]]
+
+
+def test_a_snapshot_is_folded_and_the_ledger_is_not(ledger, tmp_path):
+    groups = three_steps(ledger)
+    for _ in range(200):
+        ledger.drop(admit_ready(ledger), "why")
+    whole, small = tmp_path / "whole.sqlite", tmp_path / "small.sqlite"
+    snapshot(tmp_path / "ledger.sqlite", whole)
+    snapshot(tmp_path / "ledger.sqlite", small, 2)
+    sizes = [file.stat().st_size for file in (whole, small)]
+    copy = TrajectoryLedger(small, group_size=GROUP)
+    assert books(copy) == books(ledger)
+    assert copy.batch(1) is None
+    assert copy.batch(2) is not None
+    assert ledger.batch(1) is not None
+    last = ledger.admit()
+    assert copy.admit() == last
+    assert [row[0] for row in copy._db.execute("SELECT group_id FROM groups")] == [
+        *groups[1:],
+        last.group_id - 1,
+        last.group_id,
+    ]
+    copy.close()
+    assert sizes[1] < sizes[0] - 200 * 100  # bytes of a row, at least
+    assert not list(tmp_path.glob("small.sqlite-*"))
+
+
+def test_a_run_goes_on_from_the_snapshot_of_an_earlier_step(ledger, tmp_path):
+    """The copy was made after the trainer's state, and knows of later steps; these start again."""
+    groups = three_steps(ledger)
+    snapshot(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite", 1)
+    copy = TrajectoryLedger(tmp_path / "copy.sqlite", group_size=GROUP)
+    before = copy.tokens()
+    copy.rewind(1)
+    assert (copy.last_step(), copy.versions.last(), copy.incarnation) == (2, 1, 1)
+    assert [group.group_id for group in copy.batch(2).groups] == [groups[1]]
+    assert copy.tokens().accounted == before.accounted
+    assert copy.tokens().consumed == 1 + 2  # the third group's version is gone
+    assert copy.dropped() == {"replaced": 1}
+    assert copy.admit().prompt_index == 2
+    copy.close()
 
 
 def test_a_damaged_payload_of_a_buffered_group_costs_that_group(ledger):

@@ -12,7 +12,7 @@ from areal_core.storage.objects import ChangedError, Storage
 
 
 def starts_with_a(data: bytes) -> bool:
-    return data.startswith(b"a")
+    return data is not None and data.startswith(b"a")
 
 
 def nobody(data: bytes) -> bool:
