@@ -11,11 +11,11 @@ from areal_core.storage.marked import Marked
 from areal_core.storage.objects import ChangedError, Storage
 
 
-def starts_with_a(data: bytes) -> bool:
+def starts_with_a(data: bytes | None) -> bool:
     return data is not None and data.startswith(b"a")
 
 
-def nobody(data: bytes) -> bool:
+def nobody(data: bytes | None) -> bool:
     return False
 
 
