@@ -8,9 +8,9 @@ event loop, over a few steps as a run makes them; `longest_call` is the worst of
 as commits are synced as in a run, and for a core, where other processes want it; `cpu` counts neither. `folding` has
 the same for the calls that fold, which give way to the event loop after each.
 
-`uploads`: so many emulated steps with the controller's own payload store, snapshots, recorder and retention, and
-payloads of 4 kB a group: a small model's, beside which the ledger counts for more than beside a large one's. Every
-100th version is scored; scores stay in the ledger, some 200 bytes each.
+`uploads`: so many emulated steps with the controller's own payload store, snapshots, recorder and retention. A group
+has 8 completions of 512 tokens, 53 kB; beside the larger ones of most runs the ledger counts for less. Every 5th
+version is scored, as by default; scores stay in the ledger, some 200 bytes each.
 `ledger_bytes` and `payload_bytes` are what the checkpoint uploads after a tenth of the steps, and after all;
 `growth` is by what share the sum grew; `largest_ledger_bytes` is of any checkpoint.
 """
@@ -43,10 +43,10 @@ from areal_core.tracking.outbox import Outbox
 from areal_core.types import Evaluation, GroupSummary, Outcome, PolicyVersion, Tally
 from benchmarks import _harness
 
-GROUP, TOKENS = 8, 400  # completions of a group, and all their tokens
+GROUP, TOKENS = 8, 4096  # completions of a group, and all their tokens
 AHEAD = 2  # batches that are buffered
-PAYLOAD_BYTES = 4096
-EVALUATED_EVERY = 100  # steps
+PAYLOAD_BYTES = 13 * TOKENS  # token, log-probability, version and mask of each
+EVALUATED_EVERY = 5  # steps
 _DROPPED = 10  # one group in so many
 _SEGMENT_GROUPS = 2**14  # 64 MiB of payloads
 _SUMMARY = GroupSummary(
@@ -245,6 +245,7 @@ class EmulatedRun:
             storage=self._storage,
             payloads=self._payloads,
             snapshots=self._snapshots,
+            pages=run.evaluations,
             loading=list,
         )
         self._selection = Selection(groups=per_step, policy="admit", max_staleness=AHEAD, max_requeues=1)
