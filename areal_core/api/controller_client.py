@@ -58,22 +58,6 @@ class ControllerClient:
         """Publish a version; returns the versions whose folders are no longer needed."""
         return self._json("POST", "/versions", dataclasses.asdict(version))["release"]
 
-    def transfer_group(self, version: int) -> dict[str, Any]:
-        """The state of the weight-transfer group before `version` is sent to it: see generation.transfer."""
-        return self._json("GET", f"/transfer?version={version}")
-
-    def transfer_url(self) -> str:
-        """The URL at which vLLM's trainer-side engine sees the controller as one server. Raises ConnectionError."""
-        url = self._run.controller_url()
-        if url is None:
-            raise ConnectionError("the controller is not ready")
-        return f"{url}/transfer"
-
-    @cached_property
-    def authorization(self) -> dict[str, str]:
-        """The header by which the controller takes a request."""
-        return authorization(self._run.token())
-
     def metrics(self, rows: Iterable[MetricRow]) -> None:
         self._json("POST", "/metrics", {"rows": [[row.key, row.step, row.value, row.time_s] for row in rows]})
 
@@ -155,6 +139,10 @@ class ControllerClient:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _authorization(self) -> dict[str, str]:
+        return authorization(self._run.token())
+
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         return json.loads(self._call(method, path, body) or b"null")
 
@@ -167,7 +155,7 @@ class ControllerClient:
                 connection = self._connect()
                 kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
                 content_type = {"Content-Type": kind} if payload else {}
-                connection.request(method, path, payload, self.authorization | content_type)
+                connection.request(method, path, payload, self._authorization | content_type)
                 response = connection.getresponse()
                 content = response.read()
                 if response.status == 503:  # it is about to be restarted

@@ -33,10 +33,6 @@ def check(config: RunConfig) -> None:
         _check_emulated(config)
     if config.launch.accelerator == "cuda":
         _check_gpus(config)
-    elif config.generation.transfer != "files":
-        raise ConfigError(
-            f"generation.transfer: must be files with launch.accelerator=cpu, got {config.generation.transfer!r}"
-        )
     _check_hosts(config)
 
 
@@ -120,11 +116,6 @@ def _check_lora(config: RunConfig) -> None:
             f"got {unknown[0]!r}"
         )
     generation = config.generation
-    if generation.transfer != "files":
-        raise ConfigError(
-            f"generation.transfer: must be files with training.lora, whose adapters are small, got "
-            f"{generation.transfer!r}"
-        )
     if generation.engine == "vllm" and generation.interruption == "keep":
         raise ConfigError(
             "generation.interruption: must be recompute, resubmit or wait with training.lora and "
@@ -180,12 +171,6 @@ def _check_emulated(config: RunConfig) -> None:
 def _check_gpus(config: RunConfig) -> None:
     servers = config.generation_servers * config.devices_per_server
     _check_devices(config, servers, f"({servers} GPUs generate")
-    wanted = {"nccl": "async", "ipc": "sync"}.get(config.generation.transfer, config.mode)
-    if config.mode != wanted:
-        raise ConfigError(
-            f"generation.transfer: nccl needs servers and trainer on different GPUs (mode=async), ipc on the same "
-            f"(mode=sync); got {config.generation.transfer!r} with mode={config.mode}"
-        )
 
 
 def _check_devices(config: RunConfig, generating: int, who: str) -> None:
@@ -215,9 +200,4 @@ def _check_hosts(config: RunConfig) -> None:
         raise ConfigError(
             f"training.hosts: must be at least {-(-ranks // per_host)}, so that no machine trains with more than its "
             f"launch.devices_per_host ({per_host}) GPUs, got {hosts}"
-        )
-    if config.remote_roles and config.generation.transfer != "files":
-        raise ConfigError(
-            f"generation.transfer: must be files with launch.remote_roles={config.launch.remote_roles}, "
-            f"got {config.generation.transfer!r}"
         )

@@ -58,8 +58,8 @@ def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for key in given:
         if key not in fields:
-            if now := renamed.FIELDS.get(prefix + key):
-                raise ConfigError(f"{prefix}{key}: is called {now} now")
+            if remedy := renamed.FIELDS.get(prefix + key):
+                raise ConfigError(f"{prefix}{key}: {remedy}")
             near = difflib.get_close_matches(key, fields, n=1)
             hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known fields: {', '.join(fields)}"
             raise ConfigError(f"{prefix}{key}: no such field{hint}")

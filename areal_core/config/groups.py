@@ -172,7 +172,6 @@ class GenerationConfig:
     top_p: float = bounded(1.0, above=0.0, high=1.0)  # off; nothing else can be trained on
     top_k: int = bounded(0, low=-1)  # off, likewise
     sleep: bool = False  # synchronous mode: servers release their accelerators while the trainer trains on them
-    transfer: str = choice("files", "files", "nccl", "ipc")  # of weights to servers; the last two are vLLM's, on GPUs
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def check(self) -> None:
@@ -183,15 +182,6 @@ class GenerationConfig:
                     f"generation.{name}: must be {off[0]:g}, got {value}; the trainer gives every token a probability, "
                     "also those that would be cut off from sampling"
                 )
-        if self.transfer != "files" and self.engine != "vllm":
-            raise ConfigError(
-                f"generation.transfer: must be files with generation.engine={self.engine}, got {self.transfer!r}"
-            )
-        if self.transfer != "files" and self.vllm.python is not None:
-            raise ConfigError(
-                f"generation.vllm.python: must be null with generation.transfer={self.transfer}: the trainer sends "
-                f"weights with vLLM's own code; got {self.vllm.python!r}"
-            )
         if self.engine == "vllm" and self.temperature > _VLLM_TEMPERATURE:
             raise ConfigError(
                 f"generation.temperature: vLLM takes {_VLLM_TEMPERATURE:g} at most, got {self.temperature:g}"

@@ -1,6 +1,10 @@
-"""What fields and choices of a configuration were called before: they are refused with what they are called now."""
+"""Fields and choices of a configuration that were renamed or removed: they are refused with the remedy."""
 
-FIELDS = {"launch.elsewhere": "launch.remote_roles", "infra": "devices"}
+FIELDS = {
+    "launch.elsewhere": "is called launch.remote_roles now",
+    "infra": "is called devices now",
+    "generation.transfer": "was removed: servers load weights from version files; leave it out",
+}
 CHOICES = {
     ("algorithm.objective", "naive"): "standard",
     ("algorithm", "naive"): "standard",

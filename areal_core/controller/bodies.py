@@ -9,7 +9,7 @@ import msgspec
 
 from areal_core.api.bodies import read
 
-__all__ = ["Document", "Finish", "Join", "Metrics", "Snapshot", "Stop", "TransferInit", "TransferUpdate", "read"]
+__all__ = ["Document", "Finish", "Join", "Metrics", "Snapshot", "Stop", "read"]
 
 
 class Join(msgspec.Struct):
@@ -55,15 +55,3 @@ class Stop(msgspec.Struct):
     """That the run is to end after the step that it is at, and why."""
 
     reason: str
-
-
-class TransferInit(msgspec.Struct):
-    """What vLLM's trainer-side engine has servers set up."""
-
-    init_info: dict[str, Any]
-
-
-class TransferUpdate(msgspec.Struct):
-    """What it is about to send, in one message or several."""
-
-    update_info: dict[str, Any] | list[dict[str, Any]]

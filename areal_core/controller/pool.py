@@ -20,7 +20,6 @@ from areal_core.api.received import Received
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ServerLoad
 from areal_core.controller.registry import Server, ServerRegistry, ServerState, Update
-from areal_core.controller.weight_transfer import Transfer
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.data_plane import DataPlane, Take
@@ -44,29 +43,25 @@ class GenerationPool:
         *,
         completions_per_server: int,
         interruption: str = "recompute",
-        transfer: str = "files",
         adapters: bool = False,
         patience_s: float = 120.0,
         timeline: Callable[[str], TimelineWriter] | None = None,
         counters: ServerCounters | None = None,
         token: str | None = None,
     ) -> None:
-        """`interruption` is what an update does to running completions (generation.client); `transfer` how weights
-        come: "files", or from the trainer itself (generation.transfer); `adapters`: versions are adapters to the base
-        model; `patience_s` bounds an update and the wait for a server to join; `timeline` makes the timeline of a named
-        server, for servers that write none themselves; `counters` keep what the servers have counted; `token` is what
-        they want every request to carry."""
+        """`interruption` is what an update does to running completions (generation.client); `adapters`: versions are
+        adapters to the base model; `patience_s` bounds an update and the wait for a server to join; `timeline` makes
+        the timeline of a named server, for servers that write none themselves; `counters` keep what the servers have
+        counted; `token` is what they want every request to carry."""
         self._completions_per_server = completions_per_server
         self._freed: list[Callable[[], None]] = []
         self._interruption = interruption
-        self._by_files = transfer == "files"
         self._adapters = adapters
         self._patience_s = patience_s
         self._timeline = timeline
         self._token = token
         self.registry = ServerRegistry()
         self.registry.subscribe(self._on_transition)
-        self.transfer = Transfer(self.registry, interruption, patience_s)
         self._asleep = False
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()  # work that goes on when its caller is cancelled
@@ -257,19 +252,11 @@ class GenerationPool:
         """Load a version into all servers, at the same time; those that fail are taken out. It goes on when its caller
         is cancelled, so that no update is left half done."""
         self.registry.target = version
-        if self._by_files:
-            await asyncio.shield(self._start(self._update(version)))
-        else:
-            await self.transfer.wait(version)
+        await asyncio.shield(self._start(self._update(version)))
 
     async def _update(self, version: PolicyVersion) -> None:
         async with Update(self.registry, version, self._patience_s) as update:
-
-            async def load(server: Server) -> None:
-                await server.client.load_version(version, self._interruption)
-                update.loaded(server)
-
-            await update.phase(load)
+            await update.load(lambda server: server.client.load_version(version, self._interruption))
 
     # -- servers -----------------------------------------------------------------------------------------------
 
@@ -340,7 +327,6 @@ class GenerationPool:
             if server.joining is not None:
                 server.joining.cancel()
             self.registry.apply(server, "end", "the pool is closed")
-        self.transfer.abandon("the pool is closed")
         while self._tasks:
             await asyncio.wait(self._tasks)
         await self._plane.close()
@@ -418,10 +404,8 @@ class GenerationPool:
         try:
             if target.version == 0 and await server.client.loaded_version() == 0:
                 await server.client.resume()  # it may have left, or lost its controller, while it was paused
-            elif self._by_files:
-                await server.client.load_version(target, self._interruption)
             else:
-                await server.client.reload(target)
+                await server.client.load_version(target, self._interruption)
             server.loaded = target
         finally:
             server.loading = None

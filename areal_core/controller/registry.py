@@ -17,7 +17,7 @@
     announce  a process is registered; a LOST one of its name ends      launcher, or by hand: POST /servers
     join      its predecessor has handed over; it loads weights         GenerationPool.join
     serve     it has the newest version                                 GenerationPool.join
-    update    it begins to load a version                               Update: load_version, the trainer's transfer
+    update    it begins to load a version                               GenerationPool.load_version
     load      it has loaded it                                          Update
     leave     it gets no more work, and hands over what it has          DELETE /servers/{name}, or its successor
     fail      a request, a phase, a health check, a deadline            whoever called it
@@ -198,87 +198,48 @@ class ServerRegistry:
 
 
 class Update:
-    """The loading of one version into servers at work; it holds the registry's `exclusive` from `begin` to its end.
+    """The loading of one version into the servers at work that lack it, its members.
 
-    It ends with `end`, with `abandon`, or at its deadline, `patience_s` after `begin`, which abandons it. Members that
-    have not loaded the version by then may have half of it: they have failed. `async with` is begin and end.
+    `async with` holds the registry's `exclusive`, for `patience_s` at most. Members that have not loaded the version at
+    this deadline, or where the block raises, may have half of it: they have failed.
     """
 
-    def __init__(
-        self,
-        registry: ServerRegistry,
-        version: PolicyVersion,
-        patience_s: float,
-        *,
-        members: tuple[Server, ...] | None = None,
-    ) -> None:
-        """Into the servers that lack the version; or into `members`, the trainer's weight-transfer group, if these are
-        all servers at work."""
-        self.version = version
-        self.members: tuple[Server, ...] = ()  # those that have not loaded it yet
-        self.over = False
+    def __init__(self, registry: ServerRegistry, version: PolicyVersion, patience_s: float) -> None:
+        self.members: tuple[Server, ...] = ()
         self._registry = registry
-        self._expected = members
+        self._version = version
         self._patience_s = patience_s
         self._deadline: asyncio.TimerHandle | None = None  # set while it holds `exclusive`
 
-    async def begin(self) -> None:
-        """Wait for its turn. Raises GenerationError, with all servers as they were, when it was abandoned meanwhile,
-        and when servers have joined or left since the trainer's group was opened."""
-        registry = self._registry
-        await registry.exclusive.acquire()
-        at_work = registry.at_work
-        if self.over or self._expected not in (None, at_work):
-            self.over = True
-            registry.exclusive.release()
-            raise GenerationError("the servers are not those of the trainer's group: it has to open a new group")
-        late = f"version {self.version.version} was not loaded in {self._patience_s:g} s"
-        self._deadline = asyncio.get_running_loop().call_later(self._patience_s, self.abandon, late)
-        if self._expected is not None:
-            self.members = at_work
-        elif registry.target == self.version:  # else a server has joined with a newer one, which is loaded next
-            self.members = tuple(server for server in at_work if server.loaded != self.version)
-        for server in self.members:
-            registry.apply(server, "update")
+    async def load(self, call: Callable[[Server], Awaitable[None]]) -> None:
+        """Have all members load the version by `call`, at the same time; those that fail are taken out."""
 
-    async def phase(self, call: Callable[[Server], Awaitable[None]]) -> bool:
-        """Call all members; those that fail are members no more. Returns whether the update still goes on."""
-        succeeded = await self._registry.ask(self.members, call)
-        self.members = tuple(server for server in succeeded if server.state is ServerState.UPDATING)
-        return not self.over
+        async def load(server: Server) -> None:
+            await call(server)
+            if server.state is ServerState.UPDATING:  # else it has failed meanwhile
+                self._registry.apply(server, "load", version=self._version)
 
-    def loaded(self, server: Server) -> None:
-        """Record that a member has loaded the version, unless it has failed meanwhile."""
-        if server.state is ServerState.UPDATING:
-            self._registry.apply(server, "load", version=self.version)
+        await self._registry.ask(self.members, load)
 
-    def end(self) -> None:
-        """End the update: all members have loaded the version."""
-        for server in self.members:
-            self.loaded(server)
-        self._close()
-
-    def abandon(self, reason: str) -> None:
-        """Give up an update that is not over: members that have not loaded the version have failed."""
-        if not self.over:
-            self._close()
-            for server in self.members:
-                if server.state is ServerState.UPDATING:
-                    self._registry.apply(server, "fail", reason)
-
-    def _close(self) -> None:
-        self.over = True
+    def _end(self, reason: str) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
             self._registry.exclusive.release()
+            for server in self.members:
+                if server.state is ServerState.UPDATING:
+                    self._registry.apply(server, "fail", reason)
 
     async def __aenter__(self) -> Update:
-        await self.begin()
+        registry = self._registry
+        await registry.exclusive.acquire()
+        late = f"version {self._version.version} was not loaded in {self._patience_s:g} s"
+        self._deadline = asyncio.get_running_loop().call_later(self._patience_s, self._end, late)
+        if registry.target == self._version:  # else a server has joined with a newer one, which is loaded next
+            self.members = tuple(server for server in registry.at_work if server.loaded != self._version)
+        for server in self.members:
+            registry.apply(server, "update")
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.end()
-        else:
-            self.abandon("its update was broken off")
+    async def __aexit__(self, *_: object) -> None:
+        self._end("its update was broken off")

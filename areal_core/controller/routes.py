@@ -17,7 +17,6 @@ from areal_core.controller import bodies
 from areal_core.controller.payloads import DamagedPayloadError
 from areal_core.controller.reward_routes import reward_routes
 from areal_core.controller.server_routes import server_routes
-from areal_core.controller.weight_transfer import transfer_routes
 from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinished, StorageError
 from areal_core.launch import logs
 from areal_core.rewards.messages import ANSWER_BYTES
@@ -48,7 +47,6 @@ class Routes:
                 web.get("/groups/{group_id}", self._group),
                 *reward_routes(self._run.rewards),
                 web.post("/versions", self._publish),
-                *transfer_routes(self._run.servers.transfer, newest),
                 web.get("/evaluation", self._evaluation),
                 web.post("/evaluations", self._evaluated),
                 web.post("/metrics", self._metrics),

@@ -103,7 +103,6 @@ class Service:
         self.servers = GenerationPool(
             completions_per_server=self.config.completions_per_server,
             interruption=self.config.interruption,
-            transfer=self.config.generation.transfer,
             adapters=self.config.training.lora.rank is not None,
             patience_s=self.config.rollout.request_timeout_s,
             timeline=lambda name: TimelineWriter(run.timeline / f"{name}.jsonl"),

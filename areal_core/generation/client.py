@@ -26,7 +26,6 @@ from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -170,8 +169,8 @@ class GenerationClient:
                 await self._swap(version, interruption)
 
     async def reload(self, version: PolicyVersion) -> None:
-        """Have vLLM read a version's folder itself, where weights usually come another way; with adapters the base
-        model is there. Raises ServerLostError."""
+        """Have vLLM read the base model's folder, of one file or several; with adapters it is there. Raises
+        ServerLostError."""
         if self._adapters:
             await self.load_version(version, "resubmit")
             return
@@ -183,33 +182,6 @@ class GenerationClient:
             await self._control("POST", "/collective_rpc", call, timeout_s=None)
             await self.label(version.version)
             await self._resume_after_update("resubmit")
-
-    async def open_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the group of the trainer, which sends weights itself from now on. Raises ServerLostError."""
-        await self._within("POST", "/init_weight_transfer_engine", {"init_info": init_info})
-
-    async def close_transfer(self) -> None:
-        """Leave the group of the trainer that was joined before. Raises ServerLostError."""
-        await self._within("POST", "/shutdown_weight_transfer_engine", None)
-
-    async def begin_transfer(self, version: PolicyVersion, interruption: str) -> None:
-        """Pause generation and have the server get ready for weights. Raises ServerLostError."""
-        async with self._update(version):
-            await self._pause(interruption)
-            await self._control("POST", "/start_weight_update")
-
-    async def receive(self, update_info: Any) -> None:
-        """Take weights that the trainer is sending; returns when they have come. Raises ServerLostError."""
-        await self._within("POST", "/update_weights", {"update_info": update_info})
-
-    async def end_transfer(self, version: PolicyVersion, interruption: str) -> None:
-        """Load the weights that have come and resume generation. Raises ServerLostError."""
-        async with self._update(version):
-            await self._finish(version, interruption)
-
-    async def world_size(self) -> int:
-        """Processes that hold the model, all of which take part in a transfer."""
-        return int(orjson.loads(await self._control("GET", "/get_world_size"))["world_size"])
 
     async def label(self, version: int) -> None:
         """Set the version that the server reports for its weights."""
@@ -229,13 +201,13 @@ class GenerationClient:
 
     async def sleep(self) -> None:
         """Free the accelerator's memory until `wake_up`; running completions are aborted."""
-        await self._within("POST", "/sleep?level=1&mode=abort", None)
+        await self._within("/sleep?level=1&mode=abort")
 
     async def is_sleeping(self) -> bool:
         return bool(orjson.loads(await self._control("GET", "/is_sleeping"))["is_sleeping"])
 
     async def wake_up(self) -> None:
-        await self._within("POST", "/wake_up", None)
+        await self._within("/wake_up")
 
     async def load(self) -> ServerLoad:
         completed = self._completed
@@ -277,9 +249,9 @@ class GenerationClient:
         except (GenerationError, OSError) as error:
             raise ServerLostError(f"{self.url}: version {version.version} was not loaded: {error}") from None
 
-    async def _within(self, method: str, path: str, body: object) -> None:
+    async def _within(self, path: str) -> None:
         try:
-            await self._control(method, path, body, timeout_s=self._update_timeout_s)
+            await self._control("POST", path, timeout_s=self._update_timeout_s)
         except ServerLostError:
             raise
         except GenerationError as error:
@@ -331,7 +303,8 @@ class GenerationClient:
 
     async def _swap(self, version: PolicyVersion, interruption: str) -> None:
         await self._pause(interruption)
-        await self._finish(version, interruption)
+        await self._control("POST", "/finish_weight_update", {"weight_version": str(version.version)}, timeout_s=None)
+        await self._resume_after_update(interruption)
 
     async def _pause(self, interruption: str) -> None:
         """Pause generation."""
@@ -343,11 +316,6 @@ class GenerationClient:
         await self._control("POST", f"/pause?mode={mode[interruption]}&clear_cache={clear_cache}", timeout_s=None)
         self._paused = True
         self._note()
-
-    async def _finish(self, version: PolicyVersion, interruption: str) -> None:
-        """Swap the weights and resume generation, which is paused."""
-        await self._control("POST", "/finish_weight_update", {"weight_version": str(version.version)}, timeout_s=None)
-        await self._resume_after_update(interruption)
 
     async def _resume_after_update(self, interruption: str) -> None:
         if not self.in_place and interruption != "keep":

@@ -2,8 +2,8 @@
 
 For each kind of process its peak on one GPU, in the terms of `areal_core.planning.memory`, which counts tensors. What
 that leaves out is in `MARGIN`, a share of the device's memory: the CUDA context, workspaces of libraries, buffers of
-collectives and of weights in transit, graphs, and what an allocator can't use for fragmentation. So a run that is
-refused can't be expected to work, and one that is accepted may still run out of memory.
+collectives, graphs, and what an allocator can't use for fragmentation. So a run that is refused can't be expected to
+work, and one that is accepted may still run out of memory.
 """
 
 from __future__ import annotations

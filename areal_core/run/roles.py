@@ -27,7 +27,6 @@ from areal_core.storage.rundir import RunDir
 
 LOOPBACK = "127.0.0.1"
 _GENERATION_NICE = 10  # of servers where ranks want the same cores: a tenth of a core beside a rank that trains
-_FILES = "areal_safetensors"  # vLLM's transfer of weights by files
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else a warning for every address that has no name
 
 
@@ -133,7 +132,7 @@ def _generation(
         where = ("--host", address, "--slots", generation.slots)
         if generation.engine == "vllm":
             sleeps = ["--sleep"] if config.sleeps else []
-            return _vllm(run, config, "generation", index, *where, "--transfer", _transfer(config), *sleeps)
+            return _vllm(run, config, "generation", index, *where, *sleeps)
         deterministic = ["--deterministic"] if generation.deterministic else []
         device = ("--device", config.launch.accelerator)
         return _embedded(
@@ -162,7 +161,7 @@ def _evaluation(run: RunDir, config: RunConfig, *, after: int) -> RoleSpec:
     def argv(index: int) -> list[str]:
         where = ("--host", LOOPBACK, "--slots", evaluation.slots)
         if evaluation.engine == "vllm":
-            return _vllm(run, config, EVALUATION, index, *where, "--transfer", _FILES)
+            return _vllm(run, config, EVALUATION, index, *where)
         device = ("--device", evaluation.accelerator, "--deterministic")
         return _embedded(run, config, EVALUATION, index, evaluation.engine, *where, *device)
 
@@ -209,10 +208,6 @@ def _served(run: RunDir, config: RunConfig, role: str, index: int) -> tuple[Any,
         *("--ready-file", run.ready_file(role, index), "--weight-version", 0),
         *("--context", config.task.max_prompt_tokens + config.task.max_new_tokens),
     )
-
-
-def _transfer(config: RunConfig) -> str:
-    return _FILES if config.generation.transfer == "files" else config.generation.transfer
 
 
 def _rank(config: RunConfig, index: int) -> dict[str, str]:

@@ -24,8 +24,8 @@ from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.background import BackgroundThread
-from areal_core.training.engines.engine import EngineState, Sender
-from areal_core.types import Float32Array, MetricRow, PolicyVersion
+from areal_core.training.engines.engine import EngineState
+from areal_core.types import Float32Array, MetricRow
 
 _LOOK_S = 0.2  # between two checks whether publishing, which a checkpoint waits for, has failed
 
@@ -33,11 +33,10 @@ _LOOK_S = 0.2  # between two checks whether publishing, which a checkpoint waits
 class Publisher:
     """Publishes versions and commits checkpoints of one run."""
 
-    def __init__(self, run: RunDir, config: RunConfig, storage: Storage, sender: Sender | None) -> None:
+    def __init__(self, run: RunDir, config: RunConfig, storage: Storage) -> None:
         self._run = run
         self._config = config
         self._storage = storage
-        self._sender = sender
         self._base_sha256 = None  # of the base model, where checkpoints hold no more than an adapter to it
         if config.training.lora.rank is not None:
             self._base_sha256 = weights.base_version(run.info().model_path).sha256
@@ -50,16 +49,13 @@ class Publisher:
         self._publishing_controller, self._saving_controller = ControllerClient(run), ControllerClient(run)
 
     def publish(self, step: int, tensors: Mapping[str, Float32Array]) -> None:
-        """Publish `tensors`, which must not change any more, as version `step`. Waits for the version before; where the
-        trainer itself sends weights to the servers, from the device that trains, for this one."""
+        """Publish `tensors`, which must not change any more, as version `step`. Waits for the version before."""
         self._publishing.drain()
         self._publishing.submit(lambda: self._publish(step, tensors))
-        if self._sender is not None:
-            self._publishing.drain()
 
     def again(self, step: int, tensors: Mapping[str, Float32Array]) -> None:
-        """Publish the version that a checkpoint has made once more: it may be damaged, or have been another machine's.
-        Servers load it from its file, whatever way later ones come."""
+        """Publish the version that a checkpoint has made once more: it may be damaged, or have been another
+        machine's."""
         self._announce(step, tensors)
 
     def check(self) -> None:
@@ -104,21 +100,18 @@ class Publisher:
 
     def _publish(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         start = time.monotonic()
-        version = self._announce(step, tensors)
-        if self._sender is not None:
-            self._sender.send(version, tensors)
+        self._announce(step, tensors)
         end = time.monotonic()
         self._timeline.span("publish", start, end, step)
         row = MetricRow(key="time/publish_s", step=step, value=end - start, time_s=time.time())
         self._publishing_controller.metrics([row])
 
-    def _announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> PolicyVersion:
-        """The version; those that are no longer needed are deleted."""
+    def _announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Write and announce a version; delete those that are no longer needed."""
         training = self._config.training
         version = weights.publish(self._run.weights, step, tensors, dtype=training.dtype, lora=training.lora.adapter)
         self._published[step] = version.sha256
         weights.release(self._run.weights, self._publishing_controller.announce(version))
-        return version
 
     def _checkpoint(self, step: int, state: EngineState) -> None:
         start = time.monotonic()

@@ -42,7 +42,6 @@ from areal_core.training.batching.trajectories import Trajectories
 from areal_core.training.distributed.ranks import RankGroup, rendezvous_of_ranks
 from areal_core.training.engines.engine import (
     EngineState,
-    Sender,
     StepStats,
     TrainingBatch,
     build_batch,
@@ -82,7 +81,7 @@ class Trainer:
         weights = read_weights(run.info().model_path, self.spec)
         torch.manual_seed(self.config.seed)  # a part of the state, which is the same however often a run starts anew
         self.engine = make_engine(self.config, self.spec, weights, self.ranks)
-        self.publisher = Publisher(run, self.config, self.storage, self._sender()) if rank == 0 else None
+        self.publisher = Publisher(run, self.config, self.storage) if rank == 0 else None
         self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
         self._device = torch.device(self.config.launch.accelerator)
         self.meter = StepMeter(self.config, self.spec, self.engine, rank, run.weights)
@@ -121,15 +120,6 @@ class Trainer:
         """The highest version that was published before this process started: up to there its steps are a replay."""
         newest = self.controller.status().step if self.rank == 0 else 0
         return int(self.ranks.all_reduce_max(np.array([newest]))[0])
-
-    def _sender(self) -> Sender | None:
-        """The sender of weights to the servers, where they don't read them from files; on rank 0 alone."""
-        generation = self.config.generation
-        if generation.transfer == "files" or self.rank > 0:
-            return None
-        from areal_core.training.distributed.weight_sender import VllmSender  # vLLM, in an environment that has it
-
-        return VllmSender(self.controller, generation.transfer, self.config.generation.vllm.dtype)
 
     # -- a step ------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,6 @@ CONTROL = {
     "no update": ("/update_weights", {}, "update_info"),
     "a number for a version": ("/finish_weight_update", {"weight_version": 7}, "weight_version"),
     "no label": ("/update_weight_version", {}, "new_version"),
-    "no set-up": ("/init_weight_transfer_engine", {}, "init_info"),
     "an unknown mode": ("/pause?mode=sometimes", None, "mode"),
     "neither true nor false": ("/pause?mode=keep&clear_cache=perhaps", None, "clear_cache"),
 }

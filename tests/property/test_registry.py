@@ -30,7 +30,6 @@ from tests.support.virtual import run_virtual
 
 PATIENCE_S = 60.0
 NAMES = ("a", "b", "c")
-PHASES = ("load_version", "reload", "begin_transfer", "receive", "end_transfer")
 
 
 class World:
@@ -40,7 +39,7 @@ class World:
         self.rng = rng
         self.fail = rng.choice((0.0, 0.02, 0.1))
         self.hang = rng.choice((0.0, 0.02))
-        self.slow = rng.choice(PHASES)  # exceeds the pool's timeout now and then
+        self.slow = 0.2 * rng.randint(0, 1)  # how likely a load exceeds the pool's timeout
         self.actual: dict[str, int] = {}  # version by URL
         self.sampled: Counter[str] = Counter()  # tokens by URL
         self.dead: set[str] = set()
@@ -81,10 +80,10 @@ class Client:
     async def do(self, name: str) -> None:
         """Take a while, within the time that a client of vLLM has for it; maybe fail."""
         world, rng = self.world, self.world.rng
-        long = name in PHASES
+        long = name == "load_version"
         if self.closed:
             raise ServerLostError("the client is closed")
-        if long and name == world.slow and rng.random() < 0.2:
+        if long and rng.random() < world.slow:
             seconds = rng.uniform(0.5, 1.5) * PATIENCE_S
         elif rng.random() < world.hang:
             seconds = 1e6
@@ -105,19 +104,9 @@ class Client:
         self.world.actual[self.url] = new.version
         await self.do("resume")  # between the two it samples with a version that is not recorded yet
 
-    async def reload(self, new: PolicyVersion) -> None:
-        await self.load_version(new, "")
-
-    async def end_transfer(self, new: PolicyVersion, interruption: str) -> None:
-        await self.load_version(new, interruption)
-
     async def loaded_version(self) -> int:
         await self.do("loaded_version")
         return self.world.actual[self.url]
-
-    async def world_size(self) -> int:
-        await self.do("world_size")
-        return 1
 
     async def is_sleeping(self) -> bool:
         await self.do("is_sleeping")
@@ -180,14 +169,13 @@ class Client:
 class Play:
     """Launcher, trainer and requests around a pool for a while, with checks of what must always hold."""
 
-    def __init__(self, seed: int, transfer: str) -> None:
+    def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.world = Client.world = World(self.rng)
         self.counters = ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
         self.pool = self.world.pool = GenerationPool(
-            completions_per_server=4, transfer=transfer, patience_s=PATIENCE_S, counters=self.counters
+            completions_per_server=4, patience_s=PATIENCE_S, counters=self.counters
         )
-        self.by_files = transfer == "files"
         self.registry = self.pool.registry
         self.registry.subscribe(self.look)
         self.lowest = 0
@@ -267,30 +255,7 @@ class Play:
         while not self.over:
             await self.pause(30.0)
             self.world.newest = version(self.world.newest.version + 1)
-            await self.update()
-
-    async def update(self) -> None:
-        sending = () if self.by_files else (self.send(),)
-        await asyncio.gather(self.pool.load_version(self.world.newest), *sending)
-
-    async def send(self) -> None:
-        """As the trainer's process does, with its deaths in the middle: another one starts anew."""
-        newest = self.world.newest
-        for _ in range(4):
-            try:
-                found = await self.pool.transfer.group(newest)
-                if not found["needed"]:
-                    return
-                if not found["open"]:
-                    await self.pool.transfer.open({"rank_offset": 1})
-                for phase in (lambda: self.pool.transfer.begin(newest), lambda: self.pool.transfer.receive({})):
-                    if self.rng.random() < 0.1:
-                        await self.pause(PATIENCE_S)
-                    await phase()
-                if self.rng.random() < 0.9:
-                    await self.pool.transfer.end()
-            except ArealError:
-                await self.pause(2.0)
+            await self.pool.load_version(self.world.newest)
 
     async def requests(self, index: int) -> None:
         number = 0
@@ -333,23 +298,21 @@ class Play:
 
     async def recovered(self) -> None:
         """Once all goes well, every server that is started joins and has the newest version."""
-        self.world.fail = self.world.hang = 0.0
-        self.world.slow = ""
+        self.world.fail = self.world.hang = self.world.slow = 0.0
         self.over = False
         for name in NAMES:
             await self.join(name)
-        await self.update()
+        await self.pool.load_version(self.world.newest)
         assert {server.name for server in self.registry.at_work} == set(NAMES)
         assert {server.loaded for server in self.registry.at_work} == {self.world.newest}
         assert self.pool.lost == ()
 
 
-@pytest.mark.parametrize("transfer", ["files", "nccl"])
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_versions_are_true_and_nothing_waits_or_stays_whatever_becomes_of_the_servers(transfer: str, seed: int) -> None:
+def test_versions_are_true_and_nothing_waits_or_stays_whatever_becomes_of_the_servers(seed: int) -> None:
     async def play() -> None:
-        await Play(seed, transfer).run(1200.0)
+        await Play(seed).run(1200.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "GenerationClient", Client)

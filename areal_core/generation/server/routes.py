@@ -88,7 +88,6 @@ class GenerationServer:
             "/pause": self._pause,
             "/resume": self._resume,
             "/abort_requests": self._abort_requests,
-            "/init_weight_transfer_engine": self._init_weight_transfer,
             "/start_weight_update": self._start_update,
             "/update_weights": self._update_weights,
             "/finish_weight_update": self._finish_update,
@@ -103,7 +102,6 @@ class GenerationServer:
             "/is_sleeping": self._is_sleeping,
             "/weight_info": self._weight_info,
             "/version": self._version,
-            "/get_world_size": self._world_size,
             "/load": self._load,
             "/metrics": self._metrics,
         }
@@ -203,10 +201,6 @@ class GenerationServer:
 
     # Weights
 
-    async def _init_weight_transfer(self, http: web.Request) -> web.Response:
-        take(parse_json(await http.read()), "init_info", dict)
-        return web.json_response({"message": "weights are read from safetensors files: nothing to initialise"})
-
     async def _start_update(self, _: web.Request) -> web.Response:
         """Begin an update; one that was begun and never finished is forgotten."""
         self._updating, self._staged = True, None
@@ -250,9 +244,6 @@ class GenerationServer:
 
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": f"{ROUTES_VERSION}+{EMBEDDED}"})
-
-    async def _world_size(self, _: web.Request) -> web.Response:
-        return web.json_response({"world_size": 1})
 
     async def _load(self, _: web.Request) -> web.Response:
         return _json_bytes(orjson.dumps(await self._thread.load()))

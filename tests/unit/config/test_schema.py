@@ -23,7 +23,7 @@ EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulat
         ({"vllm": {"arguments": "--name 'x"}}, 'generation.vllm.arguments: No closing quotation, in "--name \'x"'),
         ({"vllm": {"memory_share": 1.5}}, "generation.vllm.memory_share: must be "),
         ({"engine": "vllm", "temperature": 3.0}, "generation.temperature: vLLM takes 2 at most, got 3"),
-        ({"transfer": "nccl"}, "generation.transfer: must be files with generation.engine=embedded, got 'nccl'"),
+        ({"transfer": "nccl"}, "generation.transfer: was removed: servers load weights from version files; leave it"),
     ],
 )
 def test_what_is_wrong_with_generation_is_one_line_that_names_it(generation: dict[str, Any], said: str) -> None:
@@ -71,10 +71,6 @@ def test_an_adapter_has_a_rank_and_targets() -> None:
         (
             {"generation": {"engine": "emulated"}, "training": {"engine": "emulated", "lora": {"rank": 8}}},
             "training.lora.rank: must be null where accelerators are emulated, got 8",
-        ),
-        (
-            {"generation": {"engine": "vllm", "transfer": "nccl"}, "launch": {"accelerator": "cuda", "devices": 3}},
-            "generation.transfer: must be files with training.lora, .*got 'nccl'",
         ),
         (
             {"generation": {"engine": "vllm", "interruption": "keep"}},
@@ -168,18 +164,6 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(values: dict[str
     ("values", "said"),
     [
         ({"generation": {"sleep": True}}, "generation.sleep: must be false with mode=async"),
-        (
-            {"generation": {"engine": "vllm", "transfer": "nccl"}},
-            "generation.transfer: must be files with launch.accelerator=cpu, got 'nccl'",
-        ),
-        (
-            {"generation": {"engine": "vllm", "transfer": "nccl", "vllm": {"python": "p"}}},
-            "generation.vllm.python: must be null with generation.transfer=nccl",
-        ),
-        (
-            {"generation": {"engine": "vllm", "transfer": "ipc"}, "launch": {"accelerator": "cuda"}},
-            "generation.transfer: nccl needs servers and trainer on different GPUs",
-        ),
         (
             {"launch": {"accelerator": "cuda", "devices": 1}},
             "launch.devices: must be at least 2 (1 GPUs generate and 1",
@@ -324,13 +308,6 @@ def test_what_needs_completions_that_differ_is_refused_where_none_do(values: dic
         (
             {"training": {"ranks": 3, "hosts": 2}, "launch": {"remote_roles": "trainer"}},
             "training.ranks: must be a multiple of training.hosts (2), got 3",
-        ),
-        (
-            {
-                "generation": {"engine": "vllm", "transfer": "nccl"},
-                "launch": {"accelerator": "cuda", "remote_roles": "generation"},
-            },
-            "generation.transfer: must be files with launch.remote_roles=generation, got 'nccl'",
         ),
         ({"launch": {"files_port": 65536}}, "launch.files_port: must be at most 65535, got 65536"),
     ],

@@ -143,15 +143,17 @@ async def test_an_update_takes_those_that_lack_the_version_and_waits_for_its_tur
     there.loaded = registry.target = version(1)
     await registry.exclusive.acquire()
     update = Update(registry, version(1), 5)
-    begun = asyncio.ensure_future(update.begin())
+    begun = asyncio.ensure_future(update.__aenter__())
     await asyncio.sleep(0)
     assert not begun.done()
     registry.exclusive.release()
     await begun
     assert (stale.state.value, there.state.value, update.members) == ("updating", "serving", (stale,))
-    assert await update.phase(nothing)
-    update.end()
-    assert (stale.state.value, stale.loaded, update.over) == ("serving", version(1), True)
+    await update.load(nothing)
+    assert (stale.state.value, stale.loaded) == ("serving", version(1))
+    assert registry.exclusive.locked()
+    await update.__aexit__(None, None, None)
+    assert stale.state.value == "serving"
     assert await free(registry)
 
 
@@ -163,42 +165,32 @@ async def test_an_update_that_a_newer_version_has_overtaken_touches_nobody(regis
     assert (server.state.value, server.loaded) == ("serving", None)
 
 
-async def test_an_update_for_others_than_those_at_work_changes_nothing(registry):
-    first, second = brought(registry, "serving", "a"), brought(registry, "serving", "b")
-    update = Update(registry, version(1), 5, members=(first,))
-    with pytest.raises(GenerationError, match="open a new group"):
-        await update.begin()
-    assert (first.state.value, second.state.value) == ("serving", "serving")
-    assert await free(registry)
-
-
-async def test_an_update_that_is_given_up_while_it_waits_never_begins(registry):
-    server = brought(registry, "serving")
-    await registry.exclusive.acquire()
-    update = Update(registry, version(1), 5, members=(server,))
-    begun = asyncio.ensure_future(update.begin())
-    await asyncio.sleep(0)
-    update.abandon("the trainer began again")
-    registry.exclusive.release()
-    with pytest.raises(GenerationError):
-        await begun
-    assert server.state.value == "serving"
-    assert await free(registry)
-
-
 async def test_a_deadline_costs_those_their_place_that_have_not_loaded_and_only_them(registry):
     slow, quick = brought(registry, "serving", "a"), brought(registry, "serving", "b")
     registry.target = version(1)
     async with Update(registry, version(1), 0.05) as update:
-
-        async def load(server):
-            await asyncio.sleep(0 if server is quick else 0.2)
-            update.loaded(server)
-
-        assert not await update.phase(load)
+        await update.load(lambda server: asyncio.sleep(0 if server is quick else 0.2))
     assert (quick.state.value, quick.loaded) == ("serving", version(1))
     assert (slow.state.value, slow.loaded) == ("lost", None)
     assert "version 1 was not loaded in 0.05 s" in slow.why
+    assert await free(registry)
+
+
+async def test_an_update_past_its_deadline_leaves_the_next_one_alone(registry):
+    slow, quick = brought(registry, "serving", "a"), brought(registry, "serving", "b")
+    registry.target = version(1)
+    async with Update(registry, version(1), 0.05) as late:
+        loading = asyncio.ensure_future(late.load(lambda server: asyncio.sleep(0 if server is quick else 0.2)))
+        await registry.until(lambda: slow.gone)
+        registry.target = version(2)
+        async with Update(registry, version(2), 5) as update:
+            assert update.members == (quick,)
+            await loading
+            await late.__aexit__(None, None, None)
+            assert (quick.state.value, quick.loaded) == ("updating", version(1))
+            assert registry.exclusive.locked()
+            await update.load(nothing)
+    assert (quick.state.value, quick.loaded) == ("serving", version(2))
     assert await free(registry)
 
 
@@ -213,30 +205,18 @@ async def test_an_update_that_is_broken_off_leaves_no_server_with_half_of_it(reg
     assert await free(registry)
 
 
-async def test_a_server_that_fails_outside_of_a_phase_is_a_member_no_more(registry):
-    first, second = brought(registry, "serving", "a"), brought(registry, "serving", "b")
-    update = Update(registry, version(1), 5, members=(first, second))
-    await update.begin()
+async def test_a_server_that_fails_or_refuses_while_it_loads_has_not_loaded(registry):
+    names = ("a", "b", "c")
+    failed, refusing, well = (brought(registry, "serving", name) for name in names)
+    registry.target = version(1)
 
     async def call(server):
-        if server is first:
-            registry.apply(first, "fail", "a request of it failed")
-
-    assert await update.phase(call)
-    assert update.members == (second,)
-    update.end()
-    assert (first.loaded, second.loaded) == (None, version(1))
-
-
-async def test_a_phase_reports_those_that_refuse_it(registry):
-    first, second = brought(registry, "serving", "a"), brought(registry, "serving", "b")
-    update = Update(registry, version(1), 5, members=(first, second))
-    await update.begin()
-
-    async def call(server):
-        if server is second:
+        if server is failed:
+            registry.apply(server, "fail", "a request of it failed")
+        if server is refusing:
             raise ServerLostError("no")
 
-    assert await update.phase(call)
-    update.end()
-    assert (first.state.value, second.state.value) == ("serving", "lost")
+    async with Update(registry, version(1), 5) as update:
+        await update.load(call)
+    assert [server.state.value for server in (failed, refusing, well)] == ["lost", "lost", "serving"]
+    assert [server.loaded for server in (failed, refusing, well)] == [None, None, version(1)]

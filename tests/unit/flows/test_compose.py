@@ -75,7 +75,7 @@ def test_the_small_set_up_is_the_papers() -> None:
 
 def test_one_gpu_is_shared_in_turns() -> None:
     config = compose("gpu-shared", FILES)
-    assert (config.mode, config.sleeps, config.generation.transfer) == ("sync", True, "ipc")
+    assert (config.mode, config.sleeps) == ("sync", True)
     assert (config.generation_servers, config.training_ranks, config.launch.devices) == (1, 1, 1)
 
 
@@ -172,6 +172,7 @@ def test_value_beats_group_whatever_their_order() -> None:
         ("algorithm.objective=naive", "algorithm.objective: naive is called standard now", ""),
         ("launch.elsewhere=both", "launch.elsewhere: is called launch.remote_roles now", ""),
         ("infra=gpus", "infra: is called devices now", ""),
+        ("generation.transfer=files", "generation.transfer: was removed: servers load weights from version files", ""),
         ("model=folder", "model.path: must be given", "model.path=VALUE"),
         ("storage=s3", "storage.url: must be given", ""),
         ("task=rows", "task.path: must be given", ""),

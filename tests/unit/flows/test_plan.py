@@ -89,7 +89,7 @@ def test_the_command_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str
     ("arguments", "said"),
     [
         (["gpu-shared", "--model", "/nowhere", "launch.device_memory_gib=80"], "/nowhere: no model folder"),
-        (["gpu-shared", "launch.accelerator=cpu", "generation.transfer=files"], "launch.accelerator: must be cuda"),
+        (["gpu-shared", "launch.accelerator=cpu"], "launch.accelerator: must be cuda"),
         (["paper-small", "training.stepz=1"], "training.stepz: no such field"),
     ],
 )

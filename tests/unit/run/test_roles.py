@@ -156,7 +156,7 @@ def test_the_evaluators_own_servers_may_be_vllms(tmp_path: Path) -> None:
     run = folder(settings)
     server = role_specs(run, settings, [0, 1])["evaluation"].argv(0)
     assert server[2] == "areal_core.generation.vllm.server"
-    wanted = {"--slots": "9", "--transfer": "areal_safetensors", "--log-file": str(run.log_file("vllm-evaluation", 0))}
+    wanted = {"--slots": "9", "--log-file": str(run.log_file("vllm-evaluation", 0))}
     assert {name: option(server, name) for name in wanted} == wanted
 
 

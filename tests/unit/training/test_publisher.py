@@ -69,7 +69,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Publisher, Co
     storage = Storage.open(run.info().checkpoint_url)
     controller = Controller(storage)
     monkeypatch.setattr(module, "ControllerClient", lambda run: controller)
-    return Publisher(run, config, storage, None), controller
+    return Publisher(run, config, storage), controller
 
 
 def test_versions_and_their_reports_are_in_order(made: tuple[Publisher, Controller]) -> None:

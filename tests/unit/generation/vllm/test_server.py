@@ -26,7 +26,6 @@ ARGUMENTS = {
     "data_parallel": 3,
     "memory_share": 0.5,
     "kv_cache_gib": 4,
-    "transfer": "areal_safetensors",
     "lora_rank": None,
     "sleep": False,
     "token_file": None,
@@ -151,7 +150,6 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["PATH"] == os.environ["PATH"]
     assert not {"VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_INSECURE_SERIALIZATION"} & values.keys()
     assert environment(arguments(), "vllm-cpu", None)["VLLM_CPU_KVCACHE_SPACE"] == "4"
-    assert environment(arguments(transfer="ipc"), "vllm", None)["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
 
 
 def test_its_routes_are_guarded_where_a_token_is_given() -> None:
