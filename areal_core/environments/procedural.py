@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import re
 
 from areal_core.config.schema import TaskConfig
 from areal_core.environments.dialogue import Dialogue
@@ -23,7 +22,7 @@ from areal_core.types import Outcome, Prompt
 _HELD_OUT_SEED = 20250530  # the held-out set is the same for every run
 _DRAWS = 64  # of one training prompt, of which the first that is not held out counts; one in ten is
 _DRAWS_PER_HELD_OUT = 200
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPENING, _CLOSING = "<answer>", "</answer>"
 _CPU_LIMIT_S = 2.0  # of one answer
 _QUOTES = "\"'`* \t"
 
@@ -106,7 +105,9 @@ def _scores(isolation: str) -> ForkServer:
 def reading(completion: str) -> str:
     """The answer of a completion: what stands in its last <answer> tags, or else its last line; without quotes and a
     full stop around it."""
-    tagged = _TAGGED.findall(completion)
-    lines = (tagged[-1] if tagged else completion).strip().splitlines() or [""]
-    text = "\n".join(lines) if tagged else lines[-1]
+    tagged, end = None, 0
+    while (start := completion.find(_OPENING, end)) >= 0 and (end := completion.find(_CLOSING, start)) >= 0:
+        tagged = completion[start + len(_OPENING) : end]
+    lines = (completion if tagged is None else tagged).strip().splitlines() or [""]
+    text = lines[-1] if tagged is None else "\n".join(lines)
     return text.strip(_QUOTES).removesuffix(".").strip(_QUOTES)
