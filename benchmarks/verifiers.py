@@ -16,6 +16,8 @@ Gold answers of `benchmarks/answers.jsonl`, and of GSM8K, AIME24, AMC23 and Mine
 - `hostile_cpu_s`: CPU seconds of the dearest of answers made to hold a verifier up
 - `math_p99_ms`: 99th percentile of an honest answer's time in one of two reward workers, whose other one is given
   hostile answers all the time
+- `reasoning_gym_per_cpu_s`: verdicts on gold and wrong answers of ten data sets, none asked for twice, a CPU second of
+  the verifier, its fork server and the forks; the entries are made before
 
 - `human_eval_pass`: of `human_eval_problems` solutions, those that pass
 - `mutants_pass`: of as many mutants, one of each solution, those that pass; `mutants_equivalent` of these make no
@@ -44,6 +46,8 @@ import psutil
 
 from areal_core.environments import verifiers
 from areal_core.environments.mathematics import gold_answer
+from areal_core.environments.procedural import procedural
+from areal_core.environments.procedural_scores import entry
 from areal_core.errors import ConfigError
 from areal_core.rewards.pool import RewardPool
 from areal_core.types import Outcome, Prompt
@@ -73,6 +77,10 @@ CERTAIN = (  # gold, answer, right
     ("4.5e33", r"4.5 \times 10^{33}", True),
     ("1.6e-9", "0", False),
 )
+GENERATED = (
+    "basic_arithmetic", "chain_sum", "countdown", "leg_counting", "maze", "n_queens", "needle_haystack",
+    "number_sorting", "polynomial_equations", "spell_backward",
+)  # fmt: skip
 HOSTILE = (
     "9^{9^{9^{9}}}",
     "1000000!",
@@ -109,6 +117,7 @@ def measure(data: Path | None, seed: int) -> dict[str, Any]:
     result["math_per_cpu_s_by"] = {name: round(n / s) for name, (n, s) in counted.items()}
     result["hostile_cpu_s"] = round(max(hostile_cpu_s(text) for text in HOSTILE), 2)
     honest = [(gold, SENTENCES[1].format(gold)) for answers in golds.values() for gold in answers]
+    result["reasoning_gym_per_cpu_s"] = reasoning_gym_per_cpu_s()
     result["math_p99_ms"] = round(asyncio.run(_p99_ms(random.Random(seed).sample(honest, min(500, len(honest))))), 1)
     return result
 
@@ -185,6 +194,23 @@ class Judged:
         self.count[name] = self.count.get(name, 0) + len(texts)
         self.cpu_s[name] = self.cpu_s.get(name, 0.0) + cpu_s() - before
         return found
+
+
+def reasoning_gym_per_cpu_s(entries: int = 20) -> int:
+    tasks = []
+    for name in GENERATED:
+        for draw in range(entries):
+            answer = entry(name, "", 5, draw)["answer"]
+            told = {"answer": answer, "dataset": name, "options": "", "seed": 5, "draw": draw}
+            tasks.append((Prompt(index=0, prompt_id="", text="", token_ids=(), answer=json.dumps(told)), str(answer)))
+    for task, _ in tasks:
+        procedural(task, "none")
+    before = cpu_s()
+    for task, answer in tasks:
+        right = procedural(task, f"<answer>{answer}</answer>").score
+        assert right == 1.0, task.answer
+        procedural(task, f"<answer>{answer[:-1]}?</answer>")
+    return round(2 * len(tasks) / (cpu_s() - before))
 
 
 # -- the same answers, written otherwise -------------------------------------------------------------------------------

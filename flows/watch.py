@@ -97,7 +97,7 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
         try:
             flow_run = create()
             console.print(
-                f"Flow run [bold]{escape(flow_run.name)}[/]  {url_for(flow_run) or ''}\n{up.pages}", soft_wrap=True
+                f"Flow run [bold]{_safe(flow_run.name)}[/]  {url_for(flow_run) or ''}\n{up.pages}", soft_wrap=True
             )
             flow_run = _watch(client, flow_run.id, console, news)
         except KeyboardInterrupt:
@@ -109,11 +109,9 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             console.print(_table(result))
         if places := _artifact(client, flow_run.id, PLACES):
             for place in _rows(places):
-                console.print(f"{place['what']}: {place['value']}", markup=False, soft_wrap=True)
+                console.print(_safe(f"{place['what']}: {place['value']}"), soft_wrap=True)
         if not state.is_completed():
-            console.print(
-                f"[red]{state.name}[/]: {escape(printable_lines(_plain(state.message)))}", markup=True, soft_wrap=True
-            )
+            console.print(f"[red]{state.name}[/]: {_safe(_plain(state.message))}", soft_wrap=True)
             return 1
     if up.owner != "up":
         console.print("Run `make up` to open these pages again.")
@@ -129,7 +127,7 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
         said, silent = None, False
         while True:
             for line in news():
-                console.print(line, soft_wrap=True)
+                console.print(_safe(line), soft_wrap=True)
             look = patience.ask(lambda: (client.read_flow_run(flow_run_id), _artifact(client, flow_run_id, PROGRESS)))
             if (look is None) != silent:
                 silent = look is None
@@ -140,7 +138,7 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
             flow_run, artifact = look
             assert flow_run.state is not None
             done = float(str(artifact.data)) if artifact else 0.0
-            text = artifact.description if artifact and artifact.description else str(flow_run.state.name)
+            text = _safe(artifact.description if artifact and artifact.description else str(flow_run.state.name))
             bar.update(shown, description=text, completed=done)
             if not console.is_terminal and said != (said := (done, _what(text))):
                 console.print(text, soft_wrap=True)
@@ -202,16 +200,23 @@ def _table(artifact: Artifact) -> Table:
     """A table artifact; one of names and values needs no header."""
     rows = _rows(artifact)
     columns = list(rows[0])
-    table = Table(title=artifact.description, show_header=columns != ["what", "value"], title_justify="left")
+    table = Table(
+        title=_safe(artifact.description or ""), show_header=columns != ["what", "value"], title_justify="left"
+    )
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(_safe(column), overflow="fold")
     for row in rows:
-        table.add_row(*(escape(row[column]) for column in columns))
+        table.add_row(*(_safe(row[column]) for column in columns))
     return table
 
 
 def _rows(artifact: Artifact) -> list[dict[str, str]]:
     return json.loads(cast(str, artifact.data))
+
+
+def _safe(text: str) -> str:
+    """Text of unknown origin for a console: without control characters or markup of its own."""
+    return escape(printable_lines(text))
 
 
 def _what(text: str) -> str:

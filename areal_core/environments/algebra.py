@@ -16,7 +16,7 @@ from typing import Any
 from areal_core.types import Outcome
 
 CPU_LIMIT_S = 1.0  # of one comparison
-
+_APART = 1e-6  # more than numerical error
 
 _WARM = (  # pairs that make SymPy and its parser import and build what they otherwise would in every fork
     (r"\frac{x}{2}", "x/2"),
@@ -25,6 +25,8 @@ _WARM = (  # pairs that make SymPy and its parser import and build what they oth
     (r"(x+1)^2", r"x^2+2x+2"),
     (r"\sin(x)^2+e^{i\pi}", r"\log_2(x)-\cos(x)^2"),
     (r"\frac{\pi}{4}", r"0.78"),
+    (r"-\frac{\sin(2x)}{3a}+\cos^{2}(t)\sqrt{y}-1.5e^{-kt}", r"C_{1}e^{2 i t}+2 \pi"),
+    (r"x^2+3y=1", r"y^2-x=2"),
 )
 
 
@@ -32,7 +34,10 @@ class Formulas:
     """The scorer."""
 
     def __init__(self) -> None:
+        from math_verify import grader
+
         logging.disable(logging.CRITICAL)  # math-verify warns of every formula that it can't read
+        grader.__dict__["simplify"] = _simplified
         for gold, answer in _WARM:
             compare(gold, answer)
 
@@ -51,7 +56,7 @@ def compare(gold: str, answer: str) -> Outcome:
 
 def _compared(expected: Any, answer: str) -> Outcome:
     from math_verify import verify
-    from sympy import Expr, Symbol, simplify
+    from sympy import Expr, Symbol
 
     if expected is None:
         return Outcome.FAILED
@@ -62,12 +67,25 @@ def _compared(expected: Any, answer: str) -> Outcome:
         equal = verify(expected, found, timeout_seconds=None)
         symbol = isinstance(found, Symbol) or isinstance(expected, Symbol)  # which it compares by name alone
         if not equal and symbol and isinstance(found, Expr) and isinstance(expected, Expr):
-            equal = simplify(expected - found) == 0
+            equal = _simplified(expected - found) == 0
         return Outcome.RIGHT if equal else Outcome.WRONG
     except MemoryError:
         return Outcome.TIMED_OUT
     except Exception:  # noqa: BLE001 - the boundary to SymPy, which raises whatever it meets
         return Outcome.FAILED
+
+
+def _simplified(difference: Any) -> Any:
+    """Simplified; but 1 where it is not zero at one point, which takes a tenth of the time to see."""
+    from sympy import Float, Integer, simplify
+
+    symbols = sorted(getattr(difference, "free_symbols", ()), key=str)
+    point = {symbol: Float(0.41 + 0.37 * place) for place, symbol in enumerate(symbols)}
+    try:
+        apart = abs(complex(difference.evalf(15, subs=point))) > _APART
+    except (AttributeError, TypeError, ValueError, ArithmeticError):  # a matrix, or a function without values
+        apart = False
+    return Integer(1) if apart else simplify(difference)
 
 
 _DERIVATIVE = re.compile(

@@ -33,6 +33,8 @@ _FILTER = 2
 _CAPABILITIES = 64
 _CAPABILITY_VERSION_3 = 0x20080522
 _FORK_FILTER = allowing(COMPUTING)
+_INSTRUCTIONS = ctypes.create_string_buffer(_FORK_FILTER, len(_FORK_FILTER))
+_FORK_PROGRAM = ctypes.c_char_p(struct.pack("@HP", len(_FORK_FILTER) // 8, ctypes.addressof(_INSTRUCTIONS)))
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -57,18 +59,17 @@ def confine() -> None:
     _read_only()
 
 
-def confine_fork(*, cpu_s: float, memory_bytes: int, confined: bool) -> None:
+def confine_fork(*, cpu_s: float, memory_bytes: int, confined: bool, server: int) -> None:
     """Limit this fork, whose CPU time counts from 0; unless `confined`, nothing but that. It ends with its server."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:  # it ended before this fork asked for the signal
+        os._exit(1)
     seconds = int(cpu_s) + 1  # whatever it does to its timer
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     if confined:
-        instructions = ctypes.create_string_buffer(_FORK_FILTER, len(_FORK_FILTER))
-        program = struct.pack("@HP", len(_FORK_FILTER) // 8, ctypes.addressof(instructions))
-        _called(_libc.prctl(_SECCOMP, _FILTER, ctypes.c_char_p(program), 0, 0))
+        _called(_libc.prctl(_SECCOMP, _FILTER, _FORK_PROGRAM, 0, 0))
 
 
 @functools.cache

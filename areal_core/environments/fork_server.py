@@ -13,11 +13,13 @@ still lie about its own answer: scorers refuse answers that are no plain express
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -28,6 +30,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from areal_core.environments import confinement
@@ -39,14 +42,19 @@ _REPLY = 2**16  # bytes, at most, that a fork may reply
 _START_TIMEOUT_S = 120.0  # for imports, on a busy machine
 _WALL_FACTOR = 10  # wall time of one answer, in units of its CPU time: the machine may be busy
 _WALL_EXTRA_S = 5.0
-# A fork can read this process's environment, so no secret is in it. Huge pages halve the cost of a fork.
+# A fork can read this process's environment, so no secret is in it. Huge pages halve the cost of a fork, and the linker
+# is not to work in each.
 _ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "LD_BIND_NOW": "1",
     "PYTHONMALLOC": "malloc",
     "PYTHONHASHSEED": "0",
     "OPENBLAS_NUM_THREADS": "1",
 }
 _READY = -1  # the number of the first reply
+_HUGE, _COLLAPSE, _COLLAPSE_EVERY = 2**21, 25, 256  # bytes of a huge page; MADV_COLLAPSE (Linux 6.1); answers
+_libc = ctypes.CDLL(None)
+_fork = ctypes.PyDLL(None).fork  # os.fork also renews locks and random seeds: half of its cost
 _PREPARE_CPU_S, _PREPARE_TIMEOUT_S = 20.0, 60.0  # for what is trusted, such as the making of a data set
 
 
@@ -161,10 +169,13 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     """Fork a child for each answer, until the other side of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the other side of the pipe says when it ends
     scorer = cast(Scorer, _imported(settings["scorer"])())
-    null = os.open(os.devnull, os.O_RDWR)
+    assert threading.active_count() == 1  # which `_fork` needs
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    null, heap = os.open(os.devnull, os.O_RDWR), _heap()
     if settings["confined"]:
         confinement.confine()
     gc.freeze()  # no collection looks at what is here for good
+    _join_pages(heap)
     if _judged(pipe, _Probe(), None, "", null, settings) != ("done", True):
         raise OSError("a fork can't be confined here")  # else each answer would seem to end its own fork
     pipe.send_bytes(json.dumps([_READY, "done", None]).encode())
@@ -173,6 +184,8 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
             number, task, answer = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
+        if number % _COLLAPSE_EVERY == 0:
+            _join_pages(heap)
         try:
             prepared = _prepared(scorer, task)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a data set raises for its own task
@@ -183,6 +196,22 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
             pipe.send_bytes(json.dumps([number, status, value]).encode())
         except OSError:  # nobody waits for it any more
             return
+
+
+def _heap() -> int:
+    """Where the part of the heap begins that may have huge pages, the last; 0 where it has no name."""
+    parts = re.findall(r"(?m)^(\w+)-.*\[heap\]$", Path("/proc/self/maps").read_text())
+    return int(parts[-1], 16) if parts else 0
+
+
+def _join_pages(heap: int) -> None:
+    """Make huge pages of the heap again: what is written beside a fork breaks them up, and a fork copies the table of
+    all small ones. A kernel that can't is left alone."""
+    first = -(-heap // _HUGE) * _HUGE
+    _libc.sbrk.restype = ctypes.c_void_p
+    size = (_libc.sbrk(ctypes.c_long(0)) - first) // _HUGE * _HUGE
+    if heap and size > 0:
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _COLLAPSE)
 
 
 class _Probe:
@@ -212,18 +241,19 @@ def _judged(
 ) -> tuple[str, Any]:
     """Status and value of one answer, judged by a fork."""
     ours, theirs = os.pipe()
-    if (child := os.fork()) == 0:
+    server = os.getpid()
+    if (child := _fork()) == 0:
         try:
-            pipe.close()
+            os.close(pipe.fileno())
             os.close(ours)
             for standard in (0, 1, 2):
                 os.dup2(null, standard)
-            _answer(theirs, scorer, prepared, answer, settings)
+            _answer(theirs, scorer, prepared, answer, settings, server)
         finally:
             os._exit(1)
     os.close(theirs)
     ended = os.pidfd_open(child)
-    said, complete = _read(ours, ended, time.monotonic() + settings["wall_s"])
+    said, complete = _read(ours, ended, pipe.fileno(), time.monotonic() + settings["wall_s"])
     os.kill(child, signal.SIGKILL)  # it has ended, or is to
     _, status, used = os.wait4(child, 0)
     os.close(ours)
@@ -250,13 +280,15 @@ def _plain(value: Any) -> bool:
     return all(part is None or isinstance(part, str | int | float) for part in parts)
 
 
-def _read(replies: int, ended: int, deadline: float) -> tuple[bytes, bool]:
+def _read(replies: int, ended: int, client: int, deadline: float) -> tuple[bytes, bool]:
     """What a fork says, and whether it has ended by itself by the deadline, without saying too much."""
     said, open_ = b"", [replies, ended]
     while len(said) <= _REPLY:
-        ready, _, _ = select.select(open_, [], [], max(0.0, deadline - time.monotonic()))
+        ready, _, _ = select.select([*open_, client], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             return said, False
+        if client in ready:  # it sends nothing before its reply, so it is gone
+            os._exit(0)
         if replies in ready:
             more = os.read(replies, _REPLY)
             said += more
@@ -267,12 +299,16 @@ def _read(replies: int, ended: int, deadline: float) -> tuple[bytes, bool]:
     return said, False
 
 
-def _answer(replies: int, scorer: Scorer, prepared: Any, answer: str, settings: dict[str, Any]) -> None:
+def _answer(replies: int, scorer: Scorer, prepared: Any, answer: str, settings: dict[str, Any], server: int) -> None:
     """The fork. The kernel ends it, in the middle of a multiplication too, when its CPU time is used up."""
     gc.disable()  # a collection would copy every page
-    confinement.confine_fork(cpu_s=settings["cpu_s"], memory_bytes=_MEMORY, confined=settings["confined"])
+    confinement.confine_fork(
+        cpu_s=settings["cpu_s"], memory_bytes=_MEMORY, confined=settings["confined"], server=server
+    )
     try:
-        said = json.dumps(["done", scorer.judge(prepared, answer)])
+        value = scorer.judge(prepared, answer)
+        plain = type(value) is float and 0.0 <= value <= 1.0  # json touches a quarter of all pages that a fork does
+        said = f'["done", {value!r}]' if plain else json.dumps(["done", value])
     except BaseException:  # noqa: BLE001 - the boundary: an answer may raise anything, SystemExit too
         said = json.dumps(["raised", None])
     os.write(replies, said.encode())

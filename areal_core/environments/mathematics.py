@@ -181,7 +181,7 @@ _LETTER = re.compile(r"(?<![a-zA-Z\\{])[a-zA-Z](?![a-zA-Z])")
 _UNIT = re.compile(
     r"(?:\s*(?:\\(?:text|mathrm|textrm|mbox|operatorname|rm)\s*\{[^{}]*\}|\\circ|\^\s*\\circ|\^\s*\{\s*\\circ\s*\})"
     r"|\s+(?!and\b|or\b|to\b|times\b|plus\b|minus\b|of\b)[a-zA-Z][a-zA-Z'-]*\.?|(?<=\w)\s*/\s*[a-zA-Z]+"
-    r"|(?<=[a-zA-Z}])\s*\^\s*\{?\s*-?\d\s*\}?)+"
+    r"|(?<=[a-zA-Z}])\s*\^\s*\{?\s*-?\d(?:\s*\})?)++"
 )
 
 

@@ -32,7 +32,7 @@ from areal_core.types import Outcome, Prompt
 logger = logging.getLogger(__name__)
 
 _SPARE_BYTES = 2**20  # that a program may print or return beyond what is expected
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^[ \t]*+```[ \t]*+(\w*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL)
 _TAGS = ("python", "python3", "py")
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
 _FOUND = {Status.UNPARSABLE: Outcome.UNPARSABLE, Status.STARVED: Outcome.TIMED_OUT, Status.FAILED: Outcome.FAILED}

@@ -11,14 +11,21 @@ from pathlib import Path
 
 import jinja2
 
-from areal_core.errors import StorageError
+from areal_core.errors import StorageError, printable_lines
 from areal_core.evaluation.records import Record
 from areal_core.evaluation.scores import Scores
 from areal_core.types import Outcome
 
 _SAMPLES = 8  # of a problem that are shown
 
-_TEMPLATE = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
+
+def _finalized(value: object) -> object:
+    """Texts with control characters and marks of writing direction as escapes; tabs stay."""
+    return "\t".join(map(printable_lines, value.split("\t"))) if type(value) is str else value
+
+
+_JINJA = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_finalized)
+_TEMPLATE = _JINJA.from_string("""\
 <!doctype html>
 <html lang="en">
 <meta charset="utf-8">

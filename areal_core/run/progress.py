@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from areal_core.errors import printable_lines
+from areal_core.errors import printable, printable_lines
 from areal_core.types import RunStatus, RunSummary
 
 _WIDTH = 100  # of a paragraph, in characters
@@ -59,7 +59,7 @@ def describe(status: RunStatus) -> str:
         f"finishing: {status.finished}" if status.finished else f"{_duration(status.eta_s)} left",
         *(f"alert: {alert.kind}" for alert in status.alerts),
     )
-    return "  ".join(parts)
+    return printable("  ".join(parts))
 
 
 def conclude(summary: RunSummary) -> str:

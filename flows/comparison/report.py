@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from areal_core.errors import printable
 from flows.comparison.design import differences
 from flows.comparison.intervals import CONFIDENCE, Interval, coverage, median_interval, verdict
 from flows.comparison.learning_curves import draw_learning_curves
@@ -202,5 +203,5 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _escaped(text: str | None) -> str:
-    """`text` so that Markdown shows it as it is."""
-    return re.sub(r"([\\|*<`_])", r"\\\1", text or "")
+    """`text` so that Markdown shows it as it is, in one line."""
+    return re.sub(r"([\\|*<`_]|\](?=\())", r"\\\1", printable(text or ""))

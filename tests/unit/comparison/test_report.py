@@ -68,6 +68,11 @@ def test_failed_and_resumed_trials_come_first_and_an_arm_speaks_of_fewer_seeds(t
     assert _row(page, "effective tokens/s") == ["200 [100, 400]", fewer]
 
 
+def test_a_failure_adds_no_lines_or_links(tmp_path: Path) -> None:
+    page = _page(tmp_path, [failed(trial, "dead\n## Results\x1b [a](http://b)") for trial in _trials([1])])
+    assert r"seed 1: dead\\n## Results\\x1b [a\](http://b)" in page
+
+
 @pytest.mark.parametrize(
     ("lost", "cells"),
     [

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
+import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +18,9 @@ import pytest
 
 from areal_core.environments import confinement
 from areal_core.environments.fork_server import ForkServer, Reply
+from areal_core.environments.seccomp import COMPUTING, allowing
 from areal_core.errors import ConfigError, RewardError
+from tests.support.head_node import wait_for
 
 EVALUATING = "tests.support.scorers:Evaluating"
 CPU_S = 0.5
@@ -153,6 +159,52 @@ def test_a_lost_server_is_an_error_and_the_next_answer_starts_another() -> None:
     server.close()
     assert not first.is_running()
     assert not second.is_running()
+
+
+def test_a_server_ends_with_its_client_in_the_middle_of_an_answer() -> None:
+    waits = "[lock.acquire() for lock in [__import__('_thread').allocate_lock()] * 2]"
+    asks = (
+        "from tests.unit.environments.test_fork_server import *; server = ForkServer(EVALUATING, cpu_s=60)\n"
+        f"print(server.ask(0, '1'), server.process.pid, flush=True); server.ask(1, {waits!r})"
+    )
+    with subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        server = psutil.Process(int(client.stdout.readline().split()[-1]))
+        wait_for(server.children)
+        family = [server, *server.children()]
+        client.kill()
+    _, alive = psutil.wait_procs(family, 30)  # the answer may take ten minutes
+    assert alive == []
+
+
+def test_a_fork_whose_server_has_ended_ends() -> None:
+    code = "from areal_core.environments.confinement import *; confine_fork({}, server={}); print('runs')"
+    for server, said in (("os.getppid()", b"runs"), ("os.getppid() + 1", b"")):
+        limits = "cpu_s=9.0, memory_bytes=2**40, confined=False"
+        ended = subprocess.run([sys.executable, "-c", code.format(limits, server)], capture_output=True)
+        assert ended.stdout.strip() == said
+
+
+@pytest.mark.parametrize("allowed", [{1, 2, 3, 7, 9, 10, 400}, {0, 5}, {4}, set(COMPUTING.values())])
+def test_a_filter_allows_the_calls_of_its_list_alone(allowed: set[int]) -> None:
+    program = list(struct.iter_unpack("=HBBI", allowing({str(number): number for number in allowed})))
+
+    def returned(architecture: int, number: int) -> int:
+        """Classic BPF, as far as filters of calls use it."""
+        place, value = 0, 0
+        while True:
+            code, yes, no, operand = program[place]
+            if code == 0x06:
+                return operand
+            if code == 0x20:
+                value = {0: number, 4: architecture}[operand]
+            else:
+                place += yes if {0x15: value == operand, 0x35: value >= operand}[code] else no
+            place += 1
+
+    assert {number for number in range(600) if returned(0xC000003E, number) == 0x7FFF0000} == allowed
+    assert {returned(0xC000003E, number) for number in range(600)} == {0x7FFF0000, 0x50000 | errno.EPERM}
+    assert returned(0xC000003E, 0x40000000 + min(allowed)) == returned(3, min(allowed)) == 0x80000000
 
 
 def test_a_scorer_that_fails_on_its_task_is_an_error(server: ForkServer) -> None:

@@ -131,14 +131,15 @@ EVALUATING = (  # data sets whose own scores evaluate an answer as Python
 
 @pytest.fixture(scope="module")
 def scores():
-    server = ForkServer("areal_core.environments.procedural:Scores", cpu_s=1.0)
+    server = ForkServer("areal_core.environments.procedural_scores:Scores", cpu_s=1.0)
     yield server
     server.close()
 
 
 def made_in_its_own_process(dataset):
     """A task, by the hash seed that processes of a run have: polynomial_multiplication depends on it."""
-    code = f"from areal_core.environments.procedural import entry; print(repr(entry({dataset!r}, '', 5, 0)['answer']))"
+    entry = "from areal_core.environments.procedural_scores import entry"
+    code = f"{entry}; print(repr(entry({dataset!r}, '', 5, 0)['answer']))"
     environment = os.environ | CHILD_ENV
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     answer = ast.literal_eval(said.stdout.splitlines()[-1])

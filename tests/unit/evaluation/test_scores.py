@@ -88,12 +88,13 @@ def test_other_problems_are_not_compared():
 def test_the_page_shows_every_problem_and_escapes_what_was_written(tmp_path):
     hostile = Record(
         problem=7, prompt_id="7", prompt="<|im_start|>user", gold="<b>4</b>",
-        greedy=sample(WRONG, "<i>", text="<script>alert(1)</script>"), samples=(sample(RIGHT, "4"),),
+        greedy=sample(WRONG, "<i>", text="<script>alert(1)</script>\n\tdone\x1b \u202e"), samples=(sample(RIGHT, "4"),),
     )  # fmt: skip
     write_page(tmp_path / "page.html", "m: b", [*RECORDS, hostile], scored([hostile]))
     page = (tmp_path / "page.html").read_text()
     assert page.count("<details") == 5
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "<script>alert" not in page
+    assert "\n\tdone\\x1b \\u202e</pre>" in page
     assert "&lt;|im_start|&gt;user" in page
     assert "pass@1, 1 samples" in page

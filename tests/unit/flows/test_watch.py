@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
@@ -103,3 +105,13 @@ def test_interrupt_cancels_the_flow_run(monkeypatch: pytest.MonkeyPatch, interru
 )
 def test_figures_that_change_make_no_new_line(text: str, what: str) -> None:
     assert watch._what(text) == what
+
+
+def test_tables_of_results_send_nothing_to_the_terminal() -> None:
+    hostile = "[red]\x1b]0;owned\x07"
+    result: Any = SimpleNamespace(description=hostile, data=json.dumps([{"what": "model", hostile: hostile}]))
+    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    console.print(watch._table(result))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count(r"[red]\x1b]0;owned\x07") == 3
+    assert "\x1b]0;" not in shown

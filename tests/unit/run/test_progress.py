@@ -29,6 +29,7 @@ def test_describe() -> None:
     assert describe(STATUS) == LINE
     assert describe(dataclasses.replace(STATUS, eta_s=3725.0)).endswith("1:02:05 left")
     assert describe(dataclasses.replace(STATUS, finished="score")).endswith("finishing: score")
+    assert describe(dataclasses.replace(STATUS, finished="\x1b\n")).endswith(r"finishing: \x1b\n")
     assert "  12.3k emulated tokens/s  " in describe(dataclasses.replace(STATUS, emulated=True))
 
 

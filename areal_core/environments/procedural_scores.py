@@ -1,0 +1,125 @@
+"""Entries and scores of reasoning-gym's data sets, a scorer of `areal_core.environments.fork_server`.
+
+It imports little: every library that is open makes each fork dearer.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+import shlex
+import sys
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from areal_core.errors import ConfigError
+
+_SIZE = 2**40  # that a data set is told to have; it makes each entry from seed and index alone
+_SIZES = {  # of data sets that draw for all of their entries when they are made; primes, as draws have factors of 2
+    "acre": 4093, "gsm_symbolic": 1048573, "list_functions": 1048573, "word_ladder": 16381,
+}  # fmt: skip
+_NO_FORMULA = re.compile(r"""["'`:;@\[\]{}\\]|__|\.\s*[^\W\d]""")  # texts, attributes, statements
+_FORMULA_NAMES = """
+    Symbol Function Integer Float Rational Abs sign sqrt cbrt root exp log ln factorial binomial floor ceiling pi E I oo
+    sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh acoth erf
+    Pow Add Mul Integral
+"""  # what a formula may name; any other name is a symbol, or a function that is not evaluated
+_EVALUATING = (  # modules whose score_answer calls eval on an answer, for a Python literal
+    "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
+)  # fmt: skip
+_DRAWING = (
+    "matplotlib", "matplotlib.animation", "matplotlib.collections", "matplotlib.pyplot", "mpl_toolkits",
+    "mpl_toolkits.mplot3d", "drawsvg",
+)  # fmt: skip
+
+
+class Scores:
+    """The scores of data sets, a scorer of `areal_core.environments.fork_server`: nine data sets evaluate an answer as
+    Python, four by `eval`, five by SymPy's parser. Here these read literals, and formulas, alone."""
+
+    def __init__(self) -> None:
+        for module in _DRAWING:
+            sys.modules.setdefault(module, _Undrawn(module))
+        parser = importlib.import_module("sympy.parsing.sympy_parser")
+        sympy = importlib.import_module("sympy")
+        names = {
+            name: getattr(sympy, name) for name in _FORMULA_NAMES.split()
+        }  # the parser's own would reach all of Python
+        names |= {"__builtins__": {}, "max": sympy.Max, "min": sympy.Min}
+        parse = parser.parse_expr
+
+        def parse_formula(text: str, local_dict: dict[str, Any] | None = None, **how: Any) -> Any:
+            if _NO_FORMULA.search(text):
+                raise ValueError("not a formula")
+            return parse(text, **{"local_dict": local_dict, "global_dict": names} | how)
+
+        for module in (parser, sympy):  # before data sets import it by name
+            vars(module)["parse_expr"] = parse_formula
+        _reasoning_gym()
+        for module in _EVALUATING:
+            vars(importlib.import_module(f"reasoning_gym.{module}"))["eval"] = ast.literal_eval
+        halting = importlib.import_module("reasoning_gym.algorithmic.game_of_life_halting")
+        vars(halting)["bool"] = str  # its score takes every text for True
+        for formula in ("1 + 2*3", "x**2/2 - sin(x)"):
+            float(parse_formula(formula, {"x": names["Integer"](1)}))
+
+    def prepare(self, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A data set and one of its entries, from name, options, seed and draw."""
+        names = task["dataset"], task["options"], task["seed"]
+        made = entry(*names, task["draw"])
+        if made["answer"] != task["answer"]:
+            raise ValueError(f"{names[0]} makes other entries here than where the prompt was made")
+        return _dataset(*names), made
+
+    def judge(self, prepared: tuple[Any, dict[str, Any]], answer: str) -> float:
+        dataset, made = prepared
+        return float(dataset.score_answer(answer, made))
+
+
+class _Undrawn(ModuleType):
+    """In place of a library that draws, which no score needs: whatever is imported from it is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@functools.lru_cache(maxsize=1024)
+def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
+    """Question, answer and metadata of one entry."""
+    return _dataset(dataset, options, seed)[draw % _SIZES.get(dataset, _SIZE)]
+
+
+@functools.lru_cache(maxsize=8)
+def _dataset(name: str, options: str, seed: int) -> Any:
+    reasoning_gym, known = _reasoning_gym()
+    if name not in known:
+        raise ConfigError(f"task.dataset: must be a data set of reasoning-gym, got {name!r}")
+    settings = _settings(options)
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=_SIZES.get(name, _SIZE), **settings)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"task.dataset_options: {name} does not take {options!r}: {error}") from error
+
+
+def _reasoning_gym() -> tuple[Any, Any]:
+    """The package, and its data sets by name."""
+    try:
+        package = importlib.import_module("reasoning_gym")  # most of a second
+        return package, importlib.import_module("reasoning_gym.factory").DATASETS
+    except ImportError:
+        raise ConfigError(
+            "task.name: reasoning_gym needs the package reasoning-gym; install it with `make reasoning`"
+        ) from None
+
+
+def _settings(options: str) -> dict[str, Any]:
+    try:
+        pairs = [word.partition("=") for word in shlex.split(options)]
+        return {name: yaml.safe_load(value) for name, _, value in pairs}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"task.dataset_options: must be name=value pairs, got {options!r}: {error}") from error
