@@ -96,10 +96,6 @@ class RankGroup:
         self._reduce(total, dist.ReduceOp.SUM)
         return total.numpy()
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.all_reduce_sum(np.zeros(1))
-
     @contextmanager
     def held_up(self) -> Iterator[None]:
         """Around what may take this rank long and is not its fault, as a store that is away: the others wait for it at
