@@ -18,6 +18,11 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+def one_line(error: Exception) -> str:
+    """What an error says, with single spaces between its words."""
+    return " ".join(str(error).split())
+
+
 class ArealError(Exception):
     """Base of every error that this package raises on purpose. Its text is safe to print."""
 

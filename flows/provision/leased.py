@@ -149,11 +149,6 @@ class LeasedNodes:
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)
 
-    @property
-    def lost(self) -> str | None:
-        """Why this process no longer has the lease; None while it has it, as far as it knows."""
-        return self._held.lost
-
     def check(self) -> None:
         """Raises LeaseLostError once somebody else has the lease, or is to have it."""
         if self._closing.is_set():
