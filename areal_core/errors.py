@@ -18,9 +18,9 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def one_line(error: Exception) -> str:
-    """What an error says, with single spaces between its words."""
-    return " ".join(str(error).split())
+def one_line(said: object) -> str:
+    """What an error or a program says, with single spaces between its words."""
+    return " ".join(str(said).split())
 
 
 class ArealError(Exception):

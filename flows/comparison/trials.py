@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from areal_core.errors import ArealError
+from areal_core.errors import ArealError, one_line
 from areal_core.run import launcher as core
 from areal_core.run.folders import Log
 from areal_core.storage.rundir import RunDir
@@ -71,10 +71,6 @@ def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
         curves=_curves(run, trial.run_id),
         ran=(min(span.start_s for span in spans), max(span.end_s for span in spans)) if spans else None,
     )
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _not_as_planned(trial: Trial, run: RunDir) -> str | None:
