@@ -17,7 +17,7 @@ from rich.console import Console
 
 from areal_core.config.fields import merge
 from areal_core.config.schema import RunConfig, load
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, one_line
 from areal_core.run.command import Parser, run_command
 from areal_core.run.launcher import execute
 from areal_core.run.preflight import plan
@@ -46,7 +46,7 @@ def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
         try:
             values = yaml.safe_load(file.read_text()) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            reason = error.strerror if isinstance(error, OSError) else _one_line(error)
+            reason = error.strerror if isinstance(error, OSError) else one_line(error)
             raise ConfigError(f"--config: can't read {file}: {reason}") from error
         if not isinstance(values, Mapping):
             raise ConfigError(f"--config: {file} must hold fields and their values")
@@ -57,7 +57,7 @@ def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
         try:
             values = merge(values, name, yaml.safe_load(text))
         except yaml.YAMLError as error:
-            raise ConfigError(f"{name}: {text!r} is not a value: {_one_line(error)}") from error
+            raise ConfigError(f"{name}: {text!r} is not a value: {one_line(error)}") from error
     return load(values)
 
 
@@ -68,10 +68,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plan", action="store_true", help="say what the run would need of GPUs, and start nothing")
     parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="for instance training.steps=5")
     return parser.parse_intermixed_args(arguments)  # an option may stand between two overrides
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

@@ -18,6 +18,11 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+def one_line(said: object) -> str:
+    """What an error or a program says, with single spaces between its words."""
+    return " ".join(str(said).split())
+
+
 class ArealError(Exception):
     """Base of every error that this package raises on purpose. Its text is safe to print."""
 

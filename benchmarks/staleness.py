@@ -35,15 +35,15 @@ import torch
 
 from areal_core.__main__ import configuration
 from areal_core.algorithm.advantages import advantages_of
-from areal_core.api.scored_groups import ScoredGroup, unpack_group
-from areal_core.api.wire import encode_generation, whole_completions
+from areal_core.api.scored_groups import ScoredGroup
+from areal_core.api.wire import encode_generation
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.generation.engines.embedded import Engine
 from areal_core.models.folders import read_spec, read_weights
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.worker import GroupJob, score_group
+from areal_core.rewards.worker import GroupJob
 from areal_core.rollout.rollouts import trajectory_seed
 from areal_core.run.base_model import base_model
 from areal_core.run.preflight import preflight
@@ -54,6 +54,7 @@ from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import GenerationRequest, PolicyVersion
 from benchmarks import _harness
 from benchmarks._scoring import Scorer
+from tests.support.groups import score_group, unpack_group, whole_completions
 
 OBJECTIVES = ("decoupled", "standard")
 _SETTING = ("training.steps=32", "training.learning_rate=5e-6", "evaluation.every=8", "tracking.enabled=false")

@@ -35,7 +35,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from areal_core.errors import ArealError, TrackingError
+from areal_core.errors import ArealError, TrackingError, one_line
 from areal_core.launch.process import die_with_parent
 from areal_core.run import launcher as core
 from areal_core.run.progress import describe
@@ -43,7 +43,7 @@ from areal_core.types import RunStatus, RunSummary
 from flows.comparison.design import DEFAULT_ARMS, Trial, generated_name
 from flows.comparison.record import Comparison, read_comparison
 from flows.comparison.report import metrics, result_table, result_title, write_report
-from flows.comparison.trials import TrialResult, load_result, one_line, run_trial
+from flows.comparison.trials import TrialResult, load_result, run_trial
 from flows.page import Progress, told
 from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural, run_title
 
@@ -83,15 +83,12 @@ def areal_compare(
     # The same name in every attempt of this flow run, hence Prefect's "Retry" resumes.
     name = name or generated_name(experiment, flow_run.id[-12:])
     try:
-        return _compare(Comparison(name=name, experiment=experiment, arms=arms, seeds=seeds, overrides=overrides))
+        asked = Comparison(name=name, experiment=experiment, arms=arms, seeds=seeds, overrides=overrides)
+        with Progress(PROGRESS) as shown:
+            return _run_trials(asked, _Progress(name, shown))
     except ArealError as error:
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
-
-
-def _compare(asked: Comparison) -> State:
-    with Progress(PROGRESS) as shown:
-        return _run_trials(asked, _Progress(asked.name, shown))
 
 
 def _run_trials(asked: Comparison, progress: _Progress) -> State:
@@ -122,7 +119,7 @@ def _run_all(comparison: Comparison, trials: list[Trial], parent: Parent | None,
         progress.begin(planned, before, len(trials), len(failures))
         state = trial(planned, tags, progress, return_state=True)
         if not state.is_completed():
-            failures[planned.run_id] = one_line(str(state.message))
+            failures[planned.run_id] = one_line(state.message)
     progress.say(100.0, "reporting")
     return failures
 

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from areal_core.errors import ConfigError, ProvisionError
+from areal_core.errors import ConfigError, ProvisionError, one_line
 from areal_core.run.command import Parser, run_command
 from flows.provision.leased import LeasedNodes
 from flows.provision.nodes import Host, Nodes
@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold what infra/terraform/run/variables.tf asks for, as name: value")
     return _plain(values)

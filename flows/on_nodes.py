@@ -77,9 +77,10 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
             teardown(supply)
             raise
         teardown(supply)
-        summary = _summary(on_nodes, run_id)
+        store = _store(on_nodes, run_id)
+        summary = summary_of(store.get_bytes("summary.json").decode())
         if (spent := supply.spent()) is not None:
-            bill(spent, summary, _store(on_nodes, run_id))
+            bill(spent, summary, store)
     return summary
 
 
@@ -356,7 +357,3 @@ def _run_id(config: RunConfig) -> str:
 def _store(config: RunConfig, run_id: str) -> Storage:
     url = f"{config.storage.url.rstrip('/')}/runs/{run_id}"
     return Storage.open(url, config.storage.endpoint_url, config.storage.patience_s)
-
-
-def _summary(config: RunConfig, run_id: str) -> RunSummary:
-    return summary_of(_store(config, run_id).get_bytes("summary.json").decode())

@@ -12,19 +12,20 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 
 from rich.console import Console
-from rich.table import Table
+from rich.filesize import decimal
+from rich.table import Column, Table
 
 from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.run.command import Parser, run_command
-from areal_core.run.prune import KINDS, HeldRun, delete, free_leftovers, held_runs
+from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
 from flows.compose import compose
 
 _WIDTH = 160  # columns, where no terminal has its own
 _SECONDS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,13 +41,13 @@ def _prune(options: argparse.Namespace) -> None:
     if not console.is_terminal:
         console.width = _WIDTH
     console.print(_table(runs) if runs else f"No runs in {config.state_dir}/runs and {config.storage.url}.")
-    plan: list[tuple[HeldRun, int, Callable[..., object]]] = []
+    plan: list[tuple[HeldRun, int, Callable[..., None]]] = []
     for run in _chosen(runs, options.run, age_s) if chooses else runs:
         if chooses or run.state == "half deleted":
-            plan.append((run, run.bytes.total(), delete))
-        elif run.leftovers:
-            plan.append((run, run.leftovers, free_leftovers))
-    size = _shown(size for _, size, _ in plan)
+            plan.append((run, run.local_bytes + run.stored_bytes, delete))
+        elif run.leftover_bytes:
+            plan.append((run, run.leftover_bytes, free_leftovers))
+    size = decimal(sum(size for _, size, _ in plan))
     if chooses:
         print(f"\nTo delete: {', '.join(run.run_id for run, _, _ in plan) or 'nothing'} ({size}, models included)")
     else:
@@ -62,7 +63,7 @@ def _prune(options: argparse.Namespace) -> None:
     for run, size, action in plan:
         try:
             action(run, config, print)
-            print(f"{run.run_id}: {_shown([size])} freed")
+            print(f"{run.run_id}: {decimal(size)} freed")
         except (ArealError, OSError) as error:
             failed += 1
             print(f"{run.run_id}: not deleted, try again: {error}")
@@ -79,43 +80,19 @@ def _chosen(runs: Sequence[HeldRun], names: Sequence[str], age_s: float) -> list
         if known[name].state == "running":
             raise ConfigError(f"RUN: {name} is running; stop it first")
     before = time.time() - age_s
-    return [
-        run for run in runs if run.state != "running" and run.changed <= before and (not names or run.run_id in names)
-    ]
+    named = [known[name] for name in dict.fromkeys(names)] or runs
+    return [run for run in named if run.state != "running" and run.changed <= before]
 
 
 def _table(runs: Sequence[HeldRun]) -> Table:
-    kinds = [kind for kind in KINDS if any(run.bytes[kind] for run in runs)]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run", no_wrap=True)
-    for name in ("last change", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in (*kinds, "in all", "leftovers"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table(Column("run", no_wrap=True), "last change", "state", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("on this machine", "in the store", "leftovers"):
+        table.add_column(name, justify="right")
     for run in runs:
-        sizes = (*(run.bytes[kind] for kind in kinds), run.bytes.total(), run.leftovers)
-        table.add_row(run.run_id, _ago(run.changed), run.state, *(_shown([size]) if size else "-" for size in sizes))
-    if len(runs) > 1:
-        sums = [sum(run.bytes[kind] for run in runs) for kind in kinds]
-        sums += [sum(sums), sum(run.leftovers for run in runs)]
-        table.add_row(f"{len(runs)} runs", "", "", *(_shown([size]) if size else "-" for size in sums), style="bold")
+        sizes = (run.local_bytes, run.stored_bytes, run.leftover_bytes)
+        changed = datetime.fromtimestamp(run.changed).strftime("%Y-%m-%d %H:%M")
+        table.add_row(run.run_id, changed, run.state, *(decimal(size) if size else "-" for size in sizes))
     return table
-
-
-def _shown(sizes: Iterable[int]) -> str:
-    """The sum of some bytes, with two digits at least."""
-    size, unit = float(sum(sizes)), 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.{1 if unit and size < 10 else 0}f} {_UNITS[unit]}"
-
-
-def _ago(at: float) -> str:
-    hours = max(time.time() - at, 0.0) / 3600
-    for number, name in ((hours / 24, "day"), (hours, "hour"), (60 * hours, "minute")):
-        if number >= 1:
-            return f"{number:.0f} {name}{'' if round(number) == 1 else 's'} ago"
-    return "just now"
 
 
 def _seconds(text: str) -> float:

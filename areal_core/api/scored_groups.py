@@ -141,8 +141,3 @@ def read_group(
         truncated=np.array([group.truncated[completion] for completion in completions], np.bool_),
         **joined,
     )
-
-
-def unpack_group(data: bytes, group: BatchGroup | GroupSummary) -> GroupPayload:
-    """All of a group, as `read_group` reads it."""
-    return read_group(lambda spans: [data[start:end] for start, end in spans], group, range(len(group.lengths)))

@@ -148,11 +148,6 @@ def parse_part(line: bytes) -> tuple[tuple[int, ...], int]:
         raise GenerationError(f"not a part of a response: {type(error).__name__}: {error}") from None
 
 
-def whole_completions(body: bytes, n: int) -> tuple[SampledCompletion, ...]:
-    """The `n` completions of a body that holds all of them, finished."""
-    return tuple(SampledCompletion(segments=((body, index),)) for index in range(n))
-
-
 def join_completions(completions: Sequence[SampledCompletion]) -> list[Completion]:
     """Completions from their segments. Raises GenerationError as `parse_generation` does."""
     bodies = {id(body): body for completion in completions for body, _ in completion.segments}

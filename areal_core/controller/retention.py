@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from areal_core.config.schema import RunConfig
@@ -24,53 +25,40 @@ _PAGE = re.compile(r"v(\d{6,})-[0-9a-f]{8}(?=\.)")  # of the page, the records a
 _VERSIONS_KEPT = 8  # at most, of the newest: servers may be staging one, and the trainer compares engines on old ones
 
 
+@dataclass(eq=False)
 class Retention:
     """Of one run's controller."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        number: int,
-        *,
-        ledger: TrajectoryLedger,
-        recorder: Recorder,
-        schedule: EvaluationSchedule,
-        storage: Storage,
-        payloads: PayloadStore,
-        snapshots: Snapshots,
-        pages: Path,
-        loading: Callable[[], Collection[int]],
-    ) -> None:
-        """`pages` is the folder of evaluations; `loading` tells versions that servers load."""
-        self._config = config
-        self._number = number
-        self._ledger = ledger
-        self._recorder = recorder
-        self._schedule = schedule
-        self._storage = storage
-        self._payloads = payloads
-        self._snapshots = snapshots
-        self._pages = pages
-        self._loading = loading
-        self._pruning: asyncio.Task[None] | None = None
+    config: RunConfig
+    number: int
+    _: KW_ONLY
+    ledger: TrajectoryLedger
+    recorder: Recorder
+    schedule: EvaluationSchedule
+    storage: Storage
+    payloads: PayloadStore
+    snapshots: Snapshots
+    pages: Path  # the folder of evaluations
+    loading: Callable[[], Collection[int]]  # versions that servers load
+    _pruning: asyncio.Task[None] | None = field(default=None, init=False)
 
     def released(self) -> list[int]:
         """Versions whose folders are no longer needed: by no server that loads, nor the evaluator, nor a restart."""
-        newest = self._ledger.versions.newest()
-        kept = min(self._config.max_staleness + 2, _VERSIONS_KEPT)
+        newest = self.ledger.versions.newest()
+        kept = min(self.config.max_staleness + 2, _VERSIONS_KEPT)
         last = 0 if newest is None else newest.version - kept
-        needed = {*self._schedule.awaited(last), *self._loading()}  # a server may take longer than many steps
+        needed = {*self.schedule.awaited(last), *self.loading()}  # a server may take longer than many steps
         return [version for version in range(1, last + 1) if version not in needed]
 
     async def scored(self) -> None:
         """A version was scored: older pages are deleted, with the records and the table beside them."""
-        scored = sorted(self._recorder.evaluations, key=lambda known: known.version)
-        best, keep = best_of(scored), self._config.evaluation.keep_pages
+        scored = sorted(self.recorder.evaluations, key=lambda known: known.version)
+        best, keep = best_of(scored), self.config.evaluation.keep_pages
         if best is None or keep is None:
             return
         kept = {f"v{known.version:06d}-{known.sha256[:8]}" for known in (scored[0], best, *scored[-keep:])}
         try:
-            await asyncio.to_thread(_delete_pages, self._pages, {known.version for known in scored}, kept)
+            await asyncio.to_thread(_delete_pages, self.pages, {known.version for known in scored}, kept)
         except OSError as error:
             logger.warning("can't delete old evaluation pages: %s; will retry", error)
 
@@ -87,7 +75,7 @@ class Retention:
 
     async def _pruned(self) -> None:
         try:
-            async with self._snapshots.exclusive:
+            async with self.snapshots.exclusive:
                 await self._prune()
         except (StorageError, OSError) as error:
             logger.warning("what is no longer needed stays for now: %s", error)
@@ -95,23 +83,23 @@ class Retention:
     async def _prune(self) -> None:
         oldest = await asyncio.to_thread(
             checkpoint.prune,
-            self._storage,
-            self._config.training.keep_checkpoints,
-            number=self._number,
+            self.storage,
+            self.config.training.keep_checkpoints,
+            number=self.number,
             kept_too=self._kept_too,
-            in_use=self._snapshots.in_use,
+            in_use=self.snapshots.in_use,
         )
-        if self._config.rollout.retain == "uncommitted":
-            kept = self._schedule.awaited(oldest)
-            while self._ledger.free(oldest) or self._ledger.fold(kept):
-                await asyncio.to_thread(self._ledger.flush)
-        await self._payloads.keep(self._ledger.payloads.segments())
+        if self.config.rollout.retain == "uncommitted":
+            kept = self.schedule.awaited(oldest)
+            while self.ledger.free(oldest) or self.ledger.fold(kept):
+                await asyncio.to_thread(self.ledger.flush)
+        await self.payloads.keep(self.ledger.payloads.segments())
 
     def _kept_too(self, steps: Sequence[int]) -> Collection[int]:
         """Of the steps that have a complete checkpoint, those whose checkpoints are kept however old they get."""
-        training = self._config.training
+        training = self.config.training
         kept = {step for step in steps if training.keep_every is not None and step % training.keep_every == 0}
-        if training.keep_best and (best := best_of([e for e in self._recorder.evaluations if e.version in steps])):
+        if training.keep_best and (best := best_of([e for e in self.recorder.evaluations if e.version in steps])):
             kept.add(best.version)
         return kept
 

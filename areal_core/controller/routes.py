@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sqlite3
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from areal_core.api.guard import guard
 from areal_core.api.scored_groups import parsed_spans
@@ -183,9 +183,7 @@ class Routes:
 
 
 @web.middleware
-async def _errors_as_lines(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors_as_lines(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except RunFinished as ending:

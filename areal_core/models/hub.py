@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from areal_core.errors import ModelError
+from areal_core.errors import ModelError, one_line
 
 PREFIX = "hub:"
 _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
@@ -42,5 +42,5 @@ def fetch(path: str) -> Path:
     except LocalEntryNotFoundError:
         why = "it is not in the cache (HF_HOME), and the Hub can't be reached, or must not be (HF_HUB_OFFLINE)"
     except (HfHubHTTPError, OSError) as error:
-        why = " ".join(str(error).split())[:200]
+        why = one_line(error)[:200]
     raise ModelError(f"{path}: {why}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.wire import Arrival, SampledCompletion
+from areal_core.api.wire import Arrival
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
@@ -66,19 +66,6 @@ class Arrived:
     group: int  # its id in the worker
     job: GroupJob | None  # with the first ones
     completions: Sequence[Arrival]
-
-
-def score_group(job: GroupJob, completions: Sequence[SampledCompletion]) -> ScoredGroup:
-    """Score a group that requests no more than its first completions, in this process. Raises RewardError for one that
-    does, and what `GroupRollout.advance` raises."""
-    rollout = _rollout(job)
-    with asyncio.Runner() as runner:
-        outcome = runner.run(rollout.advance([Arrival(0, index, one) for index, one in enumerate(completions)]))
-    if not isinstance(outcome, ScoredGroup):
-        raise RewardError(
-            f"environment.name: {job.environment.name} requests more completions, and there is no policy here"
-        )
-    return outcome
 
 
 class WorkerProcess:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from areal_core.config.fields import check_file_name
@@ -197,9 +196,7 @@ class _Servers:
     async def __aenter__(self) -> _Servers:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stop.set()
         for client in self._clients.values():
             await client.close()

@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import StorageError
@@ -86,9 +85,7 @@ class Ownership:
     def __enter__(self) -> Ownership:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _stop_renewing(self) -> None:

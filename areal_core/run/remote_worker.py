@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from areal_core.api.head import Head, checked_url, in_file
 from areal_core.config.schema import RunConfig
-from areal_core.errors import ArealError, ConfigError, ProcessError
+from areal_core.errors import ArealError, ConfigError, ProcessError, one_line
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import RoleSpec, StopSignal, Supervisor
 from areal_core.run.command import Parser, run_command
@@ -108,7 +108,8 @@ class RemoteWorker:
             source, file = Source(share.journal, share.first), place.run.log_file(share.journal, share.first)
             self._log = Journal(file, config.launch, source, self._forward)
             if share.role == TRAINER:
-                self._supervise(place, config, self._ranks(place, config, share))
+                ranks = remote_trainer(place.run, config, address=self._address, node=share.first)
+                self._supervise(place, config, ranks)
             elif share.role == REWARDS:
                 its = places(config, share)
                 self._supervise(place, config, remote_rewards(place.run, first=its.start, count=len(its)))
@@ -121,9 +122,6 @@ class RemoteWorker:
             self._log(f"run {self._folder.name} has ended")
         else:
             self._log(f"this machine leaves the run: {self._left}")
-
-    def _ranks(self, place: Place, config: RunConfig, share: Share) -> RoleSpec:
-        return remote_trainer(place.run, config, address=self._address, node=share.first)
 
     def _generate(self, place: Place, config: RunConfig, share: Share) -> None:
         """Servers are registered with the run's current controller, and started again when it has lost them."""
@@ -175,8 +173,8 @@ class RemoteWorker:
             where = f": {error.filename}" if error.filename else ""
             self._fail(ProcessError(f"the run's folder can't be used{where}: {error.strerror or error}"))
         except Exception as error:
-            what = " ".join(str(error).split())
-            self._fail(ProcessError(f"{threading.current_thread().name}: {type(error).__name__}: {what}"))
+            what = f"{type(error).__name__}: {one_line(error)}"
+            self._fail(ProcessError(f"{threading.current_thread().name}: {what}"))
             raise
 
     def _fail(self, error: ArealError) -> None:

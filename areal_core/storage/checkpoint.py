@@ -49,7 +49,7 @@ _MANIFEST = "manifest.json"
 _SEAL = "sha256"  # in a manifest: of all else in it
 _SET_ASIDE = "manifest.damaged.json"
 _FOLDER = re.compile(rf"{_ROOT}/step-(\d{{6,18}})\.(\d{{1,9}})/")
-_PAYLOADS_OF = re.compile(rf"{PAYLOADS}/(\d{{1,9}})/")
+_OWNED = re.compile(rf"(?:{_ROOT}/step-\d{{6,18}}\.|{PAYLOADS}/)(\d{{1,9}})(?=/)")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")  # of a file, below the checkpoint's folder and nowhere else
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def payload_name(segment: str, number: int) -> str:
 
 def highest_number(storage: Storage) -> int:
     """The highest number of a launcher in the names of a run's store; 0 where there is none."""
-    return max((number for number, _ in _owners(_names(storage))), default=0)
+    return max((number for number, _ in _owners(_sizes(storage))), default=0)
 
 
 def save(
@@ -128,7 +128,7 @@ def save(
     if {_MANIFEST, _SET_ASIDE} & target.sizes().keys():  # of the same step, by an earlier trainer
         target.put_bytes(_MANIFEST, _text({"replaced": True}))  # which still tells that there was one
         target.delete(_SET_ASIDE)
-    superseded = {folder for owner, folder in _owners(_names(storage)) if owner < number}
+    superseded = {folder for owner, folder in _owners(_sizes(storage)) if owner < number}
     entries = dict(uploaded or {})
     for name, path in files.items():
         entries[name] = describe(path)
@@ -266,7 +266,7 @@ def leftovers(storage: Storage, number: int) -> dict[str, int]:
     named: set[str] = set()
     for info in _complete(storage):
         named |= {f"{info.folder}/{name}" for name in (_MANIFEST, *info.files)} | info.shared.keys()
-    sizes = storage.sizes(_ROOT) | storage.sizes(PAYLOADS) if named else {}
+    sizes = _sizes(storage) if named else {}
     owners = {name: owner for name in sizes for owner, _ in _owners([name])}
     return {name: sizes[name] for name, owner in owners.items() if owner < number and name not in named}
 
@@ -331,19 +331,16 @@ def _nothing(storage: Storage) -> None:
     )
 
 
-def _names(storage: Storage) -> Iterator[str]:
-    """Of all that checkpoints are made of."""
-    yield from storage.sizes(_ROOT)
-    yield from storage.sizes(PAYLOADS)
+def _sizes(storage: Storage) -> dict[str, int]:
+    """Bytes of all that checkpoints are made of, by name."""
+    return storage.sizes(_ROOT) | storage.sizes(PAYLOADS)
 
 
 def _owners(names: Iterable[str]) -> Iterator[tuple[int, str]]:
     """Of each of these names, the number of the launcher that put it, and the folder that is named after it."""
     for name in names:
-        if match := _FOLDER.match(name):
-            yield int(match[2]), match[0].rstrip("/")
-        elif match := _PAYLOADS_OF.match(name):
-            yield int(match[1]), match[0].rstrip("/")
+        if match := _OWNED.match(name):
+            yield int(match[1]), match[0]
 
 
 def _folders(sizes: Mapping[str, int]) -> list[tuple[int, int]]:

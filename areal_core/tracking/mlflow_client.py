@@ -103,13 +103,6 @@ def resume_run(uri: str, run_id: str) -> bool:
     return True
 
 
-def has_run(uri: str, run_id: str) -> bool:
-    """Whether a run that was opened before is still there. Raises TrackingError."""
-    _check_scheme(uri)
-    with _reporting(uri):
-        return _exists(MlflowClient(uri), run_id)
-
-
 def label_run(uri: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, Any] | None = None) -> None:
     """Set tags of a run, and its config.json where `params` are given: parameters themselves can't change.
 

@@ -1,13 +1,13 @@
-"""The trials of a comparison, run one after the other, and what each of them left in its folder."""
+"""The trials of a comparison: runs them, and says what each of them left in its folder."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from areal_core.errors import ArealError
+from areal_core.errors import ArealError, one_line
 from areal_core.run import launcher as core
 from areal_core.run.folders import Log
 from areal_core.storage.rundir import RunDir
@@ -31,17 +31,6 @@ class TrialResult:
     failure: str | None  # one line
     curves: Curves  # as far as it came, where it failed
     ran: tuple[float, float] | None  # first start and last end of its work, seconds since the epoch
-
-
-def run_all(trials: Sequence[Trial], *, log: Log, execute: Execute = core.execute) -> list[TrialResult]:
-    """Run trials in their order; one that fails is followed by the next."""
-    results: list[TrialResult] = []
-    for number, trial in enumerate(trials, 1):
-        log(f"trial {number} of {len(trials)}: {trial.run_id}")
-        results.append(run_trial(trial, log=log, execute=execute))
-        if failure := results[-1].failure:
-            log(f"{trial.run_id} failed: {failure}")
-    return results
 
 
 def run_trial(
@@ -82,10 +71,6 @@ def load_result(trial: Trial, failure: str | None = None) -> TrialResult:
         curves=_curves(run, trial.run_id),
         ran=(min(span.start_s for span in spans), max(span.end_s for span in spans)) if spans else None,
     )
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _not_as_planned(trial: Trial, run: RunDir) -> str | None:

@@ -20,7 +20,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from areal_core.errors import ProvisionError
+from areal_core.errors import ProvisionError, one_line
 from flows.provision.cloud import Found, anybody
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Aws:
             self._ec2: Any = session.client("ec2", config=settings)
             self._iam: Any = session.client("iam", config=settings)
         except BotoCoreError as error:
-            raise ProvisionError(f"aws: {' '.join(str(error).split())}") from None
+            raise ProvisionError(f"aws: {one_line(error)}") from None
 
     def found(self, run: str | None = None) -> list[Found]:
         return _told(lambda: [*self._ec2_found(run), *self._iam_found(run)])
@@ -167,4 +167,4 @@ def _told(ask: Callable[[], T]) -> T:
     try:
         return ask()
     except (BotoCoreError, ClientError, ResponseParserError) as error:
-        raise ProvisionError(f"aws: {' '.join(str(error).split())}") from None
+        raise ProvisionError(f"aws: {one_line(error)}") from None

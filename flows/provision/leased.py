@@ -139,7 +139,7 @@ class LeasedNodes:
             nodes.variables["epoch"] = held.lease.holder[:_EPOCH]
             self._touched = not held.fresh
             self._meter = Meter(self._prices, held.lease.spent)
-            held.on_renewed, held.on_lost = self._renewed, self._lost
+            held.on_renewed, held.on_lost = nodes.terraform.extend, self._lost
             stack.push(self._leave)
             stack.enter_context(held)
             nodes.terraform.init()
@@ -148,11 +148,6 @@ class LeasedNodes:
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)
-
-    @property
-    def lost(self) -> str | None:
-        """Why this process no longer has the lease; None while it has it, as far as it knows."""
-        return self._held.lost
 
     def check(self) -> None:
         """Raises LeaseLostError once somebody else has the lease, or is to have it."""
@@ -321,9 +316,6 @@ class LeasedNodes:
     def _observe(self) -> None:
         self._meter.observe(self._hosts, self._leases.clock.wall())
         self._held.note(self._meter.noted())
-
-    def _renewed(self) -> None:
-        self._nodes.terraform.extend()
 
     def _lost(self, reason: str) -> None:
         self._nodes.terraform.extend()  # to its end: nothing remains

@@ -42,7 +42,7 @@ class Nodes:
         *,
         folder: str = "provision",
         lock_timeout_s: int | None = 30,
-        busy_s: float | None = None,
+        busy_s: float = _BUSY_S,
         remaining_s: Callable[[], float] = lambda: math.inf,
         grace_s: float = 0.0,
         stop_s: float | None = None,
@@ -62,7 +62,7 @@ class Nodes:
         where = {"key": self.state_name} | {k: foundation[k] for k in ("bucket", "region")}
         self._lock = FileLock(
             self.folder / "lock",
-            timeout_s=_BUSY_S if busy_s is None else busy_s,
+            timeout_s=busy_s,
             busy=f"run {self.run}: another command is at its nodes on this machine",
         )
         try:

@@ -16,7 +16,8 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -57,10 +58,10 @@ class Reaped:
     """What has become of a run's nodes."""
 
     run: str
-    owner: str
-    since: str  # when the lease was over
-    ended: str  # what was ended, and how
-    cost: str
+    owner: str = "-"
+    since: str = "-"  # when the lease was over
+    ended: str = ""  # what was ended, and how
+    cost: str = "-"
     failed: str | None = None  # why it is to be tried again
 
     def row(self) -> dict[str, str]:
@@ -118,29 +119,30 @@ class Reaper:
         can't be listed."""
         with ThreadPoolExecutor(_AT_ONCE, "reap") as threads:
             each = list(threads.map(self._reap, sorted(self._leases.live())))
-        reaped = [one for one in each if one is not None]
-        for one in self._sweep():
-            reaped.append(one)
-        return reaped
+        return [one for one in (*each, *self._sweep()) if one is not None]
 
     def _reap(self, run: str) -> Reaped | None:
         """None where there is nothing to do."""
         try:
             lease = self._leases.read(run)
         except ArealError as error:
-            return self._told(Reaped(run=run, owner="-", since="-", ended="", cost="-", failed=str(error)))
+            return self._told(Reaped(run=run, failed=str(error)))
         if lease is None or not self._leases.is_over(lease):
             return None
+        known = Reaped(run=run, owner=lease.owner, since=lease.expires if lease.expires_at else "it was put down")
+        if unknown := _unknown(lease):
+            return self._tried(known, lambda: self._by_cloud(run, unknown))
+        return self._tried(known, lambda: self._by_terraform(lease))
+
+    def _tried(self, known: Reaped, end: Callable[[], tuple[str, str]]) -> Reaped | None:
+        """What is known of a run, and what `end` has ended; None where somebody else was faster."""
         try:
-            unknown = _unknown(lease)
-            ended, cost = self._by_cloud(run, unknown) if unknown else self._by_terraform(lease)
-            failed = None
+            ended, cost = end()
+            return self._told(replace(known, ended=ended, cost=cost))
         except HeldError:
-            return None  # somebody else was faster
+            return None
         except ArealError as error:
-            ended, cost, failed = "", "-", str(error)
-        since = lease.expires if lease.expires_at else "it was put down"
-        return self._told(Reaped(run=run, owner=lease.owner, since=since, ended=ended, cost=cost, failed=failed))
+            return self._told(replace(known, failed=str(error)))
 
     def _by_terraform(self, lease: Lease) -> tuple[str, str]:
         """What was ended, and what it cost all in all."""
@@ -200,35 +202,24 @@ class Reaper:
 
     # -- the sweep -----------------------------------------------------------------------------------------------------
 
-    def _sweep(self) -> Iterator[Reaped]:
+    def _sweep(self) -> Iterator[Reaped | None]:
         """What there is of runs without a lease. What there is is looked at first: its lease was there before."""
         try:
             found = self._cloud_of(self._foundation).found()
             live = set(self._leases.live())
             known = {*self._leases.known(), *self._with_states()} if found else set()
         except ArealError as error:
-            yield self._told(Reaped(run="-", owner="-", since="-", ended="", cost="-", failed=f"the sweep: {error}"))
+            yield self._told(Reaped(run="-", failed=f"the sweep: {error}"))
             return
         for run in sorted({each.run for each in found} - live):
             its = [each for each in found if each.run == run]
-            if not self._is_ours(run, its, known) or self._is_young(its):
-                continue
-            try:
-                ended, cost = self._by_cloud(run, "no lease")
-                failed = None
-            except HeldError:
-                continue
-            except ArealError as error:
-                ended, cost, failed = "", "-", str(error)
-            yield self._told(Reaped(run=run, owner="-", since="no lease", ended=ended, cost=cost, failed=failed))
+            is_ours = run in known or any(each.near for each in its)  # an account may have several stores
+            if is_ours and not self._is_young(its):
+                yield self._tried(Reaped(run=run, since="no lease"), partial(self._by_cloud, run, "no lease"))
 
     def _with_states(self) -> list[str]:
         names = self._leases.storage.list(_STATES)
         return [PurePosixPath(name).name.removesuffix(".tfstate") for name in names if name.endswith(".tfstate")]
-
-    def _is_ours(self, run: str, its: Iterable[Found], known: set[str]) -> bool:
-        """Whether it is a run of this store: an account may have several."""
-        return run in known or any(each.near for each in its)
 
     def _is_young(self, its: Iterable[Found]) -> bool:
         now = self._leases.clock.wall()

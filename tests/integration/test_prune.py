@@ -53,5 +53,5 @@ def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     status, out, _ = prune("--run", "first", "--yes")
     assert (status, out.splitlines()[-1].startswith("first: ")) == (0, True)
     assert not run.run.root.exists()
-    assert not [name for name in store.list() if name != "lease.json"]
+    assert store.list() == ("lease.json",)
     assert prune()[1].startswith("No runs in ")

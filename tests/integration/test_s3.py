@@ -237,10 +237,11 @@ def test_runs_in_a_bucket_are_listed_and_deleted(endpoint: str, tmp_path: Path) 
         checkpoint.save(store, 5, {}, {}, number=0)
     before = clock.time()
     first, second = sorted(held_runs(config, pytest.fail), key=lambda run: run.run_id)
-    assert (first.state, first.bytes["payloads"], first.leftovers) == ("stopped", 4, 4)
+    assert (first.state, first.leftover_bytes, first.local_bytes) == ("stopped", 4, 0)
     assert abs(first.changed - before) < 60
     free_leftovers(first, config, print)
     delete(second, config, print)
     (found,) = held_runs(config, pytest.fail)
-    assert (found.run_id, found.leftovers, found.bytes["payloads"]) == ("first", 0, 0)
+    assert (found.run_id, found.leftover_bytes) == ("first", 0)
+    assert found.stored_bytes == first.stored_bytes - 4
     assert checkpoint.newest(store) is None

@@ -43,14 +43,6 @@ class Pass:
     uniforms: NDArray[np.float64]  # [A] in [0, 1)
 
 
-class Cache(Protocol):
-    """Keys and values of the sequences in all slots."""
-
-    def copy(self, source: int, targets: Int32Array, tokens: int) -> None:
-        """Give slots the first tokens of another one."""
-        ...
-
-
 class Decoder(Protocol):
     """The weights of one version, ready to run. Immutable: an update makes another one and swaps the two."""
 

@@ -32,7 +32,7 @@ from areal_core.api.guard import guard
 from areal_core.api.refusals import refusals
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
 from areal_core.config.schema import LaunchConfig
-from areal_core.errors import ConfigError, StorageError
+from areal_core.errors import ConfigError, StorageError, one_line
 from areal_core.launch import logs, process, pulse
 from areal_core.run.remote.appending import FullError, MisfitError, append, begin_anew
 from areal_core.run.remote.nodes import Nodes, Said, TakenError
@@ -266,7 +266,7 @@ def main() -> None:
     try:
         in_order = asyncio.run(_serve(run, ready_file))
     except (ConfigError, OSError) as error:
-        logger.error("%s", " ".join(str(error).split()))
+        logger.error("%s", one_line(error))
         raise SystemExit(1) from None
     if not in_order:
         raise SystemExit(128 + signal.SIGTERM)

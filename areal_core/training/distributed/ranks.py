@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from areal_core.errors import ProcessError
+from areal_core.errors import ProcessError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class RankGroup:
                     timeout=timedelta(seconds=timeout_s),
                 )
             except RuntimeError as error:
-                raise ProcessError(f"rank {rank} can't connect to the others: {_one_line(error)}") from error
+                raise ProcessError(f"rank {rank} can't connect to the others: {one_line(error)}") from error
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over ranks."""
@@ -95,10 +95,6 @@ class RankGroup:
         total = torch.from_numpy(values.copy())
         self._reduce(total, dist.ReduceOp.SUM)
         return total.numpy()
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.all_reduce_sum(np.zeros(1))
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
@@ -152,7 +148,7 @@ class RankGroup:
             try:
                 self._store.set(f"held-up/{self.rank}", f"{self._meetings}/{count}")
             except RuntimeError as error:
-                logger.warning("the rendezvous failed: %s", _one_line(error))
+                logger.warning("the rendezvous failed: %s", one_line(error))
                 return
 
     def all_reduce_max(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -175,7 +171,7 @@ class RankGroup:
         except RuntimeError as error:
             if self.size == 1 or "gloo" not in str(error):
                 raise
-            raise ProcessError(self._who_is_missing(_one_line(error))) from error
+            raise ProcessError(self._who_is_missing(one_line(error))) from error
 
     def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
         if self.size == 1:
@@ -184,7 +180,7 @@ class RankGroup:
         try:
             dist.all_reduce(tensor, operation)
         except RuntimeError as error:  # gloo's for a timeout, and for a connection that another rank closed by ending
-            raise ProcessError(self._who_is_missing(_one_line(error))) from error
+            raise ProcessError(self._who_is_missing(one_line(error))) from error
 
     def _who_is_missing(self, error: str) -> str:
         """The error message. A rank whose collective failed posts that in the store; those that don't are missing."""
@@ -235,7 +231,7 @@ def _store(rendezvous: Path | str, size: int, join_s: float) -> Store:
     try:
         store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=join_s))
     except RuntimeError as error:
-        raise ProcessError(f"no rendezvous at {where}: {_one_line(error)}") from error
+        raise ProcessError(f"no rendezvous at {where}: {one_line(error)}") from error
     return PrefixStore(name, store)
 
 
@@ -248,13 +244,9 @@ def _bounded(look: Callable[[], str]) -> str | None:
         try:
             found.append(look())
         except RuntimeError as error:
-            logger.warning("the rendezvous failed: %s", _one_line(error))
+            logger.warning("the rendezvous failed: %s", one_line(error))
 
     looking = threading.Thread(target=try_to, name="look for ranks", daemon=True)
     looking.start()
     looking.join(2 * _GRACE_S)
     return found[0] if found else None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

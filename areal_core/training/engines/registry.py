@@ -13,6 +13,7 @@ from areal_core.models.spec import ModelSpec
 from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.emulated import EmulatedTrainingEngine
 from areal_core.training.engines.engine import TrainingEngine
+from areal_core.training.engines.policy_engine import PolicyEngine
 from areal_core.training.engines.torch_engine import TorchEngine
 
 MakeEngine = Callable[[RunConfig, ModelSpec, Mapping[str, Tensor], RankGroup], TrainingEngine]
@@ -30,9 +31,9 @@ def torch_engine(
     weights: Mapping[str, Tensor],
     ranks: RankGroup,
     *,
-    kind: type[TorchEngine] = TorchEngine,
+    kind: type[PolicyEngine] = TorchEngine,
 ) -> TrainingEngine:
-    """`kind`: TorchEngine, or a subclass with another optimiser."""
+    """`kind`: TorchEngine, a subclass with another optimiser, or another engine that is made alike."""
     return kind(
         spec,
         weights,
@@ -51,16 +52,7 @@ def _deepspeed_engine(
     os.environ["DS_ACCELERATOR"] = config.launch.accelerator  # read as deepspeed is imported
     from areal_core.training.engines.deepspeed_engine import DeepSpeedEngine  # takes a second or two
 
-    return DeepSpeedEngine(
-        spec,
-        weights,
-        config.training,
-        config.algorithm,
-        temperature=config.generation.temperature,
-        ranks=ranks,
-        device=config.launch.accelerator,
-        seed=config.seed,
-    )
+    return torch_engine(config, spec, weights, ranks, kind=DeepSpeedEngine)
 
 
 def _emulated_engine(

@@ -13,10 +13,10 @@ from areal_core.api.scored_groups import (
     read_group,
     read_group_file,
     spans_text,
-    unpack_group,
 )
 from areal_core.errors import StorageError
 from areal_core.types import BatchGroup, GroupPayload
+from tests.support.groups import unpack_group
 
 
 def group(lengths: Sequence[int] = (3, 1, 2)) -> GroupPayload:

@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from areal_core.api.scored_groups import unpack_group
-from areal_core.api.wire import Arrival, encode_generation, join_completions, whole_completions
+from areal_core.api.wire import Arrival, encode_generation, join_completions
 from areal_core.config.schema import AlgorithmConfig, ChatConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Setting, Verdict, given, sampled, side_by_side
@@ -16,6 +15,7 @@ from areal_core.environments.single_turn import SingleTurn
 from areal_core.errors import RewardError
 from areal_core.rewards.group import GroupRollout, _Policy
 from areal_core.types import GenerationRequest, Outcome, Prompt, SampleRequest, Trajectory
+from tests.support.groups import unpack_group, whole_completions
 from tests.support.policies import END, TOKENIZER, completion
 
 PROMPT = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode("1+1="), answer="2")

@@ -11,17 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_core.api.scored_groups import ScoredGroup, pack_group, unpack_group
-from areal_core.api.wire import Arrival, SampledCompletion, encode_generation, whole_completions
+from areal_core.api.scored_groups import ScoredGroup, pack_group
+from areal_core.api.wire import Arrival, SampledCompletion, encode_generation
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.environment import given, sampled, side_by_side
 from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError, SessionLostError
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards import worker
 from areal_core.rewards.pool import RewardPool
-from areal_core.rewards.worker import GroupJob, score_group
+from areal_core.rewards.worker import GroupJob
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, Prompt, Trajectory
+from tests.support.groups import score_group, unpack_group, whole_completions
 
 END = char_tokenizer().token_id(EOS)
 BUSY_S = 0.05  # CPU seconds of a job that does nothing else

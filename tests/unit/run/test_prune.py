@@ -63,24 +63,20 @@ def test_nothing_is_made_to_look(config: RunConfig, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bytes_are_counted_by_kind(config: RunConfig) -> None:
-    made(config).put_bytes("final/model.safetensors", bytes(300))
+def test_bytes_are_counted_here_and_in_the_store(config: RunConfig) -> None:
+    store, folder = made(config), run_folder(config, "first").root
     run = held(config)["first"]
-    assert (run.bytes["logs"], run.bytes["caches"], run.bytes["payloads"], run.bytes["models"]) == (100, 1000, 20, 300)
-    assert 1000 < run.bytes["checkpoints"] < 3000  # two files and their manifests
-    assert run.leftovers == 20  # payloads that no checkpoint names
+    assert run.local_bytes == sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) > 1100
+    assert run.stored_bytes == sum(store.sizes().values()) > 1000
+    assert run.leftover_bytes == 20  # payloads that no checkpoint names
     assert time.time() - run.changed < 60
 
 
-def test_states(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("finished", "stopped", "running", "deleted", "tracked", "remote", "elsewhere"):
+def test_states(config: RunConfig) -> None:
+    for name in ("finished", "stopped", "running", "deleted", "remote", "elsewhere"):
         made(config, name)
     run_folder(config, "finished").summary.write_text("{}")
-    for name in ("deleted", "tracked"):
-        shutil.rmtree(storage(config, name).url)
-    info = RunInfo(run_id="tracked", model_path="m", checkpoint_url="", tracking_uri="u", tracking_run_id="r")
-    RunDir.create(config, info)
-    monkeypatch.setattr(prune, "_is_tracked", lambda info, log: info.tracking_run_id is not None)
+    shutil.rmtree(storage(config, "deleted").url)
     shutil.rmtree(run_folder(config, "elsewhere").root)
     remote = Lease(storage(config, "remote"), "another machine", ttl_s=30.0)
     remote.acquire()
@@ -93,11 +89,10 @@ def test_states(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
             "finished": "finished",
             "stopped": "stopped",
             "running": "running",
-            "deleted": "abandoned",
-            "tracked": "stopped",
+            "deleted": "stopped",
             "remote": "running",
             "elsewhere": "stopped",
-            "cut-short": "abandoned",
+            "cut-short": "stopped",
         }
 
 
@@ -146,13 +141,15 @@ def test_leftovers_go_and_what_a_resume_needs_stays(config: RunConfig) -> None:
     store = made(config)
     store.put_bytes("checkpoints/step-000015.2/optimizer", b"cut short")
     newest = checkpoint.newest(store)
-    assert free_leftovers(held(config)["first"], config, print) == 29
+    run = held(config)["first"]
+    assert run.leftover_bytes == 29
+    free_leftovers(run, config, print)
     assert checkpoint.newest(store) == newest
     assert objects(store) == [
         *(f"checkpoints/step-000005.1/{name}" for name in ("manifest.json", "optimizer")),
         *(f"checkpoints/step-000010.2/{name}" for name in ("manifest.json", "optimizer")),
     ]
-    assert held(config)["first"].leftovers == 0
+    assert held(config)["first"].leftover_bytes == 0
 
 
 class Interrupted(BaseException):
@@ -208,7 +205,7 @@ def test_interrupted_deletion_of_leftovers_keeps_every_checkpoint(config: RunCon
                 free_leftovers(held(config)["first"], config, print)
         assert checkpoint.newest(store) == whole
     free_leftovers(held(config)["first"], config, print)
-    assert held(config)["first"].leftovers == 0
+    assert held(config)["first"].leftover_bytes == 0
 
 
 def test_a_run_that_another_launcher_takes_over_meanwhile_is_left(
@@ -248,6 +245,6 @@ def test_a_store_of_another_place_is_named(config: RunConfig, tmp_path: Path) ->
     made(config)
     other = load(config.to_dict() | {"storage": {"url": str(tmp_path / "other")}})
     run = held(other)["first"]
-    assert (run.state, run.storage, run.elsewhere) == ("stopped", None, f"{tmp_path}/store/runs/first")
+    assert (run.state, run.storage) == ("stopped", None)
     with pytest.raises(ConfigError, match=r"^first: its store is .*/store/runs/first; name it as storage\.url"):
         delete(run, other, print)

@@ -1,0 +1,37 @@
+"""Groups that are scored in this process, and read back whole."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+
+from areal_core.api.scored_groups import ScoredGroup, read_group
+from areal_core.api.wire import Arrival, SampledCompletion
+from areal_core.environments.registry import open_environment
+from areal_core.models.tokenizer import Tokenizer
+from areal_core.rewards.group import GroupRollout
+from areal_core.rewards.worker import GroupJob
+from areal_core.types import BatchGroup, GroupPayload, GroupSummary
+
+_tokenizer = functools.lru_cache(Tokenizer.from_folder)
+
+
+def score_group(job: GroupJob, completions: Sequence[SampledCompletion]) -> ScoredGroup:
+    """Score a group that requests no more than its first completions. Raises as `GroupRollout.advance`."""
+    environment = open_environment(job.environment, job.task, job.algorithm, _tokenizer(job.model_path))
+    rollout = GroupRollout(environment, job.prompt, n=job.n, max_new_tokens=job.task.max_new_tokens)
+    with asyncio.Runner() as runner:
+        outcome = runner.run(rollout.advance([Arrival(0, index, one) for index, one in enumerate(completions)]))
+    assert isinstance(outcome, ScoredGroup), f"{job.environment.name} requests more completions"
+    return outcome
+
+
+def whole_completions(body: bytes, n: int) -> tuple[SampledCompletion, ...]:
+    """The `n` completions of a body that holds all of them, finished."""
+    return tuple(SampledCompletion(segments=((body, index),)) for index in range(n))
+
+
+def unpack_group(data: bytes, group: BatchGroup | GroupSummary) -> GroupPayload:
+    """All of a group, as `read_group` reads it."""
+    return read_group(lambda spans: [data[start:end] for start, end in spans], group, range(len(group.lengths)))
