@@ -27,7 +27,7 @@ from areal_core.types import RunSummary
 from benchmarks import _harness
 from flows.comparison.design import plan_trials
 from flows.comparison.intervals import Interval, paired_difference, paired_ratio, verdict
-from flows.comparison.trials import run_all
+from flows.comparison.trials import TrialResult, run_trial
 
 ASYNC = ["mode=async"]
 STRONG = ["mode=sync"]
@@ -86,7 +86,12 @@ def run_arms(
     comparison = f"bench-{experiment}-{secrets.token_hex(3)}"
     common = ["tracking=off", f"evaluation.every={_harness.NEVER}", *overrides]
     trials = plan_trials(comparison, experiment, arms, seeds, common)
-    results = run_all(trials, log=_harness.tell)
+    results: list[TrialResult] = []
+    for number, trial in enumerate(trials, 1):
+        _harness.tell(f"trial {number} of {len(trials)}: {trial.run_id}")
+        results.append(run_trial(trial, log=_harness.tell))
+        if failure := results[-1].failure:
+            _harness.tell(f"{trial.run_id} failed: {failure}")
     summaries: dict[str, dict[int, RunSummary]] = {arm: {} for arm in arms}
     for result in results:
         if result.summary is None:

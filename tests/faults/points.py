@@ -100,7 +100,6 @@ POINTS: list[Point] = [
         "update",
         _around("staged", CONTROLLER, f"{_SERVERS}._stage", 2),
         _around("paused", CONTROLLER, f"{_SERVERS}._pause", 2),
-        _around("finished", CONTROLLER, f"{_SERVERS}._finish", 2),
         _around("resumed", CONTROLLER, f"{_SERVERS}._resume_after_update", 2),
     ),
     *_named(
