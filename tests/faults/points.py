@@ -100,6 +100,7 @@ POINTS: list[Point] = [
         "update",
         _around("staged", CONTROLLER, f"{_SERVERS}._stage", 2),
         _around("paused", CONTROLLER, f"{_SERVERS}._pause", 2),
+        _around("swapped", CONTROLLER, f"{_SERVERS}._swap", 2),
         _around("resumed", CONTROLLER, f"{_SERVERS}._resume_after_update", 2),
     ),
     *_named(
