@@ -125,7 +125,7 @@ cloud: $(SETUP) ## run the emulated cloud until Ctrl-C (as root)
 reap: $(SETUP) ## destroy AWS nodes whose run has no owner: STORE=s3://bucket
 	@$(BIN)/python -m flows.reap_command $(if $(STORE),--store '$(STORE)')
 
-prune: $(SETUP) ## show what old runs hold and delete it: RUN="first second" OLDER=30d YES=1 ARGS="storage.url=s3://bucket/prefix"
+prune: $(SETUP) ## show what old runs hold and delete it: RUN="first second" OLDER=DAYS YES=1 ARGS="storage.url=s3://bucket/prefix"
 	@$(BIN)/python -m flows.prune_command $(ARGS) $(if $(OLDER),--older '$(OLDER)') $(if $(YES),--yes) $(foreach run,$(RUN),--run '$(run)')
 
 clean: ## remove caches and build leftovers; keep .venv and .areal

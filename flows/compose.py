@@ -22,7 +22,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_core.config import renamed
 from areal_core.config.fields import leaves
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
@@ -142,8 +141,6 @@ def _options(group: str) -> list[str]:
 
 
 def _unknown(group: str, option: str, known: Sequence[str]) -> ConfigError:
-    if now := renamed.CHOICES.get((group, option)):
-        return ConfigError(f"{group}: {option} is called {now} now")
     near = difflib.get_close_matches(option, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return ConfigError(f"{group}: must be one of {', '.join(known)}, got {option!r}{hint}")

@@ -244,11 +244,10 @@ def _reaped_where_cancelled() -> Iterator[None]:
     """Where this process is asked to end, with half a minute for it, its nodes have been handed over to the reaper."""
     try:
         yield
-    except Exception:
-        raise
-    except BaseException:
-        with seen_where_it_answers(), get_client(sync_client=True) as client:
-            _call_the_reaper(client)
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            with seen_where_it_answers(), get_client(sync_client=True) as client:
+                _call_the_reaper(client)
         raise
 
 

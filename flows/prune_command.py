@@ -1,6 +1,6 @@
 """`make prune`: shows what old runs hold, and deletes what is chosen.
 
-    python -m flows.prune_command [--run NAME] ... [--older 30d] [--yes] [field=value ...]
+    python -m flows.prune_command [--run NAME] ... [--older DAYS] [--yes] [field=value ...]
 
 Without --run and --older it offers to delete leftovers of dead launchers, which no run needs. It never touches a run
 that is running. Exit status: 0 done, or only shown; 1 something was not deleted; 2 a setting, or the store, is wrong.
@@ -9,7 +9,6 @@ that is running. Exit status: 0 done, or only shown; 1 something was not deleted
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from areal_core.run.prune import HeldRun, delete, free_leftovers, held_runs
 from flows.compose import compose
 
 _WIDTH = 160  # columns, where no terminal has its own
-_SECONDS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,16 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prune(options: argparse.Namespace) -> None:
-    chooses = bool(options.run or options.older)
-    age_s = _seconds(options.older) if options.older else 0.0
+    chooses = bool(options.run) or options.older is not None
     config = compose("cpu-async", options.overrides)
     runs = held_runs(config, print)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_table(runs) if runs else f"No runs in {config.state_dir}/runs and {config.storage.url}.")
     plan: list[tuple[HeldRun, int, Callable[..., None]]] = []
-    for run in _chosen(runs, options.run, age_s) if chooses else runs:
+    for run in _chosen(runs, options.run, 86400.0 * (options.older or 0.0)) if chooses else runs:
         if chooses or run.state == "half deleted":
             plan.append((run, run.local_bytes + run.stored_bytes, delete))
         elif run.leftover_bytes:
@@ -51,8 +46,9 @@ def _prune(options: argparse.Namespace) -> None:
     if chooses:
         print(f"\nTo delete: {', '.join(run.run_id for run, _, _ in plan) or 'nothing'} ({size}, models included)")
     else:
-        print(f"\nTo delete: leftovers of {len(plan)} runs ({size}), which no resume needs.")
-        print("Whole runs: RUN=NAME or OLDER=30d.")
+        print(
+            f"\nTo delete: leftovers of {len(plan)} runs ({size}), which no resume needs. Runs: RUN=NAME, OLDER=DAYS."
+        )
     if not plan:
         return
     if not options.yes and not (sys.stdin.isatty() and input("Type yes to do it: ") == "yes"):
@@ -95,16 +91,10 @@ def _table(runs: Sequence[HeldRun]) -> Table:
     return table
 
 
-def _seconds(text: str) -> float:
-    if not (match := re.fullmatch(r"(\d+)([hdw])", text)):
-        raise ConfigError(f"OLDER: must be a number of hours, days or weeks, as in 12h, 30d or 4w, got {text!r}")
-    return int(match[1]) * _SECONDS[match[2]]
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="make prune", description="What old runs hold, and how to free it.")
     parser.add_argument("--run", action="append", default=[], metavar="NAME", help="delete this run; again for others")
-    parser.add_argument("--older", metavar="30d", help="delete runs that have not changed for so long")
+    parser.add_argument("--older", type=float, metavar="DAYS", help="delete runs that have not changed for so long")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="field=value", help="as storage.url=s3://bucket/prefix"

@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 _SILENT_S = 60.0
 _LEAST_BYTES = 1024  # of a body, in that time
@@ -19,18 +19,15 @@ _LEAST_BYTES = 1024  # of a body, in that time
 def runner(app: web.Application, *, silent_s: float = _SILENT_S, **options: Any) -> web.AppRunner:
     """The runner of an application, with aiohttp's `options`. Connections close `silent_s` after the last response, or
     after their start, unless a request's headers have come; bodies that stand still for so long are refused (408)."""
-    app.middlewares.append(_whole_bodies(silent_s))  # the last one: behind the door
-    return web.AppRunner(app, access_log=None, keepalive_timeout=silent_s, **options)
 
-
-def _whole_bodies(silent_s: float) -> Middleware:
     @web.middleware
     async def received(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not request.content.is_eof():
             await _read(request, silent_s)
         return await handler(request)
 
-    return received
+    app.middlewares.append(received)  # the last one: behind the door
+    return web.AppRunner(app, access_log=None, keepalive_timeout=silent_s, **options)
 
 
 async def _read(request: web.Request, silent_s: float) -> None:

@@ -15,7 +15,6 @@ from dataclasses import field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from areal_core.config import renamed
 from areal_core.errors import ConfigError
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -58,8 +57,6 @@ def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for key in given:
         if key not in fields:
-            if remedy := renamed.FIELDS.get(prefix + key):
-                raise ConfigError(f"{prefix}{key}: {remedy}")
             near = difflib.get_close_matches(key, fields, n=1)
             hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known fields: {', '.join(fields)}"
             raise ConfigError(f"{prefix}{key}: no such field{hint}")
@@ -99,8 +96,6 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{name}: must be finite, got {value}")
     choices = bounds.get("choices")
     if choices and value not in choices:
-        if now := renamed.CHOICES.get((name, str(value))):
-            raise ConfigError(f"{name}: {value} is called {now} now")
         raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
     low, high, above = bounds.get("low"), bounds.get("high"), bounds.get("above")
     if low is not None and value < low:

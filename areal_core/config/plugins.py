@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from typing import TypeVar
 
-from areal_core.config import renamed
 from areal_core.errors import ConfigError
 
 T = TypeVar("T")
@@ -21,8 +20,6 @@ _IMPORT_PATH = re.compile(r"\w+(\.\w+)*:\w+")
 
 def check_name(field: str, name: str, registered: Mapping[str, object]) -> None:
     """Raises ConfigError for a name that is neither registered nor an import path. Imports nothing."""
-    if now := renamed.CHOICES.get((field, name)):
-        raise ConfigError(f"{field}: {name} is called {now} now")
     if name not in registered and not _IMPORT_PATH.fullmatch(name):
         raise ConfigError(
             f"{field}: must be one of {', '.join(registered)}, or an import path, package.module:name, got {name!r}"

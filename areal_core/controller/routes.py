@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from areal_core.api.guard import guard
+from areal_core.api.refusals import refusals
 from areal_core.api.scored_groups import parsed_spans
 from areal_core.controller import bodies
 from areal_core.controller.payloads import DamagedPayloadError
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from areal_core.controller.service import Service
 
 
+_STATUSES = {  # the last three: the store, the disk; nothing that the caller did
+    RunFinished: 410, LedgerError: 400, GenerationError: 502, ArealError: 500, sqlite3.Error: 500, OSError: 500,
+}  # fmt: skip
+
+
 class Routes:
     """Requests of trainer, evaluator, reward workers and launcher, as calls of the parts of one run."""
 
@@ -35,7 +40,7 @@ class Routes:
         self._descriptions: dict[int, tuple[BatchManifest, bytes]] = {}  # of batches, by step: JSON for all ranks
 
     def app(self) -> web.Application:
-        middlewares = [guard(self._run.run_dir.token()), _errors_as_lines]
+        middlewares = [guard(self._run.run_dir.token()), refusals(_STATUSES)]
         app = web.Application(middlewares=middlewares, client_max_size=ANSWER_BYTES)
         newest = self._run.ledger.versions.newest
         app.add_routes(
@@ -180,17 +185,3 @@ class Routes:
     async def _stop(self, request: web.Request) -> web.Response:
         self._run.controller.finish((await bodies.read(request, bodies.Stop)).reason)
         return web.json_response({})
-
-
-@web.middleware
-async def _errors_as_lines(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except RunFinished as ending:
-        return web.Response(status=410, text=str(ending))
-    except (LedgerError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        return web.Response(status=400, text=f"{type(error).__name__}: {error}")
-    except GenerationError as error:
-        return web.Response(status=502, text=str(error))
-    except (ArealError, sqlite3.Error, OSError) as error:  # the store, the disk: nothing that the caller did
-        return web.Response(status=500, text=f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """Confine a process of our own that runs what a completion says: no files, network, programs or other processes.
 
     confine()                     # a server of forks, once it has imported everything
-    confine_fork(cpu_s=1.0, ...)  # each of its forks
+    confine_fork(1.0, ...)        # each of its forks
 
 Nothing has to be installed: the kernel does it. The server loses all capabilities and may only read where Python and
 its packages lie (Landlock, Linux 5.13). A fork may compute, and write to what is open (seccomp), within limits of CPU
@@ -59,7 +59,7 @@ def confine() -> None:
     _read_only()
 
 
-def confine_fork(*, cpu_s: float, memory_bytes: int, confined: bool, server: int) -> None:
+def confine_fork(cpu_s: float, memory_bytes: int, *, confined: bool, server: int) -> None:
     """Limit this fork, whose CPU time counts from 0; unless `confined`, nothing but that. It ends with its server."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:  # it ended before this fork asked for the signal

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol, cast
 
 from areal_core.environments import confinement
@@ -128,12 +129,7 @@ class ForkServer:
 
     def _start(self) -> None:
         self._pipe, theirs = Pipe()
-        settings = {
-            "scorer": self._scorer,
-            "cpu_s": self._cpu_s,
-            "wall_s": self._wall_s,
-            "confined": self._confined,
-        }
+        settings = {"scorer": self._scorer, "cpu_s": self._cpu_s, "wall_s": self._wall_s, "confined": self._confined}
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), json.dumps(settings)],
@@ -168,7 +164,8 @@ class ForkServer:
 def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     """Fork a child for each answer, until the other side of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the other side of the pipe says when it ends
-    scorer = cast(Scorer, _imported(settings["scorer"])())
+    module, _, name = settings["scorer"].partition(":")
+    scorer = cast(Scorer, getattr(importlib.import_module(module), name)())
     assert threading.active_count() == 1  # which `_fork` needs
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     null, heap = os.open(os.devnull, os.O_RDWR), _heap()
@@ -176,7 +173,8 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
         confinement.confine()
     gc.freeze()  # no collection looks at what is here for good
     _join_pages(heap)
-    if _judged(pipe, _Probe(), None, "", null, settings) != ("done", True):
+    probe = cast(Scorer, SimpleNamespace(judge=lambda prepared, answer: True))
+    if _judged(pipe, probe, None, "", null, settings) != ("done", True):
         raise OSError("a fork can't be confined here")  # else each answer would seem to end its own fork
     pipe.send_bytes(json.dumps([_READY, "done", None]).encode())
     while True:
@@ -214,14 +212,6 @@ def _join_pages(heap: int) -> None:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _COLLAPSE)
 
 
-class _Probe:
-    def prepare(self, task: Any) -> Any:
-        return task
-
-    def judge(self, prepared: Any, answer: str) -> bool:
-        return True
-
-
 def _prepared(scorer: Scorer, task: Any) -> Any:
     """What takes too long ends this process, which could not go on."""
     signal.setitimer(signal.ITIMER_PROF, _PREPARE_CPU_S)
@@ -229,11 +219,6 @@ def _prepared(scorer: Scorer, task: Any) -> Any:
         return scorer.prepare(task)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _judged(
@@ -302,9 +287,7 @@ def _read(replies: int, ended: int, client: int, deadline: float) -> tuple[bytes
 def _answer(replies: int, scorer: Scorer, prepared: Any, answer: str, settings: dict[str, Any], server: int) -> None:
     """The fork. The kernel ends it, in the middle of a multiplication too, when its CPU time is used up."""
     gc.disable()  # a collection would copy every page
-    confinement.confine_fork(
-        cpu_s=settings["cpu_s"], memory_bytes=_MEMORY, confined=settings["confined"], server=server
-    )
+    confinement.confine_fork(settings["cpu_s"], _MEMORY, confined=settings["confined"], server=server)
     try:
         value = scorer.judge(prepared, answer)
         plain = type(value) is float and 0.0 <= value <= 1.0  # json touches a quarter of all pages that a fork does

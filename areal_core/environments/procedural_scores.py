@@ -46,9 +46,8 @@ class Scores:
             sys.modules.setdefault(module, _Undrawn(module))
         parser = importlib.import_module("sympy.parsing.sympy_parser")
         sympy = importlib.import_module("sympy")
-        names = {
-            name: getattr(sympy, name) for name in _FORMULA_NAMES.split()
-        }  # the parser's own would reach all of Python
+        # The parser's own names would reach all of Python.
+        names = {name: getattr(sympy, name) for name in _FORMULA_NAMES.split()}
         names |= {"__builtins__": {}, "max": sympy.Max, "min": sympy.Min}
         parse = parser.parse_expr
 

@@ -22,10 +22,7 @@ class DiskSpace:
     def __init__(self, folders: Mapping[str, Path], launch: LaunchConfig, log: Log) -> None:
         """`folders` by the fields that move them."""
         self._folders = dict(folders)
-        self._limits = {
-            "GiB": (launch.disk_low_gib, launch.disk_min_gib),
-            "inodes": (launch.disk_low_inodes, launch.disk_min_inodes),
-        }
+        self._launch = launch
         self._log = log
         self._told: set[tuple[str, str]] = set()
 
@@ -41,7 +38,7 @@ class DiskSpace:
                     self._compare(field, folder, count, unit)
 
     def _compare(self, field: str, folder: Path, free: float, unit: str) -> None:
-        low, least = self._limits[unit]
+        low, least = (getattr(self._launch, f"disk_{what}_{unit.lower()}") for what in ("low", "min"))
         left = f"{field}: {folder} has {free:.{2 if unit == 'GiB' else 0}f} {unit} left"
         if free < least:
             raise StorageError(

@@ -219,11 +219,10 @@ class Run:
             self._started.add(role)
         try:
             yield
-        except ArealError as error:
-            self._fail(error)
         except BaseException as error:
             self._fail(error)
-            raise
+            if not isinstance(error, ArealError):
+                raise
         finally:
             with self._state:
                 self._over.add(role)
@@ -235,11 +234,10 @@ class Run:
         """Run `action` in a thread of the launcher: its error fails the run."""
         try:
             action()
-        except ArealError as error:
-            self._fail(error)
         except BaseException as error:
             self._fail(error)
-            raise
+            if not isinstance(error, ArealError):
+                raise
 
     def _fail(self, error: BaseException) -> None:
         with self._state:

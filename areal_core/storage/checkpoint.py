@@ -366,14 +366,8 @@ def _read_manifest(storage: Storage, step: int, number: int) -> CheckpointInfo:
         raise ValueError(f"{unsafe[0]!r} is no name of a file of a checkpoint")
     if (int(manifest["step"]), int(manifest["number"])) != (step, number):
         raise ValueError(f"it is of step {manifest['step']} and number {manifest['number']}")
-    return CheckpointInfo(
-        step=step,
-        number=number,
-        files=files,
-        shared=shared,
-        superseded=list(manifest["superseded"]),
-        extra=manifest["extra"],
-    )
+    superseded, extra = list(manifest["superseded"]), manifest["extra"]
+    return CheckpointInfo(step=step, number=number, files=files, shared=shared, superseded=superseded, extra=extra)
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -42,14 +41,6 @@ class MissingError(StorageError):
 
 class ChangedError(StorageError):
     """Somebody else has put another object there meanwhile, or has deleted it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A file that was put or fetched: waits for the store count as well."""
-
-    bytes: int
-    seconds: float
 
 
 class Storage:
@@ -120,12 +111,12 @@ class Storage:
         """The part of this store below `name`."""
         return Storage(self._kind, self._path(name), f"{self.url.rstrip('/')}/{name.strip('/')}", self._patience)
 
-    def put_file(self, local: Path, name: str) -> Transfer:
+    def put_file(self, local: Path, name: str) -> None:
         """Store a finished local file; an object of that name is replaced in one step."""
         path, started = self._path(name), self._patience.clock.now()
         with self._doing("write", name) as attempt:
             size = self._kind.put_file(local, path, attempt)
-        return self._transfer("wrote", name, size, started)
+        self._tell("wrote", name, size, started)
 
     def put_bytes(self, name: str, data: bytes) -> None:
         path = self._path(name)
@@ -152,13 +143,13 @@ class Storage:
         with self._doing("read", name) as attempt:
             return attempt(lambda: self._kind.get_marked(path))
 
-    def get_file(self, name: str, local: Path) -> Transfer:
+    def get_file(self, name: str, local: Path) -> None:
         """Copy an object to a local file, whose folder is made."""
         path, started = self._path(name), self._patience.clock.now()
         with self._doing("read", name) as attempt:
             local.parent.mkdir(parents=True, exist_ok=True)
             size = self._kind.get_file(path, local, attempt)
-        return self._transfer("read", name, size, started)
+        self._tell("read", name, size, started)
 
     def get_bytes(self, name: str) -> bytes:
         path = self._path(name)
@@ -227,12 +218,11 @@ class Storage:
             tried = f"; tried for {self._patience.limit_s:g} s" if self._kind.transient(error) else ""
             raise _told_as(error)(f"storage.url: can't {what}: {self._kind.reason(error)}{tried}") from error
 
-    def _transfer(self, did: str, name: str, size: int, started: float) -> Transfer:
+    def _tell(self, did: str, name: str, size: int, started: float) -> None:
         seconds = self._patience.clock.now() - started
         if size >= _TOLD_BYTES:
             rate = size / 1e6 / max(seconds, 1e-9)
             _log.info("storage: %s %s/%s: %d bytes in %.1f s, %.1f MB/s", did, self.url, name, size, seconds, rate)
-        return Transfer(bytes=size, seconds=seconds)
 
 
 def _told_as(error: Exception) -> type[StorageError]:

@@ -40,7 +40,7 @@ def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     store.put_bytes("checkpoints/step-000099.1/optimizer.safetensors", bytes(5_000_000))
     status, out, _ = prune()
     assert (status, "stopped" in row(out)) == (0, True)
-    assert " 5.0 MB" in out
+    assert (float(row(out)[-2]) >= 5, row(out)[-1]) == (True, "MB")
     assert prune("--run", "first")[0] == 1  # nobody says yes
     assert store.exists("checkpoints/step-000099.1/optimizer.safetensors")
     assert prune("--yes")[0] == 0
@@ -48,7 +48,7 @@ def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     with Launched(config, "first") as run:
         run.finished()
     assert "finished" in row(prune()[1])
-    assert prune("--older", "1h", "--yes")[0] == 0  # it is younger
+    assert prune("--older", "1", "--yes")[0] == 0  # it is younger
     assert run.run.summary.exists()
     status, out, _ = prune("--run", "first", "--yes")
     assert (status, out.splitlines()[-1].startswith("first: ")) == (0, True)

@@ -45,12 +45,12 @@ def test_a_bucket_may_be_the_store(place: Place) -> None:
 @every_kind
 def test_objects_come_back(store: Storage, tmp_path: Path) -> None:
     (tmp_path / "local").write_bytes(b"abc")
-    assert store.put_file(tmp_path / "local", "d/e/file").bytes == 3
+    store.put_file(tmp_path / "local", "d/e/file")
     store.put_bytes("d/e/file", b"longer than before")
     store.put_bytes("d/b", b"")
-    assert store.get_file("d/e/file", tmp_path / "made" / "copy").bytes == 18
+    store.get_file("d/e/file", tmp_path / "made" / "copy")
     assert (tmp_path / "made" / "copy").read_bytes() == b"longer than before"
-    assert store.get_file("d/b", tmp_path / "empty").bytes == 0
+    store.get_file("d/b", tmp_path / "empty")
     assert (tmp_path / "empty").read_bytes() == store.get_bytes("d/b") == b""
 
 

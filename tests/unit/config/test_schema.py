@@ -23,7 +23,6 @@ EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulat
         ({"vllm": {"arguments": "--name 'x"}}, 'generation.vllm.arguments: No closing quotation, in "--name \'x"'),
         ({"vllm": {"memory_share": 1.5}}, "generation.vllm.memory_share: must be "),
         ({"engine": "vllm", "temperature": 3.0}, "generation.temperature: vLLM takes 2 at most, got 3"),
-        ({"transfer": "nccl"}, "generation.transfer: was removed: servers load weights from version files; leave it"),
     ],
 )
 def test_what_is_wrong_with_generation_is_one_line_that_names_it(generation: dict[str, Any], said: str) -> None:
@@ -121,7 +120,6 @@ def test_synchronous_roles_take_turns_unless_each_has_its_own_devices(
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        ({"name": "jsonl"}, "task.name: jsonl is called rows now"),
         ({"name": "rows", "path": "p"}, "task.held_out_path: task.name=rows needs a file of prompts to evaluate with"),
         (
             {"success_field": "rate", "success_path": "rates.jsonl"},

@@ -21,7 +21,7 @@ from areal_core.controller.snapshots import Snapshots
 from areal_core.errors import StorageError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
 from areal_core.storage import checkpoint
-from areal_core.storage.objects import Storage, Transfer
+from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.types import GroupSummary, Outcome
 
@@ -66,7 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     made = Run(tmp_path)
     put_file = Storage.put_file
 
-    def put_slowly(self: Storage, local: Path, name: str) -> Transfer:
+    def put_slowly(self: Storage, local: Path, name: str) -> None:
         assert made.gate.wait(30.0)
         made.puts.append(f"{self.url.removeprefix(made.storage.url)}/{name}".lstrip("/"))
         return put_file(self, local, name)
@@ -204,7 +204,7 @@ async def test_what_is_deleted_while_checkpoints_come_is_none_of_theirs(
 async def test_a_failed_job_is_an_error_and_the_next_one_is_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     step = await run.step()
 
-    def refuse(self: Storage, local: Path, name: str) -> Transfer:
+    def refuse(self: Storage, local: Path, name: str) -> None:
         raise StorageError("storage.url: can't write it")
 
     with monkeypatch.context() as patched:

@@ -54,7 +54,7 @@ def test_a_disk_that_fails_for_a_while(
         store.put_bytes("a/name", b"content")
     else:
         (tmp_path / "local").write_bytes(b"content")
-        assert store.put_file(tmp_path / "local", "a/name").seconds == sum(time.slept)
+        store.put_file(tmp_path / "local", "a/name")
     assert store.get_bytes("a/name") == b"content"
     assert [file.name for file in (tmp_path / "store" / "a").iterdir()] == ["name"]
     assert len(time.slept) == 3
