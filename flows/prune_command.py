@@ -96,9 +96,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", action="append", default=[], metavar="NAME", help="delete this run; again for others")
     parser.add_argument("--older", type=float, metavar="DAYS", help="delete runs that have not changed for so long")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="field=value", help="as storage.url=s3://bucket/prefix"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help="as storage.url=s3://bucket/prefix")
     return parser.parse_intermixed_args(arguments)
 
 

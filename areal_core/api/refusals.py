@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-_OF_THE_CALLER = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
-
 
 def refusals(statuses: Mapping[type[Exception], int]) -> Middleware:
     """A middleware: errors of these kinds have these statuses, the first that fits; what else is wrong with a request
@@ -18,7 +16,7 @@ def refusals(statuses: Mapping[type[Exception], int]) -> Middleware:
     async def as_lines(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except (*statuses, *_OF_THE_CALLER) as error:
+        except (*statuses, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
             name = f"{type(error).__name__}: " if isinstance(error, KeyError | TypeError | OSError) else ""
             return web.Response(status=status, text=" ".join(f"{name}{error}".split()))

@@ -12,11 +12,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-_SILENT_S = 60.0
 _LEAST_BYTES = 1024  # of a body, in that time
 
 
-def runner(app: web.Application, *, silent_s: float = _SILENT_S, **options: Any) -> web.AppRunner:
+def runner(app: web.Application, *, silent_s: float = 60.0, **options: Any) -> web.AppRunner:
     """The runner of an application, with aiohttp's `options`. Connections close `silent_s` after the last response, or
     after their start, unless a request's headers have come; bodies that stand still for so long are refused (408)."""
 

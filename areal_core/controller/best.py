@@ -10,7 +10,7 @@ from areal_core.models.adapters import merged
 from areal_core.models.arrays import read_arrays
 from areal_core.models.spec import read_spec
 from areal_core.models.tensorfile import write_tensors
-from areal_core.storage import weights
+from areal_core.storage import lease, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from areal_core.types import Evaluation, PolicyVersion
@@ -24,7 +24,8 @@ def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
 
 def export(run: RunDir, storage: Storage, version: PolicyVersion, card: str) -> str:
     """Put a version into the store as a model folder beside the final model, whose tokenizer and settings it shares;
-    an adapter is merged into the base model. Returns its URL. Raises StorageError."""
+    an adapter is merged into the base model. Returns its URL. Raises StorageError, and LeaseLostError."""
+    lease.check(storage, run.info().number)
     final, best = storage.child("final"), storage.child("best")
     if not weights.is_whole(version):
         raise StorageError(f"{version.path}: version {version.version} is gone or damaged")

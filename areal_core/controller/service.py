@@ -38,7 +38,7 @@ from areal_core.controller.routes import Routes
 from areal_core.controller.snapshots import Snapshots
 from areal_core.environments.datasets import held_out_set
 from areal_core.environments.source import PromptSource, open_source
-from areal_core.errors import ArealError, StorageError, TokenLedgerError
+from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError
 from areal_core.launch import logs, process, pulse
 from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
@@ -290,7 +290,7 @@ class Service:
             card = model_card(self.config, summary, best)
             try:
                 url = await asyncio.to_thread(export, self.run_dir, self.storage, version, card)
-            except StorageError as error:
+            except (StorageError, ProcessError) as error:
                 logger.warning("the best version is not kept: %s", error)
                 return
         held_out = held_out_set(self.config)

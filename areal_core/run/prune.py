@@ -29,7 +29,7 @@ from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 
-_MANIFEST = re.compile(r"checkpoints/step-(\d+)\.(\d+)/manifest\.json")
+_MANIFEST = re.compile(r"checkpoints/[^/]+/manifest(\.damaged)?\.json")
 _PRUNED = ".pruned-"  # what a folder's name begins with once it is to go; no run id does
 _PATIENCE_S = 5.0  # with a store that fails
 
@@ -73,8 +73,11 @@ def delete(run: HeldRun, config: RunConfig, log: Log) -> None:
         durable.sync(renamed.parent)
         if run.storage is not None:
             names = run.storage.list()
-            manifests = [match for name in names if (match := _MANIFEST.fullmatch(name))]
-            ordered = [match[0] for match in sorted(manifests, key=lambda match: (int(match[2]), int(match[1])))]
+            last = "/"
+            with suppress(StorageError):  # none is whole
+                last = newest.folder if (newest := checkpoint.newest(run.storage)) else last
+            marks = filter(_MANIFEST.fullmatch, names)
+            ordered = sorted(marks, key=lambda name: (name.startswith(f"{last}/"), name.endswith("damaged.json")))
             tops = {name.partition("/")[0] for name in names} - {lease.NAME}
             for name in (*ordered, *sorted(tops)):
                 confirm()
