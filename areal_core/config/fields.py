@@ -118,7 +118,7 @@ def check_length(field: str, name: str, most: int) -> str:
     """Raise ConfigError for a name of more than `most` bytes; returns the name."""
     if (size := len(name.encode(errors="replace"))) > most:
         raise ConfigError(
-            f"{field}: must have at most {most} bytes, got {size}; choose a shorter one than {name[:20]}..."
+            f"{field}: must have at most {most} bytes, got {size}; choose one shorter than {name[:20]}..."
         )
     return name
 

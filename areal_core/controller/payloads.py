@@ -88,9 +88,9 @@ class PayloadStore:
         await self._do(self._seal)
 
     async def keep(self, names: Collection[str]) -> None:
-        """Delete all sealed segments but those named."""
+        """Delete all sealed segments but those named, and the last: no segment gets a name that was one before."""
         recent = {append.place.segment for append in self._appends if append.place is not None}
-        doomed = self._sealed - set(names) - recent
+        doomed = self._sealed - set(names) - recent - {self._name}
         await self._do(lambda: self._delete(doomed))
 
     def file(self, segment: str) -> Path:

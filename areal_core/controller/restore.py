@@ -69,6 +69,8 @@ def restore(run: RunDir, storage: Storage) -> int | None:
     if run.ledger.exists():
         kept = _set_aside(run)
         logger.warning("the ledger is not that of the checkpoint of step %d; it is kept as %s", newest.step, kept.name)
+    for suffix in ("-wal", "-shm"):  # of another ledger: SQLite would take them for this one's
+        run.ledger.with_name(run.ledger.name + suffix).unlink(missing_ok=True)
     durable.replace(files[info.ledger], run.ledger)
     shutil.rmtree(run.root / "restored")
     logger.info("restored the ledger from the checkpoint of step %d", info.step)

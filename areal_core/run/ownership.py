@@ -51,7 +51,7 @@ class Ownership:
         try:
             storage = Storage.open(checkpoint_url, config.storage.endpoint_url, _PATIENCE_S)
             self._lease = Lease(storage, _where(run), ttl_s=config.storage.lease_s)
-            self.number = self._lease.acquire(above=checkpoint.highest_number(storage))
+            self.number = self._lease.acquire(above=lambda: checkpoint.highest_number(storage))
         except BaseException:
             self._lock.release()
             raise

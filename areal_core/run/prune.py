@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,6 @@ from areal_core.run.disk import store_folder
 from areal_core.run.folders import Log, run_folder
 from areal_core.run.ownership import Ownership
 from areal_core.storage import checkpoint, durable, lease
-from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 
@@ -78,8 +78,8 @@ def delete(run: HeldRun, config: RunConfig, log: Log) -> None:
                 last = newest.folder if (newest := checkpoint.newest(run.storage)) else last
             marks = filter(_MANIFEST.fullmatch, names)
             ordered = sorted(marks, key=lambda name: (name.startswith(f"{last}/"), name.endswith("damaged.json")))
-            tops = {name.partition("/")[0] for name in names} - {lease.NAME}
-            for name in (*ordered, *sorted(tops)):
+            folders = {"/".join(name.split("/")[:2]) for name in names} - {lease.NAME}  # a later launcher's are others
+            for name in (*ordered, *sorted(folders)):
                 confirm()
                 run.storage.delete(name)
         shutil.rmtree(renamed)
@@ -110,11 +110,6 @@ def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Cal
     if url is not None and url != own and _may_hold(url):
         raise ConfigError(f"{run.run_id}: its store is {url}; name it as storage.url")
     local.root.mkdir(parents=True, exist_ok=True)
-    lost: list[LeaseLostError] = []
-
-    def confirm() -> None:
-        if lost:
-            raise lost[0]
 
     def check_unchanged() -> None:
         if _changed(run.folder, run.storage.changed() if run.storage is not None else {}) > run.changed:
@@ -124,13 +119,13 @@ def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Cal
         busy = f"run_id: {run.run_id} is running already; wait for its end"
         with FileLock(local.launcher_lock, timeout_s=0.0, busy=busy):
             check_unchanged()
-            yield 0, confirm
+            yield 0, lambda: None
         return
     with suppress(OSError, ValueError):  # launchers must agree on how long a silent one counts as alive
         config = local.config()
-    with Ownership(local, config, run.storage.url, log=log, on_lost=lost.append) as owned:
+    with Ownership(local, config, run.storage.url, log=log) as owned:
         check_unchanged()
-        yield owned.number, confirm
+        yield owned.number, partial(lease.check, run.storage, owned.number)
 
 
 def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> HeldRun:
@@ -139,10 +134,11 @@ def _held(run_id: str, config: RunConfig, store: Storage | None, log: Log) -> He
     sizes, put = (storage.sizes(), storage.changed()) if storage is not None else ({}, {})
     finished = local.summary.exists() or {"summary.json", "final/README.md"} & put.keys()
     state: State = "finished" if finished else "stopped"
-    renewed = put.get(lease.NAME, 0.0) > time.time() - 2 * config.storage.lease_s
     if run_id.startswith(_PRUNED):
         state = "half deleted"
-    elif FileLock.is_held(local.launcher_lock) or (storage is not None and renewed and lease.is_held(storage)):
+    elif FileLock.is_held(local.launcher_lock) or (
+        storage is not None and put.get(lease.NAME, 0.0) > time.time() - 2 * lease.held_s(storage)
+    ):
         state = "running"  # here, or on another machine
     leftovers: Mapping[str, int] = {}
     if storage is not None and state != "running":

@@ -309,7 +309,7 @@ def _complete(storage: Storage, gone: frozenset[tuple[int, int]] = frozenset()) 
                 continue
             yield from _complete(storage, gone | {(number, step)})
             return
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             _log.warning("skipping checkpoint %s/%s: its manifest is broken: %r", storage.url, folder, error)
             continue
         problem = _problem(info.files, present) or _problem(info.shared, shared)

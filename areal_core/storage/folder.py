@@ -20,6 +20,7 @@ from areal_core.storage import durable
 from areal_core.storage.patience import Attempt
 
 _SCRATCH = ".part"  # an object that is still being written
+_LOCK = ".lock"  # beside an object that is put over another
 _STALE_S = 24 * 3600.0  # after which nobody is writing it any more
 TRANSIENT = frozenset(  # of a full disk, and of a file server that is away; the rest is here to stay
     (
@@ -67,7 +68,7 @@ class Folder:
 
     def put_over(self, path: str, data: bytes, mark: str | None) -> str | None:
         """None where the object has another mark."""
-        with _locked(Path(path).parent):
+        with _locked(Path(path)):
             try:
                 found = self.get_marked(path)[1]
             except FileNotFoundError:
@@ -100,10 +101,10 @@ class Folder:
         return True
 
     def sizes(self, path: str) -> dict[str, int]:
-        return {file: found.st_size for file, found in _files(path) if not file.endswith(_SCRATCH)}
+        return {file: found.st_size for file, found in _files(path) if not file.endswith((_SCRATCH, _LOCK))}
 
     def changed(self, path: str) -> dict[str, float]:
-        return {file: found.st_mtime for file, found in _files(path) if not file.endswith(_SCRATCH)}
+        return {file: found.st_mtime for file, found in _files(path) if not file.endswith((_SCRATCH, _LOCK))}
 
     def delete(self, path: str) -> None:
         if os.path.isdir(path):
@@ -133,10 +134,11 @@ def _replace(path: Path, write: Callable[[Path], int]) -> int:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time replaces what is in a folder upon what it was."""
-    durable.make(folder)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time replaces a file upon what it was. Of NFS, files can be locked on all machines at once, and
+    folders can't."""
+    durable.make(path.parent)
+    descriptor = os.open(f"{path}{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -45,6 +45,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     where: str  # a machine and a folder, where one launcher at a time is alive
     held: bool = True  # false: given back
     beat: int = 0  # how often it was renewed
+    ttl_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0  # after which without that its holder is dead
 
 
 class Lease:
@@ -81,10 +82,10 @@ class Lease:
         """How often it is to be renewed."""
         return self._ttl_s / 6
 
-    def acquire(self, *, above: int = 0) -> int:
-        """Take the lease; returns its number, which is higher than `above` too: the highest that the store's names
-        show, for where the object is gone. Waits for a lease that is held to be renewed: after `ttl_s` its launcher is
-        dead. Raises ProcessError when another one runs the run, and StorageError."""
+    def acquire(self, *, above: Callable[[], int] = lambda: 0) -> int:
+        """Take the lease; returns its number, above what `above` gives, too: the highest that the store's names show.
+        Waits for a lease that is held to be renewed: its launcher is dead after its `ttl_s`, or this one's if longer.
+        Raises ProcessError when another one runs the run, and StorageError."""
         seen, since = None, 0.0
         while True:
             found, mark = _read(self._object)
@@ -94,11 +95,12 @@ class Lease:
                         f"run_id: the run is running already, on {found.where}; wait for its end or choose another"
                     )
                 seen, since = (found, mark), self._clock()
-            if self._is_free(found, mark) or self._clock() - since >= self._ttl_s:
-                number = 1 + max(above, found.number if found else 0)
+            patience_s = max(self._ttl_s, found.ttl_s if found else 0.0)
+            if self._is_free(found, mark) or self._clock() - since >= patience_s:
+                number = 1 + max(above(), found.number if found else 0)
                 if number > _MOST:
                     raise StorageError(f"{self._url}: no launcher can have a number above {_MOST}; move the run")
-                if self._write(Claim(number=number, holder=self._holder, where=self._where), mark):
+                if self._write(Claim(number=number, holder=self._holder, where=self._where, ttl_s=self._ttl_s), mark):
                     return number
             else:
                 self._sleep(_LOOK_S)
@@ -148,10 +150,10 @@ def check(storage: Storage, number: int) -> None:
         raise _lost_to(found)
 
 
-def is_held(storage: Storage) -> bool:
-    """Whether a launcher has the run, dead or alive."""
+def held_s(storage: Storage) -> float:
+    """For how long after its last renewal a launcher that has the run may live; 0.0 where none has it."""
     found = _read(Marked(storage, NAME))[0]
-    return found is not None and found.held
+    return found.ttl_s if found is not None and found.held else 0.0
 
 
 def _read(marked: Marked) -> tuple[Claim | None, str | None]:

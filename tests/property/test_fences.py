@@ -60,7 +60,7 @@ class Actor:
         (self.folder / self.where).mkdir(exist_ok=True)
         store = Storage(self.files, "run", "memory://run", Patience(0.0))
         lease = Lease(store, self.where, ttl_s=TTL_S, clock=self.files.clock, sleep=self.files.sleep)
-        number = self.number = lease.acquire(above=checkpoint.highest_number(store))
+        number = self.number = lease.acquire(above=lambda: checkpoint.highest_number(store))
         if self.frees:
             for name in checkpoint.leftovers(store, number):
                 store.delete(name)

@@ -92,6 +92,37 @@ def test_a_launcher_that_died_is_waited_for_once() -> None:
         turns.run({"all": launchers})
 
 
+def test_a_holder_is_given_the_time_that_it_has_asked_for() -> None:
+    """Its launcher has a longer storage.lease_s, and renews more seldom."""
+    turns = Turns(random.Random(1))
+    with tempfile.TemporaryDirectory() as folder:
+        storage = Storage.open(folder)
+
+        def launchers() -> None:
+            assert Lease(storage, "a", ttl_s=10 * TTL_S, clock=lambda: turns.now, sleep=turns.take).acquire() == 1
+            assert Lease(storage, "b", ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take).acquire() == 2
+            assert turns.now >= 10 * TTL_S
+
+        turns.run({"all": launchers})
+
+
+def test_a_number_is_above_what_names_show_when_the_lease_is_taken() -> None:
+    turns, shown = Turns(random.Random(1)), [1]
+    with tempfile.TemporaryDirectory() as folder:
+        storage = Storage.open(folder)
+        storage.put_bytes(NAME, b"no lease")
+
+        def waiting(seconds: float) -> None:
+            shown.append(7)  # a launcher whose lease was spoilt goes on meanwhile
+            turns.take(seconds)
+
+        def launchers() -> None:
+            lease = Lease(storage, "a", ttl_s=TTL_S, clock=lambda: turns.now, sleep=waiting)
+            assert lease.acquire(above=lambda: max(shown)) == 8
+
+        turns.run({"all": launchers})
+
+
 def test_a_run_that_is_running_is_refused_in_one_line() -> None:
     turns = Turns(random.Random(1))
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +173,7 @@ def test_what_is_no_claim_blocks_nobody_and_is_written_over_by_who_has_the_run(d
         def launchers() -> None:
             storage.put_bytes(NAME, data)
             held = lease("a")
-            assert held.acquire(above=6) == 7  # what names show, as the object tells nothing
+            assert held.acquire(above=lambda: 6) == 7  # what names show, as the object tells nothing
             storage.put_bytes(NAME, data)
             held.renew()
             assert msgspec.json.decode(storage.get_bytes(NAME), type=Claim).number == 7

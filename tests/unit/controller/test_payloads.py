@@ -71,6 +71,16 @@ async def test_only_sealed_segments_that_nobody_needs_are_deleted(store: Payload
         await store.read(first)
 
 
+async def test_no_segment_has_the_name_of_an_earlier_one(store: PayloadStore, folder: Path) -> None:
+    """A kept checkpoint may share the earlier one, which is in the store under that name."""
+    place = await store.append(b"before")
+    await store.seal()
+    await store.keep(())
+    again = PayloadStore(folder, 2)  # the controller was restarted
+    assert (await again.append(b"after")).segment > place.segment
+    again.close()
+
+
 async def test_a_segment_stays_while_the_place_of_its_payload_is_recorded_nowhere(store: PayloadStore) -> None:
     appended = asyncio.ensure_future(store.append(b"12345678"))
     await asyncio.sleep(0)

@@ -152,6 +152,28 @@ def test_leftovers_go_and_what_a_resume_needs_stays(config: RunConfig) -> None:
     assert held(config)["first"].leftover_bytes == 0
 
 
+def test_a_deletion_that_stands_still_takes_nothing_of_who_has_the_run_by_then(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = made(config)
+    run, remove = held(config)["first"], Storage.delete
+
+    def late(storage: Storage, name: str) -> None:
+        if name.startswith("checkpoints") and not name.endswith(".json") and checkpoint.highest_number(store) < 99:
+            file = run.folder.parent / "optimizer"
+            file.write_bytes(b"later")
+            store.put_bytes(NAME, b'{"number": 99, "holder": "other", "where": "elsewhere"}')
+            checkpoint.save(store, 2, {"optimizer": file}, {}, number=99)
+        remove(storage, name)
+
+    monkeypatch.setattr(Storage, "delete", late)
+    with pytest.raises(LeaseLostError):
+        delete(run, config, print)
+    newest = checkpoint.newest(store)
+    assert newest is not None
+    assert newest.number == 99
+
+
 class Interrupted(BaseException):
     """The process ends."""
 
@@ -214,9 +236,9 @@ def test_a_run_that_another_launcher_takes_over_meanwhile_is_left(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Lost(Ownership):
-        def __init__(self, *arguments: Any, on_lost: Callable[[LeaseLostError], None], **named: Any) -> None:
-            super().__init__(*arguments, on_lost=on_lost, **named)
-            on_lost(LeaseLostError("run_id: another launcher has taken the run over"))
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            store.put_bytes(NAME, b'{"number": %d, "holder": "other", "where": "elsewhere"}' % (self.number + 1))
 
     store = made(config)
     before = objects(store)
