@@ -117,9 +117,7 @@ def check_file_name(field: str, name: str) -> str:
 def check_length(field: str, name: str, most: int) -> str:
     """Raise ConfigError for a name of more than `most` bytes; returns the name."""
     if (size := len(name.encode(errors="replace"))) > most:
-        raise ConfigError(
-            f"{field}: must have at most {most} bytes, got {size}; choose one shorter than {name[:20]}..."
-        )
+        raise ConfigError(f"{field}: must have at most {most} bytes, got {size}; shorten {name[:20]}...")
     return name
 
 

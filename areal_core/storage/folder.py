@@ -135,8 +135,7 @@ def _replace(path: Path, write: Callable[[Path], int]) -> int:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time replaces a file upon what it was. Of NFS, files can be locked on all machines at once, and
-    folders can't."""
+    """One process at a time replaces a file upon what it was. On NFS, of all machines: files have locks there."""
     durable.make(path.parent)
     descriptor = os.open(f"{path}{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

@@ -48,7 +48,7 @@ def test_long_name_makes_a_run_id_that_can_be_resumed(base: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("run_id", ["x" * 161, "x" + "ä" * 80, "x" * 300], ids=len)
 def test_run_id_that_is_too_long(base: dict[str, Any], run_id: str) -> None:
-    with pytest.raises(ConfigError, match=r"^run_id: must have at most 160 bytes, got \d+; choose one shorter than "):
+    with pytest.raises(ConfigError, match=r"^run_id: must have at most 160 bytes, got \d+; shorten "):
         prepare(load(base), run_id=run_id)
 
 
