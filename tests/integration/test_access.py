@@ -91,12 +91,12 @@ def test_the_controller_is_not_made_to_call_others(run: Launched) -> None:
 def test_parts_of_thousands_of_completions_may_be_asked_for(run: Launched) -> None:
     spans = ",".join(f"{at}-{at + 1}" for at in range(10_000))
     status, text = ask(run, "controller", "GET", f"/groups/999999?spans={spans}", headers=token(run))
-    assert (status, text) == (400, "LedgerError: group_id: no payload is kept for group 999999")
+    assert (status, text) == (400, "group_id: no payload is kept for group 999999")
 
 
 def test_a_body_of_brackets_is_refused(run: Launched) -> None:
     status, text = ask(run, "controller", "POST", "/versions", b"[" * 200_000, token(run))
-    assert (status, text) == (400, "ValueError: body: is nested too deeply")
+    assert (status, text) == (400, "body: is nested too deeply")
     status, text = ask(run, "generation", "POST", "/inference/v1/generate", b"[" * 200_000, token(run))
     assert status == 400
     assert "the body is not JSON: " in text
@@ -105,7 +105,7 @@ def test_a_body_of_brackets_is_refused(run: Launched) -> None:
 def test_version_0_is_the_base_model(run: Launched) -> None:
     body = b'{"version": 0, "path": "/", "sha256": "x"}'
     status, text = ask(run, "controller", "POST", "/versions", body, token(run))
-    assert (status, text) == (400, "LedgerError: version: must be 1 or more, as version 0 is the base model, got 0")
+    assert (status, text) == (400, "version: must be 1 or more, as version 0 is the base model, got 0")
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -81,11 +81,10 @@ def test_a_big_file_goes_in_parts(store: Storage, tmp_path: Path, size: int, cap
     caplog.set_level(logging.INFO, "areal_core")
     data = os.urandom(size)
     (tmp_path / "big").write_bytes(data)
-    put = store.put_file(tmp_path / "big", "big")
-    got = store.get_file("big", tmp_path / "back")
+    store.put_file(tmp_path / "big", "big")
+    store.get_file("big", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == data
-    assert store.sizes() == {"big": put.bytes} == {"big": size}
-    assert got.bytes == size
+    assert store.sizes() == {"big": size}
     assert store.get_range("big", size - 5, size) == data[-5:]
     told = [record.getMessage() for record in caplog.records if record.name == "areal_core.storage.objects"]
     assert [line.split(":")[1].split()[0] for line in told] == ["wrote", "read"], told
@@ -162,7 +161,8 @@ def test_a_reader_sees_one_of_the_writers_whole(store: Storage, tmp_path: Path) 
     with ThreadPoolExecutor(6) as threads:
         writes = [threads.submit(store.put_file, tmp_path / f"{writer}", "name") for writer in range(3)]
         reads = [threads.submit(read, reader) for reader in range(3)]
-        assert all(done.result().bytes == size for done in writes)
+        for done in writes:
+            done.result()
         assert all(done.result() in contents for done in reads)
     assert read(0) in contents
     assert list(store.list()) == ["name"]

@@ -30,7 +30,7 @@ def test_a_run_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.Capt
 def test_a_name_that_is_too_long_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs").mkdir()
     assert advise.main(["x" * 300, "--state-dir", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("areal: error: run: must have at most 160 bytes, got 300; choose")
+    assert capsys.readouterr().err.startswith("areal: error: run: must have at most 160 bytes, got 300; shorten")
 
 
 def test_another_run_starts_with_the_split_that_is_asked_for(

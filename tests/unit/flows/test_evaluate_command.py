@@ -14,4 +14,4 @@ def test_name_that_is_too_long_is_one_line(
     arguments = ["--model", "m", "--benchmarks", "arithmetic", f"--{field}", "x" * 300]
     monkeypatch.setattr(sys, "argv", ["evaluate", *arguments])
     assert evaluate_command.main() == 2
-    assert capsys.readouterr().err.startswith(f"areal: error: {field}: must have at most 160 bytes, got 300; choose")
+    assert capsys.readouterr().err.startswith(f"areal: error: {field}: must have at most 160 bytes, got 300; shorten")
