@@ -42,9 +42,12 @@ ENDS_AT_THE_BOUND = (
     r"state_dir: \S+ has 0\.0[01] GiB left, less than 0\.0078125 \(launch\.disk_min_gib\): the run ends; with more "
     r"room it can be resumed"
 )
-# A server that can't write its timeline refuses what it is asked, so that the controller has it killed. What ends before
-# an old checkpoint is deleted finds room for a restart.
-IS_FULL = r"\S+-0 (exited with code 1|was killed by SIGKILL)( after \d restarts)?; .* its disk is full: nothing can be written to \S+/logs"
+# A server that can't write its timeline refuses what it is asked, so that the controller has it killed. What ends
+# before an old checkpoint is deleted finds room for a restart.
+IS_FULL = (
+    r"\S+-0 (exited with code 1|was killed by SIGKILL)( after \d restarts)?; .* its disk is full: "
+    r"nothing can be written to \S+/logs"
+)
 
 
 @pytest.mark.parametrize(
