@@ -11,10 +11,11 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from areal_core.controller.restore import forget_damaged, restore
-from areal_core.rollout.ledger import TrajectoryLedger
-from areal_core.storage import weights
+from areal_core.rollout.ledger import TrajectoryLedger, snapshot
+from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
 from tests.support.runs import tiny
@@ -121,3 +122,24 @@ def test_without_ledger_and_checkpoint_there_is_nothing_to_restore(run: RunDir) 
     run.ledger.unlink()
     assert restore(run, Storage.open(run.info().checkpoint_url)) is None
     assert not (run.root / "ledger-1.sqlite").exists()
+
+
+def test_no_log_of_another_ledger_is_taken_into_the_one_that_is_restored(run: RunDir, tmp_path: Path) -> None:
+    store = Storage.open(run.info().checkpoint_url)
+    save_file({"weight/w": np.ones(2, np.float32)}, tmp_path / checkpoint.WEIGHTS)
+    ledger = checkpoint.ledger_name("1")
+    snapshot(run.ledger, tmp_path / ledger)
+    files = {name: tmp_path / name for name in (checkpoint.WEIGHTS, ledger)}
+    checkpoint.save(store, 1, files, {checkpoint.VERSION: "0" * 64})
+    with closing(TrajectoryLedger(run.ledger, group_size=2)) as later:
+        for _ in range(500):
+            later.admit()
+        log = run.ledger.with_name(run.ledger.name + "-wal")
+        left = log.read_bytes()
+    assert left
+    run.ledger.unlink()
+    log.write_bytes(left)  # whoever removed, or renamed, the ledger came no further
+    assert restore(run, store) == 1
+    with closing(TrajectoryLedger(run.ledger, group_size=2)) as restored:
+        assert restored.damage() is None
+        assert restored.admitted == 400

@@ -93,6 +93,8 @@ def test_empty_store_has_none(store: Storage) -> None:
         "half a manifest",
         "no entries",
         "changed manifest",
+        "no object",
+        "nested manifest",
         "file missing",
         "file truncated",
         "not shared",
@@ -112,6 +114,10 @@ def test_broken_checkpoint_is_never_chosen(
         (folder / "manifest.json").write_text(manifest[: len(manifest) // 2])
     elif damage == "no entries":
         (folder / "manifest.json").write_text("{}")
+    elif damage == "no object":
+        (folder / "manifest.json").write_text("[]")
+    elif damage == "nested manifest":
+        (folder / "manifest.json").write_text("[" * 200_000)
     elif damage == "changed manifest":
         manifest = (folder / "manifest.json").read_text()
         (folder / "manifest.json").write_text(manifest.replace('"version": 2', '"version": 3'))
