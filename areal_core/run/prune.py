@@ -121,8 +121,6 @@ def _owned(run: HeldRun, config: RunConfig, log: Log) -> Iterator[tuple[int, Cal
             check_unchanged()
             yield 0, lambda: None
         return
-    with suppress(OSError, ValueError):  # launchers must agree on how long a silent one counts as alive
-        config = local.config()
     with Ownership(local, config, run.storage.url, log=log) as owned:
         check_unchanged()
         yield owned.number, partial(lease.check, run.storage, owned.number)

@@ -128,12 +128,13 @@ def save(
     if {_MANIFEST, _SET_ASIDE} & target.sizes().keys():  # of the same step, by an earlier trainer
         target.put_bytes(_MANIFEST, _text({"replaced": True}))  # which still tells that there was one
         target.delete(_SET_ASIDE)
-    superseded = {folder for owner, folder in _owners(_sizes(storage)) if owner < number}
     entries = dict(uploaded or {})
     for name, path in files.items():
         entries[name] = describe(path)
         target.put_file(path, name)
-    problem = _problem(entries, target.sizes()) or _problem(shared or {}, storage.sizes(PAYLOADS) if shared else {})
+    sizes = _sizes(storage)
+    superseded = {folder for owner, folder in _owners(sizes) if owner < number}
+    problem = _problem(entries, _below(sizes, folder_name(step, number))) or _problem(shared or {}, sizes)
     if problem:
         raise StorageError(f"checkpoint {target.url} is not committed: {problem}")
     manifest = {
@@ -174,7 +175,7 @@ def newest(storage: Storage, *, last: int | None = None) -> CheckpointInfo | Non
             f"{storage.url}/{_ROOT}: all checkpoints are of later steps than {last}, another launcher's: start the run "
             "again"
         )
-    return _nothing(storage)
+    return _refuse_unless_new(storage)
 
 
 def at(storage: Storage, step: int, number: int) -> CheckpointInfo:
@@ -216,7 +217,7 @@ def newest_of(storage: Storage, fetched: Callable[[CheckpointInfo], T]) -> tuple
             return info, fetched(info)
         except DamagedError as error:
             set_aside(storage, info, str(error))
-    return _nothing(storage)
+    return _refuse_unless_new(storage)
 
 
 def set_aside(storage: Storage, info: CheckpointInfo, reason: str) -> None:
@@ -289,15 +290,12 @@ def _complete(storage: Storage, gone: frozenset[tuple[int, int]] = frozenset()) 
     for anew, but for what is `gone`.
     """
     given = False
-    sizes = storage.sizes(_ROOT)
-    shared = storage.sizes(PAYLOADS)
+    sizes = _sizes(storage)
     for number, step in _folders(sizes):
         if (number, step) in gone:
             continue
         folder = folder_name(step, number)
-        present = {
-            name.removeprefix(f"{folder}/"): size for name, size in sizes.items() if name.startswith(f"{folder}/")
-        }
+        present = _below(sizes, folder)
         if _MANIFEST not in present or _SET_ASIDE in present:
             why = "it was found damaged" if _SET_ASIDE in present else "it has no manifest"
             _log.warning("skipping checkpoint %s/%s: %s", storage.url, folder, why)
@@ -312,7 +310,7 @@ def _complete(storage: Storage, gone: frozenset[tuple[int, int]] = frozenset()) 
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             _log.warning("skipping checkpoint %s/%s: its manifest is broken: %r", storage.url, folder, error)
             continue
-        problem = _problem(info.files, present) or _problem(info.shared, shared)
+        problem = _problem(info.files, present) or _problem(info.shared, sizes)
         if problem:
             _log.warning("skipping checkpoint %s/%s: %s", storage.url, folder, problem)
             continue
@@ -320,7 +318,7 @@ def _complete(storage: Storage, gone: frozenset[tuple[int, int]] = frozenset()) 
         yield info
 
 
-def _nothing(storage: Storage) -> None:
+def _refuse_unless_new(storage: Storage) -> None:
     """No checkpoint can be had: raises StorageError unless there never was one."""
     known = {name.rpartition("/")[0] for name in storage.sizes(_ROOT) if name.endswith((_MANIFEST, _SET_ASIDE))}
     if not known:
@@ -329,6 +327,11 @@ def _nothing(storage: Storage) -> None:
         f"{storage.url}/{_ROOT}: of {len(known)} checkpoints none is whole: put back what is missing, or start the run "
         "under another id"
     )
+
+
+def _below(sizes: Mapping[str, int], folder: str) -> dict[str, int]:
+    """Those in a folder, by their names there."""
+    return {name.removeprefix(f"{folder}/"): size for name, size in sizes.items() if name.startswith(f"{folder}/")}
 
 
 def _sizes(storage: Storage) -> dict[str, int]:

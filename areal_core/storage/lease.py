@@ -9,7 +9,7 @@ The holder renews its lease. One that was not renewed for `ttl_s`, by the clock 
 dead launcher's. One that comes back from such a silence finds another holder, and ends. Clocks of two machines are
 never compared.
 
-What is no lease, in whose place ever, counts as one that nobody renews. A holder that lives writes over it.
+A malformed object counts as a lease that nobody renews. A holder that lives writes over it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class Lease:
             if self._is_free(found, mark) or self._clock() - since >= patience_s:
                 number = 1 + max(above(), found.number if found else 0)
                 if number > _MOST:
-                    raise StorageError(f"{self._url}: no launcher can have a number above {_MOST}; move the run")
+                    raise StorageError(
+                        f"{self._url}: its number would be above {_MOST}; start the run under another id"
+                    )
                 if self._write(Claim(number=number, holder=self._holder, where=self._where, ttl_s=self._ttl_s), mark):
                     return number
             else:

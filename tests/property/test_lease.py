@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
+from functools import partial
 
 import msgspec
 import pytest
@@ -73,9 +74,7 @@ def test_a_launcher_that_died_is_waited_for_once() -> None:
     turns = Turns(random.Random(1))
     with tempfile.TemporaryDirectory() as folder:
         storage = Storage.open(folder)
-
-        def lease(where: str) -> Lease:
-            return Lease(storage, where, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
+        lease = partial(Lease, storage, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
 
         def launchers() -> None:
             assert lease("a").acquire() == 1
@@ -128,9 +127,7 @@ def test_a_run_that_is_running_is_refused_in_one_line() -> None:
     with tempfile.TemporaryDirectory() as folder:
         storage = Storage.open(folder)
         over = threading.Event()
-
-        def lease(where: str) -> Lease:
-            return Lease(storage, where, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
+        lease = partial(Lease, storage, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
 
         def holder() -> None:
             held = lease("/state/a")
@@ -166,9 +163,7 @@ def test_what_is_no_claim_blocks_nobody_and_is_written_over_by_who_has_the_run(d
     turns = Turns(random.Random(1))
     with tempfile.TemporaryDirectory() as folder:
         storage = Storage.open(folder)
-
-        def lease(where: str) -> Lease:
-            return Lease(storage, where, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
+        lease = partial(Lease, storage, ttl_s=TTL_S, clock=lambda: turns.now, sleep=turns.take)
 
         def launchers() -> None:
             storage.put_bytes(NAME, data)
