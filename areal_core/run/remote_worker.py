@@ -6,9 +6,9 @@
 
 The head node's configuration leaves the first two to remote workers (`launch.remote_roles`). The run's folder is shared
 with it (`--run-dir`), or this machine keeps a copy of it (`--head`, with `launch.copies`). This command may be started
-first: it waits for the run. It ends by itself with 0 once the run has ended in order, or once it has left the run
-(SIGUSR1: its servers hand over what they have); with 1 and one line when the run ended otherwise or the restart budget
-is spent; exit statuses are those of areal_core.run.command. Programs use RemoteWorker, in whatever thread.
+first: it waits for the run. It exits with 0 once the run has ended in order, or once it has left the run (SIGUSR1: its
+servers hand over what they have). It exits with 1 and one line if the run ended otherwise or the restart budget is
+spent. Other exit statuses are those of areal_core.run.command. Programs use RemoteWorker, in whatever thread.
 """
 
 from __future__ import annotations
