@@ -99,9 +99,7 @@ class Lease:
             if self._is_free(found, mark) or self._clock() - since >= patience_s:
                 number = 1 + max(above(), found.number if found else 0)
                 if number > _MOST:
-                    raise StorageError(
-                        f"{self._url}: its number would be above {_MOST}; start the run under another id"
-                    )
+                    raise StorageError(f"{self._url}: its number would be above {_MOST}; use another run id")
                 if self._write(Claim(number=number, holder=self._holder, where=self._where, ttl_s=self._ttl_s), mark):
                     return number
             else:

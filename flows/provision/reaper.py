@@ -2,10 +2,8 @@
 
 It takes the lease, so that an owner who comes back learns that it is lost. It has Terraform end what the lease asks
 for, sees that nothing is left, and gives the lease back. Terraform can't without its program, a request in the lease or
-a plan. Then what the cloud holds of the run is ended by the cloud's own calls.
-
-Then comes the sweep. A lease comes before everything that is made under it, and is given back once nothing is left. So
-what is there without one is nobody's.
+a plan. Then what the cloud holds of the run is ended by the cloud's own calls. Last comes the sweep. A lease comes
+before everything that is made under it, and is given back once nothing is left. So what has none is nobody's.
 
 It may be killed at any point, and several may run at once: what is not done, the next one does.
 """
