@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import sys
 import time
@@ -399,7 +400,12 @@ async def _serve(arguments: argparse.Namespace, engine: ServedEngine, token: str
     runner = serving.runner(server.app(), handler_cancellation=True, shutdown_timeout=2.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, arguments.host, arguments.port).start()
+        try:
+            await web.TCPSite(runner, arguments.host, arguments.port).start()
+        except OSError as error:
+            where = f"{arguments.host}:{arguments.port}"
+            why = os.strerror(error.errno or 0)  # asyncio's own text names the address again
+            raise ConfigError(f"--port: can't listen on {where}: {why}; 0 takes any free one") from None
         host, port = runner.addresses[0][:2]
         process.announce_ready(arguments.ready_file, f"http://{f'[{host}]' if ':' in host else host}:{port}")
         pulse.follow(loop)
@@ -424,9 +430,8 @@ def main() -> int:
         return 2
     try:
         asyncio.run(_serve(arguments, engine, token))
-    except OSError as error:
-        where = f"{arguments.host}:{arguments.port}"
-        logger.error("--port: can't listen on %s: %s; 0 takes any free one", where, error.strerror)
+    except ConfigError as error:
+        logger.error("%s", error)
         return 2
     except ArealError as error:
         logger.error("%s", error)
