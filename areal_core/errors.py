@@ -62,6 +62,11 @@ class RewardError(ArealError):
     drop_reason: ClassVar[str] = "reward_failed"  # of a group whose last try ended so
 
 
+class VerifierError(RewardError):
+    """A verifier or an environment has a bug. The first line names it, with file and line; traceback, prompt and
+    completion follow, indented."""
+
+
 class RewardTimeoutError(RewardError):
     """A verifier took longer than it may."""
 
@@ -76,6 +81,10 @@ class RewardWorkerError(RewardError):
 
 class SessionLostError(RewardError):
     """The process that a group was suspended in is gone, with another group's work: nothing that this one has done."""
+
+
+class UserCodeError(ArealError):
+    """A verifier or an environment has a bug that ends the run: another try would end the same."""
 
 
 class LedgerError(ArealError):

@@ -30,13 +30,13 @@ class GroupState(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What a verifier finds of a completion. The last two are no result: they say nothing about the completion."""
+    """What a verifier finds of a completion. The last one is no result: it says nothing about the completion."""
 
     RIGHT = "right"
     WRONG = "wrong"
     NO_ANSWER = "no_answer"  # it gives none
     UNPARSABLE = "unparsable"  # the answer that it gives can't be read
-    TIMED_OUT = "timed_out"  # the verifier reached its limit of time or memory
+    TIMED_OUT = "timed_out"  # the answer takes the verifier to its limit of time or memory, in a fresh process too
     FAILED = "failed"  # the verifier itself did
 
 
@@ -233,7 +233,7 @@ class Evaluation:
 
     version: int
     sha256: str  # of its weights: after a new incarnation of the run the number alone does not say which
-    accuracy: float  # share of the prompts with a result whose greedy completion is correct
+    accuracy: float  # share of the prompts whose greedy completion is correct
     prompts: int
     no_result: int  # prompts whose greedy completion the verifier could not judge
     mean_tokens: float  # mean length of a completion

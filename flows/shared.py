@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_core.errors import ConfigError, DivergenceError, ModelError, StorageError, TrackingError
+from areal_core.errors import (
+    ConfigError,
+    DivergenceError,
+    ModelError,
+    StorageError,
+    TrackingError,
+    UserCodeError,
+)
 from flows.compose import experiments
 
 PROGRESS = "areal-progress"  # keys of artifacts
@@ -19,7 +26,14 @@ COST = "areal-cost"
 PLACES = "areal-places"
 TRACKING = "areal-tracking"
 
-HOPELESS = (ConfigError, ModelError, StorageError, TrackingError, DivergenceError)  # the same again would end the same
+HOPELESS = (  # the same again would end the same
+    ConfigError,
+    DivergenceError,
+    ModelError,
+    StorageError,
+    TrackingError,
+    UserCodeError,
+)
 
 # Parameters, as Prefect's form shows and bounds them.
 Experiment = Annotated[str, Field(json_schema_extra={"enum": [*experiments()]})]

@@ -49,6 +49,7 @@ class ScoredGroup:
 
     payload: bytes  # of pack_group
     summary: GroupSummary
+    failure: str | None = None  # the first that its verifier has failed with, as errors.VerifierError says it
 
 
 def segment_file(folder: Path, segment: str) -> Path:

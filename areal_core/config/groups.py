@@ -119,12 +119,19 @@ class EnvironmentConfig:
     name: str = "single_turn"  # single_turn, two_turn, or an import path
     verifier: str | None = None  # exact_match, mathematics, code, or an import path; None: the one of task.name
     no_result: str = choice("leave_out", "leave_out", "try_again")  # a completion that its verifier can't judge
+    max_no_result: float = bounded(0.2, low=0.0, high=1.0)  # of the rollouts of 32 groups: the run ends above it
+    verify_truncated: bool = False  # completions that ran into the length limit; else they are wrong unseen
     retry_message: str = "="  # two_turn: message to the policy after a first try that is wrong
     retry_score: float = bounded(0.5, low=0.0, high=1.0)  # two_turn: of a second try that is right
     sandbox: str = choice("bubblewrap", "bubblewrap", "none")  # of programs and verdicts; none waives it
     program_cpu_s: float = bounded(10.0, low=0.5, high=3600.0)  # code: of one program, over all of its tests
     program_memory_mib: int = bounded(1024, low=64, high=2**20)  # code: of a program; its processes may share it
     program_processes: int = bounded(8, low=1, high=4096)  # code: of a program at a time, threads included
+
+    @property
+    def judged_by(self) -> str:
+        """How errors name the verifier."""
+        return f"environment.verifier {self.verifier}" if self.verifier else "the task's verifier"
 
     @property
     def program_wall_s(self) -> float:

@@ -38,7 +38,7 @@ from areal_core.controller.routes import Routes
 from areal_core.controller.snapshots import Snapshots
 from areal_core.environments.datasets import held_out_set
 from areal_core.environments.source import PromptSource, open_source
-from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError
+from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError, UserCodeError
 from areal_core.launch import logs, process, pulse
 from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
@@ -68,8 +68,8 @@ class Environments:
         self._model_path = model_path
         self._pool = pool
 
-    def begin(self, prompt: Prompt) -> GroupSession:
-        return self._pool.begin(GroupJob.of(prompt, self._config, self._model_path))
+    def begin(self, prompt: Prompt, *, apart: bool) -> GroupSession:
+        return self._pool.begin(GroupJob.of(prompt, self._config, self._model_path), apart=apart)
 
 
 class Service:
@@ -332,7 +332,8 @@ def main() -> None:
         raise SystemExit(143) from None
     except ArealError as error:
         logger.error("%s", error)
-        raise SystemExit(process.SPENT if isinstance(error, TokenLedgerError) else 1) from None
+        final = {TokenLedgerError: process.SPENT, UserCodeError: process.HOPELESS}
+        raise SystemExit(next((status for kind, status in final.items() if isinstance(error, kind)), 1)) from None
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ completions when its worker is lost, so its side effects must bear repetition.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,41 +20,12 @@ import numpy as np
 
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
+from areal_core.environments.verdicts import Judge, Verdict, Verifier
 from areal_core.errors import RewardError
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.types import Completion, Outcome, Prompt, Segment, Trajectory
+from areal_core.types import Completion, Prompt, Segment, Trajectory
 
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a verifier finds of a completion, and its score."""
-
-    outcome: Outcome
-    score: float | None  # from 0, wrong, to 1, right; None: there is no result
-    answer: str | None = None  # what it has read as the completion's answer
-
-    @classmethod
-    def of(cls, outcome: Outcome, answer: str | None = None) -> Verdict:
-        """1 for what is right, none where the verifier found no result, 0 for all else."""
-        if outcome in (Outcome.TIMED_OUT, Outcome.FAILED):
-            return cls(outcome, None, answer)
-        return cls(outcome, float(outcome is Outcome.RIGHT), answer)
-
-
-Verifier = Callable[[Prompt, str], "float | Verdict"]
-"""The verdict on a completion's text, or its score alone, from 0, wrong, to 1, right. No result, which says nothing
-about the completion, is a verdict without a score; or a RewardError, after which the whole group is tried again."""
-
-
-def judge(verify: Verifier, tokenizer: Tokenizer, task: Prompt, completion: Completion) -> Verdict:
-    """The verdict of a verifier, which may return a score alone. A completion that was cut off is wrong, whatever it
-    says, and is not verified."""
-    if completion.finish_reason == "length":
-        return Verdict.of(Outcome.WRONG)
-    found = verify(task, tokenizer.decode(completion.token_ids.tolist()))
-    if isinstance(found, Verdict):
-        return found
-    return Verdict(Outcome.RIGHT if found == 1.0 else Outcome.WRONG, found)
+__all__ = ["Environment", "Policy", "Setting", "Verdict", "Verifier", "given", "sampled", "side_by_side"]
 
 
 class Policy(Protocol):
@@ -91,13 +63,23 @@ class Setting:
     tokenizer: Tokenizer
     dialogue: Dialogue
     verify: Verifier
+    on_failure: Callable[[str], None] = lambda failure: None  # told what a verifier has failed with
 
     def judge(self, task: Prompt, completion: Completion) -> Verdict:
-        """As the function `judge`; raises RewardError where there is no result and environment.no_result=try_again."""
-        verdict = judge(self.verify, self.tokenizer, task, completion)
+        """The verdict on a completion. One that ran into the length limit is wrong, and is not verified unless
+        environment.verify_truncated says so. A verifier that fails has no result. Raises RewardError where the
+        verifier does, and where there is no result and environment.no_result=try_again."""
+        text = self.tokenizer.decode(completion.token_ids.tolist())
+        verdict = self._judge(task, text, truncated=completion.finish_reason == "length")
+        if verdict.failure is not None:
+            self.on_failure(verdict.failure)
         if verdict.score is None and self.environment.no_result == "try_again":
             raise RewardError(f"the verifier found no result: {verdict.outcome}")
         return verdict
+
+    @functools.cached_property
+    def _judge(self) -> Judge:
+        return Judge(self.environment.judged_by, self.verify, verify_truncated=self.environment.verify_truncated)
 
     def reward(self, score: float | None) -> float | None:
         """From algorithm.reward_wrong for a score of 0 to algorithm.reward_correct for 1; none for none."""

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -73,9 +73,11 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """How one answer was judged. Only `done` has a value; it comes from a process that ran the answer."""
+    """How one answer was judged. Only `done` has a value; it comes from a process that ran the answer. An answer has
+    `died`, or runs out of wall time, after a second fork has ended the same; CPU time does not depend on the machine's
+    load. `failed` is the task's fault."""
 
-    status: Literal["done", "raised", "timed_out", "died", "failed"]  # failed: the task, not the answer
+    status: Literal["done", "raised", "timed_out", "stalled", "died", "failed"]
     value: Any = None
 
 
@@ -105,17 +107,17 @@ class ForkServer:
             try:
                 if self._pipe is None:
                     self._start()
-                assert self._pipe is not None
-                number = next(self._numbers)
-                self._pipe.send_bytes(json.dumps([number, task, answer]).encode())
-                reply = self._receive(number, self._wall_s + _PREPARE_TIMEOUT_S)
+                reply = self._exchange(task, answer)
+                if reply.status in ("stalled", "died"):
+                    reply = self._exchange(task, answer)
             except (EOFError, OSError) as error:
                 self._end()
                 raise RewardError(f"the process that judges answers is gone: {error}") from error
             except BaseException:
                 self._end()
                 raise
-            if reply.status in ("done", "raised") and len(answer) <= _KEPT:  # what ran out of time may not, next time
+            reply = replace(reply, status="timed_out") if reply.status == "stalled" else reply
+            if reply.status != "failed" and len(answer) <= _KEPT:
                 self._known[key] = reply
                 if len(self._known) > _KNOWN:
                     self._known.popitem(last=False)
@@ -126,6 +128,12 @@ class ForkServer:
     def close(self) -> None:
         with self._lock:
             self._end()
+
+    def _exchange(self, task: Any, answer: str) -> Reply:
+        number = next(self._numbers)
+        assert self._pipe is not None
+        self._pipe.send_bytes(json.dumps([number, task, answer]).encode())
+        return self._receive(number, self._wall_s + _PREPARE_TIMEOUT_S)
 
     def _start(self) -> None:
         self._pipe, theirs = Pipe()
@@ -247,7 +255,7 @@ def _judged(
     if by_timer or used.ru_utime + used.ru_stime >= settings["cpu_s"]:
         return "timed_out", None
     if not complete:
-        return ("timed_out" if len(said) <= _REPLY else "died"), None
+        return ("stalled" if len(said) <= _REPLY else "died"), None
     if status:
         return "died", None
     try:

@@ -15,6 +15,7 @@ from areal_core.environments.procedural import procedural
 from areal_core.environments.programs import Programs
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.environments.two_turn import TwoTurn
+from areal_core.environments.verdicts import Judge
 from areal_core.environments.verifiers import VERIFIERS, mathematics
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
@@ -41,9 +42,14 @@ CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers 
 
 
 def open_environment(
-    environment: EnvironmentConfig, task: TaskConfig, algorithm: AlgorithmConfig, tokenizer: Tokenizer
+    environment: EnvironmentConfig,
+    task: TaskConfig,
+    algorithm: AlgorithmConfig,
+    tokenizer: Tokenizer,
+    on_failure: Callable[[str], None] = lambda failure: None,
 ) -> Environment:
-    """The environment that `environment` names. Raises ConfigError, naming the field, for one that can't be found."""
+    """The environment that `environment` names; `on_failure` is told what its verifier fails with. Raises ConfigError,
+    naming the field, for one that can't be found."""
     make = find("environment.name", environment.name, ENVIRONMENTS)
     setting = Setting(
         environment=environment,
@@ -52,6 +58,7 @@ def open_environment(
         tokenizer=tokenizer,
         dialogue=Dialogue(task.chat, tokenizer),
         verify=open_verifier(environment, task),
+        on_failure=on_failure,
     )
     try:
         return make(setting)
@@ -65,6 +72,12 @@ def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
     name = verifier_name(environment, task)
     check_name("environment.verifier", name, VERIFIERS | CONFIGURED)
     return CONFIGURED[name](environment) if name in CONFIGURED else find("environment.verifier", name, VERIFIERS)
+
+
+def open_judge(environment: EnvironmentConfig, task: TaskConfig) -> Judge:
+    """The judge of completions outside of an environment. Raises as `open_verifier` does."""
+    verify = open_verifier(environment, task)
+    return Judge(environment.judged_by, verify, verify_truncated=environment.verify_truncated)
 
 
 def verifier_name(environment: EnvironmentConfig, task: TaskConfig) -> str:

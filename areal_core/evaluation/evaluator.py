@@ -18,9 +18,9 @@ from pathlib import Path
 import orjson
 
 from areal_core.api.controller_client import ControllerClient
-from areal_core.environments.registry import open_verifier
-from areal_core.errors import ArealError, RunFinished
+from areal_core.errors import ArealError, RunFinished, UserCodeError
 from areal_core.evaluation.benchmark import open_benchmark
+from areal_core.evaluation.judging import Judges
 from areal_core.evaluation.page import write_page
 from areal_core.evaluation.records import RecordFile
 from areal_core.evaluation.sampling import Collector
@@ -46,7 +46,7 @@ class Evaluator:
         self._tokenizer = Tokenizer.from_folder(model_path)
         self._benchmark = open_benchmark("heldout", config, self._tokenizer, "", engine=config.evaluation_engine)
         self._sampling = self._benchmark.sampling(stop_token_ids(model_path))
-        self._verify = open_verifier(config.environment, config.task)
+        self.judges = Judges(config, config.rollout.reward_workers)
         self.servers = open_servers(run, config)
 
     async def score(self, version: PolicyVersion) -> tuple[Evaluation, Path]:
@@ -59,7 +59,7 @@ class Evaluator:
                 records,
                 self._sampling,
                 self._tokenizer,
-                self._verify,
+                self.judges,
                 version=version.version,
                 on_record=lambda _: pulse.progressed(),
             )
@@ -73,7 +73,7 @@ class Evaluator:
         evaluation = Evaluation(
             version=version.version,
             sha256=version.sha256,
-            accuracy=metrics.pop("greedy", 0.0),
+            accuracy=metrics.pop("greedy"),
             prompts=len(found),
             no_result=sum(record.greedy.score is None for record in found),
             mean_tokens=metrics.pop("mean_tokens"),
@@ -92,6 +92,13 @@ async def evaluate(run: RunDir) -> None:
     timeline = TimelineWriter(run.timeline_file("evaluator"), cpu=time.process_time)
     process.announce_ready(run.ready_file("evaluator"))
     pulse.follow(asyncio.get_running_loop())
+    try:
+        await _score_all(evaluator, controller, timeline)
+    finally:
+        await evaluator.judges.close()
+
+
+async def _score_all(evaluator: Evaluator, controller: ControllerClient, timeline: TimelineWriter) -> None:
     await evaluator.servers.open()
     more = True
     while more:
@@ -121,7 +128,7 @@ def main() -> None:
         asyncio.run(evaluate(run))
     except ArealError as error:
         logger.error("%s", error)
-        raise SystemExit(1) from None
+        raise SystemExit(process.HOPELESS if isinstance(error, UserCodeError) else 1) from None
 
 
 if __name__ == "__main__":

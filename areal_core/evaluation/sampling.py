@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from areal_core.environments.environment import Verdict, Verifier, judge
+from areal_core.environments.verdicts import Verdict
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.evaluation.records import Record, RecordFile, Sample
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.types import Completion, GenerationRequest, Outcome, Prompt
+from areal_core.types import Completion, GenerationRequest, Prompt
 
-logger = logging.getLogger(__name__)
+JudgeAll = Callable[[Prompt, Sequence[tuple[str, bool]]], Awaitable[list[Verdict]]]
+"""The verdicts on completions of a prompt: their texts, and whether they ran into the length limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Collector:
         records: RecordFile,
         sampling: Sampling,
         tokenizer: Tokenizer,
-        verify: Verifier,
+        judge: JudgeAll,
         *,
         version: int = 0,
         on_record: Callable[[int], None] = lambda done: None,
@@ -64,7 +64,7 @@ class Collector:
         self._records = records
         self._sampling = sampling
         self._tokenizer = tokenizer
-        self._verify = verify
+        self._judge = judge
         self._version = version
         self._on_record = on_record
         self._waiting: asyncio.Queue[Prompt] = asyncio.Queue()
@@ -124,7 +124,21 @@ class Collector:
 
     async def _record(self, server: Server, problem: Prompt) -> Record:
         greedy, sampled = await self._completed(server, problem)
-        judged = await asyncio.to_thread(lambda: [self._sample(problem, completion) for completion in greedy + sampled])
+        completions = [*greedy, *sampled]
+        texts = [self._tokenizer.decode(each.token_ids.tolist()) for each in completions]
+        truncated = [each.finish_reason == "length" for each in completions]
+        verdicts = await self._judge(problem, list(zip(texts, truncated, strict=True)))
+        judged = [
+            Sample(
+                text=texts[place],
+                tokens=len(completions[place].token_ids),
+                truncated=truncated[place],
+                outcome=verdict.outcome,
+                score=verdict.score,
+                answer=verdict.answer,
+            )
+            for place, verdict in enumerate(verdicts)
+        ]
         return Record(
             problem=problem.index,
             prompt_id=problem.prompt_id,
@@ -160,18 +174,3 @@ class Collector:
         if any((completion.versions != self._version).any() for completion in completions):
             raise ServerLostError(f"{server.url}: it has loaded other weights than version {self._version}")
         return completions
-
-    def _sample(self, problem: Prompt, completion: Completion) -> Sample:
-        try:
-            verdict = judge(self._verify, self._tokenizer, problem, completion)
-        except Exception as error:  # noqa: BLE001 - whatever a verifier may do costs one verdict
-            logger.warning("problem %d: the verifier failed: %s: %s", problem.index, type(error).__name__, error)
-            verdict = Verdict.of(Outcome.FAILED)
-        return Sample(
-            text=self._tokenizer.decode(completion.token_ids.tolist()),
-            tokens=len(completion.token_ids),
-            truncated=completion.finish_reason == "length",
-            outcome=verdict.outcome,
-            score=verdict.score,
-            answer=verdict.answer,
-        )

@@ -29,6 +29,7 @@ LIFELINE = "AREAL_LIFELINE"  # "<fd>:<inode>" of the pipe's read end; the inode 
 GRACE = "AREAL_GRACE_S"  # seconds between SIGTERM and SIGKILL once the launcher is gone
 SPENT = 3  # exit status of a process whose own children have spent their restarts: not to be restarted
 STACKS = signal.SIGUSR1  # has a process write the stacks of its threads into its log
+HOPELESS = 4  # exit status of a process that ends on a bug of the user's: no restart and no other try would help
 _PR_SET_PDEATHSIG = 1
 _DEFAULT_GRACE_S = 10.0
 

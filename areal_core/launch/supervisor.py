@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.config.schema import LaunchConfig
-from areal_core.errors import ProcessError
+from areal_core.errors import ProcessError, UserCodeError
 from areal_core.launch import children, logs, process, pulse
 from areal_core.launch.restarts import RestartBudget
 from areal_core.launch.sweeper import end_marked, poll
@@ -209,6 +209,9 @@ class Supervisor:
             if child.process.pidfd in happened:
                 code = self._reap(child)
                 if code != 0 or not self._spec.exits:
+                    if code == process.HOPELESS:
+                        said = child.process.log.last_lines(child.process.name, count=1)
+                        raise UserCodeError(said.removeprefix("areal: error: "))
                     self._recover(child, children.how_it_ended(code), final=code == self._spec.final)
             elif time.monotonic() >= child.deadline:
                 self._terminate([child])

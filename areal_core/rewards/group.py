@@ -23,6 +23,7 @@ from areal_core.types import (
     GroupPayload,
     GroupSummary,
     Int32Array,
+    Outcome,
     Prompt,
     SampleRequest,
     Segment,
@@ -44,6 +45,7 @@ class GroupRollout:
         self._n = n
         self._policy = _Policy(prompt, n, max_new_tokens)
         self._rollout: asyncio.Task[list[Trajectory]] | None = None
+        self.failure: str | None = None  # the first of its verifier, as errors.VerifierError says it
 
     async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
         """Resume with completions that have ended: of the prompt, which the group begins with, or of requests that were
@@ -84,7 +86,7 @@ class GroupRollout:
         rests = [_joined(trajectory.segments[1:]) for trajectory in trajectories]
         for trajectory, rest in zip(trajectories, rests, strict=True):
             _check(trajectory, rest)
-        rewards = [trajectory.reward for trajectory in trajectories]
+        rewards = [_reward(trajectory) for trajectory in trajectories]
         if all(reward is None for reward in rewards):
             raise RewardError("the verifier found no result for any completion of the group")
         payload = GroupPayload(
@@ -108,7 +110,7 @@ class GroupRollout:
             tokens=len(versions),
             min_version=int(versions.min()),
             max_version=int(versions.max()),
-            outcomes=dict(Counter(trajectory.outcome for trajectory in trajectories)),
+            outcomes=dict(Counter(Outcome(trajectory.outcome) for trajectory in trajectories)),
             truncated=tuple(payload.truncated.tolist()),
             unused_tokens=self._policy.sampled_tokens - len(versions),
         )
@@ -212,9 +214,20 @@ def _joined(segments: Sequence[Segment]) -> Segment:
     )
 
 
+def _reward(trajectory: Trajectory) -> float | None:
+    """Python's own number, whatever kind of number the environment has given."""
+    if trajectory.reward is None:
+        return None
+    try:
+        reward = float(trajectory.reward)
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise RewardError(f"environment: a reward must be a finite number or None, got {trajectory.reward!r:.200}")
+    return reward
+
+
 def _check(trajectory: Trajectory, rest: Segment) -> None:
-    if trajectory.reward is not None and not math.isfinite(trajectory.reward):
-        raise RewardError(f"environment: a reward must be finite, got {trajectory.reward}")
     if not (rest.versions >= 0).any():
         raise RewardError("environment: a trajectory must hold tokens that the policy sampled")
     if (rest.loss_mask & (rest.versions < 0)).any():

@@ -43,6 +43,7 @@ class Work:
     group: int
     prompt: Prompt | None  # with the first completions of the group
     completions: list[Arrival]
+    apart_s: float | None
 
 
 class _Completion(msgspec.Struct):
@@ -59,11 +60,13 @@ class _Work(msgspec.Struct):
     prompt: Prompt | None = None
     completions: list[_Completion] = []
     bodies: list[int] = []  # bytes of each
+    apart_s: float | None = None
 
 
 class _Outcome(msgspec.Struct):
     requests: list[SampleRequest] | None = None
     scores: GroupSummary | None = None  # then the packed group follows
+    failure: str | None = None
     error: str | None = None  # its kind
     says: str = ""
     lost: bool = False  # with it the worker has lost its process, and all groups that were suspended there
@@ -90,6 +93,7 @@ def encode_work(number: int, forgotten: Sequence[int], arrived: Arrived) -> byte
         prompt=None if arrived.job is None else arrived.job.prompt,
         completions=completions,
         bodies=[len(part) for part in parts],
+        apart_s=arrived.apart_s,
     )
     return b"".join([msgspec.json.encode(header), b"\n", *parts])
 
@@ -118,6 +122,7 @@ def decode_work(data: bytes) -> Work | None:
         group=header.group,
         prompt=header.prompt,
         completions=completions,
+        apart_s=header.apart_s,
     )
 
 
@@ -125,7 +130,7 @@ def encode_outcome(outcome: Outcome, *, lost: bool = False) -> bytes:
     """A worker's answer; `lost` with an error that has cost the worker its process. What can't be sent is one."""
     payload = b""
     if isinstance(outcome, ScoredGroup):
-        header, payload = _Outcome(scores=outcome.summary), outcome.payload
+        header, payload = _Outcome(scores=outcome.summary, failure=outcome.failure), outcome.payload
     elif isinstance(outcome, ArealError):
         header = _Outcome(error=type(outcome).__name__, says=str(outcome), lost=lost)
     else:
@@ -154,7 +159,7 @@ def decode_outcome(data: bytes) -> Outcome:
             raise error
         return error
     if header.scores is not None:
-        return ScoredGroup(payload=payload, summary=header.scores)
+        return ScoredGroup(payload=payload, summary=header.scores, failure=header.failure)
     return tuple(header.requests or ())
 
 

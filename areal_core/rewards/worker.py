@@ -2,36 +2,44 @@
 
 A group is suspended in a worker from its first completion to its last, and resumed as they end. A verifier may hang or
 take its process down. A worker does one thing at a time, so that either costs the group that it is working on: who asks
-it gets a RewardError, which says nothing about the completions, and starts another one.
+it gets a RewardError, which says nothing about the completions, and starts another one. That one judges each completion
+of the group in a fork of its own (`Arrived.apart_s`), so that the answer which did it is found.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import functools
+import io
 import multiprocessing
 import os
+import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, TaskConfig
+from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
-from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, printable
+from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Prompt
 
 _START_TIMEOUT_S = 120.0  # a worker imports numpy and tokenizers, on a machine that may be busy
+_LAST_WORDS_S = 3.0  # beyond its time limit, for a worker to say where it hangs
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -66,6 +74,12 @@ class Arrived:
     group: int  # its id in the worker
     job: GroupJob | None  # with the first ones
     completions: Sequence[Arrival]
+    apart_s: float | None = None  # seconds of a verdict in a fork of its own; None: verdicts are found in the worker
+
+
+def time_limit(message: Arrived, timeout_s: float) -> float:
+    """Seconds that a worker has for a message, where one verdict has `timeout_s`."""
+    return timeout_s if message.apart_s is None else timeout_s * (1 + len(message.completions))
 
 
 class WorkerProcess:
@@ -106,15 +120,18 @@ class WorkerProcess:
         start = time.monotonic()
         try:
             forgotten, self.forgotten = self.forgotten, []
-            self._limit(start + timeout_s)
-            self._pipe.send((forgotten, message))
-            result = self._receive(start + timeout_s)
+            self._limit(start + timeout_s + _LAST_WORDS_S)
+            self._pipe.send((forgotten, timeout_s, message))
+            result = self._receive(start + timeout_s + _LAST_WORDS_S)
         except BlockingIOError:
             raise RewardTimeoutError(
-                f"the reward worker did not respond in {timeout_s:g} s (rollout.reward_timeout_s)"
+                f"the reward worker did not respond in {timeout_s:g} s (rollout.reward_timeout_s); its stack is in the "
+                "log of the process that started it, unless that stopped it"
             ) from None
         except (EOFError, OSError) as error:
             raise RewardWorkerError("the reward worker died while it scored this group") from error
+        if isinstance(result, RewardTimeoutError):
+            raise result
         if self._timeline is not None:
             self._timeline.span("score", start, time.monotonic())
         return result
@@ -146,18 +163,20 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
 
     logs.start("reward", place)
     die_with_parent()
+    faulthandler.enable()
     pipe.send((None, time.process_time()))
     while True:
         if _suspended:
             _loop().run_until_complete(_readable(pipe))  # what they do beside waiting for the policy goes on
         try:
-            forgotten, message = pipe.recv()
+            forgotten, timeout_s, message = pipe.recv()
         except EOFError:
             return
         for group in forgotten:
             if group in _suspended:
                 _suspended.pop(group).close()
-        result = _attempt(function, message)
+        with _limited(pipe, timeout_s):
+            result = _attempt(function, message)
         pipe.send((result, time.process_time()))
 
 
@@ -166,8 +185,36 @@ def _attempt(function: Callable[[Any], Any], message: Any) -> Any:
         return function(message)
     except ArealError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - the boundary: whatever a verifier does costs one group, not the worker
-        return RewardError(printable(f"the verifier failed: {type(error).__name__}: {error}"))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary: it costs one group, not the worker
+        return VerifierError(verdicts.explained("the environment", error))
+
+
+@contextmanager
+def _limited(pipe: Connection, timeout_s: float) -> Iterator[None]:
+    """Within, a worker that takes longer says where it hangs, as its result, and ends."""
+
+    def end(_: int, frame: FrameType | None) -> None:
+        pipe.send((RewardTimeoutError(verdicts.hung(frame, timeout_s, _waiting())), time.process_time()))
+        os._exit(1)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    faulthandler.dump_traceback_later(timeout_s + _LAST_WORDS_S / 2)  # native code lets no handler run
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _waiting() -> str:
+    """The stacks of coroutines, where all of them wait for something."""
+    loop, stacks = _loop(), io.StringIO()
+    if not loop.is_running() or asyncio.current_task(loop) is not None:
+        return ""
+    for task in asyncio.all_tasks(loop):
+        task.print_stack(limit=4, file=stacks)
+    return stacks.getvalue()
 
 
 _suspended: dict[int, GroupRollout] = {}  # in a worker: groups that wait for the policy
@@ -185,11 +232,25 @@ async def _readable(pipe: Connection) -> None:
 
 def advance(message: Arrived) -> Requests | ScoredGroup:
     """In a worker: begin or resume the rollouts of a group, until they wait for completions or are done."""
-    rollout = _suspended.pop(message.group) if message.job is None else _rollout(message.job)
-    outcome = _loop().run_until_complete(rollout.advance(message.completions))
-    if not isinstance(outcome, ScoredGroup):
-        _suspended[message.group] = rollout
+    global _running
+    rollout = _running = _suspended.pop(message.group) if message.job is None else _rollout(message.job)
+    try:
+        with verdicts.apart(message.apart_s):
+            outcome = _loop().run_until_complete(rollout.advance(message.completions))
+    except RewardError as error:
+        raise error if rollout.failure is None else VerifierError(rollout.failure) from error
+    if isinstance(outcome, ScoredGroup):
+        return replace(outcome, failure=rollout.failure)
+    _suspended[message.group] = rollout
     return outcome
+
+
+_running: GroupRollout | None = None  # in a worker: the group that its message is for
+
+
+def _failed(failure: str) -> None:
+    if _running is not None and _running.failure is None:
+        _running.failure = failure
 
 
 def _rollout(job: GroupJob) -> GroupRollout:
@@ -205,7 +266,7 @@ def _rollout(job: GroupJob) -> GroupRollout:
 def _environment(
     environment: EnvironmentConfig, task: TaskConfig, algorithm: AlgorithmConfig, model_path: str
 ) -> Environment:
-    return open_environment(environment, task, algorithm, _tokenizer(model_path))
+    return open_environment(environment, task, algorithm, _tokenizer(model_path), _failed)
 
 
 @functools.lru_cache(maxsize=2)

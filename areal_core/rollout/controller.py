@@ -31,6 +31,7 @@ from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ROLLOUT
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError, GenerationError, RewardError, RunFinished, SessionLostError
+from areal_core.rollout.failures import Failures
 from areal_core.rollout.gate import StalenessGate
 from areal_core.rollout.ledger import AdmittedGroup, Selection, TrajectoryLedger
 from areal_core.rollout.payloads import Place
@@ -85,7 +86,9 @@ class Engine(Protocol):
 class Rewards(Protocol):
     """The reward workers, which run environments."""
 
-    def begin(self, prompt: Prompt) -> Session: ...
+    def begin(self, prompt: Prompt, *, apart: bool) -> Session:
+        """`apart`: each verdict in a process of its own, since one of the group's has cost a worker its own."""
+        ...
 
 
 class Payloads(Protocol):
@@ -154,6 +157,7 @@ class RolloutController:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._unsent: list[Transcript] = []  # of groups just admitted, which no server counts yet
         self._disowned: set[int] = set()  # running groups that a new incarnation has dropped
+        self._failures = Failures(config.environment.max_no_result)
         self._failed_in_a_row = 0
         self._uniform_in_a_row = 0
         self._replaced = False  # servers may still hold weights that a new incarnation has replaced
@@ -271,7 +275,9 @@ class RolloutController:
 
     def _start(self, tasks: asyncio.TaskGroup, group: AdmittedGroup) -> None:
         prompt = self._source.prompt(group.prompt_index)
-        rollouts = Rollouts(self._request(group, prompt), self._generate, lambda: self._rewards.begin(prompt))
+        rollouts = Rollouts(
+            self._request(group, prompt), self._generate, lambda apart: self._rewards.begin(prompt, apart=apart)
+        )
         self._unsent.append(rollouts.first)
         task = tasks.create_task(self._rollout(group, rollouts), name=f"group-{group.group_id}")
         self._running[group.group_id] = task
@@ -304,6 +310,7 @@ class RolloutController:
             self._ledger.lose_tokens(group.group_id, replace(sampled, tokens=missed))
         self._failed_in_a_row = 0
         summary = outcome.summary
+        self._failures.settled(group.group_id, summary.outcomes, outcome.failure)
         if self._config.rollout.dynamic_sampling and summary.correct in (0, summary.judged):
             self._drop_uniform(group, summary)
         else:
@@ -332,7 +339,10 @@ class RolloutController:
                 if self._finished is not None:
                     return None
                 tries = self._ledger.failed_try(group.group_id, rollouts.take_refused())
-                logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
+                if isinstance(error, RewardError):
+                    self._failures.failed_try(error)
+                else:
+                    logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
                 if tries >= self._config.rollout.max_tries:
                     raise
 
@@ -350,6 +360,8 @@ class RolloutController:
         as a batch has groups, the last error is the run's."""
         self._ledger.settle(group.group_id, sampled)
         self._ledger.drop(group.group_id, error.drop_reason)
+        if isinstance(error, RewardError):
+            self._failures.settled(group.group_id, {}, str(error))
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self._config.groups_per_batch:
             raise error

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import Arrival
-from areal_core.errors import GenerationError, RewardError
+from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.types import GenerationRequest, SampleRequest, Tally
 
 
@@ -43,15 +43,17 @@ class Rollouts:
         self,
         request: GenerationRequest,
         generate: Callable[[Transcript], Coroutine[Any, Any, None]],
-        begin: Callable[[], Session],
+        begin: Callable[[bool], Session],
     ) -> None:
         """`request` is for the completions that the group begins with. `generate` has those of a transcript finished,
         or raises GenerationError, or leaves some unfinished as the run ends; when cancelled, the transcript holds all
-        that was sampled. `begin` opens a session."""
+        that was sampled. `begin` opens a session; it is told whether a verdict of the group has cost a worker its
+        process."""
         self._request = request
         self._generate = generate
         self._begin = begin
         self._session: Session | None = None
+        self._costs_workers = False
         self._asked: Counter[bytes] = Counter()  # times that the environment has requested completions of the same text
         self._lost: list[Transcript] = []  # of requests that a failure has made worthless
         self._changed = asyncio.Event()
@@ -129,11 +131,12 @@ class Rollouts:
         ]
 
     async def _advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:
-        self._session = self._session or self._begin()
+        self._session = self._session or self._begin(self._costs_workers)
         try:
             return await self._session.advance(arrived)
         except (GenerationError, RewardError) as error:
             self._close_session()
+            self._costs_workers |= isinstance(error, RewardTimeoutError | RewardWorkerError)
             (first, *later) = self._parts
             await _end(later)
             for part in later:

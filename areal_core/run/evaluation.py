@@ -23,9 +23,9 @@ from typing import Any
 
 from areal_core.config.fields import check_file_name
 from areal_core.config.schema import RunConfig
-from areal_core.environments.registry import open_verifier
 from areal_core.errors import ArealError, ConfigError, ProcessError, ServerLostError
 from areal_core.evaluation.benchmark import Benchmark, open_benchmark
+from areal_core.evaluation.judging import Judges
 from areal_core.evaluation.page import write_page
 from areal_core.evaluation.records import Record, RecordFile, read_records
 from areal_core.evaluation.sampling import Collector
@@ -42,6 +42,7 @@ from areal_core.run.roles import role_specs
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.storage.weights import base_version
 
+_JUDGES = 4  # workers, where there are so many cores
 _OWNER_S = 20.0  # for the servers of an evaluation that was killed to end
 
 Progress = Callable[[str, int, int], None]  # benchmark, problems recorded, problems
@@ -161,15 +162,19 @@ async def _collect(
     on_progress: Progress,
 ) -> None:
     config = benchmark.config
+    judges = Judges(config, min(_JUDGES, len(os.sched_getaffinity(0))))
     collector = Collector(
         benchmark.problems,
         records,
         benchmark.sampling(stop_token_ids(model_path)),
         tokenizer,
-        open_verifier(config.environment, config.task),
+        judges,
         on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
     )
-    await servers.work_on(collector, config.completions_per_server)
+    try:
+        await servers.work_on(collector, config.completions_per_server)
+    finally:
+        await judges.close()
 
 
 def _name(folder: Path, config: RunConfig, benchmarks: list[Benchmark]) -> str:

@@ -1,0 +1,219 @@
+"""Verdicts on completions, from verifiers that may fail, hang or return anything.
+
+    Judge("environment.verifier", verify)(task, text, truncated=False) -> Verdict
+
+A verifier is somebody's code. What it returns is converted and checked here, once. What it raises becomes a verdict
+without a result whose `failure` shows the traceback, the prompt and the completion.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
+from typing import Any
+
+from areal_core.errors import RewardError, printable
+from areal_core.types import Outcome, Prompt
+
+_TRIES = 2  # of a verifier that raises, for one completion
+_SHOWN = 2000  # characters of a prompt or a completion in an error; the middle is left out
+_FRAMES = 12  # of a stack, in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verifier finds of a completion, and its score."""
+
+    outcome: Outcome
+    score: float | None  # from 0, wrong, to 1, right; None: there is no result
+    answer: str | None = None  # what it has read as the completion's answer
+    failure: str | None = None  # why there is no result: one line, then traceback, prompt and completion
+
+    @classmethod
+    def of(cls, outcome: Outcome, answer: str | None = None) -> Verdict:
+        """1 for a right completion, no result where the verifier failed, 0 for all else."""
+        return cls(outcome, None if outcome is Outcome.FAILED else float(outcome is Outcome.RIGHT), answer)
+
+    @classmethod
+    def read(cls, found: object) -> Verdict:
+        """The verdict that a verifier has returned: a Verdict, or a score alone, also as numpy's or torch's scalar.
+        Raises ValueError for anything else, and for a score that is not from 0 to 1."""
+        if isinstance(found, Verdict):
+            if found.score is None:
+                return found
+            return replace(found, outcome=Outcome(found.outcome), score=_score(found.score))
+        score = _score(found)
+        return cls(Outcome.RIGHT if score == 1.0 else Outcome.WRONG, score)
+
+
+Verifier = Callable[[Prompt, str], "float | Verdict"]
+"""The verdict on a completion's text, or its score alone, from 0, wrong, to 1, right. A verdict without a score says
+nothing about the completion; after a RewardError the whole group is tried again."""
+
+
+def _score(found: Any) -> float:
+    said = f"a verifier returns a score from 0 to 1, or a Verdict; got {printable(repr(found))[:200]}"
+    try:
+        score = found if isinstance(found, float) else float(found.item() if hasattr(found, "item") else found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(said) from error
+    if isinstance(found, str | bytes) or not 0.0 <= score <= 1.0:
+        raise ValueError(said)
+    return score
+
+
+class Judge:
+    """The verdicts of one verifier."""
+
+    def __init__(self, name: str, verify: Verifier, *, verify_truncated: bool = False) -> None:
+        """`name`: how errors name the verifier. `verify_truncated`: whether it gets to see completions that ran into
+        the length limit, which are wrong unseen otherwise."""
+        self._name, self._verify, self._verify_truncated = name, verify, verify_truncated
+
+    def __call__(self, task: Prompt, text: str, *, truncated: bool) -> Verdict:
+        """The verdict on a completion's text. A verifier that raises is called once more, and has no result then.
+        Raises RewardError where the verifier does."""
+        if truncated and not self._verify_truncated:
+            return Verdict.of(Outcome.WRONG)
+        with _judging(self._name, task, text):
+            if _apart_s is not None:
+                return self._apart(task, text, _apart_s)
+            return self._called(task, text)
+
+    def _called(self, task: Prompt, text: str) -> Verdict:
+        failure = None
+        for _ in range(_TRIES):
+            try:
+                return Verdict.read(self._verify(task, text))
+            except RewardError:
+                raise
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to somebody's code
+                failure = explained(self._name, error, (task, text))
+        return Verdict(Outcome.FAILED, None, failure=failure)
+
+    def _apart(self, task: Prompt, text: str, limit_s: float) -> Verdict:
+        """The verdict of a fork of this process. An answer that the fork hangs or dies of is wrong."""
+        ours, theirs = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                try:
+                    said: Verdict | RewardError = self._called(task, text)
+                except RewardError as error:
+                    said = error
+                with os.fdopen(theirs, "wb") as pipe:
+                    pickle.dump(said, pipe)
+            finally:
+                os._exit(0)
+        os.close(theirs)
+        try:
+            data = _read_all(ours, time.monotonic() + limit_s)
+        finally:
+            os.close(ours)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        if data is None:
+            return Verdict.of(Outcome.TIMED_OUT)
+        found = pickle.loads(data) if data else Verdict.of(Outcome.UNPARSABLE)  # from our own code alone
+        if isinstance(found, RewardError):
+            raise found
+        return found
+
+
+# -- what is judged now, and how ---------------------------------------------------------------------------------------
+
+_now: tuple[str, Prompt, str] | None = None  # name of the verifier, task and text that this process is judging
+_apart_s: float | None = None  # seconds of a verdict that is found in a fork of its own; None: here
+
+
+@contextmanager
+def _judging(name: str, task: Prompt, text: str) -> Iterator[None]:
+    global _now
+    _now = name, task, text
+    try:
+        yield
+    finally:
+        _now = None
+
+
+@contextmanager
+def apart(limit_s: float | None) -> Iterator[None]:
+    """Within, each verdict is found in a fork of its own, which has `limit_s` seconds; None: as always."""
+    global _apart_s
+    _apart_s = limit_s
+    try:
+        yield
+    finally:
+        _apart_s = None
+
+
+# -- what people are shown ---------------------------------------------------------------------------------------------
+
+
+def explained(name: str, error: BaseException, judged: tuple[Prompt, str] | None = None) -> str:
+    """An error of the user's code `name`: one line with its file and line, then traceback, prompt and completion. No
+    line but the first begins without spaces, so that a completion can't pass for another message."""
+    own = error.__traceback__
+    while own is not None and own.tb_next is not None and own.tb_frame.f_globals.get("__name__") == __name__:
+        own = own.tb_next
+    own = own if own is not None and own.tb_frame.f_globals.get("__name__") != __name__ else None
+    shown = traceback.TracebackException(type(error), error, own, limit=-_FRAMES)
+    first = f"{name}: {_said(error)}{_place(own)}"
+    return _block(first, "".join(shown.format()).splitlines(), judged)
+
+
+def hung(frame: FrameType | None, limit_s: float, waiting: str = "") -> str:
+    """That the code which runs in `frame` takes too long: likewise. `waiting`: the stacks of coroutines, where it is
+    one of these that waits."""
+    name, judged = ("the environment", None) if _now is None else (_now[0], _now[1:])
+    stack = traceback.extract_stack(frame)
+    ours = [place for place, each in enumerate(stack) if each.filename == __file__]
+    own = stack[ours[-1] + 1 :] if ours else stack
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own and not waiting else ""
+    lines = waiting.splitlines() if waiting else "".join(traceback.format_list(own[-_FRAMES:])).splitlines()
+    first = f"{name}: no verdict within {limit_s:g} s (rollout.reward_timeout_s){place}"
+    return _block(first, lines, judged)
+
+
+def _said(error: BaseException) -> str:
+    return printable(f"{type(error).__name__}: {error}")[:500]
+
+
+def _place(own: TracebackType | None) -> str:
+    if own is None:
+        return ""
+    last = traceback.extract_tb(own)[-1]
+    return f" ({last.filename}:{last.lineno})"
+
+
+def _block(first: str, lines: list[str], judged: tuple[Prompt, str] | None) -> str:
+    if judged is not None:
+        task, text = judged
+        lines = [*lines, *_quoted("prompt", task.text), *_quoted("gold answer", task.answer)]
+        lines += _quoted("completion", text)
+    return "\n".join([first, *(f"    {printable(line)}" for line in lines)])
+
+
+def _quoted(what: str, text: str) -> list[str]:
+    if len(text) > _SHOWN:
+        text = f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"
+    return [f"{what}:", *(f"    {line}" for line in text.split("\n"))]
+
+
+def _read_all(pipe: int, deadline: float) -> bytes | None:
+    """All that is written until the other end is closed; None where that is not by the deadline."""
+    data = b""
+    while True:
+        ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        if not (more := os.read(pipe, 2**16)):
+            return data
+        data += more

@@ -1,0 +1,85 @@
+"""Verdicts of an evaluation: in reward workers, as those of rollouts are, which may hang or die."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
+from areal_core.environments import verdicts
+from areal_core.environments.registry import open_judge
+from areal_core.environments.verdicts import Judge, Verdict
+from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError
+from areal_core.rewards.pool import RewardPool
+from areal_core.rollout.failures import Failures
+from areal_core.types import Outcome, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """Completions of one problem: their texts, and whether they ran into the length limit."""
+
+    environment: EnvironmentConfig
+    task: TaskConfig
+    problem: Prompt
+    completions: tuple[tuple[str, bool], ...]
+    apart_s: float | None = None
+
+
+class Judges:
+    """The workers that judge one benchmark's completions. Make and close it as a RewardPool."""
+
+    def __init__(self, config: RunConfig, workers: int) -> None:
+        self._config = config
+        self._limit_s = config.rollout.reward_timeout_s
+        self._pool = RewardPool(workers, self._limit_s, function=_judged)
+        self._failures = Failures(config.environment.max_no_result)
+
+    async def __call__(self, problem: Prompt, completions: Sequence[tuple[str, bool]]) -> list[Verdict]:
+        """The verdicts, in order. Completions that cost a worker its process are judged again, each in a process of its
+        own. Raises UserCodeError where too many have no result."""
+        config = self._config
+        job = _Job(environment=config.environment, task=config.task, problem=problem, completions=tuple(completions))
+        try:
+            found = await self._asked(job)
+        except (RewardTimeoutError, RewardWorkerError) as error:
+            self._failures.failed_try(error)
+            try:
+                found = await self._asked(replace(job, apart_s=self._limit_s))
+            except RewardError as again:
+                found = [Verdict(Outcome.FAILED, None, failure=str(again))] * len(completions)
+        outcomes = {outcome: sum(each.outcome is outcome for each in found) for outcome in Outcome}
+        failure = next((each.failure for each in found if each.failure), None)
+        self._failures.settled(problem.index, outcomes, failure)
+        return found
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def _asked(self, job: _Job) -> list[Verdict]:
+        limit_s = None if job.apart_s is None else job.apart_s * (1 + len(job.completions))
+        found, _ = await self._pool.ask(job, timeout_s=limit_s)
+        return found
+
+
+def _judged(job: _Job) -> list[Verdict]:
+    judge = _judge(job.environment, job.task)
+    with verdicts.apart(job.apart_s):
+        return [_verdict(judge, job.problem, *completion) for completion in job.completions]
+
+
+def _verdict(judge: Judge, problem: Prompt, text: str, truncated: bool) -> Verdict:
+    """A verifier that asks for another try gets one."""
+    try:
+        return judge(problem, text, truncated=truncated)
+    except RewardError:
+        try:
+            return judge(problem, text, truncated=truncated)
+        except RewardError as error:
+            return Verdict(Outcome.FAILED, None, failure=str(error))
+
+
+@functools.lru_cache(maxsize=2)
+def _judge(environment: EnvironmentConfig, task: TaskConfig) -> Judge:
+    return open_judge(environment, task)

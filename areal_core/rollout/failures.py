@@ -1,0 +1,75 @@
+"""Rollouts without a result: the first failure of each kind is shown whole, repeats are counted, too many end the run.
+
+A verifier that fails now and then costs the rollouts that it can't judge. One that fails on most of them, or hangs
+again and again, has a bug that no restart mends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+
+from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, UserCodeError
+from areal_core.types import Outcome
+
+logger = logging.getLogger(__name__)
+_GROUPS = 32  # of late, over which rollouts without a result are counted
+_LEAST = 4  # groups with some, before the run ends on their share
+_LOST = 3  # tries that end in a timeout or a crash, with no verdict in between, before the run ends
+
+
+class Failures:
+    """The failures of one run's verifier and environment, since its controller started."""
+
+    def __init__(self, max_share: float) -> None:
+        """`max_share`: of the rollouts of late, environment.max_no_result."""
+        self._max_share = max_share
+        self._shares: OrderedDict[int, float] = OrderedDict()  # by group, of its rollouts: those without a result
+        self._lost = 0  # tries in a row
+        self._seen: Counter[str] = Counter()  # failures, by their first line
+
+    def failed_try(self, error: RewardError) -> None:
+        """A try of a group has failed. Raises UserCodeError after too many in a row that have cost a worker."""
+        self._show(str(error))
+        self._lost += isinstance(error, RewardTimeoutError | RewardWorkerError)
+        if self._lost >= _LOST:
+            raise UserCodeError(f"{_first(str(error))}: so have ended {self._lost} tries in a row")
+
+    def settled(self, group_id: int, outcomes: Mapping[Outcome, int], failure: str | None) -> None:
+        """A group is scored, or dropped with its `failure` and no outcomes. Raises UserCodeError where the share of
+        rollouts without a result is too high."""
+        rollouts, missing = sum(outcomes.values()), outcomes.get(Outcome.FAILED, 0)
+        if outcomes and failure is not None:
+            self._show(failure, missing)
+        if rollouts > missing + outcomes.get(Outcome.TIMED_OUT, 0):
+            self._lost = 0
+        self._count(group_id, missing / rollouts if rollouts else 1.0, failure)
+
+    def _show(self, failure: str, times: int = 1) -> None:
+        first, *rest = failure.split("\n")
+        before = self._seen[first]
+        self._seen[first] += times
+        if before == 0:
+            logger.error("%s", first)
+            for line in rest:
+                logger.warning("%s", line)
+        if (now := self._seen[first]) >= 10 and len(str(now)) > len(str(before)):
+            logger.warning("%d times so far: %s", now, first)
+
+    def _count(self, group_id: int, share: float, failure: str | None) -> None:
+        self._shares.pop(group_id, None)
+        self._shares[group_id] = share
+        if len(self._shares) > _GROUPS:
+            self._shares.popitem(last=False)
+        mean = sum(self._shares.values()) / len(self._shares)
+        if mean > self._max_share and sum(each > 0 for each in self._shares.values()) >= _LEAST:
+            said = _first(failure) if failure else "the verifier has no result"
+            raise UserCodeError(
+                f"{said}: {mean:.0%} of the rollouts of the last {len(self._shares)} groups have no result, more than "
+                f"{self._max_share:.0%} (environment.max_no_result); mend the verifier, or allow more"
+            )
+
+
+def _first(failure: str) -> str:
+    return failure.partition("\n")[0]
