@@ -276,6 +276,8 @@ class RunStatus:
     eta_s: float | None  # time left, estimated
     finished: str | None  # reason, once the run is ending
     emulated: bool = False  # tokens a second are those of an emulated cluster
+    truncated: float | None = None  # share of the last batch's completions that ran into the length limit
+    zero_variance: float | None = None  # share of its groups whose rewards are all equal
     lost_servers: tuple[str, ...] = ()  # URLs of generation servers that were taken out: to be started again
     alerts: tuple[Alert, ...] = ()
 
@@ -305,5 +307,8 @@ class RunSummary:
     emulated: str | None = None  # the cluster whose tokens a second these are; None: this machine
     staleness_tokens: dict[str, int] = field(default_factory=dict[str, int])  # tokens trained on, by their staleness
     starts: int = 1  # times that its controller was started and got to work; above 1, work was done twice
+    truncated: float | None = None  # share of the completions trained on that ran into the length limit
+    zero_variance: float | None = None  # share of the groups trained on whose rewards are all equal
+    alerts: tuple[str, ...] = ()  # that stood at the end
     bound: str | None = None  # what bounded the run, and what would have made it faster, for people
     idle: dict[str, float] = field(default_factory=dict[str, float])  # share of servers' and ranks' time, by role

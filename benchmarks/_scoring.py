@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments.environment import judge
-from areal_core.environments.registry import open_verifier
+from areal_core.environments.registry import open_judge
 from areal_core.environments.source import open_source
 from areal_core.generation.engines.embedded import Engine
 from areal_core.models.arrays import read_arrays
@@ -20,7 +19,7 @@ class Scorer:
     def __init__(self, config: RunConfig, model_path: str) -> None:
         self._tokenizer = Tokenizer.from_folder(model_path)
         self._prompts = open_source(config, self._tokenizer).held_out()
-        self._verify = open_verifier(config.environment, config.task)
+        self._judge = open_judge(config.environment, config.task)
         self._spec = read_spec(model_path)
         self._engine = Engine(
             self._spec,
@@ -47,7 +46,11 @@ class Scorer:
         self._engine.swap(self._engine.prepare(arrays), version.version)
         completions = self._engine.generate(self._requests)
         verdicts = [
-            judge(self._verify, self._tokenizer, prompt, completion)
+            self._judge(
+                prompt,
+                self._tokenizer.decode(completion.token_ids.tolist()),
+                truncated=completion.finish_reason == "length",
+            )
             for prompt, (completion,) in zip(self._prompts, completions, strict=True)
         ]
         return sum(verdict.outcome is Outcome.RIGHT for verdict in verdicts) / len(verdicts)

@@ -190,7 +190,7 @@ class Rewards:
             )
         )
 
-    def begin(self, prompt: Prompt) -> _Session:
+    def begin(self, prompt: Prompt, *, apart: bool) -> _Session:
         limit = self._config.task.max_new_tokens
         return _Session(GroupRollout(self._environment, prompt, n=GROUP, max_new_tokens=limit))
 

@@ -193,7 +193,7 @@ class _Rewards:
     def __init__(self) -> None:
         self._scored = scored_group()
 
-    def begin(self, prompt: Prompt) -> _Session:
+    def begin(self, prompt: Prompt, *, apart: bool) -> _Session:
         return _Session(self._scored)
 
 

@@ -19,6 +19,9 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
         "effective throughput": f"{summary.effective_tokens_per_s:,.0f} tokens/s",
         "generated throughput": f"{summary.generated_tokens_per_s:,.0f} tokens/s",
         "staleness": f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
+        "truncated completions": _percent(summary.truncated),
+        "zero-variance groups": _percent(summary.zero_variance),
+        "alerts": "; ".join(summary.alerts) or "-",
         "tokens": str(summary.tokens),
         "bottleneck": summary.bound or "-",
         "model": summary.model_url,
@@ -40,6 +43,10 @@ def result_markdown(run_id: str, rows: list[dict[str, str]]) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def tracking_page(info: RunInfo) -> str | None:

@@ -4,6 +4,7 @@
     stale      too much of a batch is older than the bound, as rollout.policy=admit lets it be
     rewards    too many groups can't be scored, and are dropped
     stall      no version is new for long, although every process gets on, as where all groups are dropped
+    idle       nothing can be learnt: all completions are cut off, all rewards equal, or all tokens masked
 
 What ends processes that hang is `areal_core.launch.watchdog`; here nothing is ended. An alert is logged, stands in the
 status, and it is for the control plane to act on it.
@@ -22,14 +23,22 @@ logger = logging.getLogger(__name__)
 
 _STEPS = 10  # over which groups without rewards are counted
 _UNSCORED = ("rollout/reward_failed_groups", "rollout/reward_timeout_groups", "rollout/reward_worker_died_groups")
+_IDLE = {  # a share that is 1 where a step teaches nothing: what it means, and the fields to change
+    "completion/truncated": "all completions were cut off: raise task.max_new_tokens",
+    "reward/zero_variance": "all rewards that are compared were equal: choose other prompts (task) or another verifier "
+    "(environment.verifier)",
+    "loss/mask_fraction": "all tokens were masked: widen algorithm.behaviour_mask_low and behaviour_mask_high",
+}
 
 
 class Health:
-    """The alerts of one run. `groups` are those of a batch."""
+    """The alerts of one run of so many `steps`. `groups` are those of a batch."""
 
-    def __init__(self, config: HealthConfig, *, groups: int) -> None:
+    def __init__(self, config: HealthConfig, *, groups: int, steps: int) -> None:
         self._config = config
         self._groups = groups
+        self._steps = steps
+        self._idle = dict.fromkeys(_IDLE, 0)  # steps in a row in which the share was 1
         self._unscored: deque[float] = deque(maxlen=_STEPS + 1)  # since the start, by version
         self._alerts: dict[str, Alert] = {}  # by kind
 
@@ -56,6 +65,20 @@ class Health:
             said = f"{failed / tried:.0%} of the groups of late had no rewards"
             self._judge("rewards", step, said, failed / tried, self._config.max_unscored_share, "max_unscored_share")
 
+        if known := _IDLE.keys() & values.keys():
+            self._look_for_idle(step, {key: values[key] for key in known})
+
+    def _look_for_idle(self, step: int, shares: Mapping[str, float]) -> None:
+        if (bound := self._config.max_idle_steps) is None:
+            return
+        for key, share in shares.items():
+            self._idle[key] = self._idle[key] + 1 if share == 1.0 else 0
+        bound = min(bound, self._steps)
+        if whys := [why for key, why in _IDLE.items() if self._idle[key] >= bound]:
+            self._raise("idle", step, f"nothing was learnt in {bound} steps, {whys[0]} (health.max_idle_steps)")
+        else:
+            self._take_back("idle")
+
     def wait(self, step: int, seconds: float) -> None:
         """So long there has been no version after that of `step`."""
         said = f"no step for {seconds:.0f} s"
@@ -63,9 +86,15 @@ class Health:
 
     def _judge(self, kind: str, step: int, said: str, value: float, bound: float | None, field: str) -> None:
         if bound is None or value <= bound:
-            if self._alerts.pop(kind, None):
-                logger.info("no longer: %s", kind)
-        elif kind not in self._alerts:
-            text = f"{said}, more than {bound:g} (health.{field})"
+            self._take_back(kind)
+        else:
+            self._raise(kind, step, f"{said}, more than {bound:g} (health.{field})")
+
+    def _raise(self, kind: str, step: int, text: str) -> None:
+        if kind not in self._alerts:
             self._alerts[kind] = Alert(kind=kind, step=step, text=text)
             logger.warning("%s", text)
+
+    def _take_back(self, kind: str) -> None:
+        if self._alerts.pop(kind, None):
+            logger.info("no longer: %s", kind)

@@ -55,7 +55,7 @@ class Recorder:
         if config.tracking.batch_metrics is not None:
             self._batch_metrics = find("tracking.batch_metrics", config.tracking.batch_metrics, {})
         self._live: dict[str, float] = {}  # newest value of the keys that the status shows
-        self._health = Health(config.health, groups=config.groups_per_batch)
+        self._health = Health(config.health, groups=config.groups_per_batch, steps=config.training.steps)
 
     # -- time --------------------------------------------------------------------------------------------------
 
@@ -85,6 +85,7 @@ class Recorder:
                 "reward/mean": sum(reward for group in groups for reward in group.rewards if reward is not None)
                 / judged,
                 "reward/correct": sum(group.correct for group in groups) / judged,
+                "reward/zero_variance": self._zero_variance(groups),
                 **{
                     f"outcome/{outcome}": sum(group.outcomes.get(outcome, 0) for group in groups) / completions
                     for outcome in Outcome
@@ -99,6 +100,14 @@ class Recorder:
         )
         if self._batch_metrics is not None:
             self.log(step, self._batch_metrics(groups))
+
+    def _zero_variance(self, groups: Sequence[GroupSummary]) -> float:
+        """The share of a batch's groups whose rewards are all equal. With advantages over the batch 1 where all of its
+        rewards are equal, else 0."""
+        rewards = [{reward for reward in group.rewards if reward is not None} for group in groups]
+        if self._config.algorithm.advantage.startswith("batch"):
+            rewards = [set[float]().union(*rewards)]
+        return sum(len(each) == 1 for each in rewards) / len(rewards)
 
     def tabled(self, step: int) -> bool:
         """Whether people get to see texts and pictures of a step."""
@@ -209,6 +218,8 @@ class Recorder:
             reward=self._live.get("reward/mean"),
             accuracy=self.evaluations[-1].accuracy if self.evaluations else None,
             staleness=self._live.get("staleness/token_mean"),
+            truncated=self._live.get("completion/truncated"),
+            zero_variance=self._live.get("reward/zero_variance"),
             effective_tokens_per_s=self._live.get("throughput/effective_tokens_per_s"),
             generated_tokens_per_s=self._live.get("throughput/generated_tokens_per_s"),
             elapsed_s=self.elapsed_s,
@@ -238,6 +249,7 @@ class Recorder:
         tokens = self._ledger.tokens()
         staleness = self._notes.staleness()
         counted = sum(staleness.values())
+        curves = self._outbox.history()
         return RunSummary(
             run_id=run_id,
             name=self._config.label,
@@ -260,6 +272,9 @@ class Recorder:
             incarnation=self._ledger.incarnation,
             emulated=self._config.emulated_cluster,
             starts=self._notes.starts,
+            truncated=_mean(curves.get("completion/truncated")),
+            zero_variance=_mean(curves.get("reward/zero_variance")),
+            alerts=tuple(alert.text for alert in self._health.alerts),
             bound=explained.text if explained else None,
             idle=explained.idle if explained else {},
         )
@@ -298,3 +313,7 @@ class Recorder:
             "weights/recompute_ms": max(load.recompute_ms for load in loads),
             "weights/recomputed_tokens": sum(load.recomputed_tokens for load in loads),
         }
+
+
+def _mean(curve: Sequence[tuple[int, float]] | None) -> float | None:
+    return sum(value for _, value in curve) / len(curve) if curve else None

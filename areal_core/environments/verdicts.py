@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import select
 import signal
 import time
@@ -26,6 +27,7 @@ from areal_core.types import Outcome, Prompt
 _TRIES = 2  # of a verifier that raises, for one completion
 _SHOWN = 2000  # characters of a prompt or a completion in an error; the middle is left out
 _FRAMES = 12  # of a stack, in an error
+_OURS = re.compile(r"/areal_core/(rewards/|environments/verdicts\.py)|/asyncio/")  # files whose frames call the user's
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ def hung(frame: FrameType | None, limit_s: float, waiting: str = "") -> str:
     one of these that waits."""
     name, judged = ("the environment", None) if _now is None else (_now[0], _now[1:])
     stack = traceback.extract_stack(frame)
-    ours = [place for place, each in enumerate(stack) if each.filename == __file__]
+    ours = [place for place, each in enumerate(stack) if _OURS.search(each.filename)]
     own = stack[ours[-1] + 1 :] if ours else stack
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own and not waiting else ""
     lines = waiting.splitlines() if waiting else "".join(traceback.format_list(own[-_FRAMES:])).splitlines()

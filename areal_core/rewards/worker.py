@@ -39,7 +39,7 @@ from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Prompt
 
 _START_TIMEOUT_S = 120.0  # a worker imports numpy and tokenizers, on a machine that may be busy
-_LAST_WORDS_S = 3.0  # beyond its time limit, for a worker to say where it hangs
+LAST_WORDS_S = 3.0  # beyond its time limit, for a worker to say where it hangs
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -120,9 +120,9 @@ class WorkerProcess:
         start = time.monotonic()
         try:
             forgotten, self.forgotten = self.forgotten, []
-            self._limit(start + timeout_s + _LAST_WORDS_S)
+            self._limit(start + timeout_s + LAST_WORDS_S)
             self._pipe.send((forgotten, timeout_s, message))
-            result = self._receive(start + timeout_s + _LAST_WORDS_S)
+            result = self._receive(start + timeout_s + LAST_WORDS_S)
         except BlockingIOError:
             raise RewardTimeoutError(
                 f"the reward worker did not respond in {timeout_s:g} s (rollout.reward_timeout_s); its stack is in the "
@@ -175,12 +175,13 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
         for group in forgotten:
             if group in _suspended:
                 _suspended.pop(group).close()
-        with _limited(pipe, timeout_s):
-            result = _attempt(function, message)
+        with limited(lambda error: pipe.send((error, time.process_time())), timeout_s):
+            result = attempt(function, message)
         pipe.send((result, time.process_time()))
 
 
-def _attempt(function: Callable[[Any], Any], message: Any) -> Any:
+def attempt(function: Callable[[Any], Any], message: Any) -> Any:
+    """The result of a call, or the ArealError that it raises. Any other exception is a bug of the user's."""
     try:
         return function(message)
     except ArealError as error:
@@ -190,16 +191,16 @@ def _attempt(function: Callable[[Any], Any], message: Any) -> Any:
 
 
 @contextmanager
-def _limited(pipe: Connection, timeout_s: float) -> Iterator[None]:
-    """Within, a worker that takes longer says where it hangs, as its result, and ends."""
+def limited(tell: Callable[[RewardTimeoutError], None], timeout_s: float) -> Iterator[None]:
+    """Within, a process that takes longer tells where it hangs, and ends."""
 
     def end(_: int, frame: FrameType | None) -> None:
-        pipe.send((RewardTimeoutError(verdicts.hung(frame, timeout_s, _waiting())), time.process_time()))
+        tell(RewardTimeoutError(verdicts.hung(frame, timeout_s, _waiting())))
         os._exit(1)
 
     signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    faulthandler.dump_traceback_later(timeout_s + _LAST_WORDS_S / 2)  # native code lets no handler run
+    faulthandler.dump_traceback_later(timeout_s + LAST_WORDS_S / 2)  # native code lets no handler run
     try:
         yield
     finally:

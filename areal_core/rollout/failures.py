@@ -27,7 +27,7 @@ class Failures:
         self._max_share = max_share
         self._shares: OrderedDict[int, float] = OrderedDict()  # by group, of its rollouts: those without a result
         self._lost = 0  # tries in a row
-        self._seen: Counter[str] = Counter()  # failures, by their first line
+        self._seen: Counter[str] = Counter()  # failures, by who has failed, how and where
 
     def failed_try(self, error: RewardError) -> None:
         """A try of a group has failed. Raises UserCodeError after too many in a row that have cost a worker."""
@@ -48,13 +48,15 @@ class Failures:
 
     def _show(self, failure: str, times: int = 1) -> None:
         first, *rest = failure.split("\n")
-        before = self._seen[first]
-        self._seen[first] += times
+        name, _, said = first.partition(": ")
+        kind = f"{name}: {said.partition(': ')[0]} ({first.rpartition(' (')[2]}"  # without a text that may differ
+        before = self._seen[kind]
+        self._seen[kind] += times
         if before == 0:
             logger.error("%s", first)
             for line in rest:
                 logger.warning("%s", line)
-        if (now := self._seen[first]) >= 10 and len(str(now)) > len(str(before)):
+        if (now := self._seen[kind]) >= 10 and len(str(now)) > len(str(before)):
             logger.warning("%d times so far: %s", now, first)
 
     def _count(self, group_id: int, share: float, failure: str | None) -> None:

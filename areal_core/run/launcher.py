@@ -324,7 +324,7 @@ def read_summary(run: RunDir) -> RunSummary:
 def summary_of(text: str) -> RunSummary:
     """From the text of summary.json."""
     values = json.loads(text)
-    return RunSummary(**{**values, "tokens": TokenLedger(**values["tokens"])})
+    return RunSummary(**{**values, "tokens": TokenLedger(**values["tokens"]), "alerts": tuple(values["alerts"])})
 
 
 def execute(

@@ -19,6 +19,7 @@ from areal_core.planning.time_model import check_emulation
 from areal_core.run.base_model import model_folder
 from areal_core.run.folders import Log, tracking_uri
 from areal_core.run.machine import HEAD, check_packages, device_memory, interpreter, visible_gpus
+from areal_core.run.trial import try_verifier
 from areal_core.storage.objects import Storage
 from areal_core.types import Prompt
 
@@ -50,10 +51,10 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         except ProcessError as error:
             raise ConfigError(f"generation.vllm.python: {error}") from None
     if config.model.path is None:
-        _check_task(config, char_tokenizer())
+        _check_task(config, char_tokenizer(), log)
     else:
         folder = _folder(config, log)
-        _check_model(folder, config)
+        _check_model(folder, config, log)
         if config.launch.accelerator == "cuda" and not config.emulated:
             plan(config, log)
     Storage.open(config.storage.url, config.storage.endpoint_url)
@@ -90,7 +91,7 @@ def _folder(config: RunConfig, log: Log) -> Path:
         raise ModelError(f"model.path: {error}") from error
 
 
-def _check_model(folder: Path, config: RunConfig) -> None:
+def _check_model(folder: Path, config: RunConfig, log: Log) -> None:
     """A model folder must be whole and fit the task: its shape, the headers of its weights, tokenizer and prompts."""
     try:
         spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
@@ -108,7 +109,7 @@ def _check_model(folder: Path, config: RunConfig) -> None:
     if spec.transformers is not None:
         _check_engines(config, folder, spec.transformers.why)
     try:
-        prompts = _check_task(config, tokenizer)
+        prompts = _check_task(config, tokenizer, log)
     except ModelError as error:
         raise ModelError(f"model.path: {folder}: {error}") from error
     highest = max((token for prompt in prompts for token in prompt.token_ids), default=0)
@@ -128,7 +129,13 @@ def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
             raise ConfigError(f"{field}.engine: must be vllm for {folder}, got 'embedded', for which {why}")
 
 
-def _check_task(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """Prompts, environment and verifier must be there and go with the tokenizer. Returns the held-out prompts."""
+def _check_task(config: RunConfig, tokenizer: Tokenizer, log: Log) -> list[Prompt]:
+    """Prompts, environment and verifier must be there and go with the tokenizer. Returns the held-out prompts. Raises
+    UserCodeError for a verifier that fails on the first prompt."""
     open_environment(config.environment, config.task, config.algorithm, tokenizer)
-    return open_source(config, tokenizer).held_out()
+    source = open_source(config, tokenizer)
+    held_out = source.held_out()
+    trains = config.task.name != "rows" or config.task.path is not None
+    if first := ([source.prompt(0)] if trains else held_out[:1]):
+        try_verifier(config, first[0], log)
+    return held_out

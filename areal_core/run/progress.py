@@ -23,7 +23,7 @@ class RunProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if console.is_terminal:
-            columns = (BarColumn(20), TextColumn("{task.description}", markup=False))
+            columns = (BarColumn(8), TextColumn("{task.description}", markup=False))
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task("starting", total=None)
 
@@ -55,6 +55,8 @@ def describe(status: RunStatus) -> str:
         f"reward {_number(status.reward, '.3f')}",
         f"accuracy {_number(status.accuracy, '.3f')}",
         f"staleness {_number(status.staleness, '.2f')}",
+        f"truncated {_number(status.truncated, '.0%')}",
+        f"zero-variance {_number(status.zero_variance, '.0%')}",
         f"{_number(None if rate is None else rate / 1000, '.1f')}k {'emulated ' if status.emulated else ''}tokens/s",
         f"finishing: {status.finished}" if status.finished else f"{_duration(status.eta_s)} left",
         *(f"alert: {alert.kind}" for alert in status.alerts),
@@ -71,6 +73,9 @@ def conclude(summary: RunSummary) -> str:
         f"best {_number(summary.best_accuracy, '.3f')}",
         f"  tokens/s: {summary.effective_tokens_per_s:.0f} trained, {summary.generated_tokens_per_s:.0f} generated",
         f"  staleness: mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
+        f"  truncated completions: {_number(summary.truncated, '.1%')}, zero-variance groups: "
+        f"{_number(summary.zero_variance, '.1%')}",
+        *(f"  alert: {alert}" for alert in summary.alerts),
         f"  model {summary.model_url}",
     ]
     if summary.time_to_score_s is not None:

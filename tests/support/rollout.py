@@ -176,7 +176,7 @@ class FakeRewards:
         self.open = 0
         self.failure: type[RewardError] = RewardError
 
-    def begin(self, prompt: Prompt) -> FakeSession:
+    def begin(self, prompt: Prompt, *, apart: bool) -> FakeSession:
         self.open += 1
         return FakeSession(self, prompt)
 
@@ -196,7 +196,7 @@ class FakeRewards:
             unused_tokens=unused,
             min_version=min(versions),
             max_version=max(versions),
-            outcomes={Outcome.RIGHT: correct},
+            outcomes={Outcome.RIGHT: correct, Outcome.WRONG: n - correct},
             truncated=(False,) * n,
         )
         return ScoredGroup(payload=b"", summary=summary)

@@ -15,7 +15,7 @@ FAILED, LATE, DIED = (f"rollout/reward_{kind}_groups" for kind in ("failed", "ti
 
 @pytest.fixture
 def health() -> Health:
-    return Health(HealthConfig(), groups=GROUPS)
+    return Health(HealthConfig(), groups=GROUPS, steps=100)
 
 
 def kinds(health: Health) -> list[str]:
@@ -78,9 +78,37 @@ def test_a_run_without_steps(health: Health) -> None:
 
 
 def test_what_is_not_to_be_looked_at() -> None:
-    health = Health(
-        HealthConfig(max_mismatch=None, max_stale_share=None, max_unscored_share=None, max_step_s=None), groups=GROUPS
-    )
+    bounds = ("max_mismatch", "max_stale_share", "max_unscored_share", "max_step_s", "max_idle_steps")
+    health = Health(HealthConfig(**dict.fromkeys(bounds)), groups=GROUPS, steps=1)
     health.look(1, {"mismatch/k3": 9.0, "staleness/groups_over_bound": GROUPS, FAILED: 99, LATE: 0, DIED: 0})
+    health.look(1, {"completion/truncated": 1.0})
     health.wait(1, 1e9)
     assert health.alerts == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [
+        ("completion/truncated", "task.max_new_tokens"),
+        ("reward/zero_variance", "environment.verifier"),
+        ("loss/mask_fraction", "algorithm.behaviour_mask_low"),
+    ],
+)
+def test_run_that_learns_nothing_names_the_field_to_change(health: Health, key: str, field: str) -> None:
+    for step in range(1, 10):
+        health.look(step, {key: 0.99 if step == 4 else 1.0, "time/step_s": 1.0})
+        health.look(step, {"loss/policy": 0.0})
+        assert kinds(health) == (["idle"] if step == 9 else [])
+    (alert,) = health.alerts
+    assert alert.text.startswith("nothing was learnt in 5 steps, all ")
+    assert field in alert.text
+    health.look(10, {key: 0.5})
+    assert kinds(health) == []
+
+
+def test_short_run_that_learns_nothing_says_so() -> None:
+    health = Health(HealthConfig(), groups=GROUPS, steps=2)
+    health.look(1, {"completion/truncated": 1.0})
+    assert kinds(health) == []
+    health.look(2, {"completion/truncated": 1.0})
+    assert kinds(health) == ["idle"]

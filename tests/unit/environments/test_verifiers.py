@@ -1,9 +1,7 @@
 import pytest
 
-from areal_core.environments.environment import Verdict, judge
 from areal_core.environments.verifiers import exact_match, mathematics
 from areal_core.types import Outcome, Prompt
-from tests.support.policies import TOKENIZER, completion
 
 
 def task(gold: str) -> Prompt:
@@ -50,19 +48,6 @@ def test_mathematics(completion, gold, outcome):
     assert verdict.score == (1.0 if outcome is Outcome.RIGHT else 0.0)
 
 
-def test_what_takes_too_long_is_no_result():
+def test_answer_that_takes_too_long_is_incorrect():
     verdict = mathematics(task("\\sqrt{2}"), "\\boxed{3000000!!}")
-    assert (verdict.outcome, verdict.score) == (Outcome.TIMED_OUT, None)
-
-
-def test_a_score_alone_is_a_verdict():
-    scores = {"1": 1.0, "2": 0.5, "3": 0.0}
-    verdicts = [judge(lambda _, text: scores[text], TOKENIZER, task(""), completion(text)) for text in scores]
-    assert verdicts == [Verdict(Outcome.RIGHT, 1.0), Verdict(Outcome.WRONG, 0.5), Verdict(Outcome.WRONG, 0.0)]
-
-
-def test_what_was_cut_off_is_wrong_and_not_verified():
-    def verify(task, text):
-        raise AssertionError
-
-    assert judge(verify, TOKENIZER, task("1"), completion("1", finish_reason="length")) == Verdict.of(Outcome.WRONG)
+    assert (verdict.outcome, verdict.score) == (Outcome.TIMED_OUT, 0.0)

@@ -1,4 +1,4 @@
-"""Scores from records, by hand; what has no result counts in none of them."""
+"""Scores from records, by hand; a completion without a result counts as wrong."""
 
 import pytest
 
@@ -12,7 +12,7 @@ RIGHT, WRONG, NONE, FAILED = Outcome.RIGHT, Outcome.WRONG, Outcome.NO_ANSWER, Ou
 
 
 def sample(outcome, answer=None, *, tokens=10, truncated=False, text="text"):
-    score = None if outcome in (Outcome.FAILED, Outcome.TIMED_OUT) else float(outcome is RIGHT)
+    score = None if outcome is Outcome.FAILED else float(outcome is RIGHT)
     return Sample(text=text, tokens=tokens, truncated=truncated, outcome=outcome, score=score, answer=answer)
 
 
@@ -35,12 +35,12 @@ RECORDS = [
 def test_scores_are_means_over_problems():
     scores = scored(RECORDS)
     assert (scores.problems, scores.samples, scores.completions) == (4, 4, 20)
-    assert scores.greedy.value == pytest.approx(1 / 3)
-    assert scores.pass_at[1].value == pytest.approx((2 / 4 + 1 / 4 + 3 / 3) / 3)
-    assert scores.pass_at[2].value == pytest.approx((5 / 6 + 1 / 2 + 1) / 3)
-    assert scores.pass_at[4].value == 1.0  # of the two problems that have four results
+    assert scores.greedy.value == 1 / 4
+    assert scores.pass_at[1].value == pytest.approx((2 / 4 + 1 / 4 + 3 / 4) / 4)
+    assert scores.pass_at[2].value == pytest.approx((5 / 6 + 1 / 2 + 1) / 4)
+    assert scores.pass_at[4].value == 3 / 4
     assert list(scores.pass_at) == [1, 2, 4]
-    assert {k: value.value for k, value in scores.majority_at.items()} == {4: 0.5}
+    assert {k: value.value for k, value in scores.majority_at.items()} == {4: 2 / 4}
     assert scores.outcomes == {RIGHT: 7, WRONG: 6, NONE: 1, FAILED: 6}
     assert scores.pass_at[1].low < scores.pass_at[1].value < scores.pass_at[1].high
 
@@ -56,12 +56,10 @@ def test_lengths_and_cut_offs_are_counted():
     assert scores.metrics()["outcome_right"] == 0.5
 
 
-def test_without_samples_or_results_there_is_less_to_tell():
+def test_without_samples_there_is_less_to_tell():
     greedy = scored([record(0, RIGHT), record(1, WRONG)])
     assert (greedy.greedy.value, greedy.pass_at, greedy.majority_at) == (0.5, {}, {})
-    nothing = scored([record(0, FAILED)])
-    assert nothing.greedy is None
-    assert [name for name, _ in nothing.rows()] == ["problems", "completions"]
+    assert scored([record(0, FAILED)]).greedy.value == 0.0
 
 
 def test_two_models_are_compared_problem_by_problem():
@@ -72,12 +70,12 @@ def test_two_models_are_compared_problem_by_problem():
     assert found["greedy"].p_value == pytest.approx(2 * 0.5**10)
     assert compared(worse, better)["greedy"].value == -0.5
     assert list(compared([record(0, RIGHT)], [record(0, WRONG)])) == ["greedy"]
-    assert compared([record(0, FAILED)], [record(0, RIGHT)]) == {}
+    assert compared([record(0, FAILED)], [record(0, RIGHT)])["greedy"].value == -1.0
 
 
 def test_rates_are_of_samples_where_there_are_some():
-    assert rates(RECORDS) == {"0": 0.5, "1": 0.25, "2": 1.0}  # the last problem has no result
-    assert rates([record(0, RIGHT), record(1, FAILED)]) == {"0": 1.0}
+    assert rates(RECORDS) == {"0": 0.5, "1": 0.25, "2": 0.75, "3": 0.0}
+    assert rates([record(0, RIGHT), record(1, FAILED)]) == {"0": 1.0, "1": 0.0}
 
 
 def test_other_problems_are_not_compared():

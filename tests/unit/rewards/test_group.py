@@ -244,7 +244,7 @@ def test_what_there_is_no_room_for_is_refused(asked):
 
 def unsure(task, text):
     """No result for an even digit."""
-    return Verdict.of(Outcome.TIMED_OUT if text in ("2", "4") else Outcome.RIGHT)
+    return Verdict.of(Outcome.FAILED if text in ("2", "4") else Outcome.RIGHT)
 
 
 def scored(*texts, **settings):
@@ -265,25 +265,38 @@ def scored(*texts, **settings):
 def test_a_completion_without_result_has_no_reward_and_is_not_trained_on():
     group = scored("1", "22", "2", "3")
     assert group.summary.rewards == (1.0, 1.0, None, 1.0)
-    assert (group.summary.outcomes, group.summary.judged) == ({"right": 3, "timed_out": 1}, 3)
+    assert (group.summary.outcomes, group.summary.judged) == ({"right": 3, "failed": 1}, 3)
     payload = unpack_group(group.payload, group.summary)
     trained = np.split(payload.loss_mask, np.cumsum(payload.lengths)[:-1])
     assert [(part.all(), part.any()) for part in trained] == [(True, True), (True, True), (False, False), (True, True)]
 
 
 def test_a_group_can_be_tried_again_instead_and_one_without_any_result_always_is():
-    with pytest.raises(RewardError, match="the verifier found no result: timed_out"):
+    with pytest.raises(RewardError, match="the verifier found no result: failed"):
         scored("1", "2", no_result="try_again")
     with pytest.raises(RewardError, match="the verifier found no result for any completion of the group"):
         scored("2", "4")
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_refused(reward):
-    class Broken:
-        async def rollout_group(self, task, policy, n):
-            completions = await policy.sample(task.token_ids, n=n)
-            return [trajectory(given(task.token_ids), sampled(one), reward=reward) for one in completions]
+class Paying:
+    """Gives every trajectory the same reward."""
 
-    with pytest.raises(RewardError, match="environment: a reward must be finite, got"):
-        advance_all(Broken(), [served(completion("1"))], n=1)
+    def __init__(self, reward):
+        self.reward = reward
+
+    async def rollout_group(self, task, policy, n):
+        completions = await policy.sample(task.token_ids, n=n)
+        return [trajectory(given(task.token_ids), sampled(one), reward=self.reward) for one in completions]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "a lot", np.float32("nan")])
+def test_a_reward_that_is_no_number_is_refused(reward):
+    with pytest.raises(RewardError, match="environment: a reward must be a finite number or None, got"):
+        advance_all(Paying(reward), [served(completion("1"))], n=1)
+
+
+@pytest.mark.parametrize("reward", [np.float32(0.5), np.int64(2), True])
+def test_rewards_of_any_kind_become_numbers(reward):
+    [group] = advance_all(Paying(reward), [served(completion("1"))], n=1)
+    assert group.summary.rewards == (float(reward),)
+    assert type(group.summary.rewards[0]) is float

@@ -218,8 +218,11 @@ async def test_idle_workers_that_were_killed_cost_nothing(pool):
 async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced():
     pool = RewardPool(workers=1, timeout_s=0.5, function=obey)
     workers = Watch(pool.pids())
-    with pytest.raises(RewardTimeoutError, match=r"did not respond in 0\.5 s \(rollout\.reward_timeout_s\)"):
+    with pytest.raises(RewardTimeoutError, match=r"no verdict within 0\.5 s \(rollout\.reward_timeout_s\)") as hung:
         await score(pool, job(gold="hang"))
+    first, where, what = str(hung.value).split("\n")
+    assert first.endswith(f"({__file__}:{obey.__code__.co_firstlineno + 2})"), first
+    assert (where.strip().split(", ")[-1], what.strip()) == ("in obey", "time.sleep(600)")
     assert workers.all_end()
     assert int((await score(pool, job())).payload) in pool.pids()
     await pool.close()

@@ -31,8 +31,9 @@ class Session:
     def __init__(self, outcomes: Outcomes) -> None:
         self.outcomes, self.seen, self.open = list(outcomes), list[list[tuple[int, int]]](), 0
 
-    def begin(self) -> Session:
+    def begin(self, apart: bool) -> Session:
         self.open += 1
+        self.apart = apart
         return self
 
     async def advance(self, arrived: Sequence[Arrival]) -> tuple[SampleRequest, ...] | ScoredGroup:

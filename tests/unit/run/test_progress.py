@@ -11,14 +11,16 @@ from areal_core.types import RunStatus, RunSummary, TokenLedger
 
 STATUS = RunStatus(
     step=7, steps=35, version=6, reward=0.4125, accuracy=None, staleness=0.834, effective_tokens_per_s=12345.0,
-    generated_tokens_per_s=None, elapsed_s=20.0, eta_s=62.4, finished=None,
+    generated_tokens_per_s=None, elapsed_s=20.0, eta_s=62.4, finished=None, truncated=0.254, zero_variance=1.0,
 )  # fmt: skip
-LINE = "step 7/35  reward 0.412  accuracy -  staleness 0.83  12.3k tokens/s  1:02 left"
+LINE = (
+    "step 7/35  reward 0.412  accuracy -  staleness 0.83  truncated 25%  zero-variance 100%  12.3k tokens/s  1:02 left"
+)
 
 
 def shown(*statuses: RunStatus, terminal: bool) -> str:
     text = io.StringIO()
-    with RunProgress(Console(file=text, force_terminal=terminal, width=120)) as progress:
+    with RunProgress(Console(file=text, force_terminal=terminal, width=140)) as progress:
         for status in statuses:
             progress.update(status)
             progress.log("server [1] says: [/nothing] [bold]")
@@ -72,6 +74,12 @@ def test_conclude() -> None:
     assert told[: len(lines)] == lines
     assert " ".join(line.strip() for line in told[len(lines) :]) == ("Generation limited this run. " * 9).strip()
     assert max(map(len, told)) <= 120
+    assert "  truncated completions: -, zero-variance groups: -" in lines
+    stuck = dataclasses.replace(summary, truncated=1.0, zero_variance=0.125, alerts=("nothing was learnt",))
+    assert conclude(stuck).splitlines()[-3:-1] == [
+        "  truncated completions: 100.0%, zero-variance groups: 12.5%",
+        "  alert: nothing was learnt",
+    ]
     assert "score reached" not in conclude(dataclasses.replace(summary, time_to_score_s=None))
     unscored = {"accuracy_before": None, "accuracy_after": None, "best_accuracy": None}
     emulated = dataclasses.replace(summary, emulated="qwen-7b on 8 h800", **unscored)
