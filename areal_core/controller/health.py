@@ -3,6 +3,7 @@
     mismatch   trainer and servers differ in what the same weights mean
     stale      too much of a batch is older than the bound, as rollout.policy=admit lets it be
     rewards    too many groups can't be scored, and are dropped
+    no_result  too many rollouts of a batch can't be scored, and are left out of it
     stall      no version is new for long, although every process gets on, as where all groups are dropped
     idle       nothing can be learnt: all completions are cut off, all rewards equal, or all tokens masked
 
@@ -56,6 +57,9 @@ class Health:
             share = stale / self._groups
             said = f"{share:.0%} of the batch is older than rollout.max_staleness"
             self._judge("stale", step, said, share, self._config.max_stale_share, "max_stale_share")
+        if (failed := values.get("outcome/failed")) is not None:
+            said = f"{failed:.0%} of the batch's rollouts have no result"
+            self._judge("no_result", step, said, failed, self._config.max_unscored_share, "max_unscored_share")
         if all(key in values for key in _UNSCORED):
             if step == 1:
                 self._unscored.append(0.0)

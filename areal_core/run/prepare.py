@@ -34,7 +34,7 @@ _TAGGED_PACKAGES = ("areal-flows", "torch", "transformers", "numpy", "mlflow", "
 # Fields that may differ between a run and its resumption.
 _MAY_CHANGE = (
     r"training\.(steps|engine|zero_stage|ranks|hosts|collective_timeout_s)|(stop|health|launch|provision)\..*|state_dir"
-    r"|storage\.(patience|lease)_s"
+    r"|storage\.(patience|lease)_s|environment\.max_no_result"
 )
 _FILES = r"model\.path|task\.(path|held_out_path|benchmark_paths|success_path)"
 _MAY_MOVE = rf"{_MAY_CHANGE}|{_FILES}|(storage|tracking)\..*"  # on another machine

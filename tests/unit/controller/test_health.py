@@ -62,6 +62,15 @@ def test_groups_without_rewards_count_over_ten_steps(health: Health) -> None:
     assert health.alerts == ()
 
 
+def test_rollouts_without_a_result_are_told(health: Health) -> None:
+    health.look(1, {"outcome/failed": 0.1})
+    assert health.alerts == ()
+    health.look(2, {"outcome/failed": 0.25})
+    assert [alert.text for alert in health.alerts] == [
+        "25% of the batch's rollouts have no result, more than 0.1 (health.max_unscored_share)"
+    ]
+
+
 def test_what_had_failed_before_a_restart_is_not_of_late(health: Health) -> None:
     for step in (7, 8):
         health.look(step, {FAILED: 100, LATE: 0, DIED: 0})
