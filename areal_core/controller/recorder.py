@@ -140,9 +140,12 @@ class Recorder:
         return self._folded(step) or self._notes.published_s(step) is not None
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Record a version's held-out score, unless it has one."""
+        """Record a version's held-out score, unless it has one. Its points carry the time of publication of the
+        version: scoring time moves no curve."""
         if any(known.version == evaluation.version for known in self.evaluations):
             return
+        published_s = 0.0 if evaluation.version == 0 else self._notes.published_s(evaluation.version)
+        ago_s = 0.0 if published_s is None else self.elapsed_s - published_s
         self.log(
             evaluation.version,
             {
@@ -152,6 +155,7 @@ class Recorder:
                 "heldout/wall_s": evaluation.wall_s,
                 **{f"heldout/{name}": value for name, value in evaluation.scores.items()},
             },
+            ago_s=ago_s,
         )
         self._notes.add_evaluation(evaluation)
         self.evaluations.append(evaluation)
@@ -161,10 +165,10 @@ class Recorder:
         self.evaluations = [known for known in self.evaluations if known.version < version]
         self._notes.forget(version)
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Metric rows of one step, time-stamped now."""
-        now = time.time()
-        self.log_rows([MetricRow(key=key, step=step, value=float(value), time_s=now) for key, value in values.items()])
+    def log(self, step: int, values: dict[str, float], *, ago_s: float = 0.0) -> None:
+        """Metric rows of one step, time-stamped `ago_s` before now."""
+        time_s = time.time() - ago_s
+        self.log_rows([MetricRow(key=key, step=step, value=float(v), time_s=time_s) for key, v in values.items()])
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         values = {row.key: row.value for row in rows}

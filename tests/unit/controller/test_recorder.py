@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +157,28 @@ def test_the_run_stops_at_its_score_or_after_its_minutes(ledger: TrajectoryLedge
     assert recorder.reason_to_stop() == "minutes"
     recorder.evaluated(evaluation(1, 0.8))
     assert recorder.reason_to_stop() == "score"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_scores_carry_the_publication_time_of_their_version(
+    ledger: TrajectoryLedger, outbox: Outbox, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "time", lambda: 1e9 + clock.now)
+    recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
+    recorder.start_clock()
+    for step in (1, 2):
+        clock.now += 3.0
+        train(ledger, step)
+        recorder.published(step, [])
+    if restarted:
+        recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
+        recorder.start_clock()
+    clock.now += 50.0  # scoring is late, and versions 0 and 1 are scored at once
+    for version in (0, 1, 2):
+        recorder.evaluated(evaluation(version, 0.1 * version))
+    rows = [row for row in outbox.attempt_metrics(1000) if row.key.startswith("heldout/")]
+    assert {(row.step, round(row.time_s - 1e9, 3)) for row in rows} == {(0, 100.0), (1, 103.0), (2, 106.0)}
 
 
 def test_a_controller_counts_once_and_only_when_it_gets_to_work(ledger: TrajectoryLedger, outbox: Outbox) -> None:
