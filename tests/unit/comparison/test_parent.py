@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 from mlflow import MlflowClient
 
+from areal_core.storage.rundir import RunDir, RunInfo
 from flows.comparison.parent import Parent, open_parent
 from flows.comparison.record import Comparison
 
@@ -81,5 +83,35 @@ def test_untracked_comparison_has_no_parent(tmp_path: Path) -> None:
 def test_database_has_no_pages(tmp_path: Path) -> None:
     parent = _open(tmp_path)
     assert parent is not None
-    assert parent.page is None
-    assert parent.side_by_side([]) is None
+    assert parent.places([]) == {"MLflow": parent.uri}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "metric"),
+    [([], "heldout/accuracy"), (["generation.engine=emulated", "training.engine=emulated"], "ledger/consumed_tokens")],
+)
+def test_pages_of_a_comparison_have_the_curves_of_all_started_trials(
+    tmp_path: Path, overrides: list[str], metric: str
+) -> None:
+    comparison = Comparison(
+        name="study",
+        experiment="cpu-async",
+        arms=_ARMS,
+        seeds=[1],
+        overrides=[f"state_dir={tmp_path}", *overrides],
+    )
+    trials = comparison.trials()
+    for index, trial in enumerate(trials):
+        info = RunInfo(run_id=trial.run_id, model_path="", checkpoint_url="", tracking_run_id=f"t{index}")
+        RunDir.create(trial.config, info)
+    places = Parent(uri="http://host:5000/", experiment_id="3", run_id="p").places(trials)
+    assert places["MLflow"] == "http://host:5000/#/experiments/3/runs/p?workflowType=machine_learning"
+    assert places["table of runs"].startswith("http://host:5000/#/experiments/3/runs?workflowType=machine_learning&")
+    for what, axis in (("curves over time", "relative"), ("curves over steps", "step")):
+        page, _, query = places[what].partition("?")
+        assert page == "http://host:5000/#/metric"
+        shown = {name: values[0] for name, values in parse_qs(query).items()}
+        assert {name: json.loads(shown[name]) for name in ("runs", "experiments", "metric", "plot_metric_keys")} == {
+            "runs": ["t0", "t1"], "experiments": ["3"], "metric": metric, "plot_metric_keys": [metric],
+        }  # fmt: skip
+        assert (shown["x_axis"], shown["workflowType"]) == (axis, "machine_learning")

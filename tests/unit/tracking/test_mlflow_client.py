@@ -3,6 +3,8 @@
 Against a server: tests/integration/test_tracking.py.
 """
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,30 @@ def test_run_is_opened_added_to_and_ended(uri: str, tmp_path: Path, monkeypatch:
     assert [(point.step, point.value) for point in client.get_metric_history(run_id, "comparison/a.low")] == [(6, 1.5)]
     assert [file.path for file in client.list_artifacts(run_id, "report")] == ["report/report.html"]
     assert experiment_of(uri, run_id) == client.get_experiment_by_name("areal").experiment_id  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("note", [None, "ours"])
+def test_experiment_opens_on_its_table_of_runs(tmp_path: Path, note: str | None) -> None:
+    """Also one that was made before; the columns must be what runs have, and what somebody wrote of it stays."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    if note is not None:
+        client.create_experiment("areal", tags={"mlflow.note.content": note})
+    run_id = start_run(uri, "areal", "x", {"mode": "sync", "eta": "0"}, {})
+    experiment = client.get_experiment(experiment_of(uri, run_id))
+    tags = experiment.tags
+    assert tags["mlflow.experimentKind"] == "custom_model_development"
+    table = f"#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=areal"
+    assert tags["mlflow.note.content"] == note or f"]({table})" in tags["mlflow.note.content"]
+    view = json.loads(tags["mlflow.sharedViewState.areal"])
+    assert {"name", "createdAt", "state"} == view.keys()
+    shown = json.loads(view["state"])
+    kinds = [re.fullmatch(r"(tags|metrics)\.`(.+)`", column) for column in shown["selectedColumns"]]
+    assert [kind and kind.groups() for kind in kinds][:3] == [
+        ("tags", "mode"), ("tags", "eta"), ("metrics", "heldout/accuracy"),
+    ]  # fmt: skip
+    described = Path("docs/metrics.md").read_text()
+    assert all(f"`{kind[2]}`" in described for kind in kinds if kind and kind[1] == "metrics")
 
 
 def test_run_that_is_taken_up_again_runs(uri: str) -> None:
