@@ -79,13 +79,15 @@ def prepare(
     with Ownership(run, config, storage.url, log=log):
         if not (run.root / "run.json").exists():  # else another launcher has been quicker
             about = _tags(config, run_id, flow_run_id) | {NOTE: _description(config, storage.url, flow_run_page)}
-            tracked = _start_tracking(config, run_id, about | dict(tags or {}))
+            experiment_id, tracking_run_id = _start_tracking(config, run_id, about | dict(tags or {}))
             info = RunInfo(
                 run_id=run_id,
                 model_path=str(model),
                 checkpoint_url=storage.url,
+                tracking_uri=tracking_uri(config),
+                tracking_experiment_id=experiment_id,
+                tracking_run_id=tracking_run_id,
                 flow_run_id=flow_run_id,
-                **tracked,
             )
             return RunDir.create(config, info)
     return prepare(config, run_id=run_id, flow_run_id=flow_run_id, flow_run_page=flow_run_page, tags=tags, log=log)
@@ -111,18 +113,17 @@ def _new_run_id(name: str) -> str:
     return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> dict[str, str]:
-    """Open the run in MLflow; returns where it is, fields of RunInfo."""
+def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Open the run in MLflow; returns the ids of its experiment and of itself, None where tracking is off."""
     uri = tracking_uri(config)
     if uri is None:
-        return {}
+        return None, None
     from areal_core.tracking.mlflow_client import experiment_of, start_run  # seconds of imports
 
     data_sets = (training_set(config), *([held_out_set(config)] if config.evaluated else []))
     inputs = [dataclasses.asdict(data_set) for data_set in data_sets]
     opened = start_run(uri, config.tracking.experiment, run_id, tags, config.to_dict(), inputs)
-    experiment = experiment_of(uri, opened)
-    return {"tracking_uri": uri, "tracking_experiment_id": experiment, "tracking_run_id": opened}
+    return experiment_of(uri, opened), opened
 
 
 def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, str]:

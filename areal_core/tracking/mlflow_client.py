@@ -269,7 +269,7 @@ def _experiment_tags(experiment: Experiment) -> dict[str, str]:
     table = f"Training runs: [table with modes, scores and speeds]({table_path(experiment.experiment_id)})"
     return {
         "mlflow.experimentKind": "custom_model_development",
-        VIEW_TAG: view(experiment.creation_time),
+        VIEW_TAG: view(experiment.creation_time or 0),
         NOTE: experiment.tags.get(NOTE, table),
     }
 

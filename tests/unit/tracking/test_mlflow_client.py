@@ -49,7 +49,7 @@ def test_experiment_opens_on_its_table_of_runs(tmp_path: Path, note: str | None)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(uri)
     if note is not None:
-        client.create_experiment("areal", tags={"mlflow.note.content": note})
+        client.create_experiment("areal", str(tmp_path), {"mlflow.note.content": note})
     run_id = start_run(uri, "areal", "x", {"mode": "sync", "eta": "0"}, {})
     experiment = client.get_experiment(experiment_of(uri, run_id))
     tags = experiment.tags
