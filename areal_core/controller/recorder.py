@@ -64,6 +64,9 @@ class Recorder:
         if self._started is None:
             self._started = self._clock()
             self._started_at, self._cpu_s = time.time(), time.process_time()
+            if not self._notes.starts:
+                for known in self.evaluations:
+                    self._log_scores(known)
             self._notes.count_start()
 
     @property
@@ -140,10 +143,17 @@ class Recorder:
         return self._folded(step) or self._notes.published_s(step) is not None
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Record a version's held-out score, unless it has one. Its points carry the time of publication of the
-        version: scoring time moves no curve."""
+        """Record a version's held-out score, unless it has one."""
         if any(known.version == evaluation.version for known in self.evaluations):
             return
+        if self._notes.starts:
+            self._log_scores(evaluation)
+        self._notes.add_evaluation(evaluation)
+        self.evaluations.append(evaluation)
+
+    def _log_scores(self, evaluation: Evaluation) -> None:
+        """Points that carry the version's time of publication, whenever it was scored. That of version 0 is the first
+        start of the clock; its score waits for that."""
         published_s = 0.0 if evaluation.version == 0 else self._notes.published_s(evaluation.version)
         ago_s = 0.0 if published_s is None else self.elapsed_s - published_s
         self.log(
@@ -157,8 +167,6 @@ class Recorder:
             },
             ago_s=ago_s,
         )
-        self._notes.add_evaluation(evaluation)
-        self.evaluations.append(evaluation)
 
     def forget(self, version: int) -> None:
         """Drop what was recorded of `version` and later ones: recovery has replaced their weights."""
