@@ -60,7 +60,8 @@ class Recorder:
     # -- time --------------------------------------------------------------------------------------------------
 
     def start_clock(self) -> None:
-        """RL wall time runs from the first server that takes work on; a second call changes nothing."""
+        """RL wall time runs from the first server that takes work on; a second call changes nothing. Scores that came
+        earlier are logged now."""
         if self._started is None:
             self._started = self._clock()
             self._started_at, self._cpu_s = time.time(), time.process_time()

@@ -24,13 +24,9 @@ _COLUMNS = {  # of the table: width in pixels
 def view(created_ms: int) -> str:
     """The value of VIEW_TAG: the columns, best score first. MLflow's own order, by time, folds the trials of a
     comparison into one row."""
-    state = {
-        "selectedColumns": [*_COLUMNS],
-        "columnOrder": [*_COLUMNS],
-        "columnWidths": _COLUMNS,
-        "orderByKey": "metrics.`heldout/accuracy`",
-        "orderByAsc": False,
-    }
+    names = [*_COLUMNS]
+    columns = {"selectedColumns": names, "columnOrder": names, "columnWidths": _COLUMNS}
+    state = columns | {"orderByKey": "metrics.`heldout/accuracy`", "orderByAsc": False}
     return json.dumps({"name": _VIEW, "createdAt": created_ms, "state": json.dumps(state)})
 
 
