@@ -236,6 +236,7 @@ class EmulatedRun:
         self._snapshots = Snapshots(run, self._storage, self._payloads, retain=False)
         self._outbox = Outbox(run.outbox, "r")
         self._recorder = Recorder(self.config, self.ledger, self._outbox)
+        self._recorder.start_clock()
         self._retention = Retention(
             self.config,
             self._number,

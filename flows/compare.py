@@ -199,12 +199,10 @@ def report(comparison: Comparison, trials: list[Trial], failures: dict[str, str]
     files = write_report(comparison.name, comparison.arms, results, folder)
     places = {"report": str(folder / "report.md")}
     if parent is not None:
-        places["MLflow"] = parent.page or parent.uri
+        places |= parent.places(trials)
         done = len(trials) - len(failures)
         with _untracked_at_worst():
             parent.add(metrics(comparison.arms, results), done, [folder / "plan.json", *files])
-            if beside := parent.side_by_side(trials):
-                places["trials side by side"] = beside
     table = result_table(comparison.arms, results)
     title = result_title(comparison.name, comparison.arms, results)
     rows = [{"what": what, "value": value} for what, value in places.items()]

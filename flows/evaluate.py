@@ -25,9 +25,9 @@ from areal_core.launch.process import die_with_parent
 from areal_core.run import evaluation
 from areal_core.run.evaluation import Result
 from areal_core.run.folders import tracking_uri
+from areal_core.tracking.pages import NOTE, run_page
 from flows.benchmarks import benchmark_configs
 from flows.page import Progress, told
-from flows.run_result import run_page
 from flows.shared import PLACES, PROGRESS, RESULT, Natural, Positive, run_title
 
 
@@ -112,7 +112,7 @@ def _track(uri: str, model: str, results: Sequence[Result], config: RunConfig) -
     name = results[0].records_file.parent.name
     tags = {
         "mlflow.source.name": "areal-evaluate",
-        "mlflow.note.content": f"`{model}` on {', '.join(result.benchmark for result in results)}",
+        NOTE: f"`{model}` on {', '.join(result.benchmark for result in results)}",
         "evaluation": name,
         "areal.flow_run_id": flow_run.id,
     }
@@ -129,4 +129,4 @@ def _track(uri: str, model: str, results: Sequence[Result], config: RunConfig) -
             files=[result.page, result.records_file],
         )
     mlflow_client.end_run(uri, run_id, "FINISHED")
-    return run_page(uri, run_id) or uri
+    return run_page(uri, mlflow_client.experiment_of(uri, run_id), run_id) or uri

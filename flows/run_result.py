@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areal_core.storage.rundir import RunInfo
+from areal_core.tracking.pages import run_page, table_page
 from areal_core.types import RunSummary
 
 
@@ -28,6 +29,9 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
         "checkpoints": info.checkpoint_url,
         "tracking": tracking_page(info) or info.tracking_uri or "off",
     }
+    uri, experiment = info.tracking_uri, info.tracking_experiment_id
+    if uri and experiment and (table := table_page(uri, experiment)):
+        rows["table of runs"] = table
     if summary.emulated is not None:
         rows = {"emulated": summary.emulated, **rows}
     if untracked:
@@ -51,11 +55,6 @@ def _percent(value: float | None) -> str:
 
 def tracking_page(info: RunInfo) -> str | None:
     """The address of the run's page in MLflow; None without a server to show it."""
-    if info.tracking_uri is None or info.tracking_run_id is None:
+    if info.tracking_uri is None or info.tracking_experiment_id is None or info.tracking_run_id is None:
         return None
-    return run_page(info.tracking_uri, info.tracking_run_id)
-
-
-def run_page(uri: str, run_id: str) -> str | None:
-    """The page of a run in the MLflow at `uri`; None where that is a database, which has no pages."""
-    return f"{uri.rstrip('/')}/#/runs/{run_id}" if uri.startswith("http") else None
+    return run_page(info.tracking_uri, info.tracking_experiment_id, info.tracking_run_id)

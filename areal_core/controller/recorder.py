@@ -60,10 +60,14 @@ class Recorder:
     # -- time --------------------------------------------------------------------------------------------------
 
     def start_clock(self) -> None:
-        """RL wall time runs from the first server that takes work on; a second call changes nothing."""
+        """RL wall time runs from the first server that takes work on; a second call changes nothing. Scores that came
+        earlier are logged now."""
         if self._started is None:
             self._started = self._clock()
             self._started_at, self._cpu_s = time.time(), time.process_time()
+            if not self._notes.starts:
+                for known in self.evaluations:
+                    self._log_scores(known)
             self._notes.count_start()
 
     @property
@@ -152,6 +156,16 @@ class Recorder:
         """Record a version's held-out score, unless it has one."""
         if any(known.version == evaluation.version for known in self.evaluations):
             return
+        if self._notes.starts:
+            self._log_scores(evaluation)
+        self._notes.add_evaluation(evaluation)
+        self.evaluations.append(evaluation)
+
+    def _log_scores(self, evaluation: Evaluation) -> None:
+        """Points that carry the version's time of publication, whenever it was scored. That of version 0 is the first
+        start of the clock; its score waits for that."""
+        published_s = 0.0 if evaluation.version == 0 else self._notes.published_s(evaluation.version)
+        ago_s = 0.0 if published_s is None else self.elapsed_s - published_s
         self.log(
             evaluation.version,
             {
@@ -161,19 +175,18 @@ class Recorder:
                 "heldout/wall_s": evaluation.wall_s,
                 **{f"heldout/{name}": value for name, value in evaluation.scores.items()},
             },
+            ago_s=ago_s,
         )
-        self._notes.add_evaluation(evaluation)
-        self.evaluations.append(evaluation)
 
     def forget(self, version: int) -> None:
         """Drop what was recorded of `version` and later ones: recovery has replaced their weights."""
         self.evaluations = [known for known in self.evaluations if known.version < version]
         self._notes.forget(version)
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Metric rows of one step, time-stamped now."""
-        now = time.time()
-        self.log_rows([MetricRow(key=key, step=step, value=float(value), time_s=now) for key, value in values.items()])
+    def log(self, step: int, values: dict[str, float], *, ago_s: float = 0.0) -> None:
+        """Metric rows of one step, time-stamped `ago_s` before now."""
+        time_s = time.time() - ago_s
+        self.log_rows([MetricRow(key=key, step=step, value=float(v), time_s=time_s) for key, v in values.items()])
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         values = {row.key: row.value for row in rows}

@@ -29,6 +29,7 @@ from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.storage.weights import base_version
 from areal_core.tracking.outbox import Outbox
+from areal_core.tracking.pages import NOTE
 
 _TAGGED_PACKAGES = ("areal-flows", "torch", "transformers", "numpy", "mlflow", "prefect")
 # Fields that may differ between a run and its resumption.
@@ -38,8 +39,6 @@ _MAY_CHANGE = (
 )
 _FILES = r"model\.path|task\.(path|held_out_path|benchmark_paths|success_path)"
 _MAY_MOVE = rf"{_MAY_CHANGE}|{_FILES}|(storage|tracking)\..*"  # on another machine
-
-_NOTE = "mlflow.note.content"  # MLflow's tag for the description on a run's page
 
 
 def prepare(
@@ -79,13 +78,14 @@ def prepare(
     run.root.mkdir(parents=True, exist_ok=True)
     with Ownership(run, config, storage.url, log=log):
         if not (run.root / "run.json").exists():  # else another launcher has been quicker
-            about = _tags(config, run_id, flow_run_id) | {_NOTE: _description(config, storage.url, flow_run_page)}
-            tracking_run_id = _start_tracking(config, run_id, about | dict(tags or {}))
+            about = _tags(config, run_id, flow_run_id) | {NOTE: _description(config, storage.url, flow_run_page)}
+            experiment_id, tracking_run_id = _start_tracking(config, run_id, about | dict(tags or {}))
             info = RunInfo(
                 run_id=run_id,
                 model_path=str(model),
                 checkpoint_url=storage.url,
                 tracking_uri=tracking_uri(config),
+                tracking_experiment_id=experiment_id,
                 tracking_run_id=tracking_run_id,
                 flow_run_id=flow_run_id,
             )
@@ -113,15 +113,17 @@ def _new_run_id(name: str) -> str:
     return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> str | None:
+def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Open the run in MLflow; returns the ids of its experiment and of itself, None where tracking is off."""
     uri = tracking_uri(config)
     if uri is None:
-        return None
-    from areal_core.tracking.mlflow_client import start_run  # seconds of imports
+        return None, None
+    from areal_core.tracking.mlflow_client import experiment_of, start_run  # seconds of imports
 
     data_sets = (training_set(config), *([held_out_set(config)] if config.evaluated else []))
     inputs = [dataclasses.asdict(data_set) for data_set in data_sets]
-    return start_run(uri, config.tracking.experiment, run_id, tags, config.to_dict(), inputs)
+    opened = start_run(uri, config.tracking.experiment, run_id, tags, config.to_dict(), inputs)
+    return experiment_of(uri, opened), opened
 
 
 def _tags(config: RunConfig, run_id: str, flow_run_id: str | None) -> dict[str, str]:

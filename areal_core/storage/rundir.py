@@ -38,6 +38,7 @@ class RunInfo:
     model_path: str  # folder of the base model, transformers format
     checkpoint_url: str  # where this run's checkpoints and final model go
     tracking_uri: str | None = None  # None: tracking is off
+    tracking_experiment_id: str | None = None  # of MLflow, as the next one
     tracking_run_id: str | None = None
     flow_run_id: str | None = None
     number: int = 0  # fencing number of the launcher that runs it; see areal_core.storage.lease

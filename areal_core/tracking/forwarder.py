@@ -36,6 +36,7 @@ from areal_core.tracking.mlflow_client import (
     tag,
 )
 from areal_core.tracking.outbox import Document, LabelKind, Outbox, Refusal
+from areal_core.tracking.pages import NOTE
 from areal_core.types import MetricRow
 
 _INTERVAL_S = 1.0  # between two looks into the outbox
@@ -54,7 +55,6 @@ _FINAL_METRICS = (
     "staleness_mean",
     "staleness_max",
 )
-_NOTE = "mlflow.note.content"
 _log = logging.getLogger(__name__)
 
 
@@ -269,9 +269,9 @@ class Forwarder:
 
     def _describe(self, bound: str) -> None:
         """Add what bounded the run to its description, which the page shows on top."""
-        before = self._client.get_run(self._run_id).data.tags.get(_NOTE, "")
+        before = self._client.get_run(self._run_id).data.tags.get(NOTE, "")
         if bound not in before:
-            self._client.set_tag(self._run_id, _NOTE, f"{before}\n\n{bound}".strip())
+            self._client.set_tag(self._run_id, NOTE, f"{before}\n\n{bound}".strip())
 
     def _register(self, document: Document) -> None:
         """A registry that is absent or refuses costs the registered model, nothing else."""

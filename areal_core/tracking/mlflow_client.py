@@ -24,7 +24,7 @@ os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the forwarder itself trie
 os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = "10"
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request, verify_rest_response
@@ -32,6 +32,7 @@ from requests import HTTPError
 
 from areal_core.errors import TrackingError
 from areal_core.tracking.outbox import EndStatus
+from areal_core.tracking.pages import NOTE, VIEW_TAG, table_path, view
 
 FAILURES = (MlflowException, OSError)  # OSError: what requests raises while an artifact is sent
 MAX_METRICS, MAX_LABELS = 1000, 100  # a log_batch call
@@ -42,8 +43,6 @@ _BEST = "best"  # alias of a registered model's best version
 _MAX_TABLES = 50  # listed on a run's page; its tag holds no more
 _MAX_DIGEST = 36  # characters of a data set's digest
 _MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
-# The page then opens on training runs and their charts, not on traces and judges of a chat application.
-_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
 def check_reachable(uri: str) -> None:
@@ -244,7 +243,8 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
-            return client.create_experiment(name, artifact_location=_artifact_folder(uri), tags=_EXPERIMENT_TAGS)
+            made = client.create_experiment(name, artifact_location=_artifact_folder(uri))
+            found = client.get_experiment(made)
         except MlflowException:  # another process made it meanwhile
             found = client.get_experiment_by_name(name)
             if found is None:
@@ -257,7 +257,21 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
         raise TrackingError(
             f"tracking.uri: the artifacts of {name!r} belong to an MLflow server; give its URL, not {shown(uri)}"
         )
+    for key, value in _experiment_tags(found).items():
+        if found.tags.get(key) != value:
+            client.set_experiment_tag(found.experiment_id, key, value)
     return found.experiment_id
+
+
+def _experiment_tags(experiment: Experiment) -> dict[str, str]:
+    """Its pages are those of training runs, where the browser does not decide; every page has a link to the table of
+    runs, unless somebody has described the experiment otherwise."""
+    table = f"Training runs: [table with modes, scores and speeds]({table_path(experiment.experiment_id)})"
+    return {
+        "mlflow.experimentKind": "custom_model_development",
+        VIEW_TAG: view(experiment.creation_time or 0),
+        NOTE: experiment.tags.get(NOTE, table),
+    }
 
 
 def _artifact_folder(uri: str) -> str | None:

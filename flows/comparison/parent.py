@@ -7,22 +7,22 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 from areal_core.run.folders import run_folder, tracking_uri
 from areal_core.storage.rundir import write_json
 from areal_core.tracking import mlflow_client
 from areal_core.tracking.outbox import EndStatus
+from areal_core.tracking.pages import curves_page, run_page, table_page
 from flows.comparison.design import Trial
 from flows.comparison.record import Comparison
-from flows.run_result import run_page
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The run, by its server and its id."""
+    """The run, by its server and its ids."""
 
     uri: str
+    experiment_id: str
     run_id: str
 
     @property
@@ -30,23 +30,15 @@ class Parent:
         """What makes a run its child."""
         return {"mlflow.parentRunId": self.run_id}
 
-    @property
-    def page(self) -> str | None:
-        """None where MLflow is a database, which has no pages."""
-        return run_page(self.uri, self.run_id)
-
-    def side_by_side(self, trials: Sequence[Trial]) -> str | None:
-        """MLflow's page on which it compares runs, with those of the trials that were started; None without a server.
-
-        Raises TrackingError.
-        """
-        children = _children(trials)
-        if self.page is None or not children:
-            return None
-        runs, experiments = (
-            quote(json.dumps(ids)) for ids in (children, [mlflow_client.experiment_of(self.uri, self.run_id)])
-        )
-        return f"{self.uri.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}"
+    def places(self, trials: Sequence[Trial]) -> dict[str, str]:
+        """MLflow's pages of the comparison, of all runs, and of the curves of the trials that were started."""
+        at = self.uri, self.experiment_id
+        pages = {"MLflow": run_page(*at, self.run_id) or self.uri, "table of runs": table_page(*at)}
+        if children := _children(trials):
+            metric = "heldout/accuracy" if trials[0].config.evaluated else "ledger/consumed_tokens"
+            pages["curves over time"] = curves_page(*at, children, metric, "relative")
+            pages["curves over steps"] = curves_page(*at, children, metric, "step")
+        return {what: page for what, page in pages.items() if page is not None}
 
     def add(self, metrics: Mapping[str, float], step: int, files: Iterable[Path]) -> None:
         """Metrics of the comparison, and files of its report. Raises TrackingError."""
@@ -82,14 +74,18 @@ def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[s
     }
     known = comparison.folder() / "tracking.json"
     if known.exists():
-        parent = Parent(uri=uri, run_id=json.loads(known.read_text())["run_id"])
-        if mlflow_client.resume_run(uri, parent.run_id):
-            mlflow_client.label_run(uri, parent.run_id, labels, settings)
-            return parent
+        run_id = json.loads(known.read_text())["run_id"]
+        if mlflow_client.resume_run(uri, run_id):
+            mlflow_client.label_run(uri, run_id, labels, settings)
+            return _parent(uri, run_id)
     run_id = mlflow_client.start_run(uri, config.tracking.experiment, comparison.name, labels, settings)
-    parent = Parent(uri=uri, run_id=run_id)
+    parent = _parent(uri, run_id)
     write_json(known, dataclasses.asdict(parent))
     return parent
+
+
+def _parent(uri: str, run_id: str) -> Parent:
+    return Parent(uri=uri, experiment_id=mlflow_client.experiment_of(uri, run_id), run_id=run_id)
 
 
 def _children(trials: Sequence[Trial]) -> list[str]:

@@ -66,7 +66,9 @@ def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subpro
     assert first.returncode == 0, first.stdout + first.stderr
     folder = up.state / "comparisons" / "first"
     assert f"report: {folder / 'report.md'}" in first.stdout
-    assert f"MLflow: {up.told['mlflow_uri']}/#/runs/{_parent(up, 'first').info.run_id}" in first.stdout
+    its = _parent(up, "first").info
+    assert f"MLflow: {up.told['mlflow_uri']}/#/experiments/{its.experiment_id}/runs/{its.run_id}?" in first.stdout
+    assert "curves over time: " in first.stdout
     assert "ratio or difference to sync" in " ".join(first.stdout.split())
     assert first.stdout.startswith("Comparison first\n")
     assert "first: trial 2 of 2: async-1 seed 1" in first.stdout
@@ -79,7 +81,9 @@ def test_comparison_leaves_artifacts_and_a_task_a_trial(up: Up, first: subproces
     artifacts = up.artifacts(flow_run.id)
     assert {"areal-progress", "areal-result", "areal-places", "areal-comparison"} <= set(artifacts)
     assert _parent(up, "first").info.run_id in artifacts["areal-mlflow"].data
-    assert "/#/compare-runs?runs=" in artifacts["areal-trials-side-by-side"].data
+    assert "viewStateShareKey=areal" in artifacts["areal-table-of-runs"].data
+    assert "x_axis=relative" in artifacts["areal-curves-over-time"].data
+    assert "x_axis=step" in artifacts["areal-curves-over-steps"].data
     assert [row["arm"] for row in json.loads(artifacts["areal-result"].data)] == ["sync", "async-1"]
     assert artifacts["areal-comparison"].data.startswith("# Comparison first")
     assert "](data:image/png;base64," in artifacts["areal-comparison"].data
@@ -104,6 +108,22 @@ def test_trials_are_children_of_the_comparison_in_mlflow(up: Up, first: subproce
     assert sorted(labels) == [["async-1", "async", "1", "1", "first"], ["sync", "sync", "0", "1", "first"]]
     keys = [set(run.data.metrics) for run in children.values()]
     assert {"time/elapsed_s", "ledger/consumed_tokens", "heldout/accuracy", "final/accuracy_after"} <= keys[0] & keys[1]
+
+
+@pytest.mark.dear
+def test_curves_over_time_show_the_speeds_of_the_report(up: Up, first: subprocess.CompletedProcess[str]) -> None:
+    """From a run's start, the score of version 0, to that of its last version, the curves take the wall time that the
+    report compares."""
+    assert first.returncode == 0
+    client = MlflowClient(up.told["mlflow_uri"])
+    curves, reported = {}, {}
+    for name, run in _children(up, _parent(up, "first")).items():
+        scores = client.get_metric_history(run.info.run_id, "heldout/accuracy")
+        at = {score.step: score.timestamp / 1000 for score in scores}
+        curves[name] = at[max(at)] - at[0]
+        reported[name] = json.loads((up.state / "runs" / name / "summary.json").read_text())["rl_wall_s"]
+    sync, other = "first.sync.s1", "first.async-1.s1"
+    assert curves[sync] / curves[other] == pytest.approx(reported[sync] / reported[other], rel=0.02)
 
 
 @pytest.mark.dear

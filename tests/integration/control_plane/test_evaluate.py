@@ -43,7 +43,10 @@ def test_an_evaluation_is_shown_and_tracked(up: Up, model: str) -> None:
     client = MlflowClient(up.told["mlflow_uri"])
     [experiment] = client.search_experiments(filter_string="name = 'areal'")
     [run] = client.search_runs([experiment.experiment_id], "tags.evaluation = 'before'")
-    assert f"tracking: {up.told['mlflow_uri']}/#/runs/{run.info.run_id}" in done.stdout
+    assert (
+        f"tracking: {up.told['mlflow_uri']}/#/experiments/{experiment.experiment_id}/runs/{run.info.run_id}?"
+        in done.stdout
+    )
     assert run.info.status == "FINISHED"
     assert 0 <= run.data.metrics["eval/arithmetic/greedy_low"] <= run.data.metrics["eval/arithmetic/greedy_high"] <= 1
     [data] = run.inputs.dataset_inputs

@@ -78,7 +78,8 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     tracked = MlflowClient(info["tracking_uri"]).get_run(info["tracking_run_id"])
     assert tracked.info.status == "FINISHED"
     assert tracked.data.tags["areal.flow_run_id"] == str(flow_run.id)
-    assert artifacts["areal-tracking"].data.endswith(f"({info['tracking_uri']}/#/runs/{info['tracking_run_id']})")
+    its_page = f"{info['tracking_uri']}/#/experiments/{tracked.info.experiment_id}/runs/{info['tracking_run_id']}"
+    assert artifacts["areal-tracking"].data.endswith(f"({its_page}?workflowType=machine_learning)")
     page = f"{up.told['prefect_api'].removesuffix('/api')}/runs/flow-run/{flow_run.id}"
     assert (
         f"Checkpoints: `{info['checkpoint_url']}`; [its flow run]({page})" in tracked.data.tags["mlflow.note.content"]

@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 from mlflow import MlflowClient
 
+from areal_core.storage.rundir import RunDir, RunInfo
 from flows.comparison.parent import Parent, open_parent
 from flows.comparison.record import Comparison
 
 _ARMS = {"sync": ["mode=sync"], "async-1": ["mode=async", "rollout.max_staleness=1"]}
 
 
+def _comparison(folder: Path, overrides: Sequence[str] = (), seeds: Sequence[int] = (1, 2)) -> Comparison:
+    overrides = [f"state_dir={folder}", *overrides]
+    return Comparison(name="study", experiment="cpu-async", arms=_ARMS, seeds=seeds, overrides=overrides)
+
+
 def _open(folder: Path, overrides: Sequence[str] = (), seeds: Sequence[int] = (1, 2)) -> Parent | None:
-    comparison = Comparison(
-        name="study",
-        experiment="cpu-async",
-        arms=_ARMS,
-        seeds=seeds,
-        overrides=[f"state_dir={folder}", *overrides],
-    )
+    comparison = _comparison(folder, overrides, seeds)
     comparison.write()
     return open_parent(comparison, comparison.trials(), {"areal.flow_run_id": "f"})
 
@@ -81,5 +82,25 @@ def test_untracked_comparison_has_no_parent(tmp_path: Path) -> None:
 def test_database_has_no_pages(tmp_path: Path) -> None:
     parent = _open(tmp_path)
     assert parent is not None
-    assert parent.page is None
-    assert parent.side_by_side([]) is None
+    assert parent.places([]) == {"MLflow": parent.uri}
+
+
+_EMULATED = ["generation.engine=emulated", "training.engine=emulated"]
+
+
+@pytest.mark.parametrize(("overrides", "metric"), [([], "heldout/accuracy"), (_EMULATED, "ledger/consumed_tokens")])
+def test_pages_of_a_comparison_show_the_curves_of_its_trials(tmp_path: Path, overrides: list[str], metric: str) -> None:
+    trials = _comparison(tmp_path, overrides, [1]).trials()
+    for trial in trials:
+        info = RunInfo(run_id=trial.run_id, model_path="", checkpoint_url="", tracking_run_id=f"t-{trial.arm}")
+        RunDir.create(trial.config, info)
+    places = Parent(uri="http://host:5000/", experiment_id="3", run_id="p").places(trials)
+    assert places["MLflow"] == "http://host:5000/#/experiments/3/runs/p?workflowType=machine_learning"
+    assert places["table of runs"].startswith("http://host:5000/#/experiments/3/runs?workflowType=machine_learning&")
+    for what, axis in (("curves over time", "relative"), ("curves over steps", "step")):
+        page, _, query = places[what].partition("?")
+        assert page == "http://host:5000/#/metric"
+        shown = {name: values[0] for name, values in parse_qs(query).items()}
+        assert (shown["x_axis"], shown["workflowType"]) == (axis, "machine_learning")
+        assert json.loads(shown["runs"]) == ["t-sync", "t-async-1"]
+        assert json.loads(shown["plot_metric_keys"]) == [json.loads(shown["metric"])] == [metric]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,6 +159,34 @@ def test_the_run_stops_at_its_score_or_after_its_minutes(ledger: TrajectoryLedge
     assert recorder.reason_to_stop() == "score"
 
 
+@pytest.mark.parametrize(("early", "restarted"), [(False, False), (False, True), (True, False), (True, True)])
+def test_scores_carry_the_publication_time_of_their_version(
+    ledger: TrajectoryLedger, outbox: Outbox, monkeypatch: pytest.MonkeyPatch, early: bool, restarted: bool
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "time", lambda: 1e9 + clock.now)
+    recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
+    if early:  # version 0 is scored before a server takes work
+        recorder.evaluated(evaluation(0, 0.0))
+        clock.now += 7.0
+        if restarted:
+            recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
+    start = clock.now
+    recorder.start_clock()
+    for step in (1, 2):
+        clock.now += 3.0
+        train(ledger, step)
+        recorder.published(step, [])
+    if restarted:
+        recorder = Recorder(CONFIG, ledger, outbox, clock=clock)
+        recorder.start_clock()
+    clock.now += 50.0  # scoring is late, and versions 0 and 1 are scored at once
+    for version in (0, 1, 2):
+        recorder.evaluated(evaluation(version, 0.1 * version))
+    rows = [row for row in outbox.attempt_metrics(1000) if row.key.startswith("heldout/")]
+    assert {(row.step, row.time_s - 1e9 - start) for row in rows} == {(0, 0.0), (1, 3.0), (2, 6.0)}
+
+
 def test_a_controller_counts_once_and_only_when_it_gets_to_work(ledger: TrajectoryLedger, outbox: Outbox) -> None:
     Recorder(CONFIG, ledger, outbox, clock=Clock())  # ended before a server took work
     recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
@@ -241,6 +270,7 @@ def test_an_incarnation_forgets_the_scores_of_weights_that_are_gone(ledger: Traj
 
 def test_an_outbox_that_is_locked_costs_points_and_not_the_run(ledger: TrajectoryLedger, tmp_path: Path) -> None:
     recorder = Recorder(CONFIG, ledger, Outbox(tmp_path / "outbox.sqlite", "r", timeout_s=0.0), clock=Clock())
+    recorder.start_clock()
     with sqlite3.connect(tmp_path / "outbox.sqlite", isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
         recorder.evaluated(evaluation(0, 0.5))

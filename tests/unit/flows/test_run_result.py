@@ -11,6 +11,7 @@ _INFO = RunInfo(
     model_path="/model",
     checkpoint_url="s3://bucket/runs/r-1",
     tracking_uri="http://127.0.0.1:5000/",
+    tracking_experiment_id="1",
     tracking_run_id="abc",
 )
 _SUMMARY = RunSummary(
@@ -53,7 +54,10 @@ def test_rows_hold_score_cost_and_places() -> None:
     assert values["tokens"] == "10 generated; ledger: 10 = 6 consumed + 1 dropped + 2 buffered + 1 in flight"
     assert values["model"] == "s3://bucket/runs/r-1/final"
     assert values["checkpoints"] == "s3://bucket/runs/r-1"
-    assert values["tracking"] == "http://127.0.0.1:5000/#/runs/abc"
+    assert values["tracking"] == "http://127.0.0.1:5000/#/experiments/1/runs/abc?workflowType=machine_learning"
+    assert values["table of runs"].startswith(
+        "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning&"
+    )
 
 
 def test_unset_score_and_tracking_without_a_server() -> None:

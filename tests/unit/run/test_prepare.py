@@ -75,11 +75,13 @@ def test_tracking_run_is_opened_once_and_kept(base: dict[str, Any], monkeypatch:
         return f"tracked-{len(calls)}"
 
     monkeypatch.setattr(mlflow_client, "start_run", start_run)
+    monkeypatch.setattr(mlflow_client, "experiment_of", lambda uri, run_id: f"of {run_id}")
     monkeypatch.setattr(mlflow_client, "check_reachable", lambda uri: None)
     config = changed(base, tracking={"enabled": True, "uri": "http://tracker"})
     for flow in ("f1", "f2"):
         info = prepare(config, run_id="r", flow_run_id=flow, tags={"arm": "a"}, log=lambda line: None).info()
         assert (info.tracking_run_id, info.flow_run_id) == ("tracked-1", flow)
+        assert info.tracking_experiment_id == "of tracked-1"
     (call,) = calls
     assert (call["uri"], call["experiment"], call["name"]) == ("http://tracker", "areal", "r")
     assert call["params"]["rollout"]["batch_size"] == 512
@@ -107,6 +109,7 @@ def test_a_resumed_run_needs_no_tracking_server(base: dict[str, Any], monkeypatc
             prepare(config, run_id="r", log=lambda line: None)
         with monkeypatch.context() as there:
             there.setattr(mlflow_client, "start_run", lambda *_: "tracked")
+            there.setattr(mlflow_client, "experiment_of", lambda *_: "1")
             there.setattr(mlflow_client, "check_reachable", lambda _: None)
             prepare(config, run_id="r", log=lambda line: None)
         assert prepare(config, run_id="r", log=lambda line: None).info().tracking_run_id == "tracked"

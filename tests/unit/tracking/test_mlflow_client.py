@@ -3,6 +3,7 @@
 Against a server: tests/integration/test_tracking.py.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,25 @@ def test_run_is_opened_added_to_and_ended(uri: str, tmp_path: Path, monkeypatch:
     assert [(point.step, point.value) for point in client.get_metric_history(run_id, "comparison/a.low")] == [(6, 1.5)]
     assert [file.path for file in client.list_artifacts(run_id, "report")] == ["report/report.html"]
     assert experiment_of(uri, run_id) == client.get_experiment_by_name("areal").experiment_id  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("note", [None, "ours"])
+def test_experiment_opens_on_its_table_of_runs(tmp_path: Path, note: str | None) -> None:
+    """Also one that was made before; the columns must be what runs have, and what somebody wrote of it stays."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    if note is not None:
+        client.create_experiment("areal", str(tmp_path), {"mlflow.note.content": note})
+    experiment = client.get_experiment(experiment_of(uri, start_run(uri, "areal", "x", {}, {})))
+    table = f"#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=areal"
+    described = experiment.tags["mlflow.note.content"]
+    assert described == note or f"]({table})" in described
+    view = json.loads(experiment.tags["mlflow.sharedViewState.areal"])
+    assert view.keys() == {"name", "createdAt", "state"}
+    columns = json.loads(view["state"])["selectedColumns"]
+    assert columns[:3] == ["tags.`mode`", "tags.`eta`", "metrics.`heldout/accuracy`"]
+    documented = Path("docs/metrics.md").read_text()
+    assert all(column.removeprefix("metrics.") in documented for column in columns[2:])
 
 
 def test_run_that_is_taken_up_again_runs(uri: str) -> None:
