@@ -20,6 +20,7 @@ from areal_core.errors import (
     RewardTimeoutError,
     RewardWorkerError,
     RunFinished,
+    UserCodeError,
 )
 from areal_core.rollout.controller import RolloutController
 from areal_core.rollout.ledger import AdmittedGroup, TrajectoryLedger
@@ -270,14 +271,21 @@ def test_a_run_in_which_every_group_fails_ends_with_the_reason():
     assert ledger.dropped() == {"generation": 4}
 
 
-@pytest.mark.parametrize("kind", [RewardError, RewardTimeoutError, RewardWorkerError])
-def test_a_group_that_can_not_be_scored_says_why_and_gets_no_reward(kind):
+@pytest.mark.parametrize(
+    ("kind", "said", "dropped"),
+    [
+        (RewardError, "no result, more than 20%", {"reward_failed": 4}),
+        (RewardTimeoutError, "3 tries in a row", {}),
+        (RewardWorkerError, "3 tries in a row", {}),
+    ],
+)
+def test_verifier_that_fails_on_every_group_ends_the_run(kind, said, dropped):
     _, _, _, ledger, controller = build(1, steps=5, eta=1, reward=1.0)
     controller._rewards.failure = kind
     with pytest.raises(ExceptionGroup) as caught:
         run_virtual(controller.run())
-    assert caught.group_contains(kind)
-    assert ledger.dropped() == {kind.drop_reason: 4}
+    assert caught.group_contains(UserCodeError, match=f"^the verifier broke: .*{said}")
+    assert ledger.dropped() == dropped
     assert ledger.counts()[GroupState.READY] == 0
     assert ledger.fix_batch(1, controller._selection) is None
 
