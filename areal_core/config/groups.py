@@ -343,7 +343,7 @@ class HealthConfig:
     max_stale_share: float | None = bounded(0.5, low=0.0, high=1.0)  # of a batch's groups, over rollout.max_staleness
     max_unscored_share: float | None = bounded(
         0.1, low=0.0, high=1.0
-    )  # of the groups of ten steps, or of a batch's rollouts, without rewards
+    )  # without rewards: of the groups of ten steps, or a batch
     max_step_s: float | None = bounded(1800.0, above=0.0)  # of RL wall time, without a new version
     max_idle_steps: int | None = bounded(5, low=1)  # in a row that teach nothing; of a shorter run all
 
