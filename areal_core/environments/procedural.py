@@ -12,10 +12,10 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from subprocess import DEVNULL
-from typing import Any, cast
+from typing import Any
 
 from areal_core.config.schema import TaskConfig
 from areal_core.environments import procedural_scores
@@ -91,12 +91,19 @@ def procedural(task: Prompt, completion: str, isolation: str = "confined") -> Ve
     if answer is None:
         return Verdict.of(Outcome.NO_ANSWER)
     reply = _scores(isolation).ask(told, answer)
-    if reply.status == "raised":  # the data set has no score for it
-        return Verdict.of(Outcome.UNPARSABLE, answer)
-    if reply.status != "done":
-        return Verdict.of(Outcome.TIMED_OUT, answer)
+    if reply.status != "done":  # raised: the data set has no score for it
+        return Verdict.of(Outcome.UNPARSABLE if reply.status == "raised" else Outcome.TIMED_OUT, answer)
     score = min(max(0.0, reply.value), 1.0) if isinstance(reply.value, float) else 0.0
     return Verdict(Outcome.RIGHT if score == 1.0 else Outcome.WRONG, score, answer)
+
+
+def procedural_share(task: Prompt, completion: str, isolation: str = "confined") -> Verdict:
+    """As `procedural`, but an answer that holds the gold one scores at least the gold answer's share of its characters:
+    a first reward for a policy that answers in sentences."""
+    verdict, gold = procedural(task, completion, isolation), json.loads(task.answer)["answer"]
+    if not gold or gold not in (verdict.answer or ""):
+        return verdict
+    return replace(verdict, score=max(verdict.score or 0.0, len(gold) / len(verdict.answer or "")))
 
 
 @functools.cache
@@ -131,29 +138,22 @@ class Entries:
                 reply = pipe.recv()
             except (EOFError, OSError):
                 raise ConfigError(
-                    f"task.dataset: {dataset} made no entry in {self._cpu_s:g} CPU s; choose another data set, or "
-                    "easier task.dataset_options"
+                    f"task.dataset: {dataset} made no entry in {self._cpu_s:g} CPU s; choose another, or easier "
+                    "task.dataset_options"
                 ) from None
             self._pipe = pipe
         if isinstance(reply, ConfigError):
             raise reply
-        return cast(dict[str, Any], reply)
+        return dict(reply)
 
     def _started(self) -> Connection:
         pipe, theirs = Pipe()
-        command = [sys.executable, "-m", procedural_scores.__name__, str(theirs.fileno()), str(self._cpu_s)]
-        environment = os.environ | {"PYTHONHASHSEED": "0"}
         with theirs:
-            self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=DEVNULL, stdout=DEVNULL
-            )
+            command = [sys.executable, "-m", procedural_scores.__name__, str(theirs.fileno()), str(self._cpu_s)]
+            env, null = os.environ | {"PYTHONHASHSEED": "0"}, subprocess.DEVNULL
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=null, stdout=null)
         return pipe
 
 
-_entries = Entries(cpu_s=20.0)
-
-
-@functools.lru_cache(maxsize=1024)
-def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
-    """Question, answer and metadata of one entry, the same in every process. Raises ConfigError."""
-    return _entries.make(dataset, options, seed, draw)
+entry = functools.lru_cache(maxsize=1024)(Entries(cpu_s=20.0).make)
+"""Question, answer and metadata of one entry, the same in every process."""

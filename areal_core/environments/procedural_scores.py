@@ -47,7 +47,6 @@ class Scores:
     Python, four by `eval`, five by SymPy's parser. Here these read literals, and formulas, alone."""
 
     def __init__(self) -> None:
-        _draw_nothing()
         parser = importlib.import_module("sympy.parsing.sympy_parser")
         sympy = importlib.import_module("sympy")
         # The parser's own names would reach all of Python.
@@ -117,6 +116,8 @@ def _dataset(name: str, options: str, seed: int) -> Any:
 
 def _reasoning_gym() -> tuple[Any, Any]:
     """The package, and its data sets by name."""
+    for module in _DRAWING:
+        sys.modules.setdefault(module, _Undrawn(module))
     try:
         package = importlib.import_module("reasoning_gym")  # most of a second
         return package, importlib.import_module("reasoning_gym.factory").DATASETS
@@ -134,31 +135,21 @@ def _settings(options: str) -> dict[str, Any]:
         raise ConfigError(f"task.dataset_options: must be name=value pairs, got {options!r}: {error}") from error
 
 
-def _draw_nothing() -> None:
-    for module in _DRAWING:
-        sys.modules.setdefault(module, _Undrawn(module))
-
-
 def _serve(pipe: Connection, cpu_s: float) -> None:
     """Reply to each (dataset, options, seed, draw) with its entry, or a ConfigError. The kernel ends this process when
     one takes more than `cpu_s`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the pipe says when to end
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _draw_nothing()
     while True:
         try:
-            dataset, options, seed, draw = pipe.recv()
+            which = pipe.recv()
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        reply: Any
         try:
-            reply = entry(dataset, options, seed, draw)
-        except ConfigError as error:
-            reply = error
+            reply: Any = entry(*which)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a data set raises
-            reply = ConfigError(f"task.dataset: {dataset} can't make entry {draw}: {type(error).__name__}: {error}")
-        signal.setitimer(signal.ITIMER_PROF, 0)
+            told = f"task.dataset: {which[0]} can't make entry {which[3]}, choose another: {error!r}"
+            reply = error if isinstance(error, ConfigError) else ConfigError(told)
         pipe.send(reply)
 
 

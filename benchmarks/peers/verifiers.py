@@ -15,10 +15,13 @@ def arithmetic(completion: str, gold: str) -> float:
 
 
 def needle(completion: str, gold: str) -> float:
-    """1 if the text in the last <answer> tags, or else the last line, is the gold answer in any case, else 0."""
+    """Of the text in the last <answer> tags, or else of the last line: 1 if it is the gold answer in any case, else the
+    gold answer's share of it."""
     tagged = _TAGGED.findall(completion)
-    answer = tagged[-1] if tagged else (completion.strip().splitlines() or [""])[-1]
-    return float(answer.replace(" ", "").strip().lower() == gold.lower())
+    answer = (tagged[-1] if tagged else (completion.strip().splitlines() or [""])[-1]).strip()
+    if answer.replace(" ", "").lower() == gold.lower():
+        return 1.0
+    return len(gold) / len(answer) if gold in answer else 0.0
 
 
 VERIFIERS = {"arithmetic": arithmetic, "needle": needle}
