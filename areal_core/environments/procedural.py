@@ -137,10 +137,8 @@ class Entries:
                 pipe.send((dataset, options, seed, draw))
                 reply = pipe.recv()
             except (EOFError, OSError):
-                raise ConfigError(
-                    f"task.dataset: {dataset} made no entry in {self._cpu_s:g} CPU s; choose another, or easier "
-                    "task.dataset_options"
-                ) from None
+                why = f"made no entry in {self._cpu_s:g} CPU s; choose another, or easier task.dataset_options"
+                raise ConfigError(f"task.dataset: {dataset} {why}") from None
             self._pipe = pipe
         if isinstance(reply, ConfigError):
             raise reply
