@@ -19,6 +19,11 @@ Gold answers of `benchmarks/answers.jsonl`, and of GSM8K, AIME24, AMC23 and Mine
 - `reasoning_gym_per_cpu_s`: verdicts on gold and wrong answers of ten data sets, none asked for twice, a CPU second of
   the verifier, its fork server and the forks; the entries are made before
 
+- `gym_gold`: of 25 entries of each data set of reasoning-gym, the share whose gold answer, or a solution that is
+  computed for it, has the full score; `gym_unmeasured`: data sets that have neither, or make no entry by default
+- `gym_hedge`: of hedges (None, junk, the gold answer beside others), those that earn more than the data set's own rule
+  gives; `gym_raised`: those without a verdict, which cost a group a try
+
 - `human_eval_pass`: of `human_eval_problems` solutions, those that pass
 - `mutants_pass`: of as many mutants, one of each solution, those that pass; `mutants_equivalent` of these make no
   difference, for a reason given in `benchmarks/_mutants.py`. `mutants_redrawn` were drawn again: they passed, but give
@@ -46,11 +51,11 @@ import psutil
 
 from areal_core.environments import verifiers
 from areal_core.environments.mathematics import gold_answer
-from areal_core.environments.procedural import procedural
-from areal_core.environments.procedural_scores import entry
+from areal_core.environments.procedural import entry, procedural
 from areal_core.errors import ConfigError
 from areal_core.rewards.pool import RewardPool
 from areal_core.types import Outcome, Prompt
+from benchmarks._gym import measure_gym
 from benchmarks._harness import parser, report, tell
 from benchmarks._programs import measure_programs
 
@@ -100,7 +105,7 @@ def main() -> None:
     command.add_argument("--data", type=Path, help="folder with the benchmarks' files")
     command.add_argument("--seed", type=int, default=1)
     given = command.parse_args()
-    report(lambda: measure(given.data, given.seed) | measure_programs(given.data, given.seed))
+    report(lambda: measure(given.data, given.seed) | measure_gym(given.seed) | measure_programs(given.data, given.seed))
 
 
 def measure(data: Path | None, seed: int) -> dict[str, Any]:

@@ -8,13 +8,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
 from areal_core.config.schema import TaskConfig
+from areal_core.environments import procedural_scores
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Verdict
 from areal_core.environments.fork_server import ForkServer
 from areal_core.environments.held_out import is_held_out
-from areal_core.environments.procedural_scores import entry
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt
@@ -24,7 +32,6 @@ _DRAWS = 64  # of one training prompt, of which the first that is not held out c
 _DRAWS_PER_HELD_OUT = 200
 _OPENING, _CLOSING = "<answer>", "</answer>"
 _CPU_LIMIT_S = 2.0  # of one answer
-_QUOTES = "\"'`* \t"
 
 
 class ProceduralSource:
@@ -78,23 +85,25 @@ class ProceduralSource:
 
 
 def procedural(task: Prompt, completion: str, isolation: str = "confined") -> Verdict:
-    """The score that the task's own data set gives to what stands in <answer> tags, or else to the last line. Right is
-    what it gives 1. Where it gives nothing to an answer that holds the gold one among other words, the score is the
-    share of the gold one in it: what reasoning-gym gives unless a data set has a rule of its own."""
+    """The score that the task's own data set gives to the completion's answer (`reading`). Right is what it gives 1."""
     told = json.loads(task.answer)
-    answer = reading(completion)
-    if not answer:
+    answer = reading(completion, lines=len(str(told["answer"]).strip().splitlines()))
+    if answer is None:
         return Verdict.of(Outcome.NO_ANSWER)
     reply = _scores(isolation).ask(told, answer)
-    if reply.status == "raised":  # the data set has no score for it
-        return Verdict.of(Outcome.UNPARSABLE, answer)
-    if reply.status != "done":
-        return Verdict.of(Outcome.TIMED_OUT if reply.status == "timed_out" else Outcome.FAILED, answer)
-    score = reply.value if isinstance(reply.value, float) and 0.0 <= reply.value <= 1.0 else 0.0
-    if score == 1.0:
-        return Verdict.of(Outcome.RIGHT, answer)
-    gold = str(told["answer"])
-    return Verdict(Outcome.WRONG, max(score, len(gold) / len(answer) if gold in answer else 0.0), answer)
+    if reply.status != "done":  # raised: the data set has no score for it
+        return Verdict.of(Outcome.UNPARSABLE if reply.status == "raised" else Outcome.TIMED_OUT, answer)
+    score = min(max(0.0, reply.value), 1.0) if isinstance(reply.value, float) else 0.0
+    return Verdict(Outcome.RIGHT if score == 1.0 else Outcome.WRONG, score, answer)
+
+
+def procedural_share(task: Prompt, completion: str, isolation: str = "confined") -> Verdict:
+    """As `procedural`, but an answer that holds the gold one scores at least the gold answer's share of its characters:
+    a first reward for a policy that answers in sentences."""
+    verdict, gold = procedural(task, completion, isolation), json.loads(task.answer)["answer"]
+    if not gold or gold not in (verdict.answer or ""):
+        return verdict
+    return replace(verdict, score=max(verdict.score or 0.0, len(gold) / len(verdict.answer or "")))
 
 
 @functools.cache
@@ -102,12 +111,47 @@ def _scores(isolation: str) -> ForkServer:
     return ForkServer("areal_core.environments.procedural_scores:Scores", cpu_s=_CPU_LIMIT_S, isolation=isolation)
 
 
-def reading(completion: str) -> str:
-    """The answer of a completion: what stands in its last <answer> tags, or else its last line; without quotes and a
-    full stop around it."""
+def reading(completion: str, lines: int = 1) -> str | None:
+    """The answer of a completion: the text in its last <answer> tags, or else its last lines, as many as the gold
+    answer has. None: the completion is blank."""
     tagged, end = None, 0
     while (start := completion.find(_OPENING, end)) >= 0 and (end := completion.find(_CLOSING, start)) >= 0:
         tagged = completion[start + len(_OPENING) : end]
-    lines = (completion if tagged is None else tagged).strip().splitlines() or [""]
-    text = lines[-1] if tagged is None else "\n".join(lines)
-    return text.strip(_QUOTES).removesuffix(".").strip(_QUOTES)
+    if tagged is not None:
+        return tagged.strip()
+    return "\n".join(completion.strip().splitlines()[-max(1, lines) :]).strip() or None
+
+
+class Entries:
+    """A process that makes entries under the fork server's hash seed, on which some depend, and in bounded time."""
+
+    def __init__(self, cpu_s: float) -> None:
+        self._cpu_s, self._lock = cpu_s, threading.Lock()
+        self._pipe: Connection | None = None
+
+    def make(self, dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
+        """Raises ConfigError for a data set or options that make no entry."""
+        with self._lock:
+            pipe, self._pipe = self._pipe or self._started(), None  # a call that is cut short leaves a reply in it
+            try:
+                pipe.send((dataset, options, seed, draw))
+                reply = pipe.recv()
+            except (EOFError, OSError):
+                why = f"made no entry in {self._cpu_s:g} CPU s; choose another, or easier task.dataset_options"
+                raise ConfigError(f"task.dataset: {dataset} {why}") from None
+            self._pipe = pipe
+        if isinstance(reply, ConfigError):
+            raise reply
+        return dict(reply)
+
+    def _started(self) -> Connection:
+        pipe, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-m", procedural_scores.__name__, str(theirs.fileno()), str(self._cpu_s)]
+            env, null = os.environ | {"PYTHONHASHSEED": "0"}, subprocess.DEVNULL
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=null, stdout=null)
+        return pipe
+
+
+entry = functools.lru_cache(maxsize=1024)(Entries(cpu_s=20.0).make)
+"""Question, answer and metadata of one entry, the same in every process."""

@@ -1,6 +1,8 @@
 """Entries and scores of reasoning-gym's data sets, a scorer of `areal_core.environments.fork_server`.
 
 It imports little: every library that is open makes each fork dearer.
+
+    python -m areal_core.environments.procedural_scores FD CPU_S    # makes entries for an open pipe, until that closes
 """
 
 from __future__ import annotations
@@ -8,9 +10,12 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import random
 import re
 import shlex
+import signal
 import sys
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +31,7 @@ _NO_FORMULA = re.compile(r"""["'`:;@\[\]{}\\]|__|\.\s*[^\W\d]""")  # texts, attr
 _FORMULA_NAMES = """
     Symbol Function Integer Float Rational Abs sign sqrt cbrt root exp log ln factorial binomial floor ceiling pi E I oo
     sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh acoth erf
-    Pow Add Mul Integral
+    Pow Add Mul
 """  # what a formula may name; any other name is a symbol, or a function that is not evaluated
 _EVALUATING = (  # modules whose score_answer calls eval on an answer, for a Python literal
     "algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens",
@@ -42,13 +47,11 @@ class Scores:
     Python, four by `eval`, five by SymPy's parser. Here these read literals, and formulas, alone."""
 
     def __init__(self) -> None:
-        for module in _DRAWING:
-            sys.modules.setdefault(module, _Undrawn(module))
         parser = importlib.import_module("sympy.parsing.sympy_parser")
         sympy = importlib.import_module("sympy")
         # The parser's own names would reach all of Python.
         names = {name: getattr(sympy, name) for name in _FORMULA_NAMES.split()}
-        names |= {"__builtins__": {}, "max": sympy.Max, "min": sympy.Min}
+        names |= {"__builtins__": {}, "max": sympy.Max, "min": sympy.Min, "abs": abs, "pow": pow, "round": round}
         parse = parser.parse_expr
 
         def parse_formula(text: str, local_dict: dict[str, Any] | None = None, **how: Any) -> Any:
@@ -62,7 +65,7 @@ class Scores:
         for module in _EVALUATING:
             vars(importlib.import_module(f"reasoning_gym.{module}"))["eval"] = ast.literal_eval
         halting = importlib.import_module("reasoning_gym.algorithmic.game_of_life_halting")
-        vars(halting)["bool"] = str  # its score takes every text for True
+        vars(halting)["bool"] = str.lower  # its score takes every text for True
         for formula in ("1 + 2*3", "x**2/2 - sin(x)"):
             float(parse_formula(formula, {"x": names["Integer"](1)}))
 
@@ -89,8 +92,14 @@ class _Undrawn(ModuleType):
 
 @functools.lru_cache(maxsize=1024)
 def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
-    """Question, answer and metadata of one entry."""
-    return _dataset(dataset, options, seed)[draw % _SIZES.get(dataset, _SIZE)]
+    """Question, answer and metadata of one entry. Some also depend on PYTHONHASHSEED: `procedural.entry` sets it."""
+    random.seed(f"{seed}/{draw}")  # list_functions draws from it
+    made: dict[str, Any] = _dataset(dataset, options, seed)[draw % _SIZES.get(dataset, _SIZE)]
+    if dataset == "intermediate_integration" and "Integral(" in made["answer"]:  # it restates the question
+        sympy, told = importlib.import_module("sympy"), made["metadata"]
+        x = sympy.Symbol(told["variable"])
+        made["answer"] = f"{sympy.integrate(sympy.parse_expr(told['integrand'], {str(x): x}), x)} + C"
+    return made
 
 
 @functools.lru_cache(maxsize=8)
@@ -107,6 +116,8 @@ def _dataset(name: str, options: str, seed: int) -> Any:
 
 def _reasoning_gym() -> tuple[Any, Any]:
     """The package, and its data sets by name."""
+    for module in _DRAWING:
+        sys.modules.setdefault(module, _Undrawn(module))
     try:
         package = importlib.import_module("reasoning_gym")  # most of a second
         return package, importlib.import_module("reasoning_gym.factory").DATASETS
@@ -122,3 +133,25 @@ def _settings(options: str) -> dict[str, Any]:
         return {name: yaml.safe_load(value) for name, _, value in pairs}
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"task.dataset_options: must be name=value pairs, got {options!r}: {error}") from error
+
+
+def _serve(pipe: Connection, cpu_s: float) -> None:
+    """Reply to each (dataset, options, seed, draw) with its entry, or a ConfigError. The kernel ends this process when
+    one takes more than `cpu_s`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the pipe says when to end
+    while True:
+        try:
+            which = pipe.recv()
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        try:
+            reply: Any = entry(*which)
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever a data set raises
+            told = f"task.dataset: {which[0]} can't make entry {which[3]}, choose another: {error!r}"
+            reply = error if isinstance(error, ConfigError) else ConfigError(told)
+        pipe.send(reply)
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])), float(sys.argv[2]))

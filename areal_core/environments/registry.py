@@ -11,7 +11,7 @@ from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskCon
 from areal_core.environments import confinement
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Environment, Setting, Verdict, Verifier
-from areal_core.environments.procedural import procedural
+from areal_core.environments.procedural import procedural, procedural_share
 from areal_core.environments.programs import Programs
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.environments.two_turn import TwoTurn
@@ -38,6 +38,7 @@ CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers 
     "code": Programs,
     "mathematics": _confined(mathematics),
     "reasoning_gym": _confined(procedural),
+    "reasoning_gym_share": _confined(procedural_share),
 }
 
 

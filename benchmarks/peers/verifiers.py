@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_QUOTES = "\"'`* \t"
 
 
 def arithmetic(completion: str, gold: str) -> float:
@@ -16,12 +15,11 @@ def arithmetic(completion: str, gold: str) -> float:
 
 
 def needle(completion: str, gold: str) -> float:
-    """Of what stands in the last <answer> tags, or else in the last line: 1 if it is the gold answer in any case, else
-    the gold answer's share of it."""
+    """Of the text in the last <answer> tags, or else of the last line: 1 if it is the gold answer in any case, else the
+    gold answer's share of it."""
     tagged = _TAGGED.findall(completion)
-    lines = (tagged[-1] if tagged else completion).strip().splitlines() or [""]
-    answer = ("\n".join(lines) if tagged else lines[-1]).strip(_QUOTES).removesuffix(".").strip(_QUOTES)
-    if answer.replace(" ", "").strip().lower() == gold.lower():
+    answer = (tagged[-1] if tagged else (completion.strip().splitlines() or [""])[-1]).strip()
+    if answer.replace(" ", "").lower() == gold.lower():
         return 1.0
     return len(gold) / len(answer) if gold in answer else 0.0
 

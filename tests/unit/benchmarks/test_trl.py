@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments.procedural import entry, procedural
+from areal_core.environments.procedural import entry, procedural_share
 from areal_core.environments.verifiers import exact_match
 from areal_core.types import Prompt
 from benchmarks.peers.verifiers import arithmetic, needle
@@ -112,4 +112,4 @@ def test_trl_is_judged_as_this_system_is_in_the_needle_task(completion: str) -> 
     told = {"dataset": "needle_haystack", "options": "", "seed": 1, "draw": 0}
     gold = entry("needle_haystack", "", 1, 0)["answer"]
     said = completion.format(gold=gold, GOLD=gold.upper())
-    assert needle(said, gold) == procedural(prompt(json.dumps({"answer": gold, **told})), said).score
+    assert needle(said, gold) == procedural_share(prompt(json.dumps({"answer": gold, **told})), said).score

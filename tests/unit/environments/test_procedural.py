@@ -1,6 +1,6 @@
 """Tasks of reasoning-gym: prompts by seed and index, none of them held out, judged by their own rules."""
 
-import ast
+import functools
 import json
 import os
 import re
@@ -13,9 +13,8 @@ import pytest
 from areal_core.config.schema import TaskConfig
 from areal_core.environments.fork_server import ForkServer, Reply
 from areal_core.environments.held_out import is_held_out
-from areal_core.environments.procedural import ProceduralSource, procedural, reading
+from areal_core.environments.procedural import Entries, ProceduralSource, entry, procedural, reading
 from areal_core.errors import ConfigError
-from areal_core.launch.supervisor import CHILD_ENV
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt
 from tests.support.chat import chat_folder
@@ -83,26 +82,27 @@ def test_what_cannot_be_made_is_refused(tokenizer, settings, told):
     ("completion", "answer"),
     [
         ("Anna", "Anna"),
-        (' "Anna." ', "Anna"),
-        ("Let me see.\nAnna.", "Anna"),
+        (' "Anna." ', '"Anna."'),
+        ("Let me see.\n  Anna.\n", "Anna."),
         ("It is <answer>Ben</answer>, no, <answer> Anna\n</answer> of course.", "Anna"),
         ("<answer>1 2\n3 4</answer>", "1 2\n3 4"),
         ("3.14", "3.14"),
-        ("", ""),
-        ("<answer></answer>", ""),
+        (" \n", None),
+        ("<answer> </answer>", ""),
     ],
 )
-def test_the_answer_is_what_is_tagged_or_else_the_last_line(completion, answer):
+def test_reading_takes_tagged_text_or_last_line_as_it_stands(completion, answer):
     assert reading(completion) == answer
+    assert reading("1 2\n3 4\n5 6\n", lines=2) == "3 4\n5 6"
 
 
 def test_answers_are_judged_by_the_rule_of_their_data_set(tokenizer):
     task = source(tokenizer).prompt(3)
     gold = json.loads(task.answer)["answer"]
-    right = procedural(task, f"{gold.lower()}.")  # this one forgives case
+    right = procedural(task, gold.lower())  # this one forgives case
     assert (right.outcome, right.score) == (Outcome.RIGHT, 1.0)
-    padded = procedural(task, f"{gold} {'x' * (3 * len(gold) - 1)}")
-    assert (padded.outcome, padded.score) == (Outcome.WRONG, 0.25)
+    padded = procedural(task, f"{gold} is the one")
+    assert (padded.outcome, padded.score) == (Outcome.WRONG, 0.0)
     wrong = procedural(task, "Nobody")
     assert (wrong.outcome, wrong.score) == (Outcome.WRONG, 0.0)
     assert procedural(task, "\n").outcome is Outcome.NO_ANSWER
@@ -123,6 +123,109 @@ def test_the_verifier_needs_no_more_than_the_prompt(tokenizer):
     assert procedural(copy, json.loads(task.answer)["answer"]).outcome is Outcome.RIGHT
 
 
+def task_of(dataset, draw=0, seed=11):
+    """A task of a data set with its default options, and its gold answer."""
+    gold = entry(dataset, "", seed, draw)["answer"]
+    told = {"answer": gold, "dataset": dataset, "options": "", "seed": seed, "draw": draw}
+    return Prompt(index=0, prompt_id="", text="", token_ids=(), answer=json.dumps(told)), gold
+
+
+@pytest.mark.parametrize(
+    ("dataset", "draw"),
+    [
+        ("ab", 7),  # empty
+        ("codeio", 17),  # in quotes that belong to it, as the next
+        ("sentence_reordering", 0),
+        ("emoji_mystery", 1),  # begins with a quote
+        ("game_of_life_halting", 0),
+        ("intermediate_integration", 6),  # SymPy left the integral of reasoning-gym's own gold answer unevaluated
+        ("sudoku", 0),  # of several lines
+        ("knight_swap", 0),  # another one under another hash seed, as the next two
+        ("polynomial_multiplication", 0),
+        ("word_ladder", 0),
+    ],
+)
+def test_gold_answers_are_right_in_tags_and_as_last_lines(dataset, draw):
+    task, gold = task_of(dataset, draw)
+    assert procedural(task, f"I think so:\n<answer>\n{gold}\n</answer>").outcome is Outcome.RIGHT
+    assert not gold or procedural(task, f"I think so:\n{gold}").outcome is Outcome.RIGHT
+    assert "Integral" not in gold
+
+
+@pytest.mark.parametrize("dataset", ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"])
+def test_none_is_not_paid_where_there_is_no_gold_answer(dataset):
+    task, gold = task_of(dataset)
+    assert gold is None
+    assert procedural(task, "<answer>None</answer>").score in (0.0, 0.01)  # as their rules give to what they can't read
+
+
+@pytest.mark.parametrize(
+    ("dataset", "answer"),
+    [("prime_factorization", "zzqq"), ("coin_flip", "1e999"), ("game_of_life", "{}"), ("game_of_life", '{"a":1}')],
+)
+def test_junk_that_a_rule_raises_for_is_unparsable(dataset, answer):
+    verdict = procedural(task_of(dataset)[0], answer)
+    assert (verdict.outcome, verdict.score) == (Outcome.UNPARSABLE, 0.0)
+
+
+@pytest.mark.parametrize(
+    "dataset", ["ab", "calendar_arithmetic", "circuit_logic", "cryptarithm", "maze", "prime_factorization", "tsumego"]
+)
+def test_answers_earn_what_the_rule_of_their_data_set_gives(dataset):
+    import reasoning_gym
+
+    rule, made = reasoning_gym.create_dataset(dataset, seed=11, size=1), entry(dataset, "", 11, 0)
+    task, gold = task_of(dataset)
+    for answer in (gold, f"{gold}0", f"{gold} {gold}", f"{gold}\n{gold}", gold[:-1], "17", f"maybe {gold}"):
+        try:
+            own = rule.score_answer(answer, made)
+        except ValueError:
+            own = 0.0
+        assert procedural(task, f"<answer>{answer}</answer>").score == own, answer
+
+
+@pytest.mark.parametrize("dataset", ["simple_integration", "intermediate_integration"])
+@pytest.mark.parametrize("restated", ["Integral({0}, {1})", "-(-Integral({0}))", "integrate({0}, {1}) + C"])
+def test_an_integral_that_restates_the_question_is_wrong(dataset, restated):
+    told = entry(dataset, "", 11, 0)["metadata"]
+    answer = restated.format(told["integrand"], told["variable"])
+    assert procedural(task_of(dataset)[0], f"<answer>{answer}</answer>").score == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "form", "right"),
+    [
+        ("countdown", "abs({})", True),
+        ("countdown", "1*({})", False),  # a number more
+        ("puzzle24", "round({})", True),
+        ("simple_integration", "pow({}, 1)", True),
+        ("simple_integration", "1*({}) + 3", True),
+    ],
+)
+def test_formulas_are_scored_as_without_confinement(dataset, form, right):
+    task, gold = task_of(dataset)
+    assert (procedural(task, f"<answer>{form.format(gold)}</answer>").outcome is Outcome.RIGHT) == right
+
+
+def test_entries_are_the_same_in_every_process():
+    """Of data sets that order sets by hash, or draw from the module `random` (list_functions, entry 27)."""
+    code = (
+        "from areal_core.environments.procedural import entry\n"
+        "for name in 'isomorphic_strings knight_swap list_functions polynomial_multiplication word_ladder'.split():\n"
+        "    print(repr([entry(name, '', 5, draw) for draw in (0, 1, 27)]))"
+    )
+    run = functools.partial(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    one, other = (run(env=os.environ | {"PYTHONHASHSEED": seed}).stdout for seed in "12")
+    assert one == other
+
+
+def test_a_data_set_that_takes_too_long_is_refused_by_name():
+    entries = Entries(cpu_s=0.05)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"^task\.dataset: acre made no entry in 0\.05 CPU s; choose another"):
+            entries.make("acre", "", 1, 0)
+
+
 EVALUATING = (  # data sets whose own scores evaluate an answer as Python
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
     "simple_integration", "spiral_matrix", "string_insertion",
@@ -136,20 +239,10 @@ def scores():
     server.close()
 
 
-def made_in_its_own_process(dataset):
-    """A task, by the hash seed that processes of a run have: polynomial_multiplication depends on it."""
-    entry = "from areal_core.environments.procedural_scores import entry"
-    code = f"{entry}; print(repr(entry({dataset!r}, '', 5, 0)['answer']))"
-    environment = os.environ | CHILD_ENV
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    answer = ast.literal_eval(said.stdout.splitlines()[-1])
-    return {"dataset": dataset, "options": "", "seed": 5, "draw": 0, "answer": answer}
-
-
 @pytest.mark.parametrize("dataset", EVALUATING)
 def test_answers_are_never_executed(scores, tmp_path, dataset):
     mark = tmp_path / "executed"
-    made = made_in_its_own_process(dataset)
+    made = json.loads(task_of(dataset)[0].answer)
     forged = "__import__('os').write(6, b'[\"done\", 1.0]') + __import__('os')._exit(0)"
     spelled = "parse_expr(sstr(chr))(57)"  # by SymPy's names, Python's own functions would be in reach
     for answer in (
