@@ -200,7 +200,7 @@ class RolloutConfig:
     max_staleness: int | None = bounded(None, low=0)  # eta; None: 0 in sync mode, else 2
     pipeline_depth: float | None = bounded(None, low=0.0)  # batches begun beside the one that trains; None: eta
     policy: str = choice("wait", "wait", "admit", "drop")  # which groups a batch takes, and so what eta bounds
-    dynamic_sampling: bool = False  # a group that is all right or all wrong gives its place to another prompt
+    dynamic_sampling: bool = False  # a group whose rewards are all equal gives its place to another prompt
     max_uniform_groups: int = bounded(1024, low=1)  # of these, one after the other, before the run fails
     max_tries: int = bounded(3, low=1)  # requests and scorings of one group before it is dropped
     max_requeues: int = bounded(2, low=0)  # times that a prompt dropped as stale is queued again
