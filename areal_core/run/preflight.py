@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_environment
-from areal_core.environments.source import open_source
+from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ConfigError, ModelError, ProcessError
 from areal_core.generation.vllm.server import check_installed
 from areal_core.models.adapters import trained_shapes
@@ -20,12 +20,11 @@ from areal_core.run.base_model import model_folder
 from areal_core.run.folders import Log, tracking_uri
 from areal_core.run.machine import HEAD, check_packages, device_memory, interpreter, visible_gpus
 from areal_core.storage.objects import Storage
-from areal_core.types import Prompt
 
 
-def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> None:
+def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> dict[str, str]:
     """Check what a run will need: folders, model, prompts, storage, tracking. Makes what is absent and may be made. A
-    `resumed` run needs no tracking server: its points wait.
+    `resumed` run needs no tracking server: its points wait. Returns the digests of its prompts.
 
     Raises ConfigError, ModelError, StorageError or TrackingError with one line that names the field.
     """
@@ -50,10 +49,10 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         except ProcessError as error:
             raise ConfigError(f"generation.vllm.python: {error}") from None
     if config.model.path is None:
-        _check_task(config, char_tokenizer())
+        source = _check_task(config, char_tokenizer())
     else:
         folder = _folder(config, log)
-        _check_model(folder, config)
+        source = _check_model(folder, config)
         if config.launch.accelerator == "cuda" and not config.emulated:
             plan(config, log)
     Storage.open(config.storage.url, config.storage.endpoint_url)
@@ -61,6 +60,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         from areal_core.tracking.mlflow_client import check_reachable  # seconds of imports
 
         check_reachable(uri)
+    return digests(source)
 
 
 def _check_address(address: str) -> None:
@@ -90,7 +90,7 @@ def _folder(config: RunConfig, log: Log) -> Path:
         raise ModelError(f"model.path: {error}") from error
 
 
-def _check_model(folder: Path, config: RunConfig) -> None:
+def _check_model(folder: Path, config: RunConfig) -> PromptSource:
     """A model folder must be whole and fit the task: its shape, the headers of its weights, tokenizer and prompts."""
     try:
         spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
@@ -108,14 +108,15 @@ def _check_model(folder: Path, config: RunConfig) -> None:
     if spec.transformers is not None:
         _check_engines(config, folder, spec.transformers.why)
     try:
-        prompts = _check_task(config, tokenizer)
+        source = _check_task(config, tokenizer)
     except ModelError as error:
         raise ModelError(f"model.path: {folder}: {error}") from error
-    highest = max((token for prompt in prompts for token in prompt.token_ids), default=0)
+    highest = max((token for prompt in source.held_out() for token in prompt.token_ids), default=0)
     if highest >= spec.vocab_size:
         raise ModelError(
             f"model.path: {folder}: its tokenizer gives token {highest}, config.json has vocab_size {spec.vocab_size}"
         )
+    return source
 
 
 def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
@@ -128,7 +129,7 @@ def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
             raise ConfigError(f"{field}.engine: must be vllm for {folder}, got 'embedded', for which {why}")
 
 
-def _check_task(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """Prompts, environment and verifier must be there and go with the tokenizer. Returns the held-out prompts."""
+def _check_task(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
+    """Prompts, environment and verifier must be there and go with the tokenizer. Returns the prompts."""
     open_environment(config.environment, config.task, config.algorithm, tokenizer)
-    return open_source(config, tokenizer).held_out()
+    return open_source(config, tokenizer)

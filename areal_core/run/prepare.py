@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_core.config.fields import check_file_name, leaves
 from areal_core.config.schema import RunConfig
-from areal_core.environments.datasets import held_out_set, training_set
+from areal_core.environments.datasets import check_digests, held_out_set, training_set
 from areal_core.errors import ConfigError
 from areal_core.run.base_model import base_model
 from areal_core.run.folders import Log, run_folder, tracking_uri
@@ -67,13 +67,14 @@ def prepare(
             return run
     if config.task.name == "rows" and config.task.path is None:  # which is enough for an evaluation
         raise ConfigError("task.path: must be given, a file of prompts to train on")
-    preflight(config, log, resumed=resumed)
+    prompts = preflight(config, log, resumed=resumed)
     if resumed:
-        return _adopted(run, config, flow_run_id, log)
+        return _adopted(run, config, flow_run_id, prompts, log)
     store = config.storage
     storage = Storage.open(store.url, store.endpoint_url, store.patience_s).child(f"runs/{run_id}")
     if stored := checkpoint.newest(storage):
         _check_unchanged(stored.extra["config"], config, _MAY_MOVE)
+        check_digests(stored.extra.get(checkpoint.PROMPTS, {}), prompts)
     model = base_model(config, log)
     _check_base(stored, model)
     run.root.mkdir(parents=True, exist_ok=True)
@@ -88,14 +89,16 @@ def prepare(
                 tracking_uri=tracking_uri(config),
                 tracking_run_id=tracking_run_id,
                 flow_run_id=flow_run_id,
+                prompts=prompts,
             )
             return RunDir.create(config, info)
     return prepare(config, run_id=run_id, flow_run_id=flow_run_id, flow_run_page=flow_run_page, tags=tags, log=log)
 
 
-def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, log: Log) -> RunDir:
+def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, prompts: Mapping[str, str], log: Log) -> RunDir:
     """A run that was here before, which goes on with this configuration."""
     info = run.info()
+    check_digests(info.prompts, prompts)
     if config.training.lora.rank is not None:
         store = config.storage
         storage = Storage.open(info.checkpoint_url, store.endpoint_url, store.patience_s)

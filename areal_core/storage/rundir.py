@@ -22,7 +22,7 @@ import dataclasses
 import json
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class RunInfo:
     tracking_run_id: str | None = None
     flow_run_id: str | None = None
     number: int = 0  # fencing number of the launcher that runs it; see areal_core.storage.lease
+    prompts: dict[str, str] = field(default_factory=dict[str, str])  # digests of prompts, by the setting of their file
 
 
 @dataclass(frozen=True, slots=True)

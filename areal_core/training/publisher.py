@@ -134,6 +134,7 @@ class Publisher:
                 "config": self._config.to_dict(),
                 checkpoint.VERSION: self._published[step],
                 checkpoint.BASE: self._base_sha256,
+                checkpoint.PROMPTS: self._run.info().prompts,
             },
             number=self._number,
             uploaded=uploaded,
