@@ -86,6 +86,9 @@ class Service:
         durable.sync(run.root)  # it has the name of a new ledger
         forget_damaged(self.ledger)
         self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
+        if run.superseded.exists():
+            self.ledger.notes.reopen()
+            run.superseded.unlink()
         self.ledger.resume(self.config.algorithm.group_size * self.config.task.max_new_tokens)
         self.payloads = PayloadStore(run.payloads, self.info.number)
         self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))

@@ -157,6 +157,11 @@ class RunDir:
     def summary(self) -> Path:
         return self.root / "summary.json"
 
+    @property
+    def superseded(self) -> Path:
+        """The summary of an end after which the run goes on; there until its controller has reopened the ledger."""
+        return self.root / "summary-superseded.json"
+
     def ready_file(self, role: str, index: int = 0) -> Path:
         return self.ready / f"{role}-{index}.json"
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,27 @@ def test_a_resumed_run_refuses_another_configuration(base: dict[str, Any]) -> No
         prepare(other, run_id="r", log=lambda line: None)
 
 
-def test_a_finished_run_is_not_touched(base: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"training": {"steps": 10}}, {"launch": {"restarts": 7}}])
+def test_a_finished_run_is_not_touched(base: dict[str, Any], settings: dict[str, Any]) -> None:
     run = prepare(load(base), run_id="r", log=lambda line: None)
-    run.summary.write_text("{}")
+    run.summary.write_text('{"steps": 10}')  # it had enough before its 25 steps
     written = (run.root / "run.json").stat().st_mtime_ns
-    later = changed(base, training={"steps": 50}, storage={"url": base["storage"]["url"]})
+    later = changed(base, **settings)
     assert prepare(later, run_id="r", log=lambda line: None) == run
     assert (run.root / "run.json").stat().st_mtime_ns == written
     assert run.config() == load(base)
+
+
+@pytest.mark.parametrize("end", [{"training": {"steps": 50}}, {"stop": {"score": 0.9}}])
+def test_a_finished_run_with_another_end_goes_on(base: dict[str, Any], end: dict[str, Any]) -> None:
+    run = prepare(load(base), run_id="r", log=lambda line: None)
+    run.summary.write_text('{"steps": 10}')
+    with closing(Outbox(run.outbox, "r")) as outbox:
+        outbox.end("FINISHED")
+        prepare(changed(base, **end), run_id="r", log=lambda line: None)
+        assert outbox.ended() is None
+    assert not run.summary.exists()
+    assert run.superseded.exists()
 
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["resumed", "new"])
