@@ -84,7 +84,7 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
         return None
     wanted = next(option for option in options if option is not type(None))
     if isinstance(value, np.generic):
-        value = value.item()
+        value = cast(Any, value).item()
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value) if abs(value) < sys.float_info.max else math.inf
     if wanted is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
