@@ -27,6 +27,7 @@ from areal_core.tracking.mlflow_client import (
     Metric,
     MlflowClient,
     MlflowException,
+    append_note,
     param,
     put_table,
     reason,
@@ -54,7 +55,6 @@ _FINAL_METRICS = (
     "staleness_mean",
     "staleness_max",
 )
-_NOTE = "mlflow.note.content"
 _log = logging.getLogger(__name__)
 
 
@@ -256,7 +256,7 @@ class Forwarder:
         if document.kind == "summary":
             self._outbox.log(_final_rows(document))
             if bound := document.data.get("bound"):
-                self._describe(bound)
+                append_note(self._client, self._run_id, bound)
 
     def _put_scored(self, document: Document) -> None:
         """A file that is gone or damaged costs its table, nothing else."""
@@ -266,12 +266,6 @@ class Forwarder:
             _log.warning("tracking: no table of version %d: %s", document.step, error)
             return
         put_table(self._client, self._run_id, f"heldout/version-{document.step:06d}.json", rows)
-
-    def _describe(self, bound: str) -> None:
-        """Add what bounded the run to its description, which the page shows on top."""
-        before = self._client.get_run(self._run_id).data.tags.get(_NOTE, "")
-        if bound not in before:
-            self._client.set_tag(self._run_id, _NOTE, f"{before}\n\n{bound}".strip())
 
     def _register(self, document: Document) -> None:
         """A registry that is absent or refuses costs the registered model, nothing else."""
