@@ -60,6 +60,6 @@ def check_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     for setting, digest in now.items():
         if before.get(setting, digest) != digest:
             raise ConfigError(
-                f"{setting}: gives other prompts than when this run was started: put back the rows of then, or start "
-                "the run under another id"
+                f"{setting}: gives other prompts than when this run was started; put back what the task's files held, "
+                "or start the run under another id"
             )

@@ -70,7 +70,8 @@ def prepare(
         raise ConfigError("task.path: must be given, a file of prompts to train on")
     prompts = preflight(config, log, resumed=resumed)
     if resumed:
-        return _adopted(run, config, flow_run_id, prompts, log)
+        check_digests(run.info().prompts, prompts)
+        return _adopted(run, config, flow_run_id, log)
     store = config.storage
     storage = Storage.open(store.url, store.endpoint_url, store.patience_s).child(f"runs/{run_id}")
     if stored := checkpoint.newest(storage):
@@ -96,10 +97,9 @@ def prepare(
     return prepare(config, run_id=run_id, flow_run_id=flow_run_id, flow_run_page=flow_run_page, tags=tags, log=log)
 
 
-def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, prompts: Mapping[str, str], log: Log) -> RunDir:
+def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, log: Log) -> RunDir:
     """A run that was here before, which goes on with this configuration."""
     info = run.info()
-    check_digests(info.prompts, prompts)
     if config.training.lora.rank is not None:
         store = config.storage
         storage = Storage.open(info.checkpoint_url, store.endpoint_url, store.patience_s)

@@ -94,17 +94,9 @@ def test_reinforce_by_hand():
 @pytest.mark.parametrize("apart", [80.0, 85.0, 90.0, 120.0, 1e4])
 def test_terms_and_gradients_are_finite_however_far_apart_policies_are(name: str, apart: float):
     """In float32, whose largest number is e^88.7; log pi_prox lies half-way between the two others."""
-    tokens = Tokens(
-        current=torch.tensor([-1.0, -1.0, -1.0 - apart]),
-        proximal=torch.tensor([-1.0 - apart / 2] * 3),
-        behaviour=torch.tensor([-1.0 - apart, -1.0 - apart, -1.0]),
-        advantages=torch.tensor([-3.0, 3.0, -3.0]),
-        mask=torch.tensor([True, True, True]),
-        weights=torch.ones(3),
-        staleness=torch.ones(3),
-        sequence=torch.tensor([0, 1, 2]),
-        sequences=3,
-    )
+    near, half, far = -1.0, -1.0 - apart / 2, -1.0 - apart
+    logprobs = {"current": (near, near, far, 0), "proximal": (half,) * 4, "behaviour": (far, far, near, 0)}
+    tokens = replace(TOKENS, **{name: of(*values) for name, values in logprobs.items()}, advantages=of(-3, 3, -3, 0))
     terms, gradient = differentiated(find_objective(name), tokens, CONFIG)
     assert np.isfinite([*terms, *gradient]).all()
     assert not OBJECTIVES[name].weighs or max(map(abs, terms)) <= math.exp(82.001)
