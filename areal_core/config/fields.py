@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import math
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +85,7 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
     if isinstance(value, np.generic):
         value = cast(Any, value).item()
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value) if abs(value) < sys.float_info.max else math.inf
+        return float(value) if abs(value) < 1e308 else math.inf
     if wanted is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
         return float(value)  # YAML 1.1 takes 1e-4 for text
     if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):

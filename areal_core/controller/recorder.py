@@ -106,8 +106,8 @@ class Recorder:
         try:
             return dict(function(groups))
         except Exception as error:
-            field = f"tracking.batch_metrics: {self._config.tracking.batch_metrics}"
-            raise TrackingError(f"{field} must return numbers by name: {error!r}") from error
+            name = self._config.tracking.batch_metrics
+            raise TrackingError(f"tracking.batch_metrics: {name} must return numbers by name: {error!r}") from error
 
     def tabled(self, step: int) -> bool:
         """Whether people get to see texts and pictures of a step."""

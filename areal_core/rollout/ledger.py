@@ -225,10 +225,8 @@ class TrajectoryLedger:
             self._db.execute("UPDATE groups SET unread_tokens = unread_tokens + ? WHERE unsettled", (most_tokens,))
             self._db.execute("UPDATE groups SET unsettled = 0 WHERE unsettled AND state != 'inflight'")
             if self.notes.ending is None:
-                self._db.execute(
-                    "UPDATE groups SET lost_tokens = lost_tokens + tokens, tokens = 0, unsettled = 1 "
-                    "WHERE state = 'inflight'"
-                )
+                lost = "lost_tokens = lost_tokens + tokens, tokens = 0"
+                self._db.execute(f"UPDATE groups SET {lost}, unsettled = 1 WHERE state = 'inflight'")
             self.counters.resume()
 
     def ready(self, group_id: int, summary: GroupSummary, payload: Place, *, version: int) -> None:

@@ -313,9 +313,8 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def _name(text: str) -> str:
     """A name that MLflow takes for a parameter or a tag."""
     name = posixpath.normpath(re.sub(r"[^\w\-. /]", "_", text)).lstrip("./") or "_"
-    if len(name) > _MAX_NAME:  # those that begin alike stay apart
-        name = f"{_cut(name, _MAX_NAME - 8)}{zlib.crc32(name.encode()):08x}"
-    return name
+    # Long names that begin alike stay apart.
+    return name if len(name) <= _MAX_NAME else f"{_cut(name, _MAX_NAME - 8)}{zlib.crc32(name.encode()):08x}"
 
 
 def _cut(text: str, length: int) -> str:
