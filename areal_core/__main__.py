@@ -45,7 +45,7 @@ def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
     if file is not None:
         try:
             values = yaml.safe_load(file.read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:  # a number of too many digits, no UTF-8
             reason = error.strerror if isinstance(error, OSError) else one_line(error)
             raise ConfigError(f"--config: can't read {file}: {reason}") from error
         if not isinstance(values, Mapping):
@@ -55,9 +55,10 @@ def configuration(file: Path | None, overrides: Sequence[str]) -> RunConfig:
         if not equals or not name:
             raise ConfigError(f"{override or repr(override)}: an override looks like training.steps=5")
         try:
-            values = merge(values, name, yaml.safe_load(text))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{name}: {text!r} is not a value: {one_line(error)}") from error
+            value = yaml.safe_load(text)
+        except (ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{name}: {text!r:.80} is not a value: {one_line(error)}") from error
+        values = merge(values, name, value)
     return load(values)
 
 

@@ -8,6 +8,7 @@ not even a NaN. Only `current` and `entropy` get a gradient. Equations and their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,8 @@ class Surrogate:
     capped: Tensor  # bool: tokens whose weight was clamped to a bound
     masked: Tensor  # bool: tokens left out because of their weight
 
+
+_LARGEST = math.exp(82.0)  # of a term: float32 holds the sum of 800 of them
 
 ObjectiveFunction = Callable[[Tokens, AlgorithmConfig], Surrogate]
 _FUNCTIONS: dict[str, ObjectiveFunction] = {}
@@ -157,7 +160,7 @@ def _weighted(
     capped = masked = nothing
     if log_weight is not None:
         weight, capped, masked = _bounded_weight(log_weight, tokens.mask, config)
-        terms = weight * terms
+        terms = (weight * terms).clamp(-_LARGEST, _LARGEST)  # w and u are finite, w u may not be
     return Surrogate(
         terms=terms,
         log_ratio=log_ratio,

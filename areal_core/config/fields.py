@@ -15,15 +15,19 @@ from dataclasses import field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from areal_core.errors import ConfigError
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _NAME_BYTES = 160  # file systems take 255; files beside it have longer names
+_LARGEST = 2**31 - 1  # of whole numbers without a bound of their own
+LARGEST_SEED = 2**63 - 1
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def bounded(default: Any, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
-    """A number with `low <= value <= high`, or `value > above`."""
+    """A number with `low <= value <= high`, or `value > above`. A whole number has 31 bits unless `high` is given."""
     return field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
@@ -78,8 +82,10 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
     if value is None and type(None) in options:
         return None
     wanted = next(option for option in options if option is not type(None))
+    if isinstance(value, np.generic):
+        value = cast(Any, value).item()
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < 1e308 else math.inf
     if wanted is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
         return float(value)  # YAML 1.1 takes 1e-4 for text
     if isinstance(value, wanted) and not (wanted is int and isinstance(value, bool)):
@@ -98,6 +104,8 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> Any:
     if choices and value not in choices:
         raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
     low, high, above = bounds.get("low"), bounds.get("high"), bounds.get("above")
+    if high is None and isinstance(value, int):
+        high = _LARGEST
     if low is not None and value < low:
         raise ConfigError(f"{name}: must be at least {low}, got {value}")
     if above is not None and value <= above:

@@ -8,7 +8,7 @@ import ipaddress
 import shlex
 from dataclasses import dataclass, field
 
-from areal_core.config.fields import bounded, check_length, choice, refuse_credentials
+from areal_core.config.fields import LARGEST_SEED, bounded, check_length, choice, refuse_credentials
 from areal_core.config.plugins import check_name
 from areal_core.errors import ConfigError
 from areal_core.types import Lora
@@ -143,7 +143,7 @@ class EnvironmentConfig:
 class WarmupConfig:
     """Supervised warm-up of the embedded model: first worked solutions, then mostly direct answers."""
 
-    seed: int = bounded(0, low=0)
+    seed: int = bounded(0, low=0, high=LARGEST_SEED)
     worked_steps: int = bounded(1200, low=0)
     worked_batch: int = bounded(16, low=1)
     direct_steps: int = bounded(200, low=0)
@@ -207,7 +207,7 @@ class RolloutConfig:
     max_staleness: int | None = bounded(None, low=0)  # eta; None: 0 in sync mode, else 2
     pipeline_depth: float | None = bounded(None, low=0.0)  # batches begun beside the one that trains; None: eta
     policy: str = choice("wait", "wait", "admit", "drop")  # which groups a batch takes, and so what eta bounds
-    dynamic_sampling: bool = False  # a group that is all right or all wrong gives its place to another prompt
+    dynamic_sampling: bool = False  # a group whose rewards are all equal gives its place to another prompt
     max_uniform_groups: int = bounded(1024, low=1)  # of these, one after the other, before the run fails
     max_tries: int = bounded(3, low=1)  # requests and scorings of one group before it is dropped
     max_requeues: int = bounded(2, low=0)  # times that a prompt dropped as stale is queued again
@@ -367,7 +367,7 @@ class LaunchConfig:
         "none", "none", "generation", "trainer", "both"
     )  # roles that areal_core.run.remote_worker runs
     log_format: str = choice("text", "text", "json")  # of a process's lines in logs/
-    log_bytes: int = bounded(16 * 2**20, low=64 * 1024)  # of a log, before it is rotated
+    log_bytes: int = bounded(16 * 2**20, low=64 * 1024, high=2**40)  # of a log, before it is rotated
     log_files: int = bounded(4, low=1)  # older ones that are kept of it
     disk_low_gib: float = bounded(5.0, low=0.0)  # free for the run's folder, or a store that is one: below it is told
     disk_min_gib: float = bounded(0.5, low=0.0)  # below it the run ends in order, to be resumed; 0: it does not

@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_core.config import combinations
 from areal_core.config.algorithm import AlgorithmConfig
-from areal_core.config.fields import bounded, build, choice
+from areal_core.config.fields import LARGEST_SEED, bounded, build, choice
 from areal_core.config.groups import (
     ChatConfig,
     EmulationConfig,
@@ -75,7 +75,7 @@ class RunConfig:
 
     name: str = "cpu"
     mode: str = choice("async", "async", "sync")
-    seed: int = bounded(1, low=0)
+    seed: int = bounded(1, low=0, high=LARGEST_SEED)
     state_dir: str = ".areal"
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

@@ -21,7 +21,7 @@ from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError
 from areal_core.planning.account import Explanation, explain
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.rollout.notes import Ending
-from areal_core.tracking.outbox import Outbox
+from areal_core.tracking.outbox import Outbox, points
 from areal_core.tracking.timeline import Span
 from areal_core.types import BatchManifest, Evaluation, GroupSummary, MetricRow, Outcome, RunStatus, RunSummary
 
@@ -103,7 +103,16 @@ class Recorder:
             },
         )
         if self._batch_metrics is not None:
-            self.log(step, self._batch_metrics(groups))
+            with self._tracking():
+                self.log(step, self._own_metrics(self._batch_metrics, groups))
+
+    def _own_metrics(self, function: BatchMetrics, groups: Sequence[GroupSummary]) -> dict[str, float]:
+        """What a function of the user's says of a batch. Raises TrackingError where it fails."""
+        try:
+            return dict(function(groups))
+        except Exception as error:
+            name = self._config.tracking.batch_metrics
+            raise TrackingError(f"tracking.batch_metrics: {name} must return numbers by name: {error!r}") from error
 
     def _zero_variance(self, groups: Sequence[GroupSummary]) -> float:
         """The share of a batch's groups whose rewards are all equal. With advantages over the batch 1 where all of its
@@ -185,8 +194,7 @@ class Recorder:
 
     def log(self, step: int, values: dict[str, float], *, ago_s: float = 0.0) -> None:
         """Metric rows of one step, time-stamped `ago_s` before now."""
-        time_s = time.time() - ago_s
-        self.log_rows([MetricRow(key=key, step=step, value=float(v), time_s=time_s) for key, v in values.items()])
+        self.log_rows(points(step, values, ago_s=ago_s))
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         values = {row.key: row.value for row in rows}
@@ -205,7 +213,7 @@ class Recorder:
         try:
             yield
         except (TrackingError, sqlite3.Error) as error:
-            logger.warning("not tracked: %s", error)
+            logger.warning("not tracked: %s", error, exc_info=error.__cause__)
 
     # -- results -----------------------------------------------------------------------------------------------
 

@@ -36,8 +36,8 @@ from areal_core.controller.restore import forget_damaged, restore
 from areal_core.controller.retention import Retention
 from areal_core.controller.routes import Routes
 from areal_core.controller.snapshots import Snapshots
-from areal_core.environments.datasets import held_out_set
-from areal_core.environments.source import PromptSource, open_source
+from areal_core.environments.datasets import check_digests, held_out_set
+from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError, UserCodeError
 from areal_core.launch import logs, process, pulse
 from areal_core.models.spec import stop_token_ids
@@ -86,6 +86,9 @@ class Service:
         durable.sync(run.root)  # it has the name of a new ledger
         forget_damaged(self.ledger)
         self.ledger.publish(base_version(self.info.model_path))  # again after a restart: its folder may have moved
+        if run.superseded.exists():
+            self.ledger.notes.reopen()
+            run.superseded.unlink()
         self.ledger.resume(self.config.algorithm.group_size * self.config.task.max_new_tokens)
         self.payloads = PayloadStore(run.payloads, self.info.number)
         self.recorder = Recorder(self.config, self.ledger, Outbox(run.outbox, self.info.run_id, timeout_s=1.0))
@@ -93,6 +96,7 @@ class Service:
             self.recorder.forget(restored + 1)
         self.tokenizer = Tokenizer.from_folder(self.info.model_path)
         self.source: PromptSource = open_source(self.config, self.tokenizer)
+        check_digests(self.info.prompts, digests(self.source))
         if (census := getattr(self.source, "census", None)) is not None:  # of tasks that are read from files
             self.recorder.document("census", 0, dataclasses.asdict(census))
         self.rewards = RewardPool(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 
 from areal_core.config.schema import RunConfig
+from areal_core.errors import ConfigError
+from areal_core.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +45,21 @@ def _data_set(config: RunConfig, path: str | None, context: str) -> DataSet:
         made_of = [task.name, task.dataset, task.dataset_options, task.max_operations, task.length_decay, path]
         content.update(orjson.dumps([*made_of, config.seed if context == "training" else task.held_out]))
     return DataSet(name=name, digest=content.hexdigest(), source=path or made, context=context)
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """The hash of the prompts' texts and gold answers, in their order."""
+    content = hashlib.sha256()
+    for prompt in prompts:
+        content.update(f"{prompt.prompt_id} {prompt.answer}\n".encode())
+    return content.hexdigest()
+
+
+def check_digests(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raises ConfigError for a file that gives other prompts than `before`. Both are digests by setting."""
+    for setting, digest in now.items():
+        if before.get(setting, digest) != digest:
+            raise ConfigError(
+                f"{setting}: gives other prompts than when this run was started; put back what the task's files held, "
+                "or start the run under another id"
+            )

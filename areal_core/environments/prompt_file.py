@@ -51,7 +51,7 @@ class PromptFile:
         self._rows = 0
         self._left_out: Counter[Reason] = Counter()
         self._bad: list[str] = []
-        self._seen: set[str] = set()
+        self._seen: set[bytes] = set()  # hashes of texts and gold answers
         self.entries: list[Entry] = []
         for row in read_rows(name, path):
             self._rows += 1
@@ -99,17 +99,17 @@ class PromptFile:
         text, question = as_text(worded), as_text(asked)
         with _otherwise(Reason.UNSPELLABLE):
             prompt_id = hashlib.sha256(_encoded(text)).hexdigest()
-        if self._rates is not None:
-            if same(text) in self._seen:
-                raise LeftOut(Reason.DUPLICATE)
-            self._rates.check(row.fields, (prompt_id, text, question))
         with _otherwise(Reason.NO_ANSWER):
             answer = self._schema.gold_answer(row.fields)
-            _encoded(answer)
+            pair = hashlib.sha256(_encoded(f"{same(text)}\0{answer}")).digest()
+        if self._rates is not None:
+            if pair in self._seen:
+                raise LeftOut(Reason.DUPLICATE)
+            self._rates.check(row.fields, (prompt_id, text, question))
         with _otherwise(Reason.UNSPELLABLE):
             token_ids = self._dialogue.prompt(worded)
         self._check_length(len(token_ids))
-        self._seen.add(same(text))
+        self._seen.add(pair)
         prompt = Prompt(index=len(self.entries), prompt_id=prompt_id, text=text, token_ids=token_ids, answer=answer)
         return Entry(prompt, question)
 

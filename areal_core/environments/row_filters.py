@@ -59,7 +59,8 @@ class SuccessRates:
             rate = _rate(self._field.of(fields))
             missing = f"{self._field} must be a number from 0 to 1"
         elif self._path is not None:
-            rate = next((self._rates[name] for name in map(same, names) if name in self._rates), None)
+            spelt = (*names, *map(same, names))
+            rate = next((self._rates[name] for name in spelt if name in self._rates), None)
             missing = f"task.success_path: {self._path} has no rate of this prompt"
         else:
             return
@@ -77,8 +78,8 @@ def _read_rates(path: str) -> Mapping[str, float]:
         if not isinstance(name, str) or rate is None:
             wrong = row.wrong or "must hold prompt_id or prompt, text, and rate, a number from 0 to 1"
             raise ConfigError(f"task.success_path: {path}, {row.place}: {wrong}")
-        rates[same(name)] = rate
-    return rates
+        rates[name] = rate
+    return {same(name): rate for name, rate in rates.items()} | rates  # the exact spelling counts first
 
 
 def _rate(content: object) -> float | None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from areal_core.config.schema import TaskConfig
 from areal_core.environments.census import Census, FileCensus
+from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.dialogue import Dialogue, as_text
 from areal_core.environments.prompt_file import PromptFile
 from areal_core.environments.row_filters import SuccessRates
@@ -52,6 +53,9 @@ class RowSource:
             training_census = training.close()
             self._prompts = [entry.prompt for entry in training.entries]
         self.census = Census(training_census, held_out_census)
+        self.digests = {"task.held_out_path": prompts_digest(self._held_out)}
+        if task.path is not None:
+            self.digests["task.path"] = prompts_digest(self._prompts)
         self._seed = seed
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)
 

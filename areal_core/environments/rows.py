@@ -6,6 +6,7 @@ Hugging Face Hub, what this machine has in its cache is read.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ def _lines(path: str) -> Iterator[Row]:
     """One JSON object a line; a line that is none says so, and empty ones are left out."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield _row(f"line {number}", line)
 
@@ -70,7 +73,7 @@ def _object(place: str, value: object) -> Row:
 
 def _listed(path: str) -> Iterator[Row]:
     try:
-        rows = json.loads(Path(path).read_bytes().decode())
+        rows = json.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:

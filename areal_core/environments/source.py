@@ -27,6 +27,11 @@ class PromptSource(Protocol):
         ...
 
 
+def digests(source: PromptSource) -> dict[str, str]:
+    """Digests of a source's prompts, by the setting that names their file; none where prompts come from no file."""
+    return getattr(source, "digests", {})
+
+
 def open_source(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     """The source that `task` names. Raises ConfigError for prompts that are missing, malformed or too long."""
     return find("task.name", config.task.name, SOURCES)(config, tokenizer)

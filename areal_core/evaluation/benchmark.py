@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 from areal_core.config.schema import RunConfig
+from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.source import open_source
 from areal_core.evaluation.sampling import Sampling
 from areal_core.models.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def open_benchmark(name: str, config: RunConfig, tokenizer: Tokenizer, weights: 
 
     Raises what `open_source` raises."""
     problems = open_source(config, tokenizer).held_out()
-    content = hashlib.sha256("\n".join(f"{p.prompt_id} {p.answer}" for p in problems).encode()).hexdigest()
+    content = prompts_digest(problems)
     about = {
         "benchmark": {"name": name, "problems": len(problems), "sha256": content, "source": _source(config)},
         "model": {"sha256": weights},

@@ -10,7 +10,7 @@ Four coroutines move everything:
 
 - `_admit` starts groups while the gate and the servers have room;
 - `_rollout`, one per running group, has its completions generated, each scored as it ends, and its payload stored: the
-  group becomes READY, or DROPPED with its reason (it failed, or its completions are all correct or all wrong). Failures
+  group becomes READY, or DROPPED with its reason (it failed, or its rewards are all equal). Failures
   of a rollout are caught only here;
 - `_update` loads the newest published version into the servers; the gate opens when they hold it;
 - `batch`, called by the trainer, fixes the batch of a step from READY groups.
@@ -311,7 +311,7 @@ class RolloutController:
         self._failed_in_a_row = 0
         summary = outcome.summary
         self._failures.settled(group.group_id, summary.outcomes, outcome.failure)
-        if self._config.rollout.dynamic_sampling and summary.correct in (0, summary.judged):
+        if self._config.rollout.dynamic_sampling and len({*summary.rewards} - {None}) < 2:
             self._drop_uniform(group, summary)
         else:
             self._ledger.ready(group.group_id, summary, place, version=self._engine.version)
@@ -367,15 +367,15 @@ class RolloutController:
             raise error
 
     def _drop_uniform(self, group: AdmittedGroup, summary: GroupSummary) -> None:
-        """Give the place of a group whose completions are all correct, or all wrong, to another prompt (DAPO's dynamic
-        sampling). A run that finds no other groups must end."""
+        """Give the place of a group whose rewards are all equal to another prompt (DAPO's dynamic sampling). A run that
+        finds no other groups must end."""
         self._ledger.settle(group.group_id, Tally(tokens=summary.tokens + summary.unused_tokens))
         self._ledger.drop(group.group_id, "uniform")
         self._uniform_in_a_row += 1
         if self._uniform_in_a_row >= self._config.rollout.max_uniform_groups and self._finished is None:
             raise ConfigError(
-                "rollout.dynamic_sampling: no group with both correct and wrong completions among the last "
-                f"{self._uniform_in_a_row}; prompts must be neither too easy nor too hard for the policy"
+                "rollout.dynamic_sampling: all rewards of a group were equal in each of the last "
+                f"{self._uniform_in_a_row} groups; prompts must be neither too easy nor too hard for the policy"
             )
 
     async def _update(self) -> None:

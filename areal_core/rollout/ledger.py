@@ -219,11 +219,14 @@ class TrajectoryLedger:
             )
 
     def resume(self, most_tokens: int) -> None:
-        """A restarted controller goes on with this ledger. The groups that were running start again; the tokens sampled
-        for them, at most `most_tokens` each, are lost."""
+        """A restarted controller goes on with this ledger. The groups that were running start again, unless the run
+        has ended; the tokens sampled for them, at most `most_tokens` each where they were not counted, are lost."""
         with self._transaction():
             self._db.execute("UPDATE groups SET unread_tokens = unread_tokens + ? WHERE unsettled", (most_tokens,))
             self._db.execute("UPDATE groups SET unsettled = 0 WHERE unsettled AND state != 'inflight'")
+            if self.notes.ending is None:
+                lost = "lost_tokens = lost_tokens + tokens, tokens = 0"
+                self._db.execute(f"UPDATE groups SET {lost}, unsettled = 1 WHERE state = 'inflight'")
             self.counters.resume()
 
     def ready(self, group_id: int, summary: GroupSummary, payload: Place, *, version: int) -> None:

@@ -88,6 +88,10 @@ class RunNotes:
     def end(self, ending: Ending) -> None:
         self._db.execute("UPDATE run SET reason = ?, version = ?, model_url = ?", astuple(ending))
 
+    def reopen(self) -> None:
+        """Forget how the trainer finished: the run goes on."""
+        self._db.execute("UPDATE run SET reason = NULL")
+
     def published_s(self, step: int) -> float | None:
         """RL wall time when the version of `step` was published; None if it was not, or recovery has replaced it."""
         row = self._db.execute("SELECT published_s FROM steps WHERE step = ?", (step,)).fetchone()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_environment
-from areal_core.environments.source import open_source
+from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ConfigError, ModelError, ProcessError
 from areal_core.generation.vllm.server import check_installed
 from areal_core.models.adapters import trained_shapes
@@ -21,12 +21,11 @@ from areal_core.run.folders import Log, tracking_uri
 from areal_core.run.machine import HEAD, check_packages, device_memory, interpreter, visible_gpus
 from areal_core.run.trial import try_verifier
 from areal_core.storage.objects import Storage
-from areal_core.types import Prompt
 
 
-def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> None:
+def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> dict[str, str]:
     """Check what a run will need: folders, model, prompts, storage, tracking. Makes what is absent and may be made. A
-    `resumed` run needs no tracking server: its points wait.
+    `resumed` run needs no tracking server: its points wait. Returns the digests of its prompts.
 
     Raises ConfigError, ModelError, StorageError or TrackingError with one line that names the field.
     """
@@ -51,10 +50,10 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         except ProcessError as error:
             raise ConfigError(f"generation.vllm.python: {error}") from None
     if config.model.path is None:
-        _check_task(config, char_tokenizer(), log)
+        source = _check_task(config, char_tokenizer(), log)
     else:
         folder = _folder(config, log)
-        _check_model(folder, config, log)
+        source = _check_model(folder, config, log)
         if config.launch.accelerator == "cuda" and not config.emulated:
             plan(config, log)
     Storage.open(config.storage.url, config.storage.endpoint_url)
@@ -62,6 +61,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         from areal_core.tracking.mlflow_client import check_reachable  # seconds of imports
 
         check_reachable(uri)
+    return digests(source)
 
 
 def _check_address(address: str) -> None:
@@ -91,7 +91,7 @@ def _folder(config: RunConfig, log: Log) -> Path:
         raise ModelError(f"model.path: {error}") from error
 
 
-def _check_model(folder: Path, config: RunConfig, log: Log) -> None:
+def _check_model(folder: Path, config: RunConfig, log: Log) -> PromptSource:
     """A model folder must be whole and fit the task: its shape, the headers of its weights, tokenizer and prompts."""
     try:
         spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
@@ -109,14 +109,15 @@ def _check_model(folder: Path, config: RunConfig, log: Log) -> None:
     if spec.transformers is not None:
         _check_engines(config, folder, spec.transformers.why)
     try:
-        prompts = _check_task(config, tokenizer, log)
+        source = _check_task(config, tokenizer, log)
     except ModelError as error:
         raise ModelError(f"model.path: {folder}: {error}") from error
-    highest = max((token for prompt in prompts for token in prompt.token_ids), default=0)
+    highest = max((token for prompt in source.held_out() for token in prompt.token_ids), default=0)
     if highest >= spec.vocab_size:
         raise ModelError(
             f"model.path: {folder}: its tokenizer gives token {highest}, config.json has vocab_size {spec.vocab_size}"
         )
+    return source
 
 
 def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
@@ -129,13 +130,12 @@ def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
             raise ConfigError(f"{field}.engine: must be vllm for {folder}, got 'embedded', for which {why}")
 
 
-def _check_task(config: RunConfig, tokenizer: Tokenizer, log: Log) -> list[Prompt]:
-    """Prompts, environment and verifier must be there and go with the tokenizer. Returns the held-out prompts. Raises
-    UserCodeError for a verifier that fails on the first prompt."""
+def _check_task(config: RunConfig, tokenizer: Tokenizer, log: Log) -> PromptSource:
+    """Prompts, environment and verifier must be there and go with the tokenizer. Returns the prompts. Raises
+    UserCodeError for a verifier that fails on the first one."""
     open_environment(config.environment, config.task, config.algorithm, tokenizer)
     source = open_source(config, tokenizer)
-    held_out = source.held_out()
     trains = config.task.name != "rows" or config.task.path is not None
-    if first := ([source.prompt(0)] if trains else held_out[:1]):
+    if first := ([source.prompt(0)] if trains else source.held_out()[:1]):
         try_verifier(config, first[0], log)
-    return held_out
+    return source

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import re
 import secrets
 import subprocess
@@ -17,13 +18,13 @@ from typing import Any
 
 from areal_core.config.fields import check_file_name, leaves
 from areal_core.config.schema import RunConfig
-from areal_core.environments.datasets import held_out_set, training_set
+from areal_core.environments.datasets import check_digests, held_out_set, training_set
 from areal_core.errors import ConfigError
 from areal_core.run.base_model import base_model
 from areal_core.run.folders import Log, run_folder, tracking_uri
 from areal_core.run.ownership import Ownership
 from areal_core.run.preflight import preflight
-from areal_core.storage import checkpoint
+from areal_core.storage import checkpoint, durable
 from areal_core.storage.checkpoint import CheckpointInfo
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir, RunInfo
@@ -61,18 +62,20 @@ def prepare(
     resumed = (run.root / "run.json").exists()
     if resumed:
         _check_unchanged(run.config().to_dict(), config, _MAY_CHANGE)
-        if run.summary.exists():
+        if run.summary.exists() and not _extends(run, config):
             log(f"run {run_id} has already finished")
             return run
     if config.task.name == "rows" and config.task.path is None:  # which is enough for an evaluation
         raise ConfigError("task.path: must be given, a file of prompts to train on")
-    preflight(config, log, resumed=resumed)
+    prompts = preflight(config, log, resumed=resumed)
     if resumed:
+        check_digests(run.info().prompts, prompts)
         return _adopted(run, config, flow_run_id, log)
     store = config.storage
     storage = Storage.open(store.url, store.endpoint_url, store.patience_s).child(f"runs/{run_id}")
     if stored := checkpoint.newest(storage):
         _check_unchanged(stored.extra["config"], config, _MAY_MOVE)
+        check_digests(stored.extra.get(checkpoint.PROMPTS, {}), prompts)
     model = base_model(config, log)
     _check_base(stored, model)
     run.root.mkdir(parents=True, exist_ok=True)
@@ -88,6 +91,7 @@ def prepare(
                 tracking_experiment_id=experiment_id,
                 tracking_run_id=tracking_run_id,
                 flow_run_id=flow_run_id,
+                prompts=prompts,
             )
             return RunDir.create(config, info)
     return prepare(config, run_id=run_id, flow_run_id=flow_run_id, flow_run_page=flow_run_page, tags=tags, log=log)
@@ -102,10 +106,19 @@ def _adopted(run: RunDir, config: RunConfig, flow_run_id: str | None, log: Log) 
         _check_base(checkpoint.newest(storage), Path(info.model_path))
     with Ownership(run, config, info.checkpoint_url, log=log):
         log(f"resuming run {info.run_id}")
+        if run.summary.exists():
+            durable.replace(run.summary, run.superseded)
         outbox = Outbox(run.outbox, info.run_id)
         outbox.reopen()
         outbox.close()
         return RunDir.create(config, dataclasses.replace(info, flow_run_id=flow_run_id or info.flow_run_id))
+
+
+def _extends(run: RunDir, config: RunConfig) -> bool:
+    """Whether `config` gives a finished run another end, which it has not reached."""
+    before, steps = run.config(), json.loads(run.summary.read_text())["steps"]
+    other_end = (config.training.steps, config.stop) != (before.training.steps, before.stop)
+    return other_end and config.training.steps > steps
 
 
 def _new_run_id(name: str) -> str:

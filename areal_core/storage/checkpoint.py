@@ -42,6 +42,7 @@ OPTIMIZER = "optimizer.safetensors"  # the rest of the training engine's arrays
 PAYLOADS = "payloads"  # folder of the files that checkpoints share: what the ledger's groups have to be trained on
 VERSION = "version_sha256"  # in a manifest's `extra`: the hash of the version that its state makes
 BASE = "base_sha256"  # likewise: that of the base model to which its weights are an adapter; null for whole weights
+PROMPTS = "prompts"  # likewise: digests of the run's prompts, by the setting of their file
 BLOCK_BYTES = 8 * 2**20  # that have a checksum of their own, so that parts of a file can be read alone
 _ROOT = "checkpoints"
 _LEDGER = "ledger-"

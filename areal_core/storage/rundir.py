@@ -22,7 +22,7 @@ import dataclasses
 import json
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class RunInfo:
     tracking_run_id: str | None = None
     flow_run_id: str | None = None
     number: int = 0  # fencing number of the launcher that runs it; see areal_core.storage.lease
+    prompts: dict[str, str] = field(default_factory=dict[str, str])  # digests of prompts, by the setting of their file
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,11 @@ class RunDir:
     @property
     def summary(self) -> Path:
         return self.root / "summary.json"
+
+    @property
+    def superseded(self) -> Path:
+        """The summary of an end after which the run goes on; there until its controller has reopened the ledger."""
+        return self.root / "summary-superseded.json"
 
     def ready_file(self, role: str, index: int = 0) -> Path:
         return self.ready / f"{role}-{index}.json"

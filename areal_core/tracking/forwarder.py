@@ -27,6 +27,7 @@ from areal_core.tracking.mlflow_client import (
     Metric,
     MlflowClient,
     MlflowException,
+    append_note,
     param,
     put_table,
     reason,
@@ -36,7 +37,6 @@ from areal_core.tracking.mlflow_client import (
     tag,
 )
 from areal_core.tracking.outbox import Document, LabelKind, Outbox, Refusal
-from areal_core.tracking.pages import NOTE
 from areal_core.types import MetricRow
 
 _INTERVAL_S = 1.0  # between two looks into the outbox
@@ -256,7 +256,7 @@ class Forwarder:
         if document.kind == "summary":
             self._outbox.log(_final_rows(document))
             if bound := document.data.get("bound"):
-                self._describe(bound)
+                append_note(self._client, self._run_id, bound)
 
     def _put_scored(self, document: Document) -> None:
         """A file that is gone or damaged costs its table, nothing else."""
@@ -266,12 +266,6 @@ class Forwarder:
             _log.warning("tracking: no table of version %d: %s", document.step, error)
             return
         put_table(self._client, self._run_id, f"heldout/version-{document.step:06d}.json", rows)
-
-    def _describe(self, bound: str) -> None:
-        """Add what bounded the run to its description, which the page shows on top."""
-        before = self._client.get_run(self._run_id).data.tags.get(NOTE, "")
-        if bound not in before:
-            self._client.set_tag(self._run_id, NOTE, f"{before}\n\n{bound}".strip())
 
     def _register(self, document: Document) -> None:
         """A registry that is absent or refuses costs the registered model, nothing else."""

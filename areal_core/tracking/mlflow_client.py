@@ -11,6 +11,7 @@ import posixpath
 import re
 import sqlite3
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import islice
@@ -40,7 +41,6 @@ MAX_METRICS, MAX_LABELS = 1000, 100  # a log_batch call
 _NO_REFUSALS = (401, 403, 404, 408, 429)
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _BEST = "best"  # alias of a registered model's best version
-_MAX_TABLES = 50  # listed on a run's page; its tag holds no more
 _MAX_DIGEST = 36  # characters of a data set's digest
 _MAX_NAME, _MAX_PARAM, _MAX_TAG = 250, 6000, 5000  # characters
 
@@ -136,10 +136,23 @@ def put_table(client: MlflowClient, run_id: str, path: str, rows: Sequence[Mappi
     table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
     client.log_text(run_id, json.dumps(table), path)
     listing = "mlflow.loggedArtifacts"  # the page shows these as tables
-    listed = json.loads(client.get_run(run_id).data.tags.get(listing, "[]"))
+    try:
+        before = json.loads(client.get_run(run_id).data.tags.get(listing, "[]"))
+    except ValueError:  # a server cuts what is too long
+        before = []
     entry = {"path": path, "type": "table"}
-    listed = [*(other for other in listed if other != entry), entry][-_MAX_TABLES:]
+    listed = [*(other for other in before if other != entry), entry]
+    while len(json.dumps(listed)) > _MAX_TAG:
+        listed.pop(0)
     client.set_tag(run_id, listing, json.dumps(listed))
+
+
+def append_note(client: MlflowClient, run_id: str, text: str) -> None:
+    """Add a paragraph to a run's description, unless it is there; what stood before is cut to leave it room."""
+    before = client.get_run(run_id).data.tags.get(NOTE, "")
+    if text not in before:
+        before = _cut(before, _MAX_TAG - len(text) - 2)
+        client.set_tag(run_id, NOTE, tag(NOTE, f"{before}\n\n{text}".strip()).value)
 
 
 def add_benchmark(
@@ -312,11 +325,13 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _name(text: str) -> str:
     """A name that MLflow takes for a parameter or a tag."""
-    return _cut(posixpath.normpath(re.sub(r"[^\w\-. /]", "_", text)).lstrip("./") or "_", _MAX_NAME)
+    name = posixpath.normpath(re.sub(r"[^\w\-. /]", "_", text)).lstrip("./") or "_"
+    # Long names that begin alike stay apart.
+    return name if len(name) <= _MAX_NAME else f"{_cut(name, _MAX_NAME - 8)}{zlib.crc32(name.encode()):08x}"
 
 
 def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
+    return text if len(text) <= length else text[: max(0, length - 3)] + "..."
 
 
 @contextmanager

@@ -86,6 +86,18 @@ class Refusal:
         return f"{self.kind} {self.name}{at}: {self.reason}"
 
 
+def points(step: int, values: Mapping[str, Any], *, ago_s: float = 0.0) -> list[MetricRow]:
+    """Points of one step, time-stamped `ago_s` before now, as plain numbers. Raises TrackingError that names a metric
+    without one."""
+    now, rows = time.time() - ago_s, list[MetricRow]()
+    for key, value in values.items():
+        try:
+            rows.append(MetricRow(key=str(key), step=step, value=float(value), time_s=now))
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # the last is torch's
+            raise TrackingError(f"metric {key!r}: must be a number, got {value!r:.80}") from error
+    return rows
+
+
 class Outbox:
     """The metrics, labels and documents of a run. The first half is for writers, the second for the one forwarder.
 

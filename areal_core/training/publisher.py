@@ -22,10 +22,11 @@ from areal_core.models.tensorfile import write_tensors
 from areal_core.storage import checkpoint, weights
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
+from areal_core.tracking.outbox import points
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.training.background import BackgroundThread
 from areal_core.training.engines.engine import EngineState
-from areal_core.types import Float32Array, MetricRow
+from areal_core.types import Float32Array
 
 _LOOK_S = 0.2  # between two checks whether publishing, which a checkpoint waits for, has failed
 
@@ -65,8 +66,7 @@ class Publisher:
 
     def report(self, step: int, values: Mapping[str, float], staleness: Counter[int]) -> None:
         """Log the metrics and the staleness histogram of a step, once its version is published."""
-        now = time.time()
-        rows = [MetricRow(key=key, step=step, value=float(value), time_s=now) for key, value in values.items()]
+        rows = points(step, values)
         counts = {str(lag): count for lag, count in sorted(staleness.items())}
 
         def send() -> None:
@@ -103,8 +103,7 @@ class Publisher:
         self._announce(step, tensors)
         end = time.monotonic()
         self._timeline.span("publish", start, end, step)
-        row = MetricRow(key="time/publish_s", step=step, value=end - start, time_s=time.time())
-        self._publishing_controller.metrics([row])
+        self._publishing_controller.metrics(points(step, {"time/publish_s": end - start}))
 
     def _announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Write and announce a version; delete those that are no longer needed."""
@@ -134,6 +133,7 @@ class Publisher:
                 "config": self._config.to_dict(),
                 checkpoint.VERSION: self._published[step],
                 checkpoint.BASE: self._base_sha256,
+                checkpoint.PROMPTS: self._run.info().prompts,
             },
             number=self._number,
             uploaded=uploaded,

@@ -118,6 +118,18 @@ def test_an_adapter_to_another_base_model_is_refused(adapted: RunConfig) -> None
         assert "is an adapter to a model with sha256" in resumed.output()
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on a new machine"])
+def test_a_finished_run_goes_on_to_a_later_step(config: RunConfig, elsewhere: bool) -> None:
+    """From the checkpoint of its last step. What was aborted at its first end starts again, and is counted once."""
+    with Launched(replace(config, training=replace(config.training, steps=5)), "r") as run:
+        run.finished()
+    if elsewhere:
+        shutil.rmtree(run.run.root)
+    with Launched(config, "r") as run:
+        run.finished(rewound=elsewhere)
+        assert "resumed from the checkpoint of step 5" in run.output()
+
+
 @pytest.mark.recovery
 def test_a_ledger_that_is_older_than_the_store_gives_way_to_the_checkpoints(config: RunConfig, tmp_path: Path) -> None:
     """As when a disk was put back, or the run had gone on elsewhere."""

@@ -366,3 +366,35 @@ def test_silent_server_is_given_up() -> None:
 
 def test_unusable_database_is_named() -> None:
     assert_unreachable("sqlite:////proc/areal/mlflow.db", "(unable to open database file|No such file or directory)")
+
+
+def test_what_is_longer_than_mlflow_takes_is_cut_with_a_mark(server: Server, client: MlflowClient) -> None:
+    names = ["n" * 300 + end for end in "ab"]
+    params = dict.fromkeys(names, "p" * 7000)
+    run_id = start_run(server.uri, "areal", "r" * 300, dict.fromkeys(names, "t" * 9000), params)
+
+    run = client.get_run(run_id)
+    for found, value in ((run.data.params, "p"), ({k: v for k, v in run.data.tags.items() if k[0] == "n"}, "t")):
+        assert [(len(name), name[239:242]) for name in found] == [(250, "...")] * 2
+        assert all(text.startswith(value * 4000) and text.endswith("...") for text in found.values())
+    assert run.info.run_name == "r" * 247 + "..."
+
+
+def test_a_list_of_tables_that_the_server_has_cut_ends_nothing(
+    server: Server, run: Run, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a note that is full of text: what bounded the run is added all the same."""
+    listed = [{"path": f"{'t' * 100}/{number}.json", "type": "table"} for number in range(100)]
+    client.set_tag(tracking_id(run), "mlflow.loggedArtifacts", json.dumps(listed))
+    client.set_tag(tracking_id(run), "mlflow.note.content", "n" * 7900)
+    for step in (1, 2):
+        run.outbox.document("trajectories", step, {"rows": [{"reward": 1.0}]})
+    run.outbox.document("summary", 2, {"bound": "Cores. " * 60})
+    run.outbox.end("FINISHED")
+    assert run.forward_here()
+
+    assert run.outbox.refusals() == []
+    tags = client.get_run(tracking_id(run)).data.tags
+    tables = [entry["path"] for entry in json.loads(tags["mlflow.loggedArtifacts"])]
+    assert tables == ["trajectories/step-000001.json", "trajectories/step-000002.json"]
+    assert tags["mlflow.note.content"].endswith("nn...\n\n" + ("Cores. " * 60).strip())

@@ -194,6 +194,15 @@ def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, polic
             assert all(manifest.step - 1 - group.min_version <= eta for group in ledger.summaries(manifest.step))
 
 
+def test_dynamic_sampling_keeps_groups_whose_rewards_differ_without_a_right_one():
+    _, rng, _, ledger, controller = build(5, steps=5, eta=1, right=0.3, max_uniform=30)
+    controller._rewards.partial = 0.5
+    manifests = run_virtual(train(controller, rng, 5))
+    served = [summary for manifest in manifests for summary in ledger.summaries(manifest.step)]
+    assert {(*summary.rewards, summary.correct) for summary in served} == {(0.5, 1.0, 0)}
+    assert set(ledger.dropped()) == {"uniform"}
+
+
 def test_without_dynamic_sampling_uniform_groups_are_served():
     _, rng, _, ledger, controller = build(3, steps=10, eta=1, right=0.3)
     manifests = run_virtual(train(controller, rng, 10))
@@ -219,7 +228,7 @@ def test_a_run_that_finds_no_mixed_group_ends_with_the_reason(right):
 
     with pytest.raises(ExceptionGroup) as caught:
         run_virtual(main())
-    said = r"^rollout\.dynamic_sampling: no group with both correct and wrong completions among the last 7; prompts "
+    said = r"^rollout\.dynamic_sampling: all rewards of a group were equal in each of the last 7 groups; prompts "
     assert caught.group_contains(ConfigError, match=said)
     assert ledger.dropped() == {"uniform": 7}
     assert ledger.tokens().dropped > 0

@@ -168,6 +168,7 @@ class FakeRewards:
     ) -> None:
         """`n`: completions of a group."""
         self.rng, self.n, self.fail, self.right, self.more = rng, n, fail, right, more
+        self.partial = 0.0  # the reward of a wrong completion; unless it is 0, no completion counts as right
         self.uniform_tokens = 0  # of groups whose completions were all correct or all wrong
         self.further = 0  # completions of later turns
         self.scored: list[
@@ -188,15 +189,16 @@ class FakeRewards:
         uniform = correct in (0, n)
         self.uniform_tokens += len(versions) if uniform else 0
         unused = 1 if uniform and self.right else 0
+        rewards = (self.partial,) * (n - correct) + (1.0,) * correct
         self.scored += [(text, one.token_ids.tolist(), one.versions.tolist()) for text, one in turns]
         summary = GroupSummary(
             lengths=tuple(len(completion.token_ids) for _, completion in turns[:n]),
-            rewards=(0.0,) * n,
+            rewards=rewards,
             tokens=len(versions) - unused,
             unused_tokens=unused,
             min_version=min(versions),
             max_version=max(versions),
-            outcomes={Outcome.RIGHT: correct, Outcome.WRONG: n - correct},
+            outcomes={Outcome.RIGHT: 0 if self.partial else correct, Outcome.WRONG: n if self.partial else n - correct},
             truncated=(False,) * n,
         )
         return ScoredGroup(payload=b"", summary=summary)

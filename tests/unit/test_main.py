@@ -43,6 +43,8 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ("", ["training.steps"], "^training.steps: an override looks like"),
         ("", ["=3"], "^=3: an override looks like"),
         ("", ["name=[1"], r"^name: '\[1' is not a value"),
+        ("", ["seed=" + "9" * 5000], r"^seed: '9{79} is not a value: Exceeds the limit"),
+        ("seed: " + "9" * 5000, [], r"^--config: can't read .*: Exceeds the limit"),
         ("", ["training.steps=many"], r"^training\.steps: must be a whole number, got 'many'"),
         ("mode: 3", ["mode.x=1"], "^mode.x: mode is a value"),
     ],

@@ -1,5 +1,6 @@
 """Every objective on a few tokens whose numbers are worked out here, its gradient, and what the objectives share."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -87,6 +88,18 @@ def test_reinforce_by_hand():
     unweighted = replace(TOKENS, proximal=None)
     assert differentiated(reinforce, unweighted, CONFIG)[1] == pytest.approx([1, 1, -2, 0])  # A
     assert reinforce(unweighted, CONFIG).log_ratio.exp().tolist() == pytest.approx([2.2, 1.5, 0.25, 1])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("apart", [80.0, 85.0, 90.0, 120.0, 1e4])
+def test_terms_and_gradients_are_finite_however_far_apart_policies_are(name: str, apart: float):
+    """In float32, whose largest number is e^88.7; log pi_prox lies half-way between the two others."""
+    near, half, far = -1.0, -1.0 - apart / 2, -1.0 - apart
+    logprobs = {"current": (near, near, far, 0), "proximal": (half,) * 4, "behaviour": (far, far, near, 0)}
+    tokens = replace(TOKENS, **{name: of(*values) for name, values in logprobs.items()}, advantages=of(-3, 3, -3, 0))
+    terms, gradient = differentiated(find_objective(name), tokens, CONFIG)
+    assert np.isfinite([*terms, *gradient]).all()
+    assert not OBJECTIVES[name].weighs or max(map(abs, terms)) <= math.exp(82.001)
 
 
 def test_the_upper_bound_of_the_clip_can_be_higher():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any, cast, get_args, get_type_hints
 
+import numpy as np
 import pytest
+import torch
 
-from areal_core.config.schema import load
+from areal_core.config.fields import merge
+from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ConfigError
 from areal_core.types import Lora
 
@@ -30,6 +36,35 @@ def test_what_is_wrong_with_generation_is_one_line_that_names_it(generation: dic
         load({"generation": generation})
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+
+
+def numbers(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, type]]:
+    """The dotted names of all numeric fields of a configuration, and their types."""
+    for name, hint in get_type_hints(schema).items():
+        if dataclasses.is_dataclass(hint):
+            yield from numbers(cast(type[Any], hint), f"{prefix}{name}.")
+        for kind in (int, float):
+            if kind in (get_args(hint) or (hint,)):
+                yield prefix + name, kind
+
+
+@pytest.mark.parametrize(("name", "kind"), [*numbers(RunConfig)])
+def test_a_number_that_nothing_can_hold_is_refused(name: str, kind: type) -> None:
+    for value in (10**20, -(10**20)) if kind is int else (10**400, -(10**400)):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(name)}: must be (finite|at (most|least)|greater than)"):
+            load(merge({}, name, value))
+
+
+def test_the_largest_seed_is_one_for_torch() -> None:
+    torch.Generator().manual_seed(load({"seed": 2**63 - 1}).seed)
+
+
+def test_numbers_of_numpy_are_plain_ones() -> None:
+    config = load(
+        {"seed": np.int64(3), "training": {"learning_rate": np.float32(0.5)}, "stop": {"score": np.float64(1)}}
+    )
+    found = config.seed, config.training.learning_rate, config.stop.score
+    assert [(type(value), value) for value in found] == [(int, 3), (float, 0.5), (float, 1.0)]
 
 
 def test_no_score_stops_a_run_that_has_none() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from areal_core.config.schema import load
-from areal_core.controller.recorder import Recorder
+from areal_core.controller.recorder import BatchMetrics, Recorder
 from areal_core.errors import RewardTimeoutError, RewardWorkerError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger
 from areal_core.rollout.notes import Ending
@@ -112,6 +115,37 @@ def test_a_step_is_written_down(ledger: TrajectoryLedger, tmp_path: Path) -> Non
     assert logged["weights/recomputed_tokens", 2] == 3
     assert logged["time/elapsed_s", 2] == 4.0
     assert [step for step in range(1, 6) if recorder.tabled(step)] == [1, 2, 4]
+
+
+def test_metrics_of_ones_own_become_plain_numbers(ledger: TrajectoryLedger, outbox: Outbox) -> None:
+    recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
+    own = {"own/single": np.float32(0.5), "own/count": np.int64(3), "own/tensor": torch.tensor(2), "own/nan": np.nan}
+    recorder._batch_metrics = lambda groups: own
+    train(ledger, 1)
+    recorder.batch_fixed(ledger.batch(1))
+    found = {key: value for key, ((_, value),) in outbox.history().items() if key.startswith("own/")}
+    assert math.isnan(found.pop("own/nan"))
+    assert [(type(value), value) for value in found.values()] == [(float, 3.0), (float, 0.5), (float, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (lambda groups: {"own/good": 1.0, "own/bad": None}, "metric 'own/bad': must be a number, got None"),
+        (lambda groups: {"own/bad": torch.ones(2)}, "metric 'own/bad': must be a number, got tensor([1., 1.])"),
+        (lambda groups: None, "tracking.batch_metrics: None must return numbers by name: TypeError("),
+        (lambda groups: {}["own"], "tracking.batch_metrics: None must return numbers by name: KeyError('own')"),
+    ],
+)
+def test_a_metric_of_ones_own_that_is_no_number_is_named_and_ends_nothing(
+    ledger: TrajectoryLedger, outbox: Outbox, caplog: pytest.LogCaptureFixture, own: BatchMetrics, said: str
+) -> None:
+    recorder = Recorder(CONFIG, ledger, outbox, clock=Clock())
+    recorder._batch_metrics = own
+    train(ledger, 1)
+    recorder.batch_fixed(ledger.batch(1))
+    assert f"not tracked: {said}" in caplog.text
+    assert outbox.history()["reward/mean"] == [(1, 0.5)]
 
 
 def test_messages_of_folded_steps_that_come_once_more_change_nothing(ledger: TrajectoryLedger, outbox: Outbox) -> None:

@@ -76,6 +76,14 @@ def test_a_file_of_rates_names_prompts_by_id_or_by_text(tmp_path):
     assert reason(rates, {}, "a2", "What is y?") == (Reason.NO_RATE, said)
 
 
+def test_the_exact_spelling_of_a_prompt_has_its_own_rate(tmp_path):
+    file = tmp_path / "rates.jsonl"
+    rows = [{"prompt": "f(x)", "rate": 0}, {"prompt": "f(X)", "rate": 1}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rates = SuccessRates(TaskConfig(success_path=str(file), min_success=0.4, max_success=0.6))
+    assert [reason(rates, {}, name)[0] for name in ("f(x)", "f(X)")] == [Reason.TOO_HARD, Reason.TOO_EASY]
+
+
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [

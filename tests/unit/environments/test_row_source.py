@@ -124,10 +124,17 @@ def test_files_that_are_the_same_leave_nothing_to_train_on(tokenizer):
 
 
 def test_duplicates_are_left_out_after_the_first_that_is_a_prompt(tokenizer, tmp_path):
-    rows = [{"question": "a b"}, {"question": "A  B", "answer": 1}, {"question": "a b", "answer": 2}]
+    rows = [{"question": "a b"}, {"question": "A  B", "answer": 1}, {"question": "a b", "answer": 1}]
     source = opened(tokenizer, *files(tmp_path, *rows))
     assert [source.prompt(i).answer for i in range(2)] == ["1", "1"]
     assert source.census.training.left_out == {Reason.NO_ANSWER: 1, Reason.DUPLICATE: 1}
+
+
+def test_what_has_another_answer_is_no_duplicate(tokenizer, tmp_path):
+    rows = [{"question": question, "answer": answer} for question, answer in (("f ( X )", 1), ("f ( x )", 2))]
+    source = opened(tokenizer, *files(tmp_path, *rows, rows[0], {"question": "F ( x )", "answer": 2}))
+    assert {source.prompt(i).answer for i in range(2)} == {"1", "2"}
+    assert source.census.training.left_out == {Reason.DUPLICATE: 2}
 
 
 def test_what_differs_in_another_field_of_the_template_is_no_duplicate(tokenizer, tmp_path):

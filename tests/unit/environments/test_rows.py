@@ -1,5 +1,6 @@
 """Files of every format, whole and broken, as numbered rows."""
 
+import codecs
 import json
 
 import datasets
@@ -60,6 +61,13 @@ def test_empty_lines_are_no_rows_but_count_as_lines(tmp_path):
     file = tmp_path / "rows"
     file.write_bytes(b'\n{"a": 1}\r\n   \n{"a": "\xe2\x80\xa8"}')  # a line separator of Unicode ends no row
     assert read(file) == [Row("line 2", {"a": 1}), Row("line 4", {"a": "\u2028"})]
+
+
+@pytest.mark.parametrize("write", [lines, listed])
+def test_a_byte_order_mark_costs_no_row(tmp_path, write):
+    file = write(tmp_path)
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    assert [(row.fields, row.wrong) for row in read(file)] == [(row, None) for row in ROWS]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from areal_core.errors import LedgerError
 from areal_core.rollout.ledger import Selection, TrajectoryLedger, snapshot
+from areal_core.rollout.notes import Ending
 from areal_core.rollout.payloads import Place
 from areal_core.types import FORMAT, Evaluation, GroupState, GroupSummary, Outcome, PolicyVersion, Tally
 
@@ -482,6 +483,17 @@ def test_what_was_not_read_and_what_a_lost_server_did_not_report_are_allowed_for
     assert ledger.tokens().allowance == 3 + 3
 
 
+@pytest.mark.parametrize(("reopened", "dropped", "in_flight"), [(False, 0, 2), (True, 2, 0)])
+def test_what_an_end_aborted_starts_again_only_where_the_run_goes_on(ledger, reopened, dropped, in_flight):
+    ledger.settle(ledger.admit().group_id, Tally(tokens=2))
+    ledger.notes.end(Ending(reason="steps", version=0, model_url=""))
+    if reopened:
+        ledger.notes.reopen()
+    ledger.resume(10)
+    assert (ledger.tokens().dropped, ledger.tokens().in_flight) == (dropped, in_flight)
+    assert (ledger.notes.ending is None) == reopened
+
+
 def test_what_a_killed_controller_had_not_stored_is_allowed_for(ledger):
     """Groups that ran, and those that a new incarnation dropped before their tokens were returned; not what was settled
     or stored."""
@@ -495,7 +507,7 @@ def test_what_a_killed_controller_had_not_stored_is_allowed_for(ledger):
     ledger.resume(10)
     assert ledger.tokens().allowance == 2 * 10
     ledger.resume(10)
-    assert ledger.tokens().allowance == 3 * 10  # it runs again; what was dropped does not
+    assert ledger.tokens().allowance == 4 * 10  # both run again; what was dropped does not
 
 
 def test_what_servers_have_sampled_in_a_past_that_is_lost_counts_for_nothing(ledger):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_core.config.schema import load
+from areal_core.config.schema import RunConfig, load
+from areal_core.controller.service import Service
 from areal_core.errors import ConfigError, ProcessError, TrackingError
 from areal_core.launch.supervisor import FileLock
 from areal_core.run import ownership
 from areal_core.run.folders import run_folder
 from areal_core.run.preflight import preflight
 from areal_core.run.prepare import prepare
+from areal_core.storage import checkpoint
+from areal_core.storage.objects import Storage
 from areal_core.tracking.outbox import Outbox
 from tests.support.runs import changed
 
@@ -137,14 +143,27 @@ def test_a_resumed_run_refuses_another_configuration(base: dict[str, Any]) -> No
         prepare(other, run_id="r", log=lambda line: None)
 
 
-def test_a_finished_run_is_not_touched(base: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"training": {"steps": 10}}, {"launch": {"restarts": 7}}])
+def test_a_finished_run_is_not_touched(base: dict[str, Any], settings: dict[str, Any]) -> None:
     run = prepare(load(base), run_id="r", log=lambda line: None)
-    run.summary.write_text("{}")
+    run.summary.write_text('{"steps": 10}')  # it had enough before its 25 steps
     written = (run.root / "run.json").stat().st_mtime_ns
-    later = changed(base, training={"steps": 50}, storage={"url": base["storage"]["url"]})
+    later = changed(base, **settings)
     assert prepare(later, run_id="r", log=lambda line: None) == run
     assert (run.root / "run.json").stat().st_mtime_ns == written
     assert run.config() == load(base)
+
+
+@pytest.mark.parametrize("end", [{"training": {"steps": 50}}, {"stop": {"score": 0.9}}])
+def test_a_finished_run_with_another_end_goes_on(base: dict[str, Any], end: dict[str, Any]) -> None:
+    run = prepare(load(base), run_id="r", log=lambda line: None)
+    run.summary.write_text('{"steps": 10}')
+    with closing(Outbox(run.outbox, "r")) as outbox:
+        outbox.end("FINISHED")
+        prepare(changed(base, **end), run_id="r", log=lambda line: None)
+        assert outbox.ended() is None
+    assert not run.summary.exists()
+    assert run.superseded.exists()
 
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["resumed", "new"])
@@ -159,3 +178,56 @@ def test_a_run_that_another_launcher_has_is_not_touched(
     with FileLock(root / "lock", timeout_s=0.0, busy=""), pytest.raises(ProcessError, match="r is running already"):
         prepare(config, run_id="r", log=lambda line: None)
     assert {file: file.read_bytes() for file in root.glob("*.json")} == before
+
+
+ROWS = [{"question": f"{i}+{i}=", "answer": str(2 * i), "note": "a"} for i in range(4)]
+
+
+def put_rows(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def of_rows(base: dict[str, Any], tmp_path: Path) -> RunConfig:
+    put_rows(tmp_path, "path", ROWS)
+    put_rows(tmp_path, "held_out_path", [{"question": "9+9=", "answer": "18"}, {"question": "8+8=", "answer": "16"}])
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("path", "held_out_path")}
+    return changed(base, task={"name": "rows", **paths})
+
+
+@pytest.mark.parametrize("machine", ["same", "another"])
+@pytest.mark.parametrize(
+    ("file", "rows"),
+    [
+        ("path", ROWS[::-1]),
+        ("path", [*ROWS[:3], {"question": "3+3=", "answer": "7"}]),
+        ("path", [*ROWS[:3], {"question": "2+3=", "answer": "5"}]),
+        ("held_out_path", [{"question": "9+9=", "answer": "18"}]),
+    ],
+)
+def test_a_resumed_run_refuses_other_rows(
+    of_rows: RunConfig, tmp_path: Path, machine: str, file: str, rows: list[dict[str, Any]]
+) -> None:
+    run = prepare(of_rows, run_id="r", log=lambda line: None)
+    if machine == "another":
+        extra = {"config": of_rows.to_dict(), checkpoint.PROMPTS: run.info().prompts, checkpoint.BASE: None}
+        checkpoint.save(Storage.open(run.info().checkpoint_url), 1, {}, extra)
+        shutil.rmtree(run.root)
+    put_rows(tmp_path, file, rows)
+    said = rf"^task\.{file}: gives other prompts than when this run was started; put back what the task's files"
+    with pytest.raises(ConfigError, match=said):
+        prepare(of_rows, run_id="r", log=lambda line: None)
+
+
+def test_a_controller_that_starts_again_refuses_other_rows(of_rows: RunConfig, tmp_path: Path) -> None:
+    run = prepare(of_rows, run_id="r", log=lambda line: None)
+    put_rows(tmp_path, "path", ROWS[::-1])
+    with pytest.raises(ConfigError, match=r"^task\.path: gives other prompts"):
+        Service(run)
+
+
+def test_a_resumed_run_takes_rows_that_give_the_same_prompts(of_rows: RunConfig, tmp_path: Path) -> None:
+    run = prepare(of_rows, run_id="r", log=lambda line: None)
+    assert run.info().prompts.keys() == {"task.path", "task.held_out_path"}
+    put_rows(tmp_path, "path", [row | {"note": "b"} for row in ROWS])
+    assert prepare(of_rows, run_id="r", log=lambda line: None).info().prompts == run.info().prompts

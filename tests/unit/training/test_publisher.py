@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ from areal_core.errors import ProcessError
 from areal_core.run.prepare import prepare
 from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir
 from areal_core.training import publisher as module
 from areal_core.training.engines.engine import EngineState
 from areal_core.training.publisher import Publisher
@@ -34,7 +36,7 @@ class Controller:
         self.gate.set()
         self.refuses = False
         self.released: list[int] = []
-        self._storage = storage
+        self.storage = storage
 
     def announce(self, version: PolicyVersion) -> list[int]:
         assert self.gate.wait(PATIENCE_S)
@@ -45,8 +47,8 @@ class Controller:
 
     def snapshot(self, step: int) -> dict[str, Any]:
         self.calls.append(("snapshot", step))
-        self._storage.child(checkpoint.folder_name(step, 0)).put_bytes("ledger-a.sqlite", b"ledger")
-        self._storage.put_bytes("payloads/a.bin", b"a")
+        self.storage.child(checkpoint.folder_name(step, 0)).put_bytes("ledger-a.sqlite", b"ledger")
+        self.storage.put_bytes("payloads/a.bin", b"a")
         return {
             "files": {"ledger-a.sqlite": {"bytes": 6, "sha256": "0" * 64, "crc32": [0]}},
             "shared": {"payloads/a.bin": {"bytes": 1, "sha256": "0" * 64, "crc32": [0]}},
@@ -66,6 +68,7 @@ class Controller:
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Publisher, Controller]:
     config = tiny(tmp_path)
     run = prepare(config, run_id="r")
+    RunDir.create(config, dataclasses.replace(run.info(), prompts={"task.path": "1"}))
     storage = Storage.open(run.info().checkpoint_url)
     controller = Controller(storage)
     monkeypatch.setattr(module, "ControllerClient", lambda run: controller)
@@ -108,6 +111,9 @@ def test_a_checkpoint_covers_the_report_of_its_step(made: tuple[Publisher, Contr
     publisher.drain()
     names = [name for name, _ in controller.calls]
     assert names == ["announce", "time/publish_s", "loss/policy", "staleness_histogram", "snapshot", "committed"]
+    committed = checkpoint.newest(controller.storage)
+    assert committed is not None
+    assert committed.extra[checkpoint.PROMPTS] == {"task.path": "1"}  # which another machine compares with its own
 
 
 def test_a_checkpoint_that_is_written_slowly_does_not_wait_for_the_step_after(
