@@ -45,8 +45,9 @@ def learning_rate(config: TrainingConfig, update: int) -> float:
 
 
 def sum_of_squares(tensors: Iterable[Tensor]) -> float:
-    """The sum of the squares of all elements: in float32 over short rows, in float64 over the rows. One float32 sum on a
-    CPU stops growing: the norm of 494M elements comes out 8 % short."""
+    """The sum of the squares of all elements: in float32 over short rows, in float64 over the rows.
+
+    One float32 sum on a CPU stops growing: the norm of 494M elements comes out 8 % short."""
     rows: list[Tensor] = []
     for tensor in tensors:
         flat = tensor.detach().flatten()
