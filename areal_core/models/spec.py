@@ -134,7 +134,7 @@ class _Config:
         ids = (read_json(file) if file.exists() else {}).get("eos_token_id")
         name, ids = ("config.json", self.values.get("eos_token_id")) if ids is None else (file.name, ids)
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        return check_end_tokens(ids, self.count("vocab_size"), f"{self.folder}: eos_token_id of {name}")
+        return check_tokens(ids, self.count("vocab_size"), f"{self.folder}: eos_token_id of {name}")
 
     def tied(self, default: bool) -> bool:
         """Whether the embedding is the head as well. As in transformers, it is not where a head is stored that differs
@@ -202,8 +202,8 @@ def stop_token_ids(folder: str | Path) -> tuple[int, ...]:
     return _Config(Path(folder), read_json(Path(folder) / "config.json")).end_tokens()
 
 
-def check_end_tokens(ids: Sequence[Any], vocab_size: int, name: str) -> tuple[int, ...]:
-    """End tokens that the model has. Raises ModelError, which begins with `name`."""
+def check_tokens(ids: Sequence[Any], vocab_size: int, name: str) -> tuple[int, ...]:
+    """Tokens that the model has. Raises ModelError, which begins with `name`."""
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise ModelError(f"{name} must be token ids from 0 to {vocab_size - 1}, below vocab_size, got {ids!r}")
     return tuple(ids)

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from areal_core.config.schema import RunConfig
+from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.registry import open_environment
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError, ModelError, ProcessError
@@ -20,7 +21,6 @@ from areal_core.run.base_model import model_folder
 from areal_core.run.folders import Log, tracking_uri
 from areal_core.run.machine import HEAD, check_packages, device_memory, interpreter, visible_gpus
 from areal_core.storage.objects import Storage
-from areal_core.types import Prompt
 
 
 def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> None:
@@ -53,7 +53,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         _check_task(config, char_tokenizer())
     else:
         folder = _folder(config, log)
-        _check_model(folder, config)
+        _check_model(folder, config, log)
         if config.launch.accelerator == "cuda" and not config.emulated:
             plan(config, log)
     Storage.open(config.storage.url, config.storage.endpoint_url)
@@ -90,7 +90,7 @@ def _folder(config: RunConfig, log: Log) -> Path:
         raise ModelError(f"model.path: {error}") from error
 
 
-def _check_model(folder: Path, config: RunConfig) -> None:
+def _check_model(folder: Path, config: RunConfig, log: Log) -> None:
     """A model folder must be whole and fit the task: its shape, the headers of its weights, tokenizer and prompts."""
     try:
         spec, tokenizer = check_folder(folder), Tokenizer.from_folder(folder)
@@ -102,20 +102,19 @@ def _check_model(folder: Path, config: RunConfig) -> None:
             f"task.max_new_tokens: prompt and completion need {needed} tokens (max_prompt_tokens + max_new_tokens), "
             f"more than the context of {folder}, {spec.context}"
         )
-    if not spec.eos_token_ids:
+    ends = Dialogue(config.task.chat, tokenizer).stop_token_ids(folder)
+    if not ends:
         raise ModelError(f"model.path: {folder} names no eos_token_id, so that no completion would ever end")
+    for token in set(ends) - set(spec.eos_token_ids):
+        text = tokenizer.decode([token], special=True)
+        log(f"task.chat: completions also end on {text!r}, as turns of the chat template do; eos_token_id lacks it")
     trained_shapes(spec, config.training.lora.adapter)  # its targets
     if spec.transformers is not None:
         _check_engines(config, folder, spec.transformers.why)
     try:
-        prompts = _check_task(config, tokenizer)
+        _check_task(config, tokenizer)
     except ModelError as error:
         raise ModelError(f"model.path: {folder}: {error}") from error
-    highest = max((token for prompt in prompts for token in prompt.token_ids), default=0)
-    if highest >= spec.vocab_size:
-        raise ModelError(
-            f"model.path: {folder}: its tokenizer gives token {highest}, config.json has vocab_size {spec.vocab_size}"
-        )
 
 
 def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
@@ -128,7 +127,7 @@ def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
             raise ConfigError(f"{field}.engine: must be vllm for {folder}, got 'embedded', for which {why}")
 
 
-def _check_task(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """Prompts, environment and verifier must be there and go with the tokenizer. Returns the held-out prompts."""
+def _check_task(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Prompts, environment and verifier must be there and go with the tokenizer."""
     open_environment(config.environment, config.task, config.algorithm, tokenizer)
-    return open_source(config, tokenizer).held_out()
+    open_source(config, tokenizer).held_out()
