@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,26 +40,26 @@ class Dialogue:
         answer and the next, but for the end token if the policy has sampled it."""
         if self._template is None:
             return self._tokenizer.encode(text)
-        token_ids = self._following(self._template, text)
+        token_ids = self._following(self._template, _user(text))
         return token_ids[1:] if token_ids[:1] == tuple(after[-1:]) else token_ids
 
     def stop_token_ids(self, folder: str | Path) -> tuple[int, ...]:
-        """The tokens that end a completion: the model's end tokens, and the first special one that the template has
-        after an answer, if it is another. Raises ModelError for a folder whose end tokens can't be read."""
+        """The tokens that end a completion: the model's end tokens. Where its chat template has none of them after an
+        answer, the first special token there too. Raises ModelError for end tokens that can't be read."""
         ends = stop_token_ids(folder)
         if self._template is None:
             return ends
         try:
-            following = self._following(self._template, "?")
+            following = (*self._following(self._template), *self._following(self._template, _user("?")))
         except ModelError:  # a template of one turn
             return ends
-        turn_end = itertools.islice(filter(self._tokenizer.is_special, following), 1)
-        return tuple(dict.fromkeys((*ends, *turn_end)))
+        marks = [token for token in following if self._tokenizer.is_special(token)]
+        return ends if {*ends}.intersection(marks) else (*ends, *marks[:1])
 
-    def _following(self, template: ChatTemplate, text: str) -> tuple[int, ...]:
-        """The tokens from an answer's end to where the policy speaks again after the message `text`."""
+    def _following(self, template: ChatTemplate, *messages: Message) -> tuple[int, ...]:
+        """The tokens from an answer's end to where the policy speaks again, after these messages."""
         answered: Message = {"role": "assistant", "content": _COMPLETION}
-        whole = self._render(template, [*self._opening(), _user("?"), answered, _user(text)])
+        whole = self._render(template, [*self._opening(), _user("?"), answered, *messages])
         _, found, rest = whole.rpartition(_COMPLETION)
         if not found:
             raise ModelError("the chat template leaves out what the policy has answered")
@@ -70,7 +69,8 @@ class Dialogue:
         return [] if self._chat.system is None else [{"role": "system", "content": self._chat.system}]
 
     def _render(self, template: ChatTemplate, messages: list[Message]) -> str:
-        return template.render(messages, generation_prompt=self._chat.generation_prompt, thinking=self._chat.thinking)
+        prompted = self._chat.generation_prompt and messages[-1]["role"] == "user"
+        return template.render(messages, generation_prompt=prompted, thinking=self._chat.thinking)
 
 
 def as_text(asked: Asked) -> str:

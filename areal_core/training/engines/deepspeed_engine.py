@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from areal_core.errors import ConfigError
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.engine import EngineState
-from areal_core.training.engines.policy_engine import PolicyEngine, check_state, clip_factor, sum_of_squares
+from areal_core.training.engines.policy_engine import PolicyEngine, check_state, sum_of_squares
 from areal_core.training.engines.policy_module import PolicyModule
 from areal_core.types import Float32Array
 
@@ -108,7 +108,7 @@ class DeepSpeedEngine(PolicyEngine):
         self._optimiser.param_groups[0]["lr"] = rate
         self._change = 0.0
         for part in self._gradient():  # DeepSpeed would clip by a float32 sum of all squares
-            part.mul_(clip_factor(norm, self.training.grad_clip))
+            part.mul_(min(1.0, self.training.grad_clip / (norm + 1e-6)))
         self._engine.step()
         return math.sqrt(self._over_ranks(self._change))
 

@@ -57,11 +57,6 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> float:
     return float(torch.cat(rows).double().square().sum()) if rows else 0.0
 
 
-def clip_factor(norm: float, bound: float) -> float:
-    """What a gradient of that norm is multiplied by, as by torch.nn.utils.clip_grad_norm_."""
-    return min(1.0, bound / (norm + 1e-6))
-
-
 def check_state(state: EngineState, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ModelError naming the first of the trained weights, by their names and shapes, or of their moments that a
     saved state lacks or has in another shape."""

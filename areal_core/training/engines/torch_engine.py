@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.engine import EngineState
-from areal_core.training.engines.policy_engine import PolicyEngine, check_state, clip_factor, sum_of_squares
+from areal_core.training.engines.policy_engine import PolicyEngine, check_state, sum_of_squares
 from areal_core.types import Float32Array
 
 
@@ -64,7 +64,7 @@ class TorchEngine(PolicyEngine):
         return math.sqrt(sum_of_squares([self.gradient]))
 
     def apply_gradient(self, rate: float, norm: float) -> float:
-        self.gradient.mul_(clip_factor(norm, self.training.grad_clip))
+        self.gradient.mul_(min(1.0, self.training.grad_clip / (norm + 1e-6)))
         before = self.flat.clone()
         self.step_optimizer(rate)
         self._refresh()
