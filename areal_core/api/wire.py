@@ -66,12 +66,14 @@ def version_name(version: PolicyVersion) -> str:
     return MODEL_NAME if version.version == 0 else f"{MODEL_NAME}-{version.version}-{version.sha256[:8]}"
 
 
-def encode_request(request: GenerationRequest, model: str = MODEL_NAME) -> bytes:
+def encode_request(request: GenerationRequest, model: str = MODEL_NAME, cache_salt: str | None = None) -> bytes:
     """The body of a request to `model`: MODEL_NAME for whatever the server has loaded, or a version by its name. Its
-    stop tokens are all that ends a completion, whatever the model's own end token is."""
+    stop tokens are all that ends a completion, whatever the model's own end token is. vLLM shares cached prefixes among
+    requests of one `cache_salt` alone."""
     return orjson.dumps(
         {
             "model": model,
+            **({} if cache_salt is None else {"cache_salt": cache_salt}),
             "request_id": request.request_id,
             "token_ids": request.token_ids,
             "sampling_params": {

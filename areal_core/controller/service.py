@@ -37,10 +37,10 @@ from areal_core.controller.retention import Retention
 from areal_core.controller.routes import Routes
 from areal_core.controller.snapshots import Snapshots
 from areal_core.environments.datasets import check_digests, held_out_set
+from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError, UserCodeError
 from areal_core.launch import logs, process, pulse
-from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.pool import GroupSession, RewardPool
 from areal_core.rewards.worker import GroupJob
@@ -120,7 +120,7 @@ class Service:
             rewards=Environments(self.config, self.info.model_path, self.rewards),
             payloads=self.payloads,
             ledger=self.ledger,
-            stop_token_ids=stop_token_ids(self.info.model_path),
+            stop_token_ids=Dialogue(self.config.task.chat, self.tokenizer).stop_token_ids(self.info.model_path),
         )
         self.servers.registry.subscribe(self._server_changed)
         self.servers.subscribe(self.controller.completions_ended)

@@ -120,6 +120,6 @@ class ArithmeticSource:
             index=index,
             prompt_id=hashlib.sha256(text.encode()).hexdigest(),
             text=text,
-            token_ids=self._tokenizer.encode(text),
+            token_ids=self._tokenizer.encode(text, opening=True),
             answer=chain.answer,
         )

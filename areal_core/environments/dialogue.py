@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from areal_core.config.schema import ChatConfig
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.chat import ChatTemplate, Message
+from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
 
 Asked = str | tuple[Message, ...]
@@ -28,7 +30,7 @@ class Dialogue:
         """The tokens of what a task asks, up to where the policy speaks. Messages that begin with a system prompt keep
         it, whatever task.chat.system is."""
         if self._template is None:
-            return self._tokenizer.encode(as_text(asked))
+            return self._tokenizer.encode(as_text(asked), opening=True)
         messages = [_user(asked)] if isinstance(asked, str) else list(asked)
         opening = [] if messages[0]["role"] == "system" else self._opening()
         return self._tokenizer.encode(self._render(self._template, [*opening, *messages]))
@@ -38,19 +40,37 @@ class Dialogue:
         answer and the next, but for the end token if the policy has sampled it."""
         if self._template is None:
             return self._tokenizer.encode(text)
+        token_ids = self._following(self._template, _user(text))
+        return token_ids[1:] if token_ids[:1] == tuple(after[-1:]) else token_ids
+
+    def stop_token_ids(self, folder: str | Path) -> tuple[int, ...]:
+        """The tokens that end a completion: the model's end tokens. Where its chat template has none of them after an
+        answer, the first special token there too. Raises ModelError for end tokens that can't be read."""
+        ends = stop_token_ids(folder)
+        if self._template is None:
+            return ends
+        try:
+            following = (*self._following(self._template), *self._following(self._template, _user("?")))
+        except ModelError:  # a template of one turn
+            return ends
+        marks = [token for token in following if self._tokenizer.is_special(token)]
+        return ends if {*ends}.intersection(marks) else (*ends, *marks[:1])
+
+    def _following(self, template: ChatTemplate, *messages: Message) -> tuple[int, ...]:
+        """The tokens from an answer's end to where the policy speaks again, after these messages."""
         answered: Message = {"role": "assistant", "content": _COMPLETION}
-        whole = self._render(self._template, [*self._opening(), _user("?"), answered, _user(text)])
+        whole = self._render(template, [*self._opening(), _user("?"), answered, *messages])
         _, found, rest = whole.rpartition(_COMPLETION)
         if not found:
             raise ModelError("the chat template leaves out what the policy has answered")
-        token_ids = self._tokenizer.encode(rest)
-        return token_ids[1:] if token_ids[:1] == tuple(after[-1:]) else token_ids
+        return self._tokenizer.encode(rest)
 
     def _opening(self) -> list[Message]:
         return [] if self._chat.system is None else [{"role": "system", "content": self._chat.system}]
 
     def _render(self, template: ChatTemplate, messages: list[Message]) -> str:
-        return template.render(messages, generation_prompt=self._chat.generation_prompt, thinking=self._chat.thinking)
+        prompted = self._chat.generation_prompt and messages[-1]["role"] == "user"
+        return template.render(messages, generation_prompt=prompted, thinking=self._chat.thinking)
 
 
 def as_text(asked: Asked) -> str:

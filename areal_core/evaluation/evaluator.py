@@ -18,6 +18,7 @@ from pathlib import Path
 import orjson
 
 from areal_core.api.controller_client import ControllerClient
+from areal_core.environments.dialogue import Dialogue
 from areal_core.errors import ArealError, RunFinished, UserCodeError
 from areal_core.evaluation.benchmark import open_benchmark
 from areal_core.evaluation.judging import Judges
@@ -27,7 +28,6 @@ from areal_core.evaluation.sampling import Collector
 from areal_core.evaluation.scores import problem_row, scored
 from areal_core.evaluation.servers import open_servers
 from areal_core.launch import logs, process, pulse
-from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.timeline import TimelineWriter
@@ -45,7 +45,8 @@ class Evaluator:
         model_path = run.info().model_path
         self._tokenizer = Tokenizer.from_folder(model_path)
         self._benchmark = open_benchmark("heldout", config, self._tokenizer, "", engine=config.evaluation_engine)
-        self._sampling = self._benchmark.sampling(stop_token_ids(model_path))
+        dialogue = Dialogue(config.task.chat, self._tokenizer)
+        self._sampling = self._benchmark.sampling(dialogue.stop_token_ids(model_path))
         self.judges = Judges(config, config.rollout.reward_workers)
         self.servers = open_servers(run, config)
 

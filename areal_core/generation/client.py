@@ -6,7 +6,8 @@ An update of weights has phases: start, stage, pause, finish, resume. What becom
 - `recompute`: they go on under the new weights, with a KV cache of those. The embedded server recomputes it in place;
   vLLM hands back what it has sampled, and the rest is requested anew (`resubmit`);
 - `resubmit`: the latter, at any server;
-- `keep`: they go on with keys and values of the old weights;
+- `keep`: they go on with keys and values of the old weights. vLLM has these in its prefix cache and can't drop them
+  meanwhile; later requests name another `cache_salt`, and so don't share them;
 - `wait`: the update waits for them.
 
 Versions that are adapters (`training.lora`) vLLM holds beside the base model, each under a name of its own
@@ -315,10 +316,11 @@ class GenerationClient:
         self._note()
         await self._control("POST", f"/pause?mode={mode[interruption]}&clear_cache={clear_cache}", timeout_s=None)
         self._paused = True
+        self._completions.share_no_prefix()  # requests from now on run on the new weights
         self._note()
 
     async def _resume_after_update(self, interruption: str) -> None:
-        if not self.in_place and interruption != "keep":
+        if not self.in_place:
             await self._control("POST", "/reset_prefix_cache")
         await self._control("POST", "/resume")
         self._paused = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 
 from areal_core.api.received import receive
 from areal_core.api.wire import PARTS, encode_request, parse_part
@@ -22,6 +23,7 @@ class Completions:
         self._url = url
         self._token = token
         self._connection: Connection | None = None  # of the loop that they are requested on
+        self.share_no_prefix()
 
     async def in_parts(self, request: GenerationRequest, model: str, take: Take) -> None:
         """As the embedded server sends them."""
@@ -54,7 +56,12 @@ class Completions:
                 raise error
 
     async def _one(self, request: GenerationRequest, model: str, index: int, take: Take) -> None:
-        take((index,), receive(await self._connected().call("POST", _PATH, encode_request(request, model))))
+        body = encode_request(request, model, self._cache_salt)
+        take((index,), receive(await self._connected().call("POST", _PATH, body)))
+
+    def share_no_prefix(self) -> None:
+        """From now on, have requests to vLLM reuse no keys and values that an earlier one has cached."""
+        self._cache_salt = secrets.token_hex(8)
 
     @property
     def requested(self) -> bool:

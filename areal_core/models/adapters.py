@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_core.errors import ConfigError, ModelError
+from areal_core.models import hub
 from areal_core.models.spec import ModelSpec, open_weights, weight_shapes
 from areal_core.models.tensorfile import Written, read_tensors, write_tensors
 from areal_core.types import Float32Array, Lora
@@ -90,12 +91,15 @@ def write_adapter(file: Path, adapter: Mapping[str, NDArray[Any]], lora: Lora, *
     return write_tensors(file, tensors, dtype=dtype, header={_HEADER: json.dumps(asdict(lora))})
 
 
-def write_adapter_config(folder: Path, lora: Lora) -> None:
-    """Write what peft and vLLM read beside the file. Raises OSError."""
+def write_adapter_config(folder: Path, lora: Lora, base: str = "") -> None:
+    """Write what peft and vLLM read beside the file. `base` is the base model: a folder, or its name on the Hub as in
+    model.path. Raises OSError."""
+    name, _, revision = base.removeprefix(hub.PREFIX).partition("@") if base.startswith(hub.PREFIX) else (base, "", "")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": name or None,
+        "revision": revision or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

@@ -28,8 +28,11 @@ class ChatTemplate:
         none. Of several named ones it is `default`. Raises ModelError for files that can't be read."""
         folder = Path(folder)
         settings_file, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        older = folder / "special_tokens_map.json"
         try:
             settings = json.loads(settings_file.read_text()) if settings_file.exists() else {}
+            if older.exists() and "added_tokens_decoder" not in settings:  # as transformers does
+                settings |= json.loads(older.read_text())
             source = file.read_text() if file.exists() else settings.get("chat_template")
         except (OSError, ValueError) as error:
             raise ModelError(f"{folder}: its chat template is not readable: {error}") from error

@@ -16,10 +16,10 @@ import numpy as np
 import tokenizers
 from gguf import GGUFReader
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from areal_core.errors import ModelError
-from areal_core.models.spec import ModelSpec, check_shapes, weight_shapes, write_config
+from areal_core.models.spec import ModelSpec, check_shapes, check_tokens, weight_shapes, write_config
 from areal_core.models.tokenizer import Tokenizer, write_settings
 from areal_core.types import Float32Array
 
@@ -61,7 +61,7 @@ def convert(file: Path, folder: Path) -> None:
         fields = {name: field.contents() for name, field in reader.fields.items()}
         spec = _spec(fields, {tensor.name: tuple(tensor.shape.tolist()) for tensor in reader.tensors})
         weights = _weights(reader, spec, str(fields["general.architecture"]))
-        tokenizer = _tokenizer(fields)
+        tokenizer, bos = _tokenizer(fields), _bos(fields)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     work = folder.with_name(f"{folder.name}.partial")
@@ -75,6 +75,7 @@ def convert(file: Path, folder: Path) -> None:
     write_settings(
         work / "tokenizer_config.json",
         eos=tokens[spec.eos_token_ids[0]] if spec.eos_token_ids else None,
+        bos=tokens[bos[0]] if bos else None,
         context=spec.context,
         chat_template=None if template is None else str(template),
     )
@@ -103,10 +104,16 @@ def _spec(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> ModelSp
     hidden, heads = field("embedding_length"), field("attention.head_count")
     if "token_embd.weight" not in shapes:
         raise ModelError("it has no token_embd.weight")
-    ends = (fields.get("tokenizer.ggml.eos_token_id"), fields.get("tokenizer.ggml.eot_token_id"))
+    vocabulary = shapes["token_embd.weight"][1]
+    ends = dict.fromkeys(fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    eos_token_ids = check_tokens(
+        [token for token in ends if token is not None],
+        min(vocabulary, len(_field(fields, "tokenizer.ggml.tokens"))),
+        "tokenizer.ggml.eos_token_id and eot_token_id",
+    )
     return ModelSpec(
         architecture=_ARCHITECTURES[kind][0],
-        vocab_size=shapes["token_embd.weight"][1],
+        vocab_size=vocabulary,
         hidden_size=hidden,
         layers=field("block_count"),
         heads=heads,
@@ -119,7 +126,7 @@ def _spec(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> ModelSp
         qk_norm=kind == "qwen3",
         tie_embeddings="output.weight" not in shapes,
         context=field("context_length"),
-        eos_token_ids=tuple(dict.fromkeys(int(token) for token in ends if token is not None)),
+        eos_token_ids=eos_token_ids,
     )
 
 
@@ -159,12 +166,23 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
         raise ModelError(f"tokenizer.ggml.pre must be one of {', '.join(_CUTS)}, got {cut!r}")
     tokens, kinds = _field(fields, "tokenizer.ggml.tokens"), _field(fields, "tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ", 1)) for merge in _field(fields, "tokenizer.ggml.merges")]
-    inner = tokenizers.Tokenizer(models.BPE({token: place for place, token in enumerate(tokens)}, merges))
+    vocabulary, llama_3 = {token: place for place, token in enumerate(tokens)}, cut == "llama-bpe"
+    inner = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=llama_3))
+    if cut == "qwen2":
+        inner.normalizer = normalizers.NFC()
     inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[cut])
+    if fields.get("tokenizer.ggml.add_bos_token", llama_3):
+        first = [(tokens[token], token) for token in _bos(fields)]
+        inner.post_processor = processors.TemplateProcessing([*dict(first), "$A"], special_tokens=first)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(_added(tokens, kinds, _CONTROL, special=True))
     inner.add_tokens(_added(tokens, kinds, _USER_DEFINED, special=False))
     return Tokenizer(inner)
+
+
+def _bos(fields: dict[str, Any]) -> tuple[int, ...]:
+    name = "tokenizer.ggml.bos_token_id"
+    return check_tokens([fields[name]] if name in fields else [], len(_field(fields, "tokenizer.ggml.tokens")), name)
 
 
 def _added(tokens: list[str], kinds: list[int], wanted: int, *, special: bool) -> list[AddedToken]:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from areal_core.errors import ModelError
+from areal_core.models.tensorfile import equal_bytes, stored_bytes
 
 MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 _HEAD = "lm_head.weight"
@@ -122,8 +125,22 @@ class _Config:
             "kv_heads": self.count("num_key_value_heads", heads),
             "head_dim": self.count("head_dim", head_dim or hidden_size // heads),
             "context": self.count("max_position_embeddings"),
-            "eos_token_ids": _eos_token_ids(self.folder, self.values),
+            "eos_token_ids": self.end_tokens(),
         }
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Those of generation_config.json, or where it names none of config.json."""
+        file = self.folder / "generation_config.json"
+        ids = (read_json(file) if file.exists() else {}).get("eos_token_id")
+        name, ids = ("config.json", self.values.get("eos_token_id")) if ids is None else (file.name, ids)
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        return check_tokens(ids, self.count("vocab_size"), f"{self.folder}: eos_token_id of {name}")
+
+    def tied(self, default: bool) -> bool:
+        """Whether the embedding is the head as well. As in transformers, it is not where a head is stored that differs
+        from it, whatever tie_word_embeddings says."""
+        said = self.values.get("tie_word_embeddings")
+        return bool(default if said is None else said) and not _has_own_head(self.folder)
 
 
 def _own(config: _Config) -> ModelSpec:
@@ -155,7 +172,7 @@ def _own(config: _Config) -> ModelSpec:
         rms_eps=_number(folder, "rms_norm_eps", config.get("rms_norm_eps") or 1e-6),
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=qwen3,
-        tie_embeddings=bool(config.get("tie_word_embeddings")),
+        tie_embeddings=config.tied(default=False),
         **size,
     )
 
@@ -166,26 +183,30 @@ def _by_transformers(config: _Config, why: str) -> ModelSpec:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(config.folder):
         shapes |= header_shapes(file)
-    if config.get("tie_word_embeddings"):
-        shapes.pop(_HEAD, None)  # stored all the same
-    size = config.size()
+    size, values = config.size(), dict(config.values)
+    if _HEAD in shapes:  # for transformers, which may tie by default
+        values["tie_word_embeddings"] = config.tied(default=True)
+        if values["tie_word_embeddings"]:
+            del shapes[_HEAD]
     return ModelSpec(
         architecture=config.architecture,
         intermediate_size=config.count("intermediate_size", 4 * size["hidden_size"]),
         tie_embeddings=_HEAD not in shapes,
-        transformers=TransformersModel(why=why, config=json.dumps(config.values), tensors=tuple(shapes.items())),
+        transformers=TransformersModel(why=why, config=json.dumps(values), tensors=tuple(shapes.items())),
         **size,
     )
 
 
-def stop_token_ids(model_path: str) -> tuple[int, ...]:
-    """The end tokens of a model folder, without loading the model."""
-    for name in ("generation_config.json", "config.json"):
-        file = Path(model_path) / name
-        ids = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
+def stop_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """The end tokens of a model folder, without loading the model. Raises ModelError."""
+    return _Config(Path(folder), read_json(Path(folder) / "config.json")).end_tokens()
+
+
+def check_tokens(ids: Sequence[Any], vocab_size: int, name: str) -> tuple[int, ...]:
+    """Tokens that the model has. Raises ModelError, which begins with `name`."""
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise ModelError(f"{name} must be token ids from 0 to {vocab_size - 1}, below vocab_size, got {ids!r}")
+    return tuple(ids)
 
 
 def write_config(folder: Path, spec: ModelSpec, dtype: str) -> None:
@@ -288,6 +309,16 @@ def header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 - no mapping
 
 
+def _has_own_head(folder: Path) -> bool:
+    """Whether a head is stored that is no copy of another tensor, the embedding."""
+    stored: dict[str, NDArray[np.uint8]] = {}
+    for file in filter(Path.exists, weight_files(folder)):
+        if header_shapes(file):  # it is sound
+            stored |= stored_bytes(file)
+    head = stored.pop(_HEAD, None)
+    return head is not None and not any(equal_bytes(head, other) for other in stored.values())
+
+
 def weight_files(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
@@ -351,14 +382,3 @@ def _rope_theta(folder: Path, config: Mapping[str, Any]) -> Any:
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise _UnsupportedError(f"{group}.partial_rotary_factor must be 1, got {rope['partial_rotary_factor']!r}")
     return (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0
-
-
-def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json takes precedence over config.json, where both name end tokens."""
-    file = folder / "generation_config.json"
-    ids = (read_json(file) if file.exists() else {}).get("eos_token_id")
-    ids = config.get("eos_token_id") if ids is None else ids
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(token, int) for token in ids):
-        raise ModelError(f"{folder}: eos_token_id must be a token id or a list of them, got {ids!r}")
-    return tuple(ids)

@@ -80,6 +80,21 @@ def read_tensors(data: bytes) -> dict[str, NDArray[Any]]:
     return tensors
 
 
+def stored_bytes(file: Path) -> dict[str, NDArray[np.uint8]]:
+    """The bytes of each tensor of a sound safetensors file, mapped: read when they are looked at. Raises OSError."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        entries: dict[str, Any] = json.loads(stream.read(size))
+    data = np.memmap(file, np.uint8, "r")[8 + size :]
+    return {name: data[slice(*entry["data_offsets"])] for name, entry in entries.items() if name != "__metadata__"}
+
+
+def equal_bytes(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
+    """Compares piece by piece, up to the first that differs."""
+    pieces = (slice(at, at + _PIECE) for at in range(0, len(one), _PIECE))
+    return len(one) == len(other) and all(np.array_equal(one[piece], other[piece]) for piece in pieces)
+
+
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """The upper halves of float32 numbers, rounded to the nearest, ties to even; a NaN stays one."""
     bits = values.view(np.uint32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from areal_core.errors import ModelError
 from areal_core.models.chat import ChatTemplate
+from areal_core.models.spec import read_json
 
 PAD = "<pad>"
 EOS = "<eos>"
@@ -18,10 +20,17 @@ CHARACTERS = "0123456789+-*=;#"  # all that arithmetic prompts and completions a
 
 
 class Tokenizer:
-    """A tokenizer.json. Adds no tokens of its own: `encode` gives what the text spells, nothing before or after it."""
+    """A tokenizer.json. A text's tokens are always the same and all of it: truncation, padding and dropout, which the
+    file may name for its own training, are off."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, chat: ChatTemplate | None = None, size: int | None = None) -> None:
+        """`size` is the model's vocab_size; None where there is no model."""
+        inner.no_truncation()
+        inner.no_padding()
+        if isinstance(inner.model, models.BPE):
+            inner.model.dropout = None
         self._inner = inner
+        self._size = math.inf if size is None else size
         self.chat = chat  # the model's chat template, if it has one
 
     @classmethod
@@ -34,14 +43,28 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"{file}: not a tokenizer: {error}") from error
-        return cls(inner, ChatTemplate.from_folder(folder))
+        config = Path(folder) / "config.json"
+        size = read_json(config).get("vocab_size") if config.exists() else None
+        return cls(inner, ChatTemplate.from_folder(folder), size)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Raises ModelError for a text that the vocabulary can't spell."""
+    def encode(self, text: str, *, opening: bool = False) -> tuple[int, ...]:
+        """The tokens that spell a text. With `opening` the tokenizer's own come first, such as BOS, unless the text
+        begins with them. Raises ModelError for a text that the vocabulary can't spell, or the model can't read."""
         try:
-            return tuple(self._inner.encode(text, add_special_tokens=False).ids)
+            encoding = self._inner.encode(text, add_special_tokens=opening)
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"the model's tokenizer can't spell {text[:40]!r}: {error}") from error
+        ids, added = encoding.ids, encoding.special_tokens_mask
+        first = ids[: added.index(0)] if 0 in added else []
+        ids = [token for token, is_added in zip(ids, added, strict=True) if not is_added]
+        if ids[: len(first)] != first:
+            ids = first + ids
+        if (highest := max(ids, default=0)) >= self._size:
+            raise ModelError(
+                f"the model's tokenizer gives token {highest} ({self._inner.id_to_token(highest)!r}) for {text[:40]!r},"
+                f" vocab_size of config.json is {self._size}: leave the text out or take this model's own tokenizer"
+            )
+        return tuple(ids)
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """The text; its special tokens are left out, unless `special` is true."""
@@ -53,6 +76,10 @@ class Tokenizer:
         assert found is not None, f"no token {token!r} in the vocabulary"
         return found
 
+    def is_special(self, token_id: int) -> bool:
+        found = self._inner.get_added_tokens_decoder().get(token_id)
+        return found is not None and found.special
+
     @property
     def vocab_size(self) -> int:
         """Special and added tokens included."""
@@ -63,10 +90,13 @@ class Tokenizer:
         self._inner.save(str(file))
 
 
-def write_settings(file: Path, *, eos: str | None, context: int, chat_template: str | None = None) -> None:
+def write_settings(
+    file: Path, *, eos: str | None, context: int, bos: str | None = None, chat_template: str | None = None
+) -> None:
     """Write tokenizer_config.json, for transformers and vLLM."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
         "eos_token": eos,
         "pad_token": eos,
         "model_max_length": context,

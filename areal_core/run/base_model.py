@@ -17,6 +17,7 @@ from areal_core.run.machine import python
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.training.recipe import cache_key
 
+_CONVERSION = 2  # raised where a GGUF file becomes another folder than before
 _WARMUP_LOCK_S = 1800.0  # for another run to make the same base model
 
 
@@ -52,7 +53,7 @@ def model_folder(config: RunConfig, log: Log) -> Path:
         stat = path.stat()
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}") from None
-    content = hashlib.blake2b(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6)
+    content = hashlib.blake2b(f"{_CONVERSION} {path} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6)
     return _made_once(config, f"{path.stem}-{content.hexdigest()}", convert)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from areal_core.config.fields import check_file_name
 from areal_core.config.schema import RunConfig
+from areal_core.environments.dialogue import Dialogue
 from areal_core.errors import ArealError, ConfigError, ProcessError, ServerLostError
 from areal_core.evaluation.benchmark import Benchmark, open_benchmark
 from areal_core.evaluation.judging import Judges
@@ -33,7 +34,6 @@ from areal_core.evaluation.scores import Scores, agreement, compared, rates, sco
 from areal_core.evaluation.statistics import Difference
 from areal_core.generation.client import GenerationClient
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
-from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.base_model import base_model
 from areal_core.run.folders import Log
@@ -166,7 +166,7 @@ async def _collect(
     collector = Collector(
         benchmark.problems,
         records,
-        benchmark.sampling(stop_token_ids(model_path)),
+        benchmark.sampling(Dialogue(config.task.chat, tokenizer).stop_token_ids(model_path)),
         tokenizer,
         judges,
         on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),

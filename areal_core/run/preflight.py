@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from areal_core.config.schema import RunConfig
+from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.registry import open_environment
 from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ConfigError, ModelError, ProcessError
@@ -103,21 +104,19 @@ def _check_model(folder: Path, config: RunConfig, log: Log) -> PromptSource:
             f"task.max_new_tokens: prompt and completion need {needed} tokens (max_prompt_tokens + max_new_tokens), "
             f"more than the context of {folder}, {spec.context}"
         )
-    if not spec.eos_token_ids:
+    ends = Dialogue(config.task.chat, tokenizer).stop_token_ids(folder)
+    if not ends:
         raise ModelError(f"model.path: {folder} names no eos_token_id, so that no completion would ever end")
+    for token in set(ends) - set(spec.eos_token_ids):
+        text = tokenizer.decode([token], special=True)
+        log(f"task.chat: completions also end on {text!r}, as turns of the chat template do; eos_token_id lacks it")
     trained_shapes(spec, config.training.lora.adapter)  # its targets
     if spec.transformers is not None:
         _check_engines(config, folder, spec.transformers.why)
     try:
-        source = _check_task(config, tokenizer, log)
+        return _check_task(config, tokenizer, log)
     except ModelError as error:
         raise ModelError(f"model.path: {folder}: {error}") from error
-    highest = max((token for prompt in source.held_out() for token in prompt.token_ids), default=0)
-    if highest >= spec.vocab_size:
-        raise ModelError(
-            f"model.path: {folder}: its tokenizer gives token {highest}, config.json has vocab_size {spec.vocab_size}"
-        )
-    return source
 
 
 def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
@@ -135,7 +134,8 @@ def _check_task(config: RunConfig, tokenizer: Tokenizer, log: Log) -> PromptSour
     UserCodeError for a verifier that fails on the first one."""
     open_environment(config.environment, config.task, config.algorithm, tokenizer)
     source = open_source(config, tokenizer)
+    held_out = source.held_out()
     trains = config.task.name != "rows" or config.task.path is not None
-    if first := ([source.prompt(0)] if trains else source.held_out()[:1]):
+    if first := ([source.prompt(0)] if trains else held_out[:1]):
         try_verifier(config, first[0], log)
     return source

@@ -26,6 +26,7 @@ from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, DivergenceError, RunFinished
 from areal_core.launch import logs, process, pulse
+from areal_core.models import hub
 from areal_core.models.adapters import ADAPTER, merged, write_adapter, write_adapter_config
 from areal_core.models.arrays import read_arrays
 from areal_core.models.folders import read_spec, read_weights, write_model
@@ -297,7 +298,8 @@ class Trainer:
             folders.append(adapter := self.run_dir.root / "adapter")
             adapter.mkdir(exist_ok=True)
             write_adapter(adapter / ADAPTER, weights, self._lora)
-            write_adapter_config(adapter, self._lora)
+            named = self.config.model.path or ""
+            write_adapter_config(adapter, self._lora, named if named.startswith(hub.PREFIX) else str(base))
             weights = merged(read_arrays(base, self.spec), weights, self._lora)
         tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
         write_model(folder, self.spec, tensors, base / "tokenizer.json")

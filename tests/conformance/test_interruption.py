@@ -82,11 +82,18 @@ async def test_completions_are_exact_before_across_and_after_updates(client, ser
 
 
 async def test_keys_and_values_that_are_kept_are_those_of_the_old_weights(client, server, pool_of, published):
-    """What `recompute` is for: the log-probabilities after an update with `keep` belong to no policy."""
+    """What `recompute` is for: the log-probabilities after an update with `keep` belong to no policy. A later request
+    with the same prompt reuses none of them."""
     pool = await pool_of("keep")
-    asked = [request(f"r{i}", n=4, max_tokens=LENGTH, seed=i, stop_token_ids=()) for i in range(3)]
+    prompt = [2 + i % 20 for i in range(300)]  # fills blocks of a prefix cache
+    asked = [request(f"r{i}", prompt, n=4, max_tokens=LENGTH, seed=i, stop_token_ids=()) for i in range(3)]
     update = functools.partial(pool.load_version, published.versions[1])
     _, transcripts, calls = await interrupted(client, server, pool, asked, update)
+    late = Transcript(request("late", prompt, stop_token_ids=()))
+    assert not any_over(calls)
+    await pool.generate(late)
+    [(item, completion)] = await joined([late], [])
+    assert deviations(published.reference, item, completion).max() < EXACT
     for item, completion in await joined(transcripts, calls):
         assert len(completion.token_ids) == LENGTH
         assert set(completion.versions.tolist()) == {0, 1}

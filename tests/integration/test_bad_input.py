@@ -235,7 +235,7 @@ def test_a_model_that_the_embedded_engine_lacks(
 
 def test_a_tokenizer_of_another_model(refused: Callable[..., str], tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "small", dataclasses.replace(SPEC, vocab_size=5))
-    assert refused(f"model.path={folder}").startswith(f"model.path: {folder}: its tokenizer gives token ")
+    assert refused(f"model.path={folder}").startswith(f"model.path: {folder}: the model's tokenizer gives token ")
 
 
 # -- prompt files ------------------------------------------------------------------------------------------------------

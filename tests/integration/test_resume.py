@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -100,6 +101,7 @@ def test_a_run_with_an_adapter_goes_on_on_a_new_machine(adapted: RunConfig) -> N
     assert any(array.any() for name, array in last.items() if "lora_B" in name)
     final, whole = read_arrays(store / "final", spec), merged(read_arrays(base, spec), last, lora)
     assert all((final[name] == array).all() for name, array in whole.items())
+    assert json.loads((store / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
 @pytest.mark.recovery

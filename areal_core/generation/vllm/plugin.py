@@ -163,7 +163,7 @@ def _read(file: Path, sha256: str, shapes: dict[str, list[int]], *, head_is_embe
         if unchecked:
             _check_numbers(weights)
     if head_is_embedding and _EMBEDDING in weights:
-        weights[_HEAD] = weights[_EMBEDDING]
+        weights.setdefault(_HEAD, weights[_EMBEDDING])  # another head may be stored under a config that says tied
     for name in sorted(weights.keys() | shapes.keys()) if shapes else ():
         given, wanted = list(weights[name].shape) if name in weights else None, shapes.get(name)
         if given != wanted:

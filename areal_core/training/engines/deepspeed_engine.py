@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from areal_core.errors import ConfigError
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.engine import EngineState
-from areal_core.training.engines.policy_engine import PolicyEngine, check_state
+from areal_core.training.engines.policy_engine import PolicyEngine, check_state, sum_of_squares
 from areal_core.training.engines.policy_module import PolicyModule
 from areal_core.types import Float32Array
 
@@ -96,8 +96,7 @@ class DeepSpeedEngine(PolicyEngine):
 
     def reduce_gradient(self) -> float:
         """The sum itself is part of the last backward pass. A gradient that is not finite is zeroed here."""
-        total = sum(float(torch.linalg.vector_norm(part, dtype=torch.float32)) ** 2 for part in self._gradient())
-        norm = math.sqrt(self._over_ranks(total))
+        norm = math.sqrt(self._over_ranks(sum_of_squares(self._gradient())))
         if not math.isfinite(norm):
             if self._stage:
                 self._engine.step()  # finds the same norm, and changes nothing
@@ -108,7 +107,9 @@ class DeepSpeedEngine(PolicyEngine):
     def apply_gradient(self, rate: float, norm: float) -> float:
         self._optimiser.param_groups[0]["lr"] = rate
         self._change = 0.0
-        self._engine.step()  # clips by the rule of torch.nn.utils.clip_grad_norm_
+        for part in self._gradient():  # DeepSpeed would clip by a float32 sum of all squares
+            part.mul_(min(1.0, self.training.grad_clip / (norm + 1e-6)))
+        self._engine.step()
         return math.sqrt(self._over_ranks(self._change))
 
     # -- what is kept ------------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ class DeepSpeedEngine(PolicyEngine):
 
     def _measure(self, optimiser: torch.optim.Optimizer, *_: Any) -> None:
         after = (part.detach() for group in optimiser.param_groups for part in group["params"])
-        self._change += sum(float((now - then).norm()) ** 2 for now, then in zip(after, self._before, strict=True))
+        self._change += sum_of_squares(now - then for now, then in zip(after, self._before, strict=True))
         self._before = []
 
     # -- set-up ------------------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ class DeepSpeedEngine(PolicyEngine):
         bucket = min(_BUCKET, self.spec.parameters)
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,  # a formality: DeepSpeed cuts no batches here
-            "gradient_clipping": self.training.grad_clip,
+            "gradient_clipping": 0.0,
             "communication_data_type": "fp32",
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,

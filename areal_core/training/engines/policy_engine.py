@@ -36,11 +36,25 @@ if TYPE_CHECKING:
     from areal_core.training.model.transformers_policy import TransformersPolicy
 
 _MISMATCH_SEQUENCES = 16  # a sample is enough to see that two engines disagree
+_SUMMED = 2**12  # squares that are added up in float32
 
 
 def learning_rate(config: TrainingConfig, update: int) -> float:
     """Rate of optimiser update 0, 1, ...: a linear warm-up whose last update has the full rate, then constant."""
     return config.learning_rate * min(1.0, (update + 1) / max(1, config.warmup_steps))
+
+
+def sum_of_squares(tensors: Iterable[Tensor]) -> float:
+    """The sum of the squares of all elements: in float32 over short rows, in float64 over the rows.
+
+    One float32 sum on a CPU stops growing: the norm of 494M elements comes out 8 % short."""
+    rows: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().flatten()
+        even = len(flat) - len(flat) % _SUMMED
+        rows.append(torch.linalg.vector_norm(flat[:even].view(-1, _SUMMED), dim=1, dtype=torch.float32))
+        rows.append(torch.linalg.vector_norm(flat[even:], dtype=torch.float32)[None])
+    return float(torch.cat(rows).double().square().sum()) if rows else 0.0
 
 
 def check_state(state: EngineState, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -9,6 +9,7 @@ arXiv 1710.03740; bfloat16 has float32's range and needs no scaling of the loss)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from areal_core.training.batching.packing import Packed
 from areal_core.training.engines.engine import EngineState
-from areal_core.training.engines.policy_engine import PolicyEngine, check_state
+from areal_core.training.engines.policy_engine import PolicyEngine, check_state, sum_of_squares
 from areal_core.types import Float32Array
 
 
@@ -60,14 +61,14 @@ class TorchEngine(PolicyEngine):
 
     def reduce_gradient(self) -> float:
         self.ranks.all_reduce(self.gradient)
-        return float(self.gradient.norm())
+        return math.sqrt(sum_of_squares([self.gradient]))
 
     def apply_gradient(self, rate: float, norm: float) -> float:
         self.gradient.mul_(min(1.0, self.training.grad_clip / (norm + 1e-6)))
         before = self.flat.clone()
         self.step_optimizer(rate)
         self._refresh()
-        return float(before.sub_(self.flat).norm())
+        return math.sqrt(sum_of_squares([before.sub_(self.flat)]))
 
     def weights(self) -> dict[str, Float32Array]:
         return self._named(self.flat)

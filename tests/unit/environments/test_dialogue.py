@@ -1,12 +1,15 @@
 """What the policy is fed: the text alone, or the turns of its model's chat."""
 
+import json
+
 import pytest
 
 from areal_core.config.schema import ChatConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.errors import ConfigError, ModelError
+from areal_core.models.spec import stop_token_ids
 from areal_core.models.tokenizer import Tokenizer
-from tests.support.chat import chat_folder
+from tests.support.chat import CHAT, chat_folder
 
 END = "<|im_end|>"
 
@@ -69,6 +72,26 @@ def test_a_conversation_in_pieces_is_the_whole_one(tokenizer):
             for role, text in (("user", "How many?"), ("assistant", answer.removesuffix(END)), ("user", "Sure?"))
         ]
         assert spelt(tokenizer, whole) == tokenizer.chat.render(messages, generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "named", "ends"),
+    [
+        (CHAT, 256, (256, 258)),  # turns end on another token than the model
+        (CHAT, [256, 258], (256, 258)),
+        (CHAT.replace("<|im_end|>", "<|endoftext|>"), 256, (256,)),
+        (CHAT.replace("<|im_end|>", ""), 256, (256, 257)),  # the next turn's begin is the end of one
+        (CHAT.replace("<|im_end|>", "").replace("<|im_start|>", "~"), 256, (256,)),
+        (CHAT + "{% if messages[-1].role == 'assistant' %}<|endoftext|>{% endif %}", 256, (256,)),  # of the last turn
+        ("{{ messages[0].content }}", 256, (256,)),
+        ("{{ raise_exception('one turn') if messages | length > 1 }}{{ messages[0].content }}", 256, (256,)),
+    ],
+)
+def test_completions_end_as_the_template_ends_turns(tmp_path, template, named, ends):
+    tokenizer = Tokenizer.from_folder(chat_folder(tmp_path, template))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 259, "eos_token_id": named}))
+    assert Dialogue(ChatConfig(enabled=True), tokenizer).stop_token_ids(tmp_path) == ends
+    assert Dialogue(ChatConfig(), tokenizer).stop_token_ids(tmp_path) == stop_token_ids(tmp_path)
 
 
 def test_what_a_model_cannot_do_is_refused(tmp_path):

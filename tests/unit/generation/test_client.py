@@ -123,24 +123,29 @@ async def test_an_update_goes_through_its_phases_in_order(server, client, interr
 
 
 @pytest.mark.parametrize(
-    ("interruption", "pause", "resets"),
+    ("interruption", "pause"),
     [
-        ("recompute", "/pause?mode=abort&clear_cache=true", True),
-        ("resubmit", "/pause?mode=abort&clear_cache=true", True),
-        ("keep", "/pause?mode=keep&clear_cache=false", False),
-        ("wait", "/pause?mode=wait&clear_cache=true", True),
+        ("recompute", "/pause?mode=abort&clear_cache=true"),
+        ("resubmit", "/pause?mode=abort&clear_cache=true"),
+        ("keep", "/pause?mode=keep&clear_cache=false"),
+        ("wait", "/pause?mode=wait&clear_cache=true"),
     ],
 )
-async def test_vllm_forgets_what_old_weights_have_cached(vllm, vllm_client, weights, interruption, pause, resets):
+async def test_vllm_shares_no_cache_between_versions(vllm, vllm_client, weights, interruption, pause):
     await vllm_client.identify()
+    for name in ("before", "too"):
+        await vllm_client.complete(request(name))
     await vllm_client.load_version(weights, interruption)
-    assert vllm.calls == [
+    await vllm_client.complete(request("after"))
+    before, too, after = (vllm.requests[name]["cache_salt"] for name in ("before", "too", "after"))
+    assert before == too != after
+    assert [call for call in vllm.calls if isinstance(call, tuple)] == [
         ("/version", None),
         ("/start_weight_update", None),
         ("/update_weights", {"update_info": {"path": weights.path, "sha256": weights.sha256}}),
         (pause, None),
         ("/finish_weight_update", {"weight_version": "7"}),
-        *([("/reset_prefix_cache", None)] if resets else []),
+        ("/reset_prefix_cache", None),
         ("/resume", None),
     ]
 

@@ -80,6 +80,30 @@ def test_merged_weights_and_files_are_what_peft_makes_of_them(tmp_path: Path) ->
     assert changed == 2 * SPEC.layers
 
 
+def test_peft_finds_the_base_model(tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    write_model(tmp_path / "base@1", SPEC, weights(), None)
+    write_adapter(tmp_path / ADAPTER, adapter(SPEC, TWO), TWO)
+    write_adapter_config(tmp_path, TWO, str(tmp_path / "base@1"))
+    found, expected = AutoPeftModelForCausalLM.from_pretrained(tmp_path), by_peft(tmp_path / "base@1", tmp_path)
+    assert torch.equal(found(torch.arange(9)[None]).logits, expected(torch.arange(9)[None]).logits)
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "revision"),
+    [("", None, None), ("hub:me/it", "me/it", None), ("hub:me/it@v1", "me/it", "v1"), ("/a/it@v1", "/a/it@v1", None)],
+)
+def test_the_base_model_is_named_as_peft_looks_for_it(
+    tmp_path: Path, base: str, name: str | None, revision: str | None
+) -> None:
+    from peft import PeftConfig
+
+    write_adapter_config(tmp_path, TWO, base)
+    found = PeftConfig.from_pretrained(str(tmp_path))
+    assert (found.base_model_name_or_path, found.revision) == (name, revision)
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     mine, file = adapter(SPEC, TWO), tmp_path / ADAPTER
     written = write_adapter(file, mine, TWO)

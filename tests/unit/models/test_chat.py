@@ -52,6 +52,16 @@ def test_tokens_that_are_objects_are_their_text(tmp_path):
     assert ChatTemplate.from_folder(tmp_path).render(TALK, generation_prompt=False) == "</s>"
 
 
+@pytest.mark.parametrize("settings", [{}, {"bos_token": "<|endoftext|>"}, {"added_tokens_decoder": {}}])
+def test_special_tokens_are_those_of_transformers(tmp_path, settings):
+    file = chat_folder(tmp_path, "{{ bos_token }}{{ eos_token }}") / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    named = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(list(TALK), tokenize=False)
+    assert ChatTemplate.from_folder(tmp_path).render(TALK, generation_prompt=False) == theirs
+
+
 def test_a_folder_without_template_has_none(tmp_path):
     assert ChatTemplate.from_folder(tmp_path) is None
     assert Tokenizer.from_folder(chat_folder(tmp_path, None)).chat is None

@@ -5,11 +5,14 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from areal_core.errors import ModelError
 from areal_core.models import folders
 from areal_core.models.folders import ModelSpec
+from areal_core.models.spec import stop_token_ids
 from tests.support.chat import CHAT, chat_folder
+from tests.support.transformers_models import write_transformers_model
 
 SPEC = ModelSpec(
     architecture="Qwen2ForCausalLM",
@@ -167,6 +170,37 @@ def test_broken_config_is_refused_in_one_line(folder, changes, named):
         folders.read_spec(folder)
     assert str(folder) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", [23, -1, True, "<eos>", 1.0, [1, 151643]])
+def test_end_tokens_that_the_model_lacks_are_refused(folder, file, ids):
+    edit_config(folder, eos_token_id=ids)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids if file != "config.json" else None}))
+    for read in (folders.read_spec, stop_token_ids):
+        with pytest.raises(ModelError, match=rf"{folder}: eos_token_id of {file} must be token ids from 0 to 22"):
+            read(folder)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("stored", ["same", "other"])
+@pytest.mark.parametrize("said", [True, "remove"])
+def test_a_head_is_the_embedding_where_transformers_ties_them(folder, kind, stored, said):
+    from transformers import AutoModelForCausalLM
+
+    if kind == "gemma2":
+        write_transformers_model(folder, kind)
+    tensors = load_file(folder / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = table.clone() if stored == "same" else table.flip(0)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit_config(folder, tie_word_embeddings=said)
+    spec = folders.read_spec(folder)
+    folders.write_model(folder / "again", spec, folders.read_weights(folder, spec), None)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(each) for each in (folder / "again", folder))
+    tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
+    assert (spec.tie_embeddings, ours.config.tie_word_embeddings) == (tied, tied)
+    assert torch.equal(ours(torch.arange(10)[None]).logits, theirs(torch.arange(10)[None]).logits)
 
 
 def test_missing_and_broken_files_are_refused(folder):

@@ -18,8 +18,8 @@ from areal_core.models.tokenizer import Tokenizer
 from tests.support.models import SPEC
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-MERGES = [("a", "b"), ("ab", "c"), ("1", "2")]
-TOKENS = ["<|end|>", *BYTES, *("".join(merge) for merge in MERGES)]
+MERGES = [("a", "b"), ("ab", "c"), ("1", "2"), ("Ã", "©")]
+TOKENS = ["<|end|>", *BYTES, *("".join(merge) for merge in MERGES), "xyz"]  # no merges make the last one
 LLAMA = dataclasses.replace(
     SPEC,
     architecture="LlamaForCausalLM",
@@ -63,7 +63,11 @@ def write(file: Path, spec: ModelSpec, kind: str, *, pre: str = "smollm", omit: 
     writer.add_token_list(TOKENS)
     writer.add_token_types([gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * (len(TOKENS) - 1))
     writer.add_token_merges([" ".join(merge) for merge in MERGES])
-    writer.add_eos_token_id(0)
+    writer.add_eos_token_id(int(str(fields.pop("eos", 0))))
+    if "bos" in fields:
+        writer.add_bos_token_id(int(str(fields.pop("bos"))))
+    if "add_bos" in fields:
+        writer.add_add_bos_token(bool(fields.pop("add_bos")))
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     for name, value in fields.items():
         writer.add_string(f"{kind}.{name.replace('__', '.')}", str(value))
@@ -126,6 +130,38 @@ def test_a_text_is_cut_as_the_file_names_it(tmp_path, pre, pieces):
 
 
 @pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("llama-bpe", ["xyz", "e", "Ì", "ģ"]),  # a word that is a token is that one
+        ("qwen2", ["x", "y", "z", "Ã©"]),  # composed before it is cut
+        ("smollm", ["x", "y", "z", "e", "Ì", "ģ"]),
+    ],
+)
+def test_words_and_accents_are_spelt_as_the_family_does(tmp_path, pre, pieces):
+    convert(write(tmp_path / "x.gguf", LLAMA, "llama", pre=pre), tmp_path / "x")
+    ids = [token for text in ("xyz", "e\u0301") for token in Tokenizer.from_folder(tmp_path / "x").encode(text)]
+    assert [TOKENS[token] for token in ids] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "fields", "begins"),
+    [
+        ("llama-bpe", {"bos": 5}, True),
+        ("llama-bpe", {"bos": 5, "add_bos": False}, False),
+        ("llama-bpe", {}, False),
+        ("smollm", {"bos": 5}, False),
+        ("smollm", {"bos": 5, "add_bos": True}, True),
+    ],
+)
+def test_a_prompt_begins_as_the_file_says(tmp_path, pre, fields, begins):
+    convert(write(tmp_path / "x.gguf", LLAMA, "llama", pre=pre, **fields), tmp_path / "x")
+    tokenizer, theirs = Tokenizer.from_folder(tmp_path / "x"), AutoTokenizer.from_pretrained(tmp_path / "x")
+    expected = [*([5] if begins else []), *tokenizer.encode("12")]
+    assert list(tokenizer.encode("12", opening=True)) == theirs("12")["input_ids"] == expected
+    assert theirs.bos_token == (TOKENS[5] if "bos" in fields else None)
+
+
+@pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"architecture": "gemma"}, "general.architecture must be one of llama, qwen2, qwen3, got 'gemma'"),
@@ -134,6 +170,11 @@ def test_a_text_is_cut_as_the_file_names_it(tmp_path, pre, pieces):
             {"pre": "chatglm"},
             "tokenizer.ggml.pre must be one of gpt-2, default, smollm, llama-bpe, qwen2, got 'chatglm'",
         ),
+        (
+            {"eos": 999},
+            "tokenizer.ggml.eos_token_id and eot_token_id must be token ids from 0 to 261, below",
+        ),
+        ({"bos": 999}, "tokenizer.ggml.bos_token_id must be token ids from 0 to 261, below vocab_size, got [999]"),
         ({"rope__scaling__type": "yarn"}, "scaled rotary embeddings are not supported"),
         ({"omit": "blk.0.attn_q.weight"}, "model.layers.0.self_attn.q_proj.weight: tensor is missing, expected shape"),
         ({"omit": "token_embd.weight"}, "it has no token_embd.weight"),

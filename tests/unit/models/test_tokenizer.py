@@ -1,7 +1,12 @@
+import json
+
 import pytest
+import tokenizers
+from tokenizers import processors
 
 from areal_core.errors import ModelError
 from areal_core.models.tokenizer import CHARACTERS, EOS, PAD, Tokenizer, char_tokenizer
+from tests.support.chat import chat_folder
 
 
 def test_every_character_is_a_token_and_comes_back():
@@ -38,3 +43,56 @@ def test_a_broken_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="not a tokenizer"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 99},
+                "direction": "Left",
+                "pad_to_multiple_of": None,
+                "pad_id": 256,
+                "pad_type_id": 0,
+                "pad_token": "<|endoftext|>",
+            }
+        },
+        {"dropout": 0.9},
+    ],
+)
+def test_settings_for_batches_change_no_text(tmp_path, settings):
+    file = chat_folder(tmp_path) / "tokenizer.json"
+    text, written = "Compute 1+1, then answer.", json.loads(file.read_text())
+    written["model"] |= {"merges": [["1", "1"]], "vocab": written["model"]["vocab"] | {"11": 259}}
+    (written["model"] if "dropout" in settings else written).update(settings)
+    file.write_text(json.dumps(written))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    for opening in (False, True):
+        assert tokenizer.decode(tokenizer.encode(text, opening=opening)) == text
+    assert {tokenizer.encode("11" * 20) for _ in range(5)} == {(259,) * 20}
+
+
+@pytest.mark.parametrize("template", ["$A", "<|im_start|> $A", "<|im_start|> $A <|endoftext|>"])
+def test_a_prompt_begins_as_in_transformers(tmp_path, template):
+    from transformers import AutoTokenizer
+
+    file = chat_folder(tmp_path) / "tokenizer.json"
+    inner = tokenizers.Tokenizer.from_file(str(file))
+    marks = [(mark, inner.token_to_id(mark)) for mark in ("<|im_start|>", "<|endoftext|>")]
+    inner.post_processor = processors.TemplateProcessing(template, special_tokens=marks)
+    inner.save(str(file))
+    tokenizer, theirs = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)("2+2=")["input_ids"]
+    prompt = tokenizer.encode("2+2=", opening=True)
+    assert list(prompt) == [token for token in theirs if token != 256]  # without an end, which nothing would follow
+    assert tokenizer.encode(tokenizer.decode(prompt, special=True), opening=True) == prompt  # not twice
+    assert tokenizer.decode(tokenizer.encode("2+2="), special=True) == "2+2="
+
+
+def test_a_token_that_the_model_has_not_is_named(tmp_path):
+    (chat_folder(tmp_path) / "config.json").write_text('{"vocab_size": 258}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("<|im_start|>") == (257,)
+    with pytest.raises(ModelError, match=r"token 258 \('<\|im_end\|>'\) for 'a<.*', vocab_size of .* is 258: "):
+        tokenizer.encode("a<|im_end|>b")

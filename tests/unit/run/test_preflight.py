@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError, ConfigError, ModelError, StorageError, TrackingError
+from areal_core.models.folders import init_weights, write_model
 from areal_core.run import machine
 from areal_core.run.machine import check_packages, device_memory
 from areal_core.run.preflight import plan, preflight
+from tests.support.chat import chat_folder
 from tests.support.models import SPEC, write_tiny
 from tests.support.runs import changed
 
@@ -64,6 +68,39 @@ def test_model_folder_that_is_incomplete(base: dict[str, Any], name: str) -> Non
 def test_model_context_that_is_too_short(base: dict[str, Any]) -> None:
     write_tiny(Path(base["model"]["path"]), dataclasses.replace(SPEC, context=100))
     fails(ConfigError, r"^task\.max_new_tokens: prompt and completion need 152 tokens .* 100$", load(base))
+
+
+@pytest.fixture
+def chat(base: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """A model that ends on <|endoftext|>, whose template ends turns on <|im_end|>, and whose tokenizer has a token
+    more than the model; training and held-out prompts."""
+    folder, task = chat_folder(tmp_path / "chat"), {"name": "rows", "max_prompt_tokens": 60, "max_new_tokens": 8}
+    spec = dataclasses.replace(SPEC, vocab_size=259, eos_token_ids=(256,))
+    write_model(folder, spec, init_weights(spec, 0), None)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_tokens(["<tool>"])
+    inner.save(str(folder / "tokenizer.json"))
+    for field in ("path", "held_out_path"):
+        task[field] = str(tmp_path / f"{field}.jsonl")
+        Path(task[field]).write_text(json.dumps({"question": f"{field}?", "answer": "2"}) + "\n")
+    return base | {"model": {"path": str(folder)}, "task": task}
+
+
+def test_turns_that_end_on_another_token_are_told(chat: dict[str, Any]) -> None:
+    said: list[str] = []
+    preflight(load(chat), said.append)
+    assert not said
+    preflight(changed(chat, task={"chat": {"enabled": True}, "max_prompt_tokens": 99}), said.append)
+    told = "completions also end on '<|im_end|>', as turns of the chat template do; eos_token_id lacks it"
+    assert said == [f"task.chat: {told}"]
+
+
+@pytest.mark.parametrize("field", ["path", "held_out_path"])
+def test_prompts_with_tokens_that_the_model_lacks(chat: dict[str, Any], field: str) -> None:
+    with Path(chat["task"][field]).open("a") as file:
+        file.write(json.dumps({"question": f"<tool> {field}", "answer": "2"}) + "\n")
+    said = rf"^task\.{field}: .*{field}\.jsonl, line 2: the model's tokenizer gives token 259 \('<tool>'\) .* is 259: "
+    fails(ConfigError, said, changed(chat, task={"bad_rows": "refuse"}))
 
 
 def test_prompt_file_that_is_absent(base: dict[str, Any], tmp_path: Path) -> None:

@@ -50,6 +50,32 @@ print(json.dumps(found))
 """
 
 
+HEADS = """
+import hashlib, json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from areal_core.generation.vllm import plugin
+
+file, embedding = Path(sys.argv[1]) / "f", "model.embed_tokens.weight"
+found = []
+for others in ({}, {"lm_head.weight": torch.ones(2)}):
+    save_file({embedding: torch.zeros(2), **others}, file)
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    found.append(plugin._read(file, sha256, {}, head_is_embedding=True)["lm_head.weight"].tolist())
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.vllm
+def test_an_update_keeps_a_head_of_its_own(tmp_path: Path) -> None:
+    """Of a base model whose configuration says that the head is the embedding."""
+    require_vllm()
+    ended = subprocess.run([str(VLLM_PYTHON), "-c", HEADS, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == [[0, 0], [1, 1]]
+
+
 @pytest.mark.vllm
 def test_one_process_checks_a_file_unless_it_fails_or_stands_still(tmp_path: Path) -> None:
     require_vllm()

@@ -14,7 +14,8 @@ from areal_core.errors import DivergenceError, ModelError
 from areal_core.models.adapters import adapter_shapes, merged
 from areal_core.training.batching.packing import pack
 from areal_core.training.engines.engine import StepStats, TrainingEngine, build_batch
-from areal_core.training.engines.policy_engine import learning_rate
+from areal_core.training.engines.policy_engine import learning_rate, sum_of_squares
+from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.training.model.forward import completion_logprobs
 from tests.support import forked
 from tests.support.lora import LORA, adapter, form
@@ -288,6 +289,23 @@ def test_update_norm_is_that_of_the_change_of_all_weights():
     stats = one.train_step(share, one.logprobs(share))
     change = sum(((values - weights()[name].numpy()) ** 2).sum() for name, values in one.weights().items()) ** 0.5
     assert stats.update_norm == pytest.approx(change, rel=1e-4)
+
+
+def test_norms_of_millions_of_elements_are_right():
+    spec = replace(SPEC, vocab_size=2**18)
+    one = TorchEngine(spec, weights(spec), TRAINING, AlgorithmConfig())
+    before = one.flat.clone()
+    expected = float(one.gradient.normal_(generator=torch.Generator().manual_seed(0)).double().norm())
+    assert one.reduce_gradient() == pytest.approx(expected, rel=1e-6)
+    change = one.apply_gradient(1e-2, expected)
+    assert float(one.gradient.double().norm()) == pytest.approx(TRAINING.grad_clip, rel=1e-6)
+    assert change == pytest.approx(float((one.flat - before).double().norm()), rel=1e-7)
+
+
+def test_sum_of_squares_takes_parts_of_any_shape_and_precision():
+    parts = [torch.full((2**21,), 0.5), torch.ones(3, 5).T, torch.empty(0), torch.full((7,), 2.0, dtype=torch.bfloat16)]
+    assert sum_of_squares(parts) == pytest.approx(2**19 + 15 + 28, rel=1e-6)
+    assert sum_of_squares([]) == 0
 
 
 def test_log_probabilities_that_are_not_finite_raise():
