@@ -279,8 +279,8 @@ class Trainer:
             self.ranks.meet()
 
     def _finish(self, reason: str) -> None:
-        """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended. A stopped
-        run gets no model: it can be resumed."""
+        """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended. One that
+        is stopped gets no model: it can be resumed."""
         if self.step != self._saved:
             self._checkpoint()
         tensors = self.engine.weights()
