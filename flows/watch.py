@@ -69,7 +69,8 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
         except httpx.HTTPError as error:
             if launch is not None:
                 launch.news(_NEWS_TIMEOUT_S)  # raises with the reason, if it has one
-            raise ProcessError(f"the Prefect server at {up.prefect_api} is gone: {error}") from error
+            api = os.environ.get("PREFECT_API_URL")  # of the user, or that of the stack
+            raise ProcessError(f"PREFECT_API_URL: the Prefect server at {api} is gone: {error}") from error
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -94,6 +95,7 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             deployed.id,
             name=run_title(parameters),
             parameters=parameters,
+            job_variables={"env": {"PYTHONPATH": _python_path()}},
             idempotency_key=uuid4().hex,
         )
         try:
@@ -120,6 +122,12 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
     if up.owner != "up":
         console.print("Run `make up` to open these pages again.")
     return 0
+
+
+def _python_path() -> str:
+    """Where this command finds modules, for the flow run: a worker that was started elsewhere knows nothing of it."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(map(os.path.abspath, ["", *filter(None, given)]))  # the working directory first
 
 
 def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news: News) -> FlowRun:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import UUID
 
+import anyio.abc
 import yaml
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, VariableCreate, VariableUpdate, WorkPoolCreate
@@ -28,7 +29,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Crashed
-from prefect.workers.process import ProcessWorker
+from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
 from areal_core.errors import ProcessError
 from areal_core.launch import process
@@ -44,7 +45,7 @@ _LIMITS = {POOL: 1, CLOUD_POOL: 16}  # flow runs of this machine at once
 _MADE = "areal_schedules"  # a variable of Prefect's
 
 _UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
-_API_TIMEOUT_S = 90.0
+_API_TIMEOUT_S, _NAMED_TIMEOUT_S = 90.0, 5.0  # with a server that is just being started; with one that is said to run
 _PROBE_INTERVAL_S = 0.1
 
 
@@ -61,6 +62,17 @@ class Worker(ProcessWorker):
         counted = self._limiter.statistics().borrowers if self._limiter else ()
         free = [response for response in flow_run_response if response.flow_run.id not in counted]
         return await super()._submit_scheduled_flow_runs(free)  # the others come again with the next look
+
+    async def run(
+        self,
+        flow_run: FlowRun,
+        configuration: ProcessJobConfiguration,
+        task_status: anyio.abc.TaskStatus[int] | None = None,
+    ) -> ProcessWorkerResult:
+        """Find modules where the command finds them that made the flow run, then where this worker does."""
+        paths = [configuration.env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+        configuration.env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+        return await super().run(flow_run, configuration, task_status)
 
 
 async def _prepare() -> list[UUID]:
@@ -131,13 +143,17 @@ async def _work() -> None:
 
 
 async def _until_healthy(client: PrefectClient) -> None:
-    """Wait for the server, which is started at the same moment as this process and does not say when it is ready."""
+    """Wait for the server, which may be started at the same moment as this process and doesn't say when it is ready."""
+    patience_s = _API_TIMEOUT_S if SOLE in sys.argv else _NAMED_TIMEOUT_S
     try:
-        async with asyncio.timeout(_API_TIMEOUT_S):
+        async with asyncio.timeout(patience_s):
             while await client.api_healthcheck() is not None:  # noqa: ASYNC110 - nothing else tells
                 await asyncio.sleep(_PROBE_INTERVAL_S)
     except TimeoutError:
-        raise ProcessError(f"no response of a Prefect server at {client.api_url} in {_API_TIMEOUT_S:.0f} s") from None
+        raise ProcessError(
+            f"PREFECT_API_URL: no Prefect server responds at {client.api_url} within {patience_s:.0f} s; start it, "
+            "name another, or unset it to have one started here"
+        ) from None
 
 
 async def _make_pool(client: PrefectClient, name: str) -> None:
@@ -175,4 +191,4 @@ if __name__ == "__main__":
         asyncio.run(_schedule(paused))
         asyncio.run(_work())
     except ProcessError as error:
-        sys.exit(f"areal: error: {error}")
+        sys.exit(str(error))

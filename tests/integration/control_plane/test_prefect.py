@@ -87,6 +87,27 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     )
 
 
+def test_a_run_finds_the_modules_of_the_command_that_starts_it(up: Up, tmp_path: Path) -> None:
+    """One is in its working directory, one on its PYTHONPATH; the worker was started elsewhere."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "my_verifier.py").write_text("from my_lib import exact_match\n")
+    (tmp_path / "lib" / "my_lib.py").write_text("from areal_core.environments.verifiers import exact_match\n")
+    verifier = "environment.verifier=my_verifier:exact_match"
+    ran = subprocess.run(
+        [sys.executable, "-m", "flows.train", "--steps", "1", verifier, *emulated(up.state)],
+        cwd=tmp_path,
+        env=environment(up.state) | {"PYTHONPATH": f"lib:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ran = run_python(up.state, "flows.train", "--steps", "1", verifier, *emulated(up.state))
+    assert (
+        "environment.verifier: my_verifier:exact_match can't be imported: No module named 'my_verifier'; " in ran.stdout
+    )
+    assert f"looked in {ROOT} and PYTHONPATH='{ROOT}" in ran.stdout
+
+
 @pytest.mark.recovery
 def test_interrupted_train_cancels_its_run_and_leaves_the_servers_that_were_up(up: Up) -> None:
     train = subprocess.Popen(

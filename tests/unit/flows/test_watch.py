@@ -67,7 +67,7 @@ class _Client:
         return SimpleNamespace(id=uuid4())
 
     def create_flow_run_from_deployment(
-        self, deployment_id: UUID, *, name: str, parameters: Any, idempotency_key: str
+        self, deployment_id: UUID, *, name: str, parameters: Any, job_variables: Any, idempotency_key: str
     ) -> Any:
         made = self.runs.setdefault(idempotency_key, uuid4())
         self._interrupt("create")  # made, and not yet known here
