@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import UUID
 
-import anyio.abc
 import yaml
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.actions import DeploymentScheduleCreate, VariableCreate, VariableUpdate, WorkPoolCreate
+from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -29,7 +28,8 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Crashed
-from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
+from prefect.variables import Variable
+from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from areal_core.errors import ProcessError
 from areal_core.launch import process
@@ -63,12 +63,7 @@ class Worker(ProcessWorker):
         free = [response for response in flow_run_response if response.flow_run.id not in counted]
         return await super()._submit_scheduled_flow_runs(free)  # the others come again with the next look
 
-    async def run(
-        self,
-        flow_run: FlowRun,
-        configuration: ProcessJobConfiguration,
-        task_status: anyio.abc.TaskStatus[int] | None = None,
-    ) -> ProcessWorkerResult:
+    async def run(self, flow_run: FlowRun, configuration: ProcessJobConfiguration, task_status: Any = None) -> Any:
         """Find modules where the command finds them that made the flow run, then where this worker does."""
         paths = [configuration.env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
         configuration.env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
@@ -101,8 +96,7 @@ async def _schedule(paused: Iterable[UUID]) -> None:
 async def make_schedules(client: PrefectClient, schedules: Mapping[str, Mapping[str, Any]]) -> None:
     """Make schedules known, paused, or update them. What a user of Prefect's page has changed, or deleted, stays so: a
     variable of Prefect's holds what was made before, by deployment and slug."""
-    variable = await client.read_variable_by_name(_MADE)
-    made: Any = variable.value if variable else {}
+    made: Any = await Variable.aget(_MADE, {})
     for name, wanted in schedules.items():
         deployment = await client.read_deployment_by_name(name)
         known = {schedule.slug: schedule for schedule in deployment.schedules}
@@ -113,15 +107,12 @@ async def make_schedules(client: PrefectClient, schedules: Mapping[str, Mapping[
                 last, found = {**fields, "active": False, **before.get(slug, {})}, known[slug].model_dump(mode="json")
                 ours = [key for key in fields if fields[key] != last[key] and _is(found[key], last[key])]
                 if ours:
-                    changes = {key: getattr(asked, key) for key in ours}
-                    await client.update_deployment_schedule(deployment.id, known[slug].id, **changes)
+                    changed = {key: getattr(asked, key) for key in ours}
+                    await client.update_deployment_schedule(deployment.id, known[slug].id, **changed)
             elif slug not in before:
                 await client.create_deployment_schedules(deployment.id, [asked])
             before[slug] = before.get(slug, {}) | fields
-    if variable is None:
-        await client.create_variable(VariableCreate(name=_MADE, value=made))
-    else:
-        await client.update_variable(VariableUpdate(name=_MADE, value=made))
+    await Variable.aset(_MADE, made, overwrite=True)
 
 
 def _is(found: Any, made: Any) -> bool:

@@ -20,7 +20,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any, Literal
 
 from areal_core.api.controller_client import ControllerClient
@@ -188,24 +188,18 @@ class Run:
         """Have a trainer that is at work end its step and write a checkpoint, for launch.stop_timeout_s at most."""
         if not self._training or ("trainer" not in self.config.remote_roles and not self.run_dir.ready_info("trainer")):
             return
-        patience_s = self.config.launch.stop_timeout_s
-        deadline = time.monotonic() + patience_s
-        self._log(f"the run stops: its trainer ends the step and writes a checkpoint, within {patience_s:g} s")
-        client = ControllerClient(self.run_dir, patience_s=0.0, timeout_s=patience_s)
-        try:
+        bound_s = self.config.launch.stop_timeout_s
+        deadline, client = time.monotonic() + bound_s, ControllerClient(self.run_dir, patience_s=0.0, timeout_s=bound_s)
+        self._log(f"the run stops: its trainer ends the step and writes a checkpoint, within {bound_s:g} s")
+        with closing(client), suppress(ArealError):  # the controller ends once that is done
             while self._training:
                 if time.monotonic() > deadline:
                     self._log(
-                        f"the trainer did not end its step within {patience_s:g} s (launch.stop_timeout_s): "
-                        "a resumed run makes it again"
+                        "the trainer did not end its step within launch.stop_timeout_s: a resumed run makes it again"
                     )
-                    return
+                    break
                 client.stop(STOPPED)  # again, as a controller that was restarted has not heard of it
                 self._abort.wait(_STOP_LOOK_S)
-        except ArealError:
-            return  # the controller has ended
-        finally:
-            client.close()
 
     @property
     def _training(self) -> bool:

@@ -331,7 +331,9 @@ def test_stop_ends_the_roles_and_the_run_can_be_resumed(stage: Callable[..., Sta
     with pytest.raises(ProcessError, match=r"run r was stopped \(enough\); it can be resumed"):
         played.run.report()
     assert played.run.status() is None
-    assert any(line.startswith("the trainer did not end its step within 0.5 s (launch.s") for line in played.lines)
+    assert any(
+        line.startswith("the trainer did not end its step within launch.stop_timeout_s") for line in played.lines
+    )
     assert (played.dir.root / "tracked").read_text() == "KILLED"
     assert nothing_left(played)
 

@@ -15,8 +15,9 @@ from uuid import UUID
 import httpx
 import pytest
 from mlflow import MlflowClient
-from prefect.client.orchestration import PrefectClient
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
 from flows.alerts import make_automations
@@ -206,10 +207,11 @@ def test_schedules_stay_as_users_left_them(up: Up) -> None:
         """With this schedule in prefect.yaml: whether each one is active, and its cron."""
 
         async def make() -> None:
-            async with PrefectClient(up.told["prefect_api"]) as client:
+            async with get_client() as client:
                 await make_schedules(client, {name: {"always": always}})
 
-        asyncio.run(make())
+        with temporary_settings({PREFECT_API_URL: up.told["prefect_api"]}):
+            asyncio.run(make())
         found = up.deployment(name).schedules
         return {str(one.slug): (one.active, getattr(one.schedule, "cron", None)) for one in found}
 
