@@ -69,8 +69,8 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
         except httpx.HTTPError as error:
             if launch is not None:
                 launch.news(_NEWS_TIMEOUT_S)  # raises with the reason, if it has one
-            api = os.environ.get("PREFECT_API_URL")  # of the user, or that of the stack
-            raise ProcessError(f"PREFECT_API_URL: the Prefect server at {api} is gone: {error}") from error
+            api = os.environ.get("PREFECT_API_URL")  # the user's, or the stack's
+            raise ProcessError(f"PREFECT_API_URL: no Prefect server at {api}: {error}; start or unset it") from error
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

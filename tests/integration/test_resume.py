@@ -58,7 +58,7 @@ def finished(config: RunConfig) -> str:
 
 @pytest.mark.recovery
 def test_a_stopped_run_resumes_from_the_step_that_it_was_stopped_at(config: RunConfig) -> None:
-    config = replace(config, training=replace(config.training, steps=4000, checkpoint_every=4000))
+    config = replace(config, training=replace(config.training, ranks=2, steps=4000, checkpoint_every=4000))
     with Launched(config, "r") as run:
         run.until_step(2)
         run.launcher.send_signal(signal.SIGINT)
