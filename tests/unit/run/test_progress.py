@@ -13,12 +13,6 @@ STATUS = RunStatus(
     step=7, steps=35, version=6, reward=0.4125, accuracy=None, staleness=0.834, effective_tokens_per_s=12345.0,
     generated_tokens_per_s=None, elapsed_s=20.0, eta_s=62.4, finished=None,
 )  # fmt: skip
-SUMMARY = RunSummary(
-    run_id="r", name="n", mode="async", seed=1, reason="score", steps=12, accuracy_before=0.1712,
-    accuracy_after=0.8, best_accuracy=0.81, rl_wall_s=61.0, time_to_score_s=50.0, effective_tokens_per_s=20000.4,
-    generated_tokens_per_s=21000.0, staleness_mean=0.5, staleness_max=2, model_url="/store/r/final", incarnation=0,
-    tokens=TokenLedger(generated=3, consumed=2, dropped=1, buffered=0, in_flight=0),
-)  # fmt: skip
 LINE = "step 7/35  reward 0.412  accuracy -  staleness 0.83  12.3k tokens/s  1:02 left"
 
 
@@ -68,6 +62,14 @@ def test_log_lines_send_nothing_to_the_terminal(terminal: bool) -> None:
     console = Console(file=stream, force_terminal=terminal, width=200)
     RunProgress(console).log("the verifier failed: \x1b]0;owned\x07 \u202e")
     assert r"the verifier failed: \x1b]0;owned\x07 \u202e" in stream.getvalue()
+
+
+SUMMARY = RunSummary(
+    run_id="r", name="n", mode="async", seed=1, reason="score", steps=12, accuracy_before=0.1712,
+    accuracy_after=0.8, best_accuracy=0.81, rl_wall_s=61.0, time_to_score_s=50.0, effective_tokens_per_s=20000.4,
+    generated_tokens_per_s=21000.0, staleness_mean=0.5, staleness_max=2, model_url="/store/r/final", incarnation=0,
+    tokens=TokenLedger(generated=3, consumed=2, dropped=1, buffered=0, in_flight=0),
+)  # fmt: skip
 
 
 def test_conclude() -> None:
