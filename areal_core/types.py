@@ -260,6 +260,9 @@ class Alert:
     text: str
 
 
+STOPPED = "stopped"  # the reason to end a run with a checkpoint and no result, so that it can be resumed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """A look at a running experiment, as the controller returns it at GET /status."""
@@ -290,7 +293,7 @@ class RunSummary:
     name: str
     mode: str
     seed: int
-    reason: str  # steps, score, minutes, or what somebody has said who has had it stopped
+    reason: str  # steps, score, minutes, or what somebody has said who has had it ended
     steps: int
     accuracy_before: float | None  # None, as the two below: versions were not scored
     accuracy_after: float | None

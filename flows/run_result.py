@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from areal_core.run.progress import significant
 from areal_core.storage.rundir import RunInfo
 from areal_core.tracking.pages import run_page, table_page
 from areal_core.types import RunSummary
@@ -17,8 +18,8 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
         f" (best {_share(summary.best_accuracy)})",
         "wall time": f"{summary.rl_wall_s:.1f} s",
         "time to score": "-" if summary.time_to_score_s is None else f"{summary.time_to_score_s:.1f} s",
-        "effective throughput": f"{summary.effective_tokens_per_s:,.0f} tokens/s",
-        "generated throughput": f"{summary.generated_tokens_per_s:,.0f} tokens/s",
+        "effective throughput": f"{significant(summary.effective_tokens_per_s)} tokens/s",
+        "generated throughput": f"{significant(summary.generated_tokens_per_s)} tokens/s",
         "staleness": f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
         "truncated completions": _percent(summary.truncated),
         "zero-variance groups": _percent(summary.zero_variance),

@@ -145,11 +145,11 @@ class Launch:
                 raise ProcessError(message["error"])
         return [message["news"] for message in messages]
 
-    def stop(self) -> None:
-        """End everything that it started and wait until that is done."""
-        self._process.terminate()
+    def stop(self, *, at_once: bool = False) -> None:
+        """End everything that it started, in order or `at_once`, and wait until that is done."""
+        (self._process.kill if at_once else self._process.terminate)()
         self._process.status()
-        end_marked(f"{MARK}={self._mark}", ORPHAN_GRACE_S + GRACE_S)  # none, unless the supervisor was killed
+        end_marked(f"{MARK}={self._mark}", 0.0 if at_once else ORPHAN_GRACE_S + GRACE_S)  # in order, it leaves none
         self._process.reap()
 
 

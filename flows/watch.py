@@ -1,7 +1,8 @@
 """What `make train` and `make compare` have in common: the servers, and one flow run watched to its end.
 
 Servers that are up already are used; what the command starts ends with it. Exit code 0 only if the flow run Completed,
-2 for a wrong setting, 1 for a failed run, 130 after Ctrl-C, which cancels the flow run.
+2 for a wrong setting, 1 for a failed run, 130 after Ctrl-C, which cancels the flow run: its trainer ends the step and
+writes a checkpoint. A second Ctrl-C kills what the command started; servers of `make up` go on cancelling the flow run.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
     console = Console(highlight=False)
     for signum in (signal.SIGINT, signal.SIGTERM):  # a shell starts what it puts in the background deaf to SIGINT
         signal.signal(signum, _interrupt)
-    launch = None
+    launch, at_once = None, False
     try:
         chosen = parameters()
         up = stack.running()
@@ -68,15 +69,17 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
         except httpx.HTTPError as error:
             if launch is not None:
                 launch.news(_NEWS_TIMEOUT_S)  # raises with the reason, if it has one
-            raise ProcessError(f"the Prefect server at {up.prefect_api} is gone: {error}") from error
+            api = os.environ.get("PREFECT_API_URL")  # the user's, or the stack's
+            raise ProcessError(f"PREFECT_API_URL: no Prefect server at {api}: {error}; start or unset it") from error
     except ArealError as error:
         print(f"areal: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        at_once = isinstance(interrupt.__context__, KeyboardInterrupt)  # the second one
         return 130
     finally:
         if launch is not None:
-            launch.stop()
+            launch.stop(at_once=at_once)
 
 
 def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: Console, news: News) -> int:
@@ -92,6 +95,7 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             deployed.id,
             name=run_title(parameters),
             parameters=parameters,
+            job_variables={"env": {"PYTHONPATH": _python_path()}},
             idempotency_key=uuid4().hex,
         )
         try:
@@ -101,6 +105,8 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             )
             flow_run = _watch(client, flow_run.id, console, news)
         except KeyboardInterrupt:
+            again = "leave it to the servers" if up.owner == "up" else "kill everything at once"
+            console.print(f"Cancelling the flow run, with a checkpoint. Press Ctrl-C again to {again}.", soft_wrap=True)
             _cancel(client, create().id, console)  # it may have come between the server's run and its response
             raise
         state = flow_run.state
@@ -116,6 +122,12 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
     if up.owner != "up":
         console.print("Run `make up` to open these pages again.")
     return 0
+
+
+def _python_path() -> str:
+    """Where this command finds modules, for the flow run: a worker that was started elsewhere knows nothing of it."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(map(os.path.abspath, ["", *filter(None, given)]))  # the working directory first
 
 
 def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news: News) -> FlowRun:
@@ -151,7 +163,6 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
     """Cancel the flow run and wait for its end: its processes end before the servers that record it."""
     from prefect.states import Cancelling
 
-    console.print("Cancelling the flow run. Press Ctrl-C again to kill everything at once.")
     client.set_flow_run_state(flow_run_id, Cancelling())
     patience = _Patience()
     deadline = time.monotonic() + _CANCEL_TIMEOUT_S

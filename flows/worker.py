@@ -1,6 +1,6 @@
-"""The process workers of this machine: they make their pools, the deployments of prefect.yaml and the automations known
-to the API, then run what is scheduled. In the pool `areal-local` one run at a time, because it uses the whole machine;
-in `areal-cloud` many, which only look after nodes elsewhere."""
+"""The process workers of this machine: they make their pools, the deployments and schedules of prefect.yaml and the
+automations known to the API, then run what is scheduled. In the pool `areal-local` one run at a time, because it uses
+the whole machine; in `areal-cloud` many, which only look after nodes elsewhere."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+from uuid import UUID
 
+import yaml
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -24,7 +28,8 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Crashed
-from prefect.workers.process import ProcessWorker
+from prefect.variables import Variable
+from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from areal_core.errors import ProcessError
 from areal_core.launch import process
@@ -37,9 +42,10 @@ POOL = "areal-local"
 CLOUD_POOL = "areal-cloud"
 NODES_POOL = "areal-nodes"  # nodes have workers of their own
 _LIMITS = {POOL: 1, CLOUD_POOL: 16}  # flow runs of this machine at once
+_MADE = "areal_schedules"  # a variable of Prefect's
 
 _UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
-_API_TIMEOUT_S = 90.0
+_API_TIMEOUT_S, _NAMED_TIMEOUT_S = 90.0, 5.0  # with a server that is just being started; with one that is said to run
 _PROBE_INTERVAL_S = 0.1
 
 
@@ -57,8 +63,15 @@ class Worker(ProcessWorker):
         free = [response for response in flow_run_response if response.flow_run.id not in counted]
         return await super()._submit_scheduled_flow_runs(free)  # the others come again with the next look
 
+    async def run(self, flow_run: FlowRun, configuration: ProcessJobConfiguration, task_status: Any = None) -> Any:
+        """Find modules where the command finds them that made the flow run, then where this worker does."""
+        paths = [configuration.env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+        configuration.env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+        return await super().run(flow_run, configuration, task_status)
 
-async def _prepare() -> None:
+
+async def _prepare() -> list[UUID]:
+    """Make all that deployments need known; returns the deployments that are paused."""
     async with get_client() as client:
         await _until_healthy(client)
         for pool in (*_LIMITS, NODES_POOL):
@@ -66,16 +79,45 @@ async def _prepare() -> None:
         await make_automations(client)
         if SOLE in sys.argv:
             await _mark_crashed(client)
+        return [deployment.id for deployment in await client.read_deployments() if deployment.paused]
 
 
-async def _reap() -> None:
-    """Have nodes that nobody has ended on a schedule, where there may be some."""
-    if not control_outputs(STATE):
-        return
+async def _schedule(paused: Iterable[UUID]) -> None:
+    """Make the schedules of deployments known, and pause those that were `paused`: `prefect deploy` resumes them."""
+    schedules = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["schedules"]
+    if control_outputs(STATE):  # there may be nodes that nobody has any more
+        schedules[REAPER]["always"]["active"] = True
     async with get_client() as client:
-        deployment = await client.read_deployment_by_name(REAPER)
-        for schedule in deployment.schedules:
-            await client.update_deployment_schedule(deployment.id, schedule.id, active=True)
+        for deployment_id in paused:
+            await client.pause_deployment(deployment_id)
+        await make_schedules(client, schedules)
+
+
+async def make_schedules(client: PrefectClient, schedules: Mapping[str, Mapping[str, Any]]) -> None:
+    """Make schedules known, paused, or update them. What a user of Prefect's page has changed, or deleted, stays so: a
+    variable of Prefect's holds what was made before, by deployment and slug."""
+    made: Any = await Variable.aget(_MADE, {})
+    for name, wanted in schedules.items():
+        deployment = await client.read_deployment_by_name(name)
+        known = {schedule.slug: schedule for schedule in deployment.schedules}
+        before = made.setdefault(str(deployment.id), {})
+        for slug, fields in wanted.items():
+            asked = DeploymentScheduleCreate(slug=slug, **{"active": False, **fields})
+            if slug in known:
+                last, found = {**fields, "active": False, **before.get(slug, {})}, known[slug].model_dump(mode="json")
+                ours = [key for key in fields if fields[key] != last[key] and _is(found[key], last[key])]
+                if ours:
+                    changed = {key: getattr(asked, key) for key in ours}
+                    await client.update_deployment_schedule(deployment.id, known[slug].id, **changed)
+            elif slug not in before:
+                await client.create_deployment_schedules(deployment.id, [asked])
+            before[slug] = before.get(slug, {}) | fields
+    await Variable.aset(_MADE, made, overwrite=True)
+
+
+def _is(found: Any, made: Any) -> bool:
+    """Whether what Prefect holds is what was made; it adds defaults."""
+    return found | made == found if isinstance(made, dict) else found == made
 
 
 async def _work() -> None:
@@ -92,13 +134,17 @@ async def _work() -> None:
 
 
 async def _until_healthy(client: PrefectClient) -> None:
-    """Wait for the server, which is started at the same moment as this process and does not say when it is ready."""
+    """Wait for the server, which may be started at the same moment as this process and doesn't say when it is ready."""
+    patience_s = _API_TIMEOUT_S if SOLE in sys.argv else _NAMED_TIMEOUT_S
     try:
-        async with asyncio.timeout(_API_TIMEOUT_S):
+        async with asyncio.timeout(patience_s):
             while await client.api_healthcheck() is not None:  # noqa: ASYNC110 - nothing else tells
                 await asyncio.sleep(_PROBE_INTERVAL_S)
     except TimeoutError:
-        raise ProcessError(f"no response of a Prefect server at {client.api_url} in {_API_TIMEOUT_S:.0f} s") from None
+        raise ProcessError(
+            f"PREFECT_API_URL: no Prefect server responds at {client.api_url} within {patience_s:.0f} s; start it, "
+            "name another, or unset it to have one started here"
+        ) from None
 
 
 async def _make_pool(client: PrefectClient, name: str) -> None:
@@ -131,9 +177,9 @@ def _deploy() -> None:
 if __name__ == "__main__":
     process.adopt()
     try:
-        asyncio.run(_prepare())
+        paused = asyncio.run(_prepare())
         _deploy()
-        asyncio.run(_reap())
+        asyncio.run(_schedule(paused))
         asyncio.run(_work())
     except ProcessError as error:
-        sys.exit(f"areal: error: {error}")
+        sys.exit(str(error))

@@ -362,7 +362,7 @@ class LaunchConfig:
     start_timeout_s: float = bounded(120.0, above=0.0)
     liveness_timeout_s: float = bounded(60.0, above=0.0)  # a process without a sign of life for so long is killed
     stall_timeout_s: float = bounded(300.0, above=0.0)  # and one that is busy and does not get on
-    stop_timeout_s: float = bounded(15.0, above=0.0)
+    stop_timeout_s: float = bounded(15.0, above=0.0)  # of a stopped run, to save its step; then from SIGTERM to SIGKILL
     remote_roles: str = choice(
         "none", "none", "generation", "trainer", "both"
     )  # roles that areal_core.run.remote_worker runs

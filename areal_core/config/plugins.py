@@ -1,12 +1,13 @@
 """Parts that a configuration names: registered ones, and those of other packages by import path.
 
 An import path, `package.module:name`, is looked up where Python looks for modules: installed packages, PYTHONPATH, and
-the directory that the run was started in.
+the directory that the run was started in. Commands hand both to the worker that runs them (`flows.watch`).
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Mapping
 from typing import TypeVar
@@ -35,4 +36,5 @@ def find(field: str, name: str, registered: Mapping[str, T]) -> T:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{field}: {name} can't be imported: {error}") from error
+        where = f"{os.uname().nodename} looked in {os.getcwd()} and PYTHONPATH={os.environ.get('PYTHONPATH', '')!r}"
+        raise ConfigError(f"{field}: {name} can't be imported: {error}; {where}") from error

@@ -21,7 +21,7 @@ from areal_core.errors import ArealError, GenerationError, LedgerError, RunFinis
 from areal_core.launch import logs
 from areal_core.rewards.messages import ANSWER_BYTES
 from areal_core.rollout.notes import Ending
-from areal_core.types import BatchManifest, Evaluation, MetricRow, PolicyVersion
+from areal_core.types import STOPPED, BatchManifest, Evaluation, MetricRow, PolicyVersion
 
 if TYPE_CHECKING:
     from areal_core.controller.service import Service
@@ -177,7 +177,9 @@ class Routes:
     async def _finish(self, request: web.Request) -> web.Response:
         finish = await bodies.read(request, bodies.Finish)
         reason = self._run.controller.finished or finish.reason
-        self._run.ledger.notes.end(Ending(reason=reason, version=finish.version, model_url=finish.model_url))
+        self._run.stopped = finish.reason == STOPPED
+        if not self._run.stopped:
+            self._run.ledger.notes.end(Ending(reason=reason, version=finish.version, model_url=finish.model_url))
         self._run.controller.finish(reason)
         self._run.changed.notify()
         return web.json_response({})

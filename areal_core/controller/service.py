@@ -5,8 +5,9 @@
     reward workers of other machines --POST /rewards--> here
     launcher --POST /servers; GET /status--> here --generate, pause, update, resume--> generation servers
 
-It ends with exit status 0 once the trainer has finished, the last version is scored and summary.json is written; with
-SPENT and no summary where the tokens that the servers counted are not those that the ledger accounts for.
+It ends with exit status 0 once the trainer has finished, the last version is scored and summary.json is written, or,
+without a summary, once the trainer of a stopped run has saved its last step. It ends with SPENT and no summary where
+the tokens that the servers counted are not those that the ledger accounts for.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ class Service:
             loading=lambda: self.servers.loading,
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.stopped = False  # the trainer has ended with a checkpoint, and the run can be resumed
         self.changed = Signal()  # a version was published or scored, or the trainer has finished
 
     @property
@@ -209,7 +211,8 @@ class Service:
                 await self.controller.run()
                 await self._scored()
                 await self.retention.settled()
-                await self._write_summary()
+                if not self.stopped:
+                    await self._write_summary()
                 watching.cancel()
                 failing.cancel()
                 collecting.cancel()
@@ -251,8 +254,8 @@ class Service:
         )
 
     async def _scored(self) -> None:
-        """Wait until the trainer has finished and the evaluator has scored the last version."""
-        while self.ending is None or self.schedule.next() is not None:
+        """Wait until the trainer has finished and the evaluator has scored the last version, or the run is stopped."""
+        while not self.stopped and (self.ending is None or self.schedule.next() is not None):
             await self.changed.wait()
 
     async def _write_summary(self) -> None:

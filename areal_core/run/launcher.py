@@ -5,8 +5,9 @@
     execute   both, in threads of this process
 
 The order of an orderly end: the trainer finishes, the controller writes summary.json and exits, generation servers are
-stopped, the evaluator exits by itself, the tracker sends what is left. The first failure of a role stops all others
-and is the one reported; a failed run never leaves a summary.
+stopped, the evaluator exits by itself, the tracker sends what is left. A run that is stopped ends with a checkpoint in
+the place of the summary. The first failure of a role stops all others and is the one reported; a failed run never
+leaves a summary.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any, Literal
 
 from areal_core.api.controller_client import ControllerClient
@@ -38,12 +40,13 @@ from areal_core.run.roles import role_specs
 from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
-from areal_core.types import RunStatus, RunSummary, TokenLedger
+from areal_core.types import STOPPED, RunStatus, RunSummary, TokenLedger
 
 __all__ = ["Run", "execute", "preflight", "prepare", "read_summary", "role_specs", "run_folder", "summary_of"]
 
 Role = Literal["generation", "controller", "trainer", "evaluator"]
 
+_STOP_LOOK_S = 0.2
 _ROLES: frozenset[Role] = frozenset(("generation", "controller", "trainer", "evaluator"))
 
 
@@ -99,7 +102,7 @@ class Run:
             watching.start()
             try:
                 self._supervise("controller", self._abort, self._wake)
-                if not self._abort.is_set() and not self.run_dir.summary.exists():
+                if not (self._abort.is_set() or self._stopped or self.run_dir.summary.exists()):
                     raise ProcessError("controller-0 exited with code 0 and left no summary.json")
             finally:
                 self._stop_servers.set()
@@ -161,10 +164,14 @@ class Run:
             client.close()
 
     def stop(self, reason: str) -> None:
-        """End the run now; the roles return, and the run can be resumed. Does nothing once the run has ended."""
+        """End the run: its trainer ends the step and writes a checkpoint, within launch.stop_timeout_s, then the roles
+        return. The run can be resumed. Does nothing once the run has ended."""
         with self._state:
             self._stopped = self._stopped or reason
-        self._end_all()
+        try:
+            self._save()
+        finally:
+            self._end_all()
 
     def report(self) -> RunSummary:
         """The summary of a run that has ended in order. Raises the first failure, or ProcessError for a stopped run."""
@@ -176,6 +183,27 @@ class Run:
         return read_summary(self.run_dir)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Have a trainer that is at work end its step and write a checkpoint, for launch.stop_timeout_s at most."""
+        if not self._training or ("trainer" not in self.config.remote_roles and not self.run_dir.ready_info("trainer")):
+            return
+        bound_s = self.config.launch.stop_timeout_s
+        deadline, client = time.monotonic() + bound_s, ControllerClient(self.run_dir, patience_s=0.0, timeout_s=bound_s)
+        self._log(f"the run stops: its trainer ends the step and writes a checkpoint, within {bound_s:g} s")
+        with closing(client), suppress(ArealError):  # the controller ends once that is done
+            while self._training:
+                if time.monotonic() > deadline:
+                    self._log(
+                        "the trainer did not end its step within launch.stop_timeout_s: a resumed run makes it again"
+                    )
+                    break
+                client.stop(STOPPED)  # again, as a controller that was restarted has not heard of it
+                self._abort.wait(_STOP_LOOK_S)
+
+    @property
+    def _training(self) -> bool:
+        return not (self._abort.is_set() or self._over & {"controller", "trainer"})
 
     def _supervise(
         self, role: str, stop: StopSignal, on_ready: Callable[[int, dict[str, Any]], None] | None = None

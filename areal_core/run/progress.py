@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 
 from rich.console import Console
@@ -49,7 +50,6 @@ class RunProgress:
 
 def describe(status: RunStatus) -> str:
     """One line; what isn't known yet is a dash."""
-    rate = status.effective_tokens_per_s
     parts = (
         f"step {status.step}/{status.steps}",
         f"reward {_number(status.reward, '.3f')}",
@@ -57,7 +57,7 @@ def describe(status: RunStatus) -> str:
         f"staleness {_number(status.staleness, '.2f')}",
         f"truncated {_number(status.truncated, '.0%')}",
         f"zero-variance {_number(status.zero_variance, '.0%')}",
-        f"{_number(None if rate is None else rate / 1000, '.1f')}k {'emulated ' if status.emulated else ''}tokens/s",
+        f"{_rate(status.effective_tokens_per_s)} {'emulated ' if status.emulated else ''}tokens/s",
         f"finishing: {status.finished}" if status.finished else f"{_duration(status.eta_s)} left",
         *(f"alert: {alert.kind}" for alert in status.alerts),
     )
@@ -71,7 +71,8 @@ def conclude(summary: RunSummary) -> str:
         f"(stop reason: {summary.reason})",
         f"  held-out accuracy {_number(summary.accuracy_before, '.3f')} -> {_number(summary.accuracy_after, '.3f')}, "
         f"best {_number(summary.best_accuracy, '.3f')}",
-        f"  tokens/s: {summary.effective_tokens_per_s:.0f} trained, {summary.generated_tokens_per_s:.0f} generated",
+        f"  tokens/s: {significant(summary.effective_tokens_per_s)} trained, "
+        f"{significant(summary.generated_tokens_per_s)} generated",
         f"  staleness: mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
         f"  truncated completions: {_number(summary.truncated, '.1%')}, zero-variance groups: "
         f"{_number(summary.zero_variance, '.1%')}",
@@ -85,6 +86,22 @@ def conclude(summary: RunSummary) -> str:
     if summary.bound is not None:
         lines += textwrap.wrap(summary.bound, _WIDTH, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def significant(value: float) -> str:
+    """A number with three significant digits, and all digits before its point: 0.0123, 1.20, 346, 21,904."""
+    return f"{value:,.{decimals(value)}f}"
+
+
+def decimals(value: float) -> int:
+    """Digits after the point that make three significant ones."""
+    return max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{significant(value / 1000)}k" if value >= 1000 else significant(value)
 
 
 def _number(value: float | None, form: str) -> str:

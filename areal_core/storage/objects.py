@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from areal_core.storage.bucket import Bucket
 
 T = TypeVar("T")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # variables that boto3 heeds
 _OPEN_S = 8.0  # of tries: two requests that a silent endpoint lets time out
 _TOLD_BYTES = 8 * 2**20  # from which on a transfer is worth a line
 _log = logging.getLogger(__name__)
@@ -93,9 +94,13 @@ class Storage:
         try:
             patience.run(lambda: bucket.make(name), f"use {url}", bucket)
         except bucket.errors as error:
-            where = endpoint_url or "Amazon's endpoint"
+            field = next(
+                (name for name in _ENDPOINTS if not endpoint_url and os.environ.get(name)), "storage.endpoint_url"
+            )
+            where = endpoint_url or os.environ.get(field, "Amazon's endpoint")
+            remedy = f"; start it there, or name another with {field}" if bucket.transient(error) else ""
             raise StorageError(
-                f"storage.url: can't use {url} at {where} (storage.endpoint_url): {bucket.reason(error)}"
+                f"storage.url: can't use {url} at {where} ({field}): {bucket.reason(error)}{remedy}"
             ) from error
         with cls(bucket, root, f"s3://{root}", patience)._probe():
             pass

@@ -339,7 +339,10 @@ def _reporting(uri: str) -> Iterator[None]:
     try:
         yield
     except FAILURES as error:
-        raise TrackingError(f"tracking.uri: can't use MLflow at {shown(uri)}: {reason(error)}") from error
+        named = os.environ.get("MLFLOW_TRACKING_URI") == uri
+        field = "MLFLOW_TRACKING_URI" if named else "tracking.uri"
+        remedy = "; start it there, name another, or set tracking.enabled=false" if named else ""
+        raise TrackingError(f"{field}: can't use MLflow at {shown(uri)}: {reason(error)}{remedy}") from error
 
 
 def shown(uri: str) -> str:

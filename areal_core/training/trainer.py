@@ -52,7 +52,7 @@ from areal_core.training.engines.registry import make_engine
 from areal_core.training.flops import training_cost
 from areal_core.training.metrics import StepMeter, StepTimes
 from areal_core.training.publisher import Publisher
-from areal_core.types import BatchGroup, BatchManifest, Float32Array
+from areal_core.types import STOPPED, BatchGroup, BatchManifest, Float32Array
 
 logger = logging.getLogger(__name__)
 _FRUITLESS_STEPS = 3  # in a row without one finite update, after which training.on_divergence=skip gives up
@@ -280,14 +280,17 @@ class Trainer:
             self.ranks.meet()
 
     def _finish(self, reason: str) -> None:
-        """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended."""
+        """Commit a checkpoint of the last step, save the model and tell the controller that the run has ended. One that
+        is stopped gets no model: it can be resumed."""
         if self.step != self._saved:
             self._checkpoint()
         tensors = self.engine.weights()
         with pulse.waiting(pulse.STORE, "saving the last checkpoint and the model"):
             if self.publisher is not None:
                 self.publisher.settle()
-                self.controller.finish(reason, self.step, self._save_model(tensors))
+                model = "" if reason == STOPPED else self._save_model(tensors)
+                logger.info("ended after step %d: %s", self.step, reason)
+                self.controller.finish(reason, self.step, model)
 
     def _save_model(self, weights: Mapping[str, Float32Array]) -> str:
         """Save the final policy in the store as a transformers folder; returns its URL. An adapter is saved beside it,

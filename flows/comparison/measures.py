@@ -27,7 +27,7 @@ class Measure:
 
     name: str
     unit: str = ""  # empty where the name says it
-    digits: int  # after the point
+    digits: int | None  # after the point; None: three significant ones
     effect: Effect  # how two arms are compared
     value: Callable[[TrialResult], float | None]  # None: this trial has none
     headline: bool = False  # what most readers come for
@@ -47,8 +47,8 @@ def measures(results: Sequence[TrialResult]) -> list[Measure]:
     """All measures that these trials can have."""
     config, target = results[0].trial.config, common_target(results)
     speed = [
-        _of_summary("effective tokens/s", "", 0, "ratio", lambda s, c: s.effective_tokens_per_s, headline=True),
-        _of_summary("generated tokens/s", "", 0, "ratio", lambda s, c: s.generated_tokens_per_s),
+        _of_summary("effective tokens/s", "", None, "ratio", lambda s, c: s.effective_tokens_per_s, headline=True),
+        _of_summary("generated tokens/s", "", None, "ratio", lambda s, c: s.generated_tokens_per_s),
         _of_summary("wall time", "s", 1, "ratio", lambda s, c: s.rl_wall_s * time_scale(c)),
     ]
     waiting = [
@@ -153,7 +153,7 @@ def _time_to(target: float) -> Measure:
 def _of_summary(
     name: str,
     unit: str,
-    digits: int,
+    digits: int | None,
     effect: Effect,
     value: Callable[[RunSummary, RunConfig], float | None],
     *,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from areal_core.errors import printable
+from areal_core.run.progress import decimals
 from flows.comparison.design import differences
 from flows.comparison.intervals import CONFIDENCE, Interval, coverage, median_interval, verdict
 from flows.comparison.learning_curves import draw_learning_curves
@@ -81,7 +82,9 @@ def cell(row: Measure, arms: Arms, results: Results, arm: str) -> str:
         return f"not reached by {missed} of {trials}"
     if not values:
         return "-"
-    text = _shown(median_interval(values.values()), f"z,.{row.digits}f", "", results)
+    interval = median_interval(values.values())
+    digits = decimals(interval.median) if row.digits is None else row.digits
+    text = _shown(interval, f"z,.{digits}f", "", results)
     effect = effect_of(row, results, arm, reference) if arm != reference else None
     if effect is None:
         return text

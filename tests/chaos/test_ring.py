@@ -142,7 +142,7 @@ def test_a_launcher_that_is_told_to_stop(state: Path, signum: signal.Signals, st
 
 def test_a_launcher_that_is_told_to_stop_while_it_makes_the_base_model(state: Path) -> None:
     with Launched(tiny(state, warm=False, warmup={"worked_steps": 100_000}), "warming") as run:
-        run.wait_for("the warm-up is under way", lambda: "answers, step 200 of" in run.output())
+        run.wait_for("the warm-up is under way", lambda: "completions, step 200 of" in run.output())
         run.launcher.send_signal(signal.SIGINT)
         assert run.end() == 130
         assert not run.run.root.exists()

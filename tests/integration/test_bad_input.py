@@ -145,6 +145,30 @@ def test_servers_that_do_not_listen(refused: Callable[..., str], closed_port: in
     assert error.startswith(f"storage.url: can't use s3://bucket/prefix at {url} (storage.endpoint_url): ")
 
 
+@pytest.mark.dear
+@pytest.mark.parametrize(
+    ("variable", "setting", "named"),
+    [
+        ("MLFLOW_TRACKING_URI", "tracking.enabled=true", "{variable}: can't use MLflow at {url}: Connection refused; "),
+        ("AWS_ENDPOINT_URL", "storage.url=s3://b/p", "storage.url: can't use s3://b/p at {url} ({variable}): "),
+        ("AWS_ENDPOINT_URL_S3", "storage.url=s3://b/p", "storage.url: can't use s3://b/p at {url} ({variable}): "),
+    ],
+)
+def test_servers_of_the_environment_that_do_not_listen_are_named_by_their_variable(
+    refused: Callable[..., str],
+    closed_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    setting: str,
+    named: str,
+) -> None:
+    url = f"http://127.0.0.1:{closed_port}"
+    monkeypatch.setenv(variable, url)
+    error = refused(setting)
+    assert error.startswith(named.format(variable=variable, url=url))
+    assert "start it there, " in error
+
+
 def test_a_tracking_server_that_does_not_answer(refused: Callable[..., str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

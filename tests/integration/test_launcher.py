@@ -97,8 +97,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.respond({**values, **dict.fromkeys(unknown)})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with joined.open("a") as file:
-            file.write(f"{os.getpid()} {body['name']} {body['url']}\\n")
+        if self.path != "/stop":
+            with joined.open("a") as file:
+                file.write(f"{os.getpid()} {body['name']} {body['url']}\\n")
         self.respond({})
     def log_message(self, *_):
         pass
@@ -317,7 +318,7 @@ def test_a_server_that_the_controller_has_lost_is_started_again(stage: Callable[
 
 
 def test_stop_ends_the_roles_and_the_run_can_be_resumed(stage: Callable[..., Stage]) -> None:
-    played = stage({"trainer": "hangs"})
+    played = stage({"trainer": "hangs"}, launch={"stop_timeout_s": 0.5})
 
     def meanwhile() -> None:
         played.wait_for(played.joined)
@@ -330,6 +331,9 @@ def test_stop_ends_the_roles_and_the_run_can_be_resumed(stage: Callable[..., Sta
     with pytest.raises(ProcessError, match=r"run r was stopped \(enough\); it can be resumed"):
         played.run.report()
     assert played.run.status() is None
+    assert any(
+        line.startswith("the trainer did not end its step within launch.stop_timeout_s") for line in played.lines
+    )
     assert (played.dir.root / "tracked").read_text() == "KILLED"
     assert nothing_left(played)
 

@@ -25,7 +25,7 @@ from areal_core.storage import checkpoint
 from areal_core.storage.objects import Storage
 from areal_core.storage.rundir import RunDir
 from tests.support.models import put_base_model
-from tests.support.runs import Launched, tiny
+from tests.support.runs import TIMEOUT_S, Launched, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 
@@ -55,6 +55,33 @@ def finished(config: RunConfig) -> str:
         assert (summary.steps, summary.reason) == (8, "steps")
         assert summary.tokens.balanced
         return run.output()
+
+
+@pytest.mark.recovery
+def test_a_stopped_run_resumes_from_the_step_that_it_was_stopped_at(config: RunConfig) -> None:
+    config = replace(config, training=replace(config.training, ranks=2, steps=4000, checkpoint_every=4000))
+    with Launched(config, "r") as run:
+        run.until_step(2)
+        run.launcher.send_signal(signal.SIGINT)
+        assert run.end() == 130, run.output()
+        step = run.step()
+    assert _newest(config) == step
+    with Launched(replace(config, training=replace(config.training, steps=step + 1)), "r") as run:
+        assert run.end() == 0, run.output()
+        assert f"resumed from the checkpoint of step {step}" in run.output()
+    summary = read_summary(run.run)
+    assert (summary.steps, summary.incarnation, summary.tokens.balanced) == (step + 1, 0, True)
+
+
+@pytest.mark.recovery
+def test_a_second_signal_ends_a_run_at_once(config: RunConfig) -> None:
+    with Launched(replace(config, launch=replace(config.launch, stop_timeout_s=5.0)), "r") as run:
+        os.kill(run.pid("trainer"), signal.SIGSTOP)  # it ends no step
+        run.launcher.send_signal(signal.SIGINT)
+        run.wait_for("the run stops", lambda: "the run stops: " in run.output())
+        run.launcher.send_signal(signal.SIGINT)
+        assert run.launcher.wait(TIMEOUT_S) == -signal.SIGINT
+        run.gone()
 
 
 def _flipped(data: bytes) -> bytes:

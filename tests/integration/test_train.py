@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.storage import checkpoint, weights
+from areal_core.storage.objects import Storage
+from areal_core.storage.rundir import RunDir
 from flows.stack import ROOT
 from tests.support.control import emulated, environment, processes_of, run_python
 
@@ -27,13 +30,18 @@ def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -
     )
     assert train.stdout is not None
     for line in train.stdout:
-        if line.startswith("step"):
+        if line.startswith("step") and not line.startswith("step 0/"):
             break
     train.send_signal(signal.SIGINT)
     rest, _ = train.communicate(timeout=120)
     assert train.returncode == 130
     assert "The flow run is Cancelled." in rest
     assert processes_of(tmp_path) == {}
+    (run,) = map(RunDir, (tmp_path / "runs").iterdir())
+    saved, published = checkpoint.newest(Storage.open(run.info().checkpoint_url)), weights.newest(run.weights)
+    assert published
+    assert saved
+    assert saved.step == published.version
 
 
 def test_wrong_setting_ends_train_before_anything_starts(tmp_path: Path) -> None:

@@ -9,19 +9,22 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import httpx
 import pytest
 from mlflow import MlflowClient
-from prefect.client.orchestration import PrefectClient
+from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
 from flows.alerts import make_automations
 from flows.stack import ROOT
+from flows.worker import make_schedules
 from tests.support.control import emulated, environment, run_python
-from tests.support.stack import Up
+from tests.support.stack import Up, brought_up
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +87,27 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     assert (
         f"Checkpoints: `{info['checkpoint_url']}`; [its flow run]({page})" in tracked.data.tags["mlflow.note.content"]
     )
+
+
+def test_a_run_finds_the_modules_of_the_command_that_starts_it(up: Up, tmp_path: Path) -> None:
+    """One is in its working directory, one on its PYTHONPATH; the worker was started elsewhere."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "my_verifier.py").write_text("from my_lib import exact_match\n")
+    (tmp_path / "lib" / "my_lib.py").write_text("from areal_core.environments.verifiers import exact_match\n")
+    verifier = "environment.verifier=my_verifier:exact_match"
+    ran = subprocess.run(
+        [sys.executable, "-m", "flows.train", "--steps", "1", verifier, *emulated(up.state)],
+        cwd=tmp_path,
+        env=environment(up.state) | {"PYTHONPATH": f"lib:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ran = run_python(up.state, "flows.train", "--steps", "1", verifier, *emulated(up.state))
+    assert (
+        "environment.verifier: my_verifier:exact_match can't be imported: No module named 'my_verifier'; " in ran.stdout
+    )
+    assert f"looked in {ROOT} and PYTHONPATH='{ROOT}" in ran.stdout
 
 
 @pytest.mark.recovery
@@ -172,6 +196,49 @@ def test_a_run_that_is_unwell_is_cancelled_by_an_automation(up: Up) -> None:
     (event,) = [one for one in told if one["event"] == "areal.alert.stall"]
     assert event["payload"]["text"].endswith("more than 0.001 (health.max_step_s)")
     assert f"prefect.flow-run.{flow_run_id}" in [one["prefect.resource.id"] for one in event["related"]]
+
+
+def test_schedules_stay_as_users_left_them(up: Up) -> None:
+    name, daily = "areal-reap/reap", {"cron": "0 4 * * *", "timezone": "UTC"}
+    schedules = f"/deployments/{up.deployment(name).id}/schedules"
+    own = {"schedule": {"interval": 3600}, "active": False}
+    up.call("POST", schedules, [own, own | {"slug": "mine"}])
+
+    def made(**always: Any) -> dict[str, tuple[bool, Any]]:
+        """With this schedule in prefect.yaml: whether each one is active, and its cron."""
+
+        async def make() -> None:
+            async with get_client() as client:
+                await make_schedules(client, {name: {"always": always}})
+
+        with temporary_settings({PREFECT_API_URL: up.told["prefect_api"]}):
+            asyncio.run(make())
+        found = up.deployment(name).schedules
+        return {str(one.slug): (one.active, getattr(one.schedule, "cron", None)) for one in found}
+
+    others, often = {"None": (False, None), "mine": (False, None)}, {"interval": 600}
+    assert made(schedule=often) == {"always": (False, None), **others}
+    assert made(schedule=often, active=True) == {"always": (True, None), **others}  # nobody has touched it
+    assert made(schedule=often) == {"always": (True, None), **others}  # by a worker that knows of no cloud
+    (known,) = [one for one in up.deployment(name).schedules if one.slug == "always"]
+    up.call("PATCH", f"{schedules}/{known.id}", {"active": False})
+    assert made(schedule=daily, active=True) == {"always": (False, "0 4 * * *"), **others}
+    up.call("DELETE", f"{schedules}/{known.id}", None)
+    assert made(schedule=daily, active=True) == others
+
+
+@pytest.mark.dear
+def test_down_and_up_keep_what_users_changed_in_deployments(tmp_path: Path) -> None:
+    with brought_up(tmp_path) as up:
+        deployment = up.deployment(DEPLOYMENT)
+        schedules = f"/deployments/{deployment.id}/schedules"
+        up.call("POST", schedules, [{"schedule": {"interval": 3600}, "active": False}])
+        up.call("PATCH", f"{schedules}/{deployment.schedules[0].id}", {"active": True})
+        up.call("PATCH", f"/deployments/{up.deployment('areal-compare/compare').id}", {"paused": True})
+    with brought_up(tmp_path) as up:
+        found = {schedule.slug: schedule.active for schedule in up.deployment(DEPLOYMENT).schedules}
+        assert found == {"nightly": True, None: False}
+        assert up.deployment("areal-compare/compare").paused
 
 
 def test_an_automation_that_somebody_has_paused_stays_so(up: Up) -> None:

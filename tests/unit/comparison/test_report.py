@@ -110,7 +110,7 @@ def test_a_difference_too_small_to_be_shown_has_no_sign(
 
 def test_a_ratio_to_nothing_is_left_out(tmp_path: Path) -> None:
     results = [_known(t, effective_tokens_per_s=0.0 if t.arm == "sync" else 1.0) for t in _trials()]
-    assert _row(_page(tmp_path, results), "effective tokens/s")[1] == "1 [1, 1]"
+    assert _row(_page(tmp_path, results), "effective tokens/s")[1] == "1.00 [1.00, 1.00]"
 
 
 def test_arm_that_did_not_reach_the_score_is_not_timed(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from areal_core.storage.rundir import RunInfo
 from areal_core.types import RunSummary, TokenLedger
 from flows.run_result import result_markdown, result_rows, tracking_page
@@ -58,6 +60,13 @@ def test_rows_hold_score_cost_and_places() -> None:
     assert values["table of runs"].startswith(
         "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning&"
     )
+
+
+@pytest.mark.parametrize(("rate", "shown"), [(0.01234, "0.0123"), (3.456, "3.46"), (21904.4, "21,904")])
+def test_slow_rates_have_three_digits(rate: float, shown: str) -> None:
+    summary = dataclasses.replace(_SUMMARY, effective_tokens_per_s=rate, generated_tokens_per_s=rate)
+    values = _values(summary)
+    assert values["effective throughput"] == values["generated throughput"] == f"{shown} tokens/s"
 
 
 def test_unset_score_and_tracking_without_a_server() -> None:

@@ -48,8 +48,8 @@ def test_errors_are_tolerated_for_a_while_and_forgotten_after_a_response() -> No
 class _Client:
     """Prefect's API: makes flow runs, and is interrupted at a call of choice."""
 
-    def __init__(self, interrupted: str) -> None:
-        self._interrupted = interrupted
+    def __init__(self, *interrupted: str) -> None:
+        self._interrupted = [*interrupted]
         self.runs: dict[str, UUID] = {}
         self.states: dict[UUID, Any] = {}
 
@@ -59,15 +59,15 @@ class _Client:
     def __exit__(self, *_: object) -> None: ...
 
     def _interrupt(self, call: str) -> None:
-        if self._interrupted == call:
-            self._interrupted = ""
+        if call in self._interrupted:
+            self._interrupted.remove(call)
             raise KeyboardInterrupt
 
     def read_deployment_by_name(self, name: str) -> Any:
         return SimpleNamespace(id=uuid4())
 
     def create_flow_run_from_deployment(
-        self, deployment_id: UUID, *, name: str, parameters: Any, idempotency_key: str
+        self, deployment_id: UUID, *, name: str, parameters: Any, job_variables: Any, idempotency_key: str
     ) -> Any:
         made = self.runs.setdefault(idempotency_key, uuid4())
         self._interrupt("create")  # made, and not yet known here
@@ -93,6 +93,23 @@ def test_interrupt_cancels_the_flow_run(monkeypatch: pytest.MonkeyPatch, interru
     assert len(client.runs) == 1
     assert [state.name for state in client.states.values()] == ["Cancelled"]
     assert set(client.states) == set(client.runs.values())
+
+
+@pytest.mark.parametrize(("interrupted", "at_once"), [(["read"], False), (["read", "read"], True)])
+def test_a_second_interrupt_kills_the_servers_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, interrupted: list[str], at_once: bool
+) -> None:
+    client, stopped = _Client(*interrupted), []
+    up = SimpleNamespace(pages="", owner="train", environment={}, prefect_api=None)
+    launch = SimpleNamespace(wait_ready=lambda: up, news=list, stop=lambda *, at_once: stopped.append(at_once))
+    monkeypatch.setattr("prefect.get_client", lambda **_: client)
+    monkeypatch.setattr("prefect.utilities.urls.url_for", lambda _: None)
+    monkeypatch.setattr(watch.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(watch.stack, "running", lambda: None)
+    monkeypatch.setattr(watch.stack, "launch", lambda _: launch)
+    monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "1")
+    assert watch.run_command("train", "areal/train", dict) == 130
+    assert stopped == [at_once]
 
 
 @pytest.mark.parametrize(

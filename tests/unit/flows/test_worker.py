@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import subprocess
+import sys
 from uuid import UUID, uuid4
 
 import anyio
+import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
+from flows.stack import ROOT
 from flows.worker import Worker
 
 
@@ -44,3 +51,35 @@ def test_a_retry_that_comes_before_the_end_of_the_earlier_process_waits_for_it_a
 
     with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
         asyncio.run(tried())
+
+
+def test_a_server_that_is_named_and_does_not_listen_is_reported_by_its_variable() -> None:
+    environment = {**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9/api", "DO_NOT_TRACK": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "flows.worker"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 1
+    said = r"PREFECT_API_URL: no Prefect server responds at http://127\.0\.0\.1:9/api/ within 5 s; .* unset it .*\n"
+    assert re.fullmatch(said, ran.stderr)
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "found"),
+    [
+        ("/mine:/lib", "/of-make-up", "/mine:/lib:/of-make-up"),
+        ("/mine", None, "/mine"),
+        (None, "/up", "/up"),
+        ("/a", "/a", "/a"),
+    ],
+)
+def test_a_flow_run_finds_the_modules_of_its_command_then_those_of_the_worker(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, own: str | None, found: str
+) -> None:
+    async def run(_self: object, _run: object, configuration: ProcessJobConfiguration, _status: object) -> str | None:
+        return configuration.env["PYTHONPATH"]
+
+    monkeypatch.setattr(ProcessWorker, "run", run)
+    for path in [own] if own else []:
+        monkeypatch.setenv("PYTHONPATH", path)
+    configuration = ProcessJobConfiguration(env={"PYTHONPATH": asked} if asked else {})
+    assert asyncio.run(_Counting().run(FlowRun(flow_id=uuid4()), configuration)) == found

@@ -35,6 +35,16 @@ def test_describe() -> None:
     assert "  12.3k emulated tokens/s  " in describe(dataclasses.replace(STATUS, emulated=True))
 
 
+@pytest.mark.parametrize(
+    ("rate", "line", "end"),
+    [(0.0, "0", "0"), (0.01234, "0.0123", "0.0123"), (9.996, "10.00", "10.00"), (34.56, "34.6", "34.6"),
+     (999.4, "999", "999"), (1234.0, "1.23k", "1,234"), (12_345.0, "12.3k", "12,345"), (2.5e6, "2,500k", "2,500,000")],
+)  # fmt: skip
+def test_rates_of_every_magnitude_have_three_digits(rate: float, line: str, end: str) -> None:
+    assert f"  {line} tokens/s  " in describe(dataclasses.replace(STATUS, effective_tokens_per_s=rate))
+    assert f"  tokens/s: {end} trained, " in conclude(dataclasses.replace(SUMMARY, effective_tokens_per_s=rate))
+
+
 def test_without_a_terminal_a_line_a_step() -> None:
     ahead = dataclasses.replace(STATUS, step=8)
     lines = shown(STATUS, STATUS, ahead, terminal=False).splitlines()
@@ -56,13 +66,16 @@ def test_log_lines_send_nothing_to_the_terminal(terminal: bool) -> None:
     assert r"the verifier failed: \x1b]0;owned\x07 \u202e" in stream.getvalue()
 
 
+SUMMARY = RunSummary(
+    run_id="r", name="n", mode="async", seed=1, reason="score", steps=12, accuracy_before=0.1712,
+    accuracy_after=0.8, best_accuracy=0.81, rl_wall_s=61.0, time_to_score_s=50.0, effective_tokens_per_s=20000.4,
+    generated_tokens_per_s=21000.0, staleness_mean=0.5, staleness_max=2, model_url="/store/r/final", incarnation=0,
+    tokens=TokenLedger(generated=3, consumed=2, dropped=1, buffered=0, in_flight=0),
+)  # fmt: skip
+
+
 def test_conclude() -> None:
-    summary = RunSummary(
-        run_id="r", name="n", mode="async", seed=1, reason="score", steps=12, accuracy_before=0.1712,
-        accuracy_after=0.8, best_accuracy=0.81, rl_wall_s=61.0, time_to_score_s=50.0, effective_tokens_per_s=20000.4,
-        generated_tokens_per_s=21000.0, staleness_mean=0.5, staleness_max=2, model_url="/store/r/final", incarnation=0,
-        tokens=TokenLedger(generated=3, consumed=2, dropped=1, buffered=0, in_flight=0),
-    )  # fmt: skip
+    summary = SUMMARY
     lines = conclude(summary).splitlines()
     assert lines[:3] == [
         "run r finished: 12 steps in 1:01 (stop reason: score)",
