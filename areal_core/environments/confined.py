@@ -116,7 +116,7 @@ def run(job: dict[str, Any]) -> None:
         os._exit(UNPARSABLE)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = ["program.py"]
-    module.__dict__.update(prepared(program))
+    module.__dict__["__builtins__"] = prepared(program)
     exec(program, module.__dict__)
 
 
@@ -131,18 +131,17 @@ def first_compiled(sources: Sequence[str]) -> types.CodeType | None:
 
 
 def prepared(program: types.CodeType) -> dict[str, Any]:
-    """The names that the benchmarks give a program before it starts. None hides one of Python's own."""
+    """Python's own names, and those that the benchmarks import: below what a program defines, and apart from it."""
     sys.setrecursionlimit(_RECURSION)
     parts = [program]
     for part in parts:
         parts += [constant for constant in part.co_consts if isinstance(constant, types.CodeType)]
     used = {name for part in parts for name in part.co_names}  # attributes among them
-    modules = [module for module, names in _ON_DEMAND.items() if not used.isdisjoint([module, *names.split()])]
-    imported: dict[str, Any] = {}
+    modules = [module for module, known in _ON_DEMAND.items() if not used.isdisjoint([module, *known.split()])]
+    names: dict[str, Any] = {}
     for module in modules + _ALWAYS:
-        exec(f"from {module} import *", imported)
-    imported |= {module: sys.modules[module] for module in modules + _ALWAYS}
-    return {name: value for name, value in imported.items() if name not in vars(builtins)}
+        exec(f"from {module} import *", names)
+    return {**names, **{module: sys.modules[module] for module in modules + _ALWAYS}, **vars(builtins)}
 
 
 # -- functions that are called from elsewhere ----------------------------------------------------------------------
@@ -167,7 +166,7 @@ def found(job: dict[str, Any], program: types.CodeType) -> Callable[[], Callable
     module = sys.modules["program"] = types.ModuleType("program")
     names, entry = module.__dict__, job["entry"]
     if job["before"] is None:
-        names.update(prepared(program))
+        names["__builtins__"] = prepared(program)
     else:
         exec(job["before"], names)
     names.pop(entry, None)  # it must be the program's own
@@ -240,7 +239,7 @@ def encode(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy's
         return encode(value.tolist())
     if hasattr(value, "as_integer_ratio"):  # a Fraction or a Decimal
-        return float(value)
+        return int(value) if value == int(value) else float(value)
     raise TypeError(type(value).__name__)
 
 

@@ -229,6 +229,7 @@ class Running:
             if confined.STARTED in said:
                 self._began = time.monotonic()
                 return
+        self._broken = Status.FAILED
 
     def _ready(self, pipe: int, event: int, deadline: float) -> set[int]:
         poll = select.poll()
