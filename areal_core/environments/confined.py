@@ -171,11 +171,8 @@ def found(job: dict[str, Any], program: types.CodeType) -> Callable[[], Callable
         exec(job["before"], names)
     names.pop(entry, None)  # it must be the program's own
     exec(program, names)
-    solution: Any = names.get("Solution")
-    if hasattr(solution, entry):
-        return lambda: getattr(solution(), entry)
-    function = names[entry]
-    return lambda: function
+    made: Any = names.get("Solution")
+    return lambda: getattr(made(), entry) if hasattr(made, entry) else names[entry]
 
 
 def check(job: dict[str, Any]) -> None:
@@ -245,8 +242,10 @@ def encode(value: Any) -> Any:
 
 def decode(value: Any) -> Any:
     """The value that was encoded. Raises ValueError or TypeError for anything else."""
+    if isinstance(value, dict):
+        raise ValueError("an object")
     if not isinstance(value, list):
-        return _plain(value)
+        return value
     kind, parts = value
     if kind == "list":
         return [decode(part) for part in parts]
@@ -262,12 +261,6 @@ def decode(value: Any) -> Any:
 
 
 _COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        raise ValueError("an object")
-    return value
 
 
 class _Json:

@@ -14,6 +14,7 @@ and as JSON; HumanEval's `check` runs in a sandbox of its own, and its calls tra
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -32,7 +33,6 @@ from areal_core.types import Outcome, Prompt
 logger = logging.getLogger(__name__)
 
 _SPARE_BYTES = 2**20  # that a program may print or return beyond what is expected
-_TRIES = 2  # of a program that is out of wall time, which a busy machine may have taken
 _ANSWER = re.compile(r"(?<!['\"])<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 _BLOCK = re.compile(
     r"""(?:(^[ \t]*+(?:(?:[-*+>]|\d++[.)])[ \t]++)?)|(?<![`~'"]))  # a new line or list item, or behind other text
@@ -95,7 +95,8 @@ class Programs:
             logger.warning("prompt %s: its tests can't be read: %s", task.prompt_id, error)
             return Verdict.of(Outcome.FAILED)
         block = last_block(completion)
-        tries = (self._outcome(completion if block is None else block, tests) for _ in range(_TRIES))
+        source = completion if block is None else block
+        tries = (self._outcome(source, tests) for _ in range(2))  # the wall time of one may be a busy machine's
         found = next((outcome for outcome in tries if outcome is not None), Outcome.TIMED_OUT)
         if found is Outcome.UNPARSABLE and block is None and not _BLOCK.search(completion):
             found = Outcome.NO_ANSWER  # prose; a block of another language is an answer
@@ -117,11 +118,7 @@ class Programs:
         wall_s = cpu_s = 0.0
         source, *others = sources
         for given, expected in zip(tests.inputs, tests.outputs, strict=True):
-            limits = Limits(
-                cpu_s=self._config.program_cpu_s - cpu_s,
-                wall_s=self._config.program_wall_s - wall_s,
-                output_bytes=2 * len(expected.encode(errors="replace")) + _SPARE_BYTES,
-            )
+            limits = self._limits(len(expected.encode(errors="replace")), cpu_s, wall_s)
             result = self._sandbox.run(source, given.encode(errors="replace"), limits, *others)
             if result.status is not Status.FINISHED:
                 return _of(result)
@@ -169,10 +166,11 @@ class Programs:
                 return Outcome.RIGHT
             return Outcome.WRONG if call == "failed" else _ended(checker, call)
 
-    def _limits(self, expected_bytes: int) -> Limits:
+    def _limits(self, expected_bytes: int, cpu_s: float = 0.0, wall_s: float = 0.0) -> Limits:
+        """What is left of a program's time after these seconds."""
         return Limits(
-            cpu_s=self._config.program_cpu_s,
-            wall_s=self._config.program_wall_s,
+            cpu_s=self._config.program_cpu_s - cpu_s,
+            wall_s=self._config.program_wall_s - wall_s,
             output_bytes=2 * expected_bytes + _SPARE_BYTES,
         )
 
@@ -233,17 +231,10 @@ def _fenced(text: str) -> str | None:
 
 
 def same_output(expected: str, found: str) -> bool:
-    """Line by line, blanks around lines and around the text aside. A line that differs is the same where its tokens
-    are, numbers being compared by value: 0.50 is 0.5, and 007 is not 7."""
-    ours, theirs = (text.strip().split("\n") for text in (expected, found))
-    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
-
-
-def _same_line(expected: str, found: str) -> bool:
-    if expected.rstrip() == found.rstrip():
-        return True
-    ours, theirs = expected.split(), found.split()
-    return len(ours) == len(theirs) and all(map(_same_token, ours, theirs))
+    """Line by line and token by token, without blank lines at both ends: 0.50 is 0.5, and 007 is not 7."""
+    ours, theirs = ([line.split() for line in text.strip().split("\n")] for text in (expected, found))
+    tokens = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=False)
+    return [*map(len, ours)] == [*map(len, theirs)] and all(itertools.starmap(_same_token, tokens))
 
 
 def _same_token(expected: str, found: str) -> bool:
