@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import random
+import resource
 import secrets
 import signal
 import socket
@@ -30,6 +31,9 @@ from benchmarks._harness import tell
 from benchmarks._mutants import EQUIVALENT, mutants
 from benchmarks.attacks import BREACH, MARK, SECRET, Attack, attacks
 
+CASES: list[dict[str, Any]] = [
+    json.loads(line) for line in Path(__file__).with_name("code_cases.jsonl").read_text(encoding="utf-8").splitlines()
+]
 OWN = Path(__file__).with_name("problems.jsonl")
 FILE = "humaneval.jsonl"
 WORKERS = 2
@@ -57,17 +61,38 @@ Problem = Mapping[str, str]
 def measure_programs(data: Path | None, seed: int) -> dict[str, Any]:
     found = problems(data)
     verify = Programs(EnvironmentConfig(verifier="code"))
+    before = _cpu_s()
     passed = [problem["task_id"] for problem in found if judged(verify, problem, problem["canonical_solution"])]
+    per_cpu_s = len(found) / (_cpu_s() - before)
     for problem in found:
         if problem["task_id"] not in passed:
             tell(f"{problem['task_id']}: its own solution does not pass")
     return {
         "human_eval_pass": len(passed),
         "human_eval_problems": len(found),
+        "programs_per_cpu_s": round(per_cpu_s, 1),
+        **code_cases(verify),
         **mutants_pass(found, seed),
         **attacks_contained(),
         "code_per_s": round(asyncio.run(_per_s(found)), 1),
     }
+
+
+def _cpu_s() -> float:
+    """Of this process and of the sandboxes that it has waited for."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def code_cases(verify: Programs) -> dict[str, int]:
+    """Answers written as a benchmark's rules allow, and wrong ones beside them."""
+    correct = accepted = 0
+    for case in CASES:
+        found = verify(_task(case["answer"], case["case"]), case["completion"]).outcome
+        correct += found == case["expected"]
+        accepted += found is Outcome.RIGHT and case["expected"] != Outcome.RIGHT
+        if found != case["expected"]:
+            tell(f"code case {case['case']!r}: {found} instead of {case['expected']}")
+    return {"code_cases_correct": correct, "code_cases": len(CASES), "code_cases_false_accept": accepted}
 
 
 def problems(data: Path | None) -> list[Problem]:

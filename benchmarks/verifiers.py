@@ -25,6 +25,9 @@ Gold answers of `benchmarks/answers.jsonl`, and of GSM8K, AIME24, AMC23 and Mine
   gives; `gym_raised`: those without a verdict, which cost a group a try
 
 - `human_eval_pass`: of `human_eval_problems` solutions, those that pass
+- `programs_per_cpu_s`: verdicts on these solutions, a CPU second of the verifier and its sandboxes
+- `code_cases_correct`: of `code_cases` answers (`benchmarks/code_cases.jsonl`), those judged as they must be;
+  `code_cases_false_accept`: those judged right that are not
 - `mutants_pass`: of as many mutants, one of each solution, those that pass; `mutants_equivalent` of these make no
   difference, for a reason given in `benchmarks/_mutants.py`. `mutants_redrawn` were drawn again: they passed, but give
   what the solution gives for everything that the problem's tests ask, so that no verifier could tell

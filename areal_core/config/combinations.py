@@ -81,11 +81,12 @@ def _check_task(config: RunConfig) -> None:
 
 def _check_programs(config: RunConfig) -> None:
     """A group's verdicts are one after the other, and a worker that takes longer for them is taken for hung."""
-    needed = config.algorithm.group_size * config.environment.program_wall_s
+    each = 2 * config.environment.program_wall_s  # a program that runs out of it is tried again
+    needed = config.algorithm.group_size * each
     if config.environment.verifier == "code" and config.rollout.reward_timeout_s < needed:
         raise ConfigError(
             f"rollout.reward_timeout_s: must be at least {needed:g} with environment.verifier=code, which may take "
-            f"{config.environment.program_wall_s:g} s (4 * environment.program_cpu_s) for each of "
+            f"{each:g} s (8 * environment.program_cpu_s) for each of "
             f"{config.algorithm.group_size} completions, got {config.rollout.reward_timeout_s:g}"
         )
 

@@ -135,7 +135,7 @@ class EnvironmentConfig:
 
     @property
     def program_wall_s(self) -> float:
-        """Seconds that one verdict may take: a program on a busy core has its CPU time all the same."""
+        """Seconds that a program may run: one on a busy core has its CPU time all the same."""
         return 4 * self.program_cpu_s
 
 

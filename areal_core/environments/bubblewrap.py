@@ -6,7 +6,9 @@ command(settings, processes) -> words to start it with, and the files that it in
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
+import marshal
 import os
 import secrets
 import shutil
@@ -24,6 +26,9 @@ from areal_core.environments.seccomp import syscall_filter
 FOLDER_BYTES = 64 * 2**20  # of the folder of its own, and of one file
 _OTHERS = 2  # processes in its control group: bubblewrap, and the first one inside
 _USERS = 1000  # that root must be over, to give one of them to each sandbox
+_PACKAGES = ("numpy", "sortedcontainers")  # that a program may import where they are installed, as judges have them
+_CONFINED = marshal.dumps(compile(Path(confined.__file__).read_bytes(), "confined.py", "exec"))
+_SCRIPT = importlib.util.MAGIC_NUMBER + bytes(12) + _CONFINED  # as a .pyc, which saves every sandbox 2 ms
 _ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit; shift; done; shift; exec "$@"'
 
 
@@ -40,15 +45,16 @@ def command(settings: Mapping[str, Any], processes: int) -> Iterator[Command]:
     """The command of one sandbox, whose files and control group last as long as this context."""
     with ExitStack() as stack:
         group = stack.enter_context(control_group(settings["memory_bytes"], processes + _OTHERS))
-        refused = stack.enter_context(in_memory(syscall_filter()))
+        script, refused = (stack.enter_context(in_memory(data)).fileno() for data in (_SCRIPT, syscall_filter()))
         info, told = (stack.enter_context(open(end, mode)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
         os.set_blocking(info.fileno(), False)
         uid = _own_uid()
         counted = processes + (uid is None)  # the first process inside is another user's, or is counted as well
-        words = _bubblewrapped({**settings, "processes": counted, "uid": uid}, refused.fileno(), told.fileno())
+        settings = {**settings, "processes": counted, "uid": uid, "packages": ["/packages"]}
+        words = _bubblewrapped(settings, script, refused, told.fileno())
         if group is not None:
             words = ["/bin/sh", "-c", _ENTER, "sh", *map(str, group.members), "--", *words]
-        yield Command(words, (refused.fileno(), told.fileno()), info, group)
+        yield Command(words, (script, refused, told.fileno()), info, group)
 
 
 def in_memory(content: bytes) -> BinaryIO:
@@ -64,8 +70,9 @@ def python(script: str, settings: Mapping[str, Any]) -> list[str]:
     return [os.path.realpath(sys.executable), "-P", "-s", "-S", script, json.dumps(settings)]
 
 
-def _bubblewrapped(settings: Mapping[str, Any], refused: int, told: int) -> list[str]:
-    """`refused`: the file descriptor of the filter; `told`: that of the pipe that bubblewrap writes to."""
+def _bubblewrapped(settings: Mapping[str, Any], script: int, refused: int, told: int) -> list[str]:
+    """`script`: the file descriptor of `confined`; `refused`: of the filter; `told`: of the pipe that bubblewrap writes
+    to."""
     if settings["uid"] is not None:
         user = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # which `confined` gives up
     else:
@@ -74,9 +81,10 @@ def _bubblewrapped(settings: Mapping[str, Any], refused: int, told: int) -> list
         shutil.which("bwrap") or "bwrap", *user, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
         "--unshare-cgroup-try", "--as-pid-1", "--die-with-parent",
         "--new-session", "--seccomp", str(refused), "--info-fd", str(told),
-        *_system(), "--ro-bind", confined.__file__, "/confined.py", "--proc", "/proc", "--dev", "/dev",
+        *_system(), "--perms", "0444", "--ro-bind-data", str(script), "/confined.pyc", "--proc", "/proc",
+        "--dev", "/dev",
         "--perms", "1777", "--size", str(FOLDER_BYTES), "--tmpfs", "/box", "--remount-ro", "/dev",
-        "--remount-ro", "/", "--chdir", "/box", "--", *python("/confined.py", settings),
+        "--remount-ro", "/", "--chdir", "/box", "--", *python("/confined.pyc", settings),
     ]  # fmt: skip
 
 
@@ -94,7 +102,18 @@ def _system() -> tuple[str, ...]:
         for folder in reversed(prefix.parents[:-1]):
             shown += ["--perms", "0755", "--dir", str(folder)]  # empty but for the next one
         shown += ["--ro-bind", str(prefix), str(prefix)]
+    shown += ["--perms", "0755", "--dir", "/packages"]
+    for path in packages():
+        shown += ["--ro-bind", str(path), f"/packages/{path.name}"]
     return tuple(shown)
+
+
+@functools.cache
+def packages() -> tuple[Path, ...]:
+    """Their folders, and those of the libraries that came along with them."""
+    found = (importlib.util.find_spec(name) for name in _PACKAGES)
+    folders = [Path(spec.submodule_search_locations[0]) for spec in found if spec and spec.submodule_search_locations]
+    return tuple(path for folder in folders for path in (folder, folder.with_suffix(".libs")) if path.is_dir())
 
 
 def _own_uid() -> int | None:

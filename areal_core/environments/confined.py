@@ -9,36 +9,59 @@ This file is all of the package that is visible there, so it imports nothing of 
 - `check`: a program that checks a function which is elsewhere: lines `call` go out and `value` come in, then `passed`
 
 Values cross as JSON (`encode`, `decode`), so that what arrives is a number, a text or a collection, and no object.
+Imports are few: `json` and `signal` would cost every program 7 ms, so their halves that are written in C stand here.
 """
 
 from __future__ import annotations
 
+import _json
+import _signal  # pyright: ignore[reportMissingImports]
 import builtins
-import json
 import os
 import resource
-import signal
 import sys
 import types
 
-TYPE_CHECKING = False  # the module `typing` would cost every program milliseconds
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 UNPARSABLE, OUT_OF_MEMORY = 91, 92  # exit codes; a program may lie with them, and is wrong all the same
 STARTED = b"\0"  # on stderr, before the program has had a say
 _OPEN_FILES = 64
+_STACK_BYTES = 2**27  # the kernel leaves that much room; cached functions recurse on this stack
+_RECURSION = 50_000  # LiveCodeBench's limit
+
+# Modules that LiveCodeBench and APPS import for every program, with all their names; the slow ones only for a program
+# that mentions the module or one of these names. Of equal names the last counts.
+_ON_DEMAND = {
+    "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Generic Iterable Iterator List Literal Mapping "
+    "NamedTuple NewType NoReturn Optional Protocol Sequence Set Tuple Type TypedDict TypeVar Union",
+    "collections": "ChainMap Counter OrderedDict UserDict UserList defaultdict deque namedtuple",
+    "copy": "deepcopy",
+    "datetime": "date timedelta timezone",
+    "fractions": "Fraction",
+    "functools": "cache cached_property cmp_to_key lru_cache partial reduce singledispatch total_ordering wraps",
+    "json": "dumps loads",
+    "random": "Random choice choices gauss getrandbits randint randrange sample seed shuffle uniform",
+    "re": "Match Pattern findall finditer fullmatch",
+    "statistics": "fmean mean median median_high median_low mode multimode pstdev pvariance stdev variance",
+    "string": "ascii_letters ascii_lowercase ascii_uppercase digits hexdigits octdigits punctuation whitespace",
+    "time": "",
+}
+_ALWAYS = ["bisect", "heapq", "io", "itertools", "math", "operator", "sys"]
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
-    with open(settings["job"], "rb") as file:
-        job = json.loads(file.read())
+    settings = loads(sys.argv[1])
+    with open(settings["job"]) as file:
+        job = loads(file.read())
     if os.getpid() == 1:
         divide()
     confine(settings)
     os.write(2, STARTED)
+    sys.path += settings["packages"]
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
     os.close(null)
@@ -52,7 +75,7 @@ def main() -> None:
 def divide() -> None:
     """Go on as a child. The first process of a namespace waits for it, takes its exit code, and all others along. It
     stays the user that it is: another one's would not be ended with bubblewrap (PR_SET_PDEATHSIG)."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which nobody in the namespace can send it then
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # which nobody in the namespace can send it then
     if (child := os.fork()) == 0:
         return
     while True:
@@ -82,24 +105,43 @@ def confine(settings: dict[str, Any]) -> None:
         os.setresuid(user, user, user)
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES if most < 0 else min(_STACK_BYTES, most), most))
     resource.setrlimit(resource.RLIMIT_CPU, (settings["cpu_s"], settings["cpu_s"] + 1))  # SIGXCPU, then SIGKILL
 
 
 def run(job: dict[str, Any]) -> None:
-    program = compiled(job["source"])
+    program = first_compiled(job["sources"])
     if program is None:
         os._exit(UNPARSABLE)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = ["program.py"]
+    module.__dict__["__builtins__"] = prepared(program)
     exec(program, module.__dict__)
 
 
-def compiled(source: str) -> types.CodeType | None:
-    """None for what is no program."""
-    try:
-        return compile(source, "<program>", "exec")
-    except (SyntaxError, ValueError, OverflowError, RecursionError):
-        return None
+def first_compiled(sources: Sequence[str]) -> types.CodeType | None:
+    """The first of several readings of an answer that is a program; None where none is."""
+    for source in sources:
+        try:
+            return compile(source, "<program>", "exec")
+        except (SyntaxError, ValueError, OverflowError, RecursionError):
+            continue
+    return None
+
+
+def prepared(program: types.CodeType) -> dict[str, Any]:
+    """Python's own names, and those that the benchmarks import: below what a program defines, and apart from it."""
+    sys.setrecursionlimit(_RECURSION)
+    parts = [program]
+    for part in parts:
+        parts += [constant for constant in part.co_consts if isinstance(constant, types.CodeType)]
+    used = {name for part in parts for name in part.co_names}  # attributes among them
+    modules = [module for module, known in _ON_DEMAND.items() if not used.isdisjoint([module, *known.split()])]
+    names: dict[str, Any] = {}
+    for module in modules + _ALWAYS:
+        exec(f"from {module} import *", names)
+    return {**names, **{module: sys.modules[module] for module in modules + _ALWAYS}, **vars(builtins)}
 
 
 # -- functions that are called from elsewhere ----------------------------------------------------------------------
@@ -107,36 +149,41 @@ def compiled(source: str) -> types.CodeType | None:
 
 def serve(job: dict[str, Any]) -> None:
     receive, send = taken_over()
-    source = next((source for source in job["sources"] if compiled(source) is not None), None)
-    if source is None:
+    program = first_compiled(job["sources"])
+    if program is None:
         send("unparsable")
         return
-    function = found(job, source)
+    function = found(job, program)
     send("ready")
     while (line := receive()) is not None:
-        args, kwargs = decode(json.loads(line.partition(" ")[2]))
-        send("value " + json.dumps(encode(function(*args, **kwargs))))
+        args, kwargs = decode(loads(line.partition(" ")[2]))
+        send("value " + dumps(encode(function()(*args, **kwargs))))
 
 
-def found(job: dict[str, Any], source: str) -> Callable[..., Any]:
-    """The function, or the method of a class `Solution`, that a program defines under a name."""
+def found(job: dict[str, Any], program: types.CodeType) -> Callable[[], Callable[..., Any]]:
+    """What gives the function that a program defines under a name, for each call: the method of a new `Solution`, where
+    that class has it."""
     module = sys.modules["program"] = types.ModuleType("program")
     names, entry = module.__dict__, job["entry"]
-    exec(job["before"], names)
+    if job["before"] is None:
+        names["__builtins__"] = prepared(program)
+    else:
+        exec(job["before"], names)
     names.pop(entry, None)  # it must be the program's own
-    exec(compile(source, "<program>", "exec"), names)
-    return names[entry] if entry in names else getattr(names["Solution"](), entry)
+    exec(program, names)
+    made: Any = names.get("Solution")
+    return lambda: getattr(made(), entry) if hasattr(made, entry) else names[entry]
 
 
 def check(job: dict[str, Any]) -> None:
     receive, send = taken_over()
 
     def candidate(*args: Any, **kwargs: Any) -> Any:
-        send("call " + json.dumps(encode([args, kwargs])))
+        send("call " + dumps(encode([args, kwargs])))
         kind, _, value = (receive() or "").partition(" ")
         if kind != "value":
             raise RuntimeError(kind)
-        return decode(json.loads(value))
+        return decode(loads(value))
 
     names: dict[str, Any] = {"__name__": "check"}
     exec(job["before"], names)
@@ -186,13 +233,19 @@ def encode(value: Any) -> Any:
         return ["bytes", value.hex()]
     if isinstance(value, complex):
         return ["complex", [value.real, value.imag]]
+    if hasattr(value, "tolist"):  # numpy's
+        return encode(value.tolist())
+    if hasattr(value, "as_integer_ratio"):  # a Fraction or a Decimal
+        return int(value) if value == int(value) else float(value)
     raise TypeError(type(value).__name__)
 
 
 def decode(value: Any) -> Any:
     """The value that was encoded. Raises ValueError or TypeError for anything else."""
+    if isinstance(value, dict):
+        raise ValueError("an object")
     if not isinstance(value, list):
-        return _plain(value)
+        return value
     kind, parts = value
     if kind == "list":
         return [decode(part) for part in parts]
@@ -210,10 +263,26 @@ def decode(value: Any) -> Any:
 _COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        raise ValueError("an object")
-    return value
+class _Json:
+    """How JSON is read: what `json.JSONDecoder` says to the scanner of both."""
+
+    strict, object_hook, object_pairs_hook, parse_float, parse_int = True, None, None, float, int
+    parse_constant = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.__getitem__
+
+
+_read = _json.make_scanner(_Json)  # pyright: ignore[reportArgumentType]
+_written = _json.make_encoder(None, encode, _json.encode_basestring_ascii, None, ":", ",", False, False, True)
+
+
+def loads(text: str) -> Any:
+    try:
+        return _read(text, 0)[0]
+    except StopIteration as error:  # which would end a `map` of the checker's as if all were well
+        raise ValueError("no JSON") from error
+
+
+def dumps(value: Any) -> str:
+    return "".join(_written(value, 0))
 
 
 if __name__ == "__main__":

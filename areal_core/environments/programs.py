@@ -14,10 +14,11 @@ and as JSON; HumanEval's `check` runs in a sandbox of its own, and its calls tra
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
-import time
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -32,10 +33,20 @@ from areal_core.types import Outcome, Prompt
 logger = logging.getLogger(__name__)
 
 _SPARE_BYTES = 2**20  # that a program may print or return beyond what is expected
-_BLOCK = re.compile(r"^[ \t]*+```[ \t]*+(\w*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL)
-_TAGS = ("python", "python3", "py")
+_ANSWER = re.compile(r"(?<!['\"])<answer>(.*?)(</answer>|\Z)", re.DOTALL)
+_BLOCK = re.compile(
+    r"""(?:(^[ \t]*+(?:(?:[-*+>]|\d++[.)])[ \t]++)?)|(?<![`~'"]))  # a new line or list item, or behind other text
+    (`{3,9}+|~{3,9}+)[ \t]*+([\w.{}+\#-]*+)  # fence, language
+    ((?:[ \t]++(?:import|from|def|class|print)\b[^\n`]*+)?)  # a first line of code right behind it
+    (?(1)[^\n`]*+|[ \t]*+)((?:\n.*?)?)(?:^[ \t]*+\2|(?<![`~'"])\2[ \t]*+$|\Z)""",
+    re.MULTILINE | re.DOTALL | re.VERBOSE,
+)
+_PYTHON = re.compile(r"\{?\.?py(?:thon)?[\d.]*\}?", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
-_FOUND = {Status.UNPARSABLE: Outcome.UNPARSABLE, Status.STARVED: Outcome.TIMED_OUT, Status.FAILED: Outcome.FAILED}
+_RELATIVE, _ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")  # numpy.allclose's, which APPS compares by
+_MOST, _FLOAT = Decimal("0.01"), Decimal("1e-15")  # the most that these may allow; and what a float's rounding does
+_DECIMALS = 5  # from which on an expected number counts as rounded to what is written
+_FOUND = {status: Outcome(status) for status in (Status.UNPARSABLE, Status.TIMED_OUT, Status.FAILED)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,45 +86,49 @@ class Programs:
         self._sandbox.check()
 
     def __call__(self, task: Prompt, completion: str) -> Verdict:
-        """RIGHT for a program that passes all tests; WRONG also for one that takes too much of anything. No result is
-        what the machine is to blame for, and a task whose tests can't be read."""
+        """RIGHT for a program that passes all tests; TIMED_OUT for one that takes too much time, of the wall clock's in
+        two sandboxes; WRONG also for one that takes too much of anything else. FAILED is what the machine is to blame
+        for, and a task whose tests can't be read."""
         try:
             tests = read_tests(task.answer)
         except ValueError as error:
             logger.warning("prompt %s: its tests can't be read: %s", task.prompt_id, error)
             return Verdict.of(Outcome.FAILED)
         block = last_block(completion)
-        found = self._outcome(completion if block is None else block, tests)
-        return Verdict.of(Outcome.NO_ANSWER if found is Outcome.UNPARSABLE and block is None else found)
+        source = completion if block is None else block
+        tries = (self._outcome(source, tests) for _ in range(2))  # the wall time of one may be a busy machine's
+        found = next((outcome for outcome in tries if outcome is not None), Outcome.TIMED_OUT)
+        if found is Outcome.UNPARSABLE and block is None and not _BLOCK.search(completion):
+            found = Outcome.NO_ANSWER  # prose; a block of another language is an answer
+        return Verdict.of(found)
 
-    def _outcome(self, source: str, tests: Scripts | Calls | Check) -> Outcome:
+    def _outcome(self, source: str, tests: Scripts | Calls | Check) -> Outcome | None:
+        """None: it is out of wall time."""
+        sources = [source, textwrap.dedent(source), source.strip()]
         match tests:
             case Scripts():
-                return self._scripts(source, tests)
+                return self._scripts(sources, tests)
             case Calls():
-                return self._calls(source, tests)
+                return self._calls(sources, tests)
             case Check():
-                return self._check(source, tests)
+                return self._check(sources, tests)
 
-    def _scripts(self, source: str, tests: Scripts) -> Outcome:
+    def _scripts(self, sources: Sequence[str], tests: Scripts) -> Outcome | None:
         """One sandbox a test, one budget for all."""
-        began, cpu_s = time.monotonic(), 0.0
+        wall_s = cpu_s = 0.0
+        source, *others = sources
         for given, expected in zip(tests.inputs, tests.outputs, strict=True):
-            limits = Limits(
-                cpu_s=self._config.program_cpu_s - cpu_s,
-                wall_s=self._config.program_wall_s - (time.monotonic() - began),
-                output_bytes=2 * len(expected.encode(errors="replace")) + _SPARE_BYTES,
-            )
-            result = self._sandbox.run(source, given.encode(errors="replace"), limits)
+            limits = self._limits(len(expected.encode(errors="replace")), cpu_s, wall_s)
+            result = self._sandbox.run(source, given.encode(errors="replace"), limits, *others)
             if result.status is not Status.FINISHED:
                 return _of(result)
             if not same_output(expected, result.stdout.decode(errors="replace")):
                 return Outcome.WRONG
-            cpu_s += result.cpu_s
+            wall_s, cpu_s = wall_s + result.wall_s, cpu_s + result.cpu_s
         return Outcome.RIGHT
 
-    def _calls(self, source: str, tests: Calls) -> Outcome:
-        job = {"kind": "serve", "sources": [source], "before": "", "entry": tests.name}
+    def _calls(self, sources: Sequence[str], tests: Calls) -> Outcome | None:
+        job = {"kind": "serve", "sources": sources, "before": None, "entry": tests.name}
         with self._sandbox.start(job, self._limits(max(len(json.dumps(value)) for value in tests.outputs))) as program:
             if (said := program.receive()) != "ready":
                 return _ended(program, said)
@@ -125,10 +140,13 @@ class Programs:
                     return Outcome.WRONG
         return Outcome.RIGHT
 
-    def _check(self, source: str, tests: Check) -> Outcome:
+    def _check(self, sources: Sequence[str], tests: Check) -> Outcome | None:
         """The checker's calls go to the program, and the program's values to the checker, which alone reads them."""
         both = {"before": tests.prompt, "entry": tests.name}
-        asked = {**both, "kind": "serve", "sources": [source, tests.prompt + source]}
+        readings = list(sources)
+        whole = f"def {tests.name}" in sources[0]  # or what follows the prompt
+        readings.insert(len(sources) if whole else 1, tests.prompt + sources[0])
+        asked = {**both, "kind": "serve", "sources": readings}
         limits = self._limits(0)
         with (
             self._sandbox.start(asked, limits) as program,
@@ -148,28 +166,29 @@ class Programs:
                 return Outcome.RIGHT
             return Outcome.WRONG if call == "failed" else _ended(checker, call)
 
-    def _limits(self, expected_bytes: int) -> Limits:
+    def _limits(self, expected_bytes: int, cpu_s: float = 0.0, wall_s: float = 0.0) -> Limits:
+        """What is left of a program's time after these seconds."""
         return Limits(
-            cpu_s=self._config.program_cpu_s,
-            wall_s=self._config.program_wall_s,
+            cpu_s=self._config.program_cpu_s - cpu_s,
+            wall_s=self._config.program_wall_s - wall_s,
             output_bytes=2 * expected_bytes + _SPARE_BYTES,
         )
 
 
-def _ended(running: Running, said: str | None) -> Outcome:
+def _ended(running: Running, said: str | None) -> Outcome | None:
     """Of a program that says no more, or what it should not."""
     if said == "unparsable":
         return Outcome.UNPARSABLE
     return Outcome.WRONG if said else _of(running.finish())
 
 
-def _of(result: Result) -> Outcome:
-    return _FOUND.get(result.status, Outcome.WRONG)
+def _of(result: Result) -> Outcome | None:
+    return None if result.status is Status.OVERDUE else _FOUND.get(result.status, Outcome.WRONG)
 
 
 def read_tests(answer: str) -> Scripts | Calls | Check:
     """The tests of a task. Raises ValueError for what has none of the three forms."""
-    given = json.loads(answer)
+    given = json.loads(answer, object_hook=_with_integer_keys)
     if not isinstance(given, dict):
         raise ValueError("no JSON object")
     if "test" in given:
@@ -187,38 +206,58 @@ def read_tests(answer: str) -> Scripts | Calls | Check:
     raise ValueError("inputs must be texts, or lists of arguments with fn_name")
 
 
+def _with_integer_keys(table: dict[str, Any]) -> dict[Any, Any]:
+    """As APPS reads a dictionary whose keys are all integers, which JSON can only write as text."""
+    if all(re.fullmatch("0|-?[1-9][0-9]{0,18}", key) for key in table):
+        return {int(key): value for key, value in table.items()}
+    return table
+
+
 def last_block(completion: str) -> str | None:
-    """The last fenced block of Python; of an unnamed language where none is of Python. None: there is no such block."""
-    blocks: Sequence[tuple[str, str]] = _BLOCK.findall(completion)
-    named = [text for tag, text in blocks if tag.lower() in _TAGS]
-    return (named or [text for tag, text in blocks if not tag] or [None])[-1]
+    """The last fenced block of Python; of an unnamed language where none is of Python. What stands in <answer> counts
+    before anything else, and needs no fence. None: there is no such block."""
+    answer, closed = [("", ""), *_ANSWER.findall(completion)][-1]
+    bare = answer.strip() and not _BLOCK.search(answer)
+    if bare and closed:
+        return answer
+    return _fenced(answer) or _fenced(completion) or (answer if bare else None)
+
+
+def _fenced(text: str) -> str | None:
+    blocks = [(tag, (line + rest).removeprefix("\n")) for _, _, tag, line, rest in _BLOCK.findall(text)]
+    blocks = [(tag, block) for tag, block in blocks if block.strip()]
+    named = [block for tag, block in blocks if _PYTHON.fullmatch(tag)]
+    return (named or [block for tag, block in blocks if not tag] or [None])[-1]
 
 
 def same_output(expected: str, found: str) -> bool:
-    """Line by line, blanks at the end of lines and of the text aside. A line that differs is the same where its tokens
-    are, numbers being compared by value if one of the two is written as a decimal: 0.50 is 0.5, and 007 is not 7."""
-    ours, theirs = (text.rstrip().split("\n") for text in (expected, found))
-    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
-
-
-def _same_line(expected: str, found: str) -> bool:
-    if expected.rstrip() == found.rstrip():
-        return True
-    ours, theirs = expected.split(), found.split()
-    return len(ours) == len(theirs) and all(map(_same_token, ours, theirs))
+    """Line by line and token by token, without blank lines at both ends: 0.50 is 0.5, and 007 is not 7."""
+    ours, theirs = ([line.split() for line in text.strip().split("\n")] for text in (expected, found))
+    tokens = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=False)
+    return [*map(len, ours)] == [*map(len, theirs)] and all(itertools.starmap(_same_token, tokens))
 
 
 def _same_token(expected: str, found: str) -> bool:
+    """Numbers by value where either is a decimal; near by, where the expected one is. Whole numbers are never near."""
     if expected == found:
         return True
-    if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(found)):
+    if not (_NUMBER.fullmatch(expected) and _NUMBER.fullmatch(found) and re.search("[.eE]", expected + found)):
         return False
-    return bool(re.search("[.eE]", expected + found)) and Decimal(expected) == Decimal(found)
+    ours, theirs = Decimal(expected), Decimal(found)
+    whole = all(number == number.to_integral_value() for number in (ours, theirs))
+    if whole or not re.search("[.eE]", expected):
+        return ours == theirs
+    allowed = max(min(_ABSOLUTE + _RELATIVE * abs(ours), _MOST), _FLOAT * abs(ours))
+    decimals = len(expected.partition(".")[2])
+    if decimals >= _DECIMALS and "e" not in expected.lower():
+        allowed = max(allowed, Decimal(5).scaleb(-decimals - 1))
+    return abs(ours - theirs) <= allowed
 
 
 def same_value(expected: Any, encoded: str) -> bool:
     """Whether a value is what came back from a program (`confined.encode`), which is neither trusted nor made into
-    Python's own collections, whose hashes it could choose. Tuples count as lists, since JSON has none."""
+    Python's own collections, whose hashes it could choose. Tuples count as lists, keys by their text, since JSON has
+    no others, and nan as nan. Sets are no lists, which have an order."""
     try:
         return _same(expected, json.loads(encoded))
     except (ValueError, RecursionError):
@@ -230,16 +269,19 @@ def _same(expected: Any, found: Any) -> bool:
         case list(), ["list" | "tuple", [*parts]]:
             return len(expected) == len(parts) and all(map(_same, expected, parts))
         case dict(), ["dict", [*pairs]]:
-            parts = dict(pair for pair in pairs if _is_named(pair))
+            ours = {_key(key): value for key, value in expected.items()}
+            parts = {_key(pair[0]): pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2}
             return (
                 len(pairs) == len(parts)
-                and expected.keys() == parts.keys()
-                and all(_same(value, parts[key]) for key, value in expected.items())
+                and ours.keys() == parts.keys()
+                and all(map(_same, ours.values(), map(parts.get, ours)))
             )
         case (list() | dict(), _) | (_, list() | dict()):
             return False
+        case float(), int() | float():
+            return _same_token(repr(expected), repr(found))
     return expected == found
 
 
-def _is_named(pair: Any) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else json.dumps(key)

@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,20 +36,22 @@ from areal_core.errors import ConfigError, RewardError
 logger = logging.getLogger(__name__)
 
 _END_TIMEOUT_S = 30.0  # of processes that were killed
+_START_TIMEOUT_S = 60.0  # of a sandbox, before its program begins
 _CHUNK = 2**16
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}  # sets print the same in every run; numpy's threads
 _MEND = "apt-get install bubblewrap, or environment.sandbox=none, which waives isolation"
 
 
 class Status(StrEnum):
-    """How a program ended. The last two are the machine's doing and say nothing about the program."""
+    """How a program ended. The last is the machine's doing and says nothing about the program."""
 
     FINISHED = "finished"
     CRASHED = "crashed"  # an exit code other than 0, or a signal
     UNPARSABLE = "unparsable"  # it does not compile
-    TIMED_OUT = "timed_out"  # out of CPU time, or it slept until it was out of wall time
+    TIMED_OUT = "timed_out"  # out of CPU time
+    OVERDUE = "overdue"  # out of wall time: it slept, or the machine was busy
     OUT_OF_MEMORY = "out_of_memory"
     TOO_MUCH_OUTPUT = "too_much_output"
-    STARVED = "starved"  # out of wall time, most of which it waited for a core
     FAILED = "failed"  # it did not start, or was ended from outside
 
 
@@ -64,6 +65,8 @@ _BY_CODE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
+    """Of a program, without the start of its sandbox."""
+
     cpu_s: float
     wall_s: float
     output_bytes: int = 2**20
@@ -74,8 +77,8 @@ class Result:
     status: Status
     exit_code: int  # 128 and the signal where one ended it
     stdout: bytes  # at most Limits.output_bytes
-    cpu_s: float  # of all of its processes, and of the sandbox around them
-    wall_s: float
+    cpu_s: float  # of all of its processes, from the program's start on
+    wall_s: float  # the same
     error: str = ""  # why it did not start
 
 
@@ -87,6 +90,7 @@ class Sandbox:
         self._isolation = isolation
         self._memory = memory_mib * 2**20
         self._processes = processes
+        self._own_cpu_s = 0.0  # of a sandbox, as measured by `check`
 
     def check(self) -> None:
         """Raises ConfigError where programs can't be run in it."""
@@ -100,10 +104,11 @@ class Sandbox:
         if result.stdout != b"42\n":
             why = result.error or f"a first program {result.status}"
             raise ConfigError(f"environment.sandbox: {self._isolation} does not work here ({why}); {_MEND}")
+        self._own_cpu_s = result.cpu_s
 
-    def run(self, source: str, stdin: bytes, limits: Limits) -> Result:
-        """Run a program as a script."""
-        with self.start({"kind": "run", "source": source}, limits, stdin) as running:
+    def run(self, source: str, stdin: bytes, limits: Limits, *others: str) -> Result:
+        """Run a program as a script; `others` are further readings of it, of which the first that compiles counts."""
+        with self.start({"kind": "run", "sources": [source, *others]}, limits, stdin) as running:
             return running.finish()
 
     @contextlib.contextmanager
@@ -120,6 +125,7 @@ class Sandbox:
                 "file_bytes": bubblewrap.FOLDER_BYTES,
                 "processes": None,
                 "uid": None,
+                "packages": [str(path.parent) for path in bubblewrap.packages()],
             }
             if self._isolation == "none":
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-program-"))
@@ -132,11 +138,11 @@ class Sandbox:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[given.fileno(), *command.passed],
-                env={"PYTHONHASHSEED": "0"},  # sets print the same in every run
+                env=_ENVIRONMENT,
                 cwd=folder,
                 start_new_session=True,
             )
-            running = Running(process, limits, command)
+            running = Running(process, limits, command, self._own_cpu_s)
             stack.callback(running.close)
             yield running
 
@@ -144,7 +150,7 @@ class Sandbox:
 class Running:
     """A sandbox at work, and the pipes to it. Nothing here waits beyond the limit of wall time."""
 
-    def __init__(self, process: subprocess.Popen[bytes], limits: Limits, command: Command) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], limits: Limits, command: Command, own_cpu_s: float) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         self._process = process
@@ -156,8 +162,9 @@ class Running:
         self._group = command.group
         self._info = command.info
         self._ended = os.pidfd_open(process.pid)
-        self._began = time.monotonic()
-        self._waited_s = 0.0  # for the program; the rest of the time it had nothing to do
+        self._said = b""  # on stderr
+        self._began: float | None = None  # when the program was seen to start
+        self._own_cpu_s = own_cpu_s  # of the sandbox
         self._received = bytearray()
         self._broken: Status | None = None  # by the limit that it broke
         self._result: Result | None = None
@@ -205,62 +212,68 @@ class Running:
 
     def _awaited(self, pipe: int, event: int) -> bool:
         """Wait until a pipe is ready. False where the program ends before that, or has broken a limit."""
-        if self._broken is not None:
+        if self._broken is None and self._began is None:
+            self._start()
+        if self._broken is not None or self._began is None:
             return False
-        began = time.monotonic()
+        ready = self._ready(pipe, event, self._began + self._limits.wall_s)
+        if not ready:
+            self._broken = Status.OVERDUE
+        return pipe in ready
+
+    def _start(self) -> None:
+        """Wait until the program starts, where it does."""
+        pipe, deadline = self._stderr.fileno(), time.monotonic() + _START_TIMEOUT_S
+        while pipe in self._ready(pipe, select.POLLIN, deadline) and (said := os.read(pipe, _CHUNK)):
+            self._said += said
+            if confined.STARTED in said:
+                self._began = time.monotonic()
+                return
+        self._broken = Status.FAILED
+
+    def _ready(self, pipe: int, event: int, deadline: float) -> set[int]:
         poll = select.poll()
         poll.register(self._ended, select.POLLIN)
         poll.register(pipe, event)
-        ready = poll.poll(max(0.0, self._began + self._limits.wall_s - began) * 1e3)
-        self._waited_s += time.monotonic() - began
-        if not ready:
-            self._broken = Status.TIMED_OUT
-        return any(number == pipe for number, _ in ready)
+        return {number for number, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)}
 
     def _closed(self) -> Result:
-        awake_s, cpu_s = 0.0, 0.0
         killed = not select.select([self._ended], [], [], 0)[0]
         if killed:
-            awake_s, cpu_s = self._kill()
+            self._kill()
         _, status, used = os.wait4(self._process.pid, 0)
-        wall_s = time.monotonic() - self._began
         self._process.returncode = code = os.waitstatus_to_exitcode(status)
-        said = self._stderr.read() or b""
+        said = self._said + (self._stderr.read() or b"")
         for pipe in (self._stdin, self._stdout, self._stderr):
             if pipe is not None:
                 pipe.close()
         os.close(self._ended)
-        cpu_s = max(cpu_s, used.ru_utime + used.ru_stime)
+        cpu_s = max(0.0, used.ru_utime + used.ru_stime - self._own_cpu_s)
         started = confined.STARTED in said
         lost = code < 0 and self._info is not None and not killed  # bubblewrap itself was killed
-        slept_s = self._waited_s - awake_s
         return Result(
-            status=self._status(None if killed else code, cpu_s, slept_s) if started and not lost else Status.FAILED,
+            status=self._status(None if killed else code, cpu_s) if started and not lost else Status.FAILED,
             exit_code=code if code >= 0 else 128 - code,
             stdout=bytes(self._received[: self._limits.output_bytes]),
             cpu_s=cpu_s,
-            wall_s=wall_s,
+            wall_s=0.0 if self._began is None else time.monotonic() - self._began,
             error="" if started else said.decode(errors="replace").strip().rpartition("\n")[2],
         )
 
-    def _status(self, code: int | None, cpu_s: float, slept_s: float) -> Status:
+    def _status(self, code: int | None, cpu_s: float) -> Status:
         """Of a program that was started; `code` is none where it was killed."""
         if self._group is not None and self._group.ran_out():
             return Status.OUT_OF_MEMORY
         if cpu_s >= self._limits.cpu_s:
             return Status.TIMED_OUT
-        if self._broken is Status.TIMED_OUT and slept_s < self._limits.wall_s / 2:
-            return Status.STARVED
         if self._broken is not None or code is None:
             return self._broken or Status.FINISHED
         return _BY_CODE.get(code if code >= 0 else 128 - code, Status.CRASHED)
 
-    def _kill(self) -> tuple[float, float]:
-        """What `_spent` says of its processes where they broke a limit. All are dead then: with the first one inside
-        the kernel ends the others."""
+    def _kill(self) -> None:
+        """All its processes are dead then: with the first one inside the kernel ends the others."""
         said = b"" if self._info is None else self._info.read() or b""
         first = json.loads(said)["child-pid"] if said else self._process.pid
-        spent = (0.0, 0.0) if self._broken is None else _spent(first)
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ends by itself
             if self._info is None:
                 os.killpg(first, signal.SIGKILL)
@@ -268,7 +281,6 @@ class Running:
                 _kill_child(first, of=self._process.pid)
         if not select.select([self._ended], [], [], _END_TIMEOUT_S)[0]:
             raise RewardError(f"a sandbox did not end within {_END_TIMEOUT_S:g} s of being killed")
-        return spent
 
 
 def _kill_child(pid: int, *, of: int) -> None:
@@ -279,18 +291,3 @@ def _kill_child(pid: int, *, of: int) -> None:
             signal.pidfd_send_signal(file, signal.SIGKILL)
     finally:
         os.close(file)
-
-
-def _spent(pid: int) -> tuple[float, float]:
-    """Of a process and its descendants: the seconds that the most busy thread has run or waited for a core; and CPU
-    seconds of all."""
-    awake_s, cpu_s = 0.0, 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in (first := psutil.Process(pid), *first.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess, OSError):
-                times = process.cpu_times()
-                cpu_s += times.user + times.system + times.children_user + times.children_system
-                for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
-                    ran, waited, _ = map(int, thread.read_text().split())
-                    awake_s = max(awake_s, (ran + waited) / 1e9)
-    return awake_s, cpu_s

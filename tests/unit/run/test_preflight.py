@@ -47,7 +47,7 @@ def test_an_address_that_is_another_machines(base: dict[str, Any]) -> None:
 
 def test_a_sandbox_that_is_not_there(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    code = changed(base, environment={"verifier": "code"}, rollout={"reward_timeout_s": 640.0})
+    code = changed(base, environment={"verifier": "code"}, rollout={"reward_timeout_s": 1280.0})
     fails(ConfigError, r"^environment\.sandbox: bubblewrap is not installed; apt-get install bubblewrap, or", code)
 
 
