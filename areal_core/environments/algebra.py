@@ -214,7 +214,7 @@ class _Reader:
         return node
 
     def _one(self, token: str) -> Node:
-        if token[0].isdigit() or token[0] == ".":
+        if token[0].isdecimal() or (token[0] == "." and len(token) > 1):
             return self._number(token)
         if token == "|":
             self._bars += 1

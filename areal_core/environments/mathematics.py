@@ -28,11 +28,15 @@ _BOXES = 20  # boxes that may hold one answer together
 _COMMAND = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}|\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+")
 _WORD = re.compile(r"\b(?!and\b|sin\b|cos\b|tan\b|log\b|exp\b|sqrt\b)[a-zA-Z]{3,}|\b(?:it|is|so|we)\b", re.IGNORECASE)
 _ANSWER = re.compile(
-    r"\banswers?\b\W{0,4}\s*(?:(?:is|are|equals)\b\s*:?|[:=\uff1a])\s*|\u7b54\u6848(?:[\u662f\u4e3a:\uff1a]|\s){1,9}",
+    r"\b(?:answers?|correct (?:option|choice))\b"
+    r"\W{0,4}\s*(?:(?:is|are|equals)\b\s*:?|[:=\uff1a])\s*|\u7b54\u6848(?:[\u662f\u4e3a:\uff1a]|\s){1,9}",
     re.IGNORECASE,
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _JOINED = re.compile(r"[\s$]*(?:,|and|or|,\s*and|,\s*or)[\s$]*")
+_BETWEEN = re.compile(  # boxes that hold one answer together
+    r"(?:[\s$,;/]|\\\\|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|(?:and|or|maybe|perhaps|possibly)(?![a-zA-Z]))*+"
+)
 _OR = re.compile(r"\s*,?\s*or\s+")
 _HEDGE = re.compile(
     r"\b(?:or|not|but|maybe|perhaps|either|neither|both|between|if|else|unless|wrong|incorrect|false|probably|possibly"
@@ -52,11 +56,11 @@ def conclusion(text: str) -> str | None:
     if (marked := _marked(text)) is not None:
         return marked
     text = text[-_LAST:].strip()
-    if 0 < len(text) <= _ALONE and not re.search(r"[\n#]", text) and not _WORD.search(_COMMAND.sub("", text)):
-        return text if not (said := _ANSWER.match(text)) else _sentence(text[said.end() :])
     said = list(_ANSWER.finditer(text))
     if said and (found := _sentence(text[said[-1].end() :])):
         return found
+    if 0 < len(text) <= _ALONE and not re.search(r"[\n#]", text) and not _WORD.search(_COMMAND.sub("", text)):
+        return text
     return _last_value(text)
 
 
@@ -77,10 +81,10 @@ def _marked(text: str) -> str | None:
             start = at
             at = _last_box(text, start)
             earlier, end = _braced(text, at) if at >= 0 else ("", 0)
-            if not (earlier and end <= start and _JOINED.fullmatch(text, end, start)):
+            if not (earlier and end <= start and _BETWEEN.fullmatch(text, end, start)):
                 break
             contents.insert(0, earlier)
-        return ", ".join(contents)
+        return ", ".join(dict.fromkeys(contents))
     for mark, end in ("<answer>", "</answer>"), ("####", "\n"):
         _, found, after = text.rpartition(mark)
         if found:
@@ -112,6 +116,7 @@ def _sentence(text: str) -> str | None:
     """The answer in the rest of a sentence that says "the answer is": its first formulas, else its first value. The
     whole of it, if it names several."""
     line = re.split(r"\.(?:\s|$)|;\s|\n\s*\n|\u3002", text.strip(), maxsplit=1)[0].strip().strip("*").strip()
+    line = re.split(r",\s+(?:I|as|since|because|which)\b", line, maxsplit=1)[0]
     if option := _OPTION.match(line):
         return option[1]
     formulas = list(_MATH.finditer(line))
@@ -127,7 +132,8 @@ def _sentence(text: str) -> str | None:
     if counted is not None and (word := re.match(r"\s+[a-zA-Z]{2,}", line[counted.end() :])):
         if unit := unit_at_start(line[counted.end() :]):
             return counted.group().strip() + unit
-        return line if _HEDGE.match(word.group().strip()) else counted.group().strip()
+        is_whole = not _HEDGE.match(word.group().strip()) and not re.match(r"\s+\w+\s+\d", line[counted.end() :])
+        return counted.group().strip() if is_whole else line
     is_prose = len(_WORD.findall(_COMMAND.sub("", line))) > 1
     return ((is_prose and not _HEDGE.search(line) and _last_value(line)) or line) or None
 
@@ -144,7 +150,7 @@ def _last_value(text: str) -> str | None:
     spans.sort()
     if not spans:
         return None
-    last = [spans[-1][2]]
+    last = [spans[-1][2] + unit_at_start(text[spans[-1][1] :])]
     for one, other in itertools.pairwise(reversed(spans)):
         if not _OR.fullmatch(text[other[1] : one[0]]):
             break
@@ -269,7 +275,7 @@ def _same_words(gold: str, answer: str) -> bool:
     one, other = (re.sub(r"^(?:the|an?) |[.'\"]", "", " ".join(text.lower().split())) for text in (gold, answer))
     if one != other or not re.fullmatch(r"[a-z][a-z -]*", one):
         return False
-    return len(one) > 3 or one in _SHORT_WORDS.split() or (gold.istitle() and answer.istitle())
+    return len(one) > 3 or one in _SHORT_WORDS.split() or (len(one) > 2 and gold.istitle() and answer.istitle())
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> tuple[Parts, Parts]:
@@ -443,6 +449,8 @@ def _same_sequence(ours: tuple[str, Parts], theirs: tuple[str, Parts]) -> bool:
         return _matched(mine, others, _same)
     if all(len({*each} - {None}) == 1 for each in names) and {*names[0]} - {None} != {*names[1]} - {None}:
         return False
+    if kinds == {"list", "()"} and any(len({*each} - {None}) == 1 for each in names):
+        return False  # the values of one symbol are no point
     mine, others = (
         tuple(part.partition("=")[2] if _name(part) else part for part in parts) for parts in (mine, others)
     )

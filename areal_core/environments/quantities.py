@@ -158,7 +158,7 @@ _PLAIN_UNIT = re.compile(  # no product, as symbols are
     rf"(?:(?:dozen|hundred|thousand|million|billion|trillion)\s++)?+{_NAME}"
     rf"(?>\s*+(?:{_POWER}|(?:/|\bper\b)\s*+{_NAME}))*+"
 )
-_START = re.compile(rf"\s*{_UNIT}")
+_START = re.compile(rf"\s*(?!in\s+[a-z]){_UNIT}(?!\s*\d)")
 
 
 def unit_at_start(text: str) -> str:

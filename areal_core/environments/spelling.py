@@ -53,6 +53,8 @@ _SPELLINGS = tuple(
         ),
         (r"\\(?:bf|rm|it|sf|hline)\b|\\(?:text)?color\s*\{[^{}]*\}|\\tag\*?\s*\{[^{}]*\}", ""),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"(?<=\d)\s*\^\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<=\d)\s*(?:st|nd|rd|th)\b", ""),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\\le(?:q|qslant)?(?![a-zA-Z])|<=", r"\\leq "),
         (r"\\ge(?:q|qslant)?(?![a-zA-Z])|>=", r"\\geq "),
@@ -62,7 +64,7 @@ _SPELLINGS = tuple(
         (r"\\(?:lor|vee)\b", " or "),
         (r"\\(?:land|wedge)\b", " and "),
         (r"\\varnothing\b|\\\{\s*\\\}", r"\\emptyset "),
-        (r"\\infinity\b|(?<![a-zA-Z\\])(?:infinity|infty|oo)\b", r"\\infty "),
+        (r"\\infinity\b|(?<![a-zA-Z\\])(?:[iI]nfinity|infty|oo)\b", r"\\infty "),
         (r"\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?|\\(?:R|Reals|reals)\b", r"\\R "),
         (r"\\(?:lt|gt|lbrace|rbrace|langle|rangle)(?![a-zA-Z])", None),
         (r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b", r"^\\circ "),
@@ -71,7 +73,7 @@ _SPELLINGS = tuple(
         (r"\*\*", "^"),
         (r"\\operatorname\b", ""),
         (r"\\begin\s*\{(?:cases|aligned|gathered|split)\}([^\x00]*)\\end\s*\{\w+\}", None),
-        (r"([\[\]])([^][(),]+,[^][(),]+)([\[\]])", None),
+        (r"([\[\]])([^][(),;]+[,;][^][(),;]+)([\[\]])", None),
     )
 )
 
