@@ -75,7 +75,9 @@ def factor(one: tuple[str, str], other: tuple[str, str]) -> int:
         point = next(_points(first, second))
         ours, theirs = _put(first, point), _put(second, point)
         ratio = _Evaluation(_PRECISION, {}).number(("/", ours, theirs))
-        if ratio == 0 or not _same(("*", first, theirs), ("*", second, ours)):
+        if any(_same(side, ("number", Fraction(0))) for side in (ours, theirs)) or not _same(
+            ("*", first, theirs), ("*", second, ours)
+        ):
             return 0
         return 0 if ratio.imag else 1 if ratio.real > 0 else -1
     except UnreadableError:
@@ -185,7 +187,7 @@ class _Reader:
         while True:
             if self._take("^"):
                 base = self._raised(base)
-            elif self._take("!"):
+            elif self._take("!") and self.token != "!":
                 base = ("!", base)
             elif self._take("%"):
                 base = ("/", base, ("number", Fraction(100)))
@@ -381,8 +383,8 @@ def _points(first: Node, second: Node) -> Iterator[Point]:
         return
     rng = random.Random(repr(first))
     if any(node[0] in ("!", "binom") or (node[0] == "^" and node[1][0] == "-") for node in nodes):
-        for _ in range(6):
-            yield dict(zip(names, map(Fraction, rng.sample(range(1, 12 + len(names)), len(names))), strict=True))
+        for place in range(8):  # even and odd ones in all mixtures
+            yield {name: Fraction(1 + 2 * rng.randrange(7) + (place >> at % 3 & 1)) for at, name in enumerate(names)}
         return
     for lowest, highest, unit in ((1, 4, 997), (1, 4, 997), (20, 90, 997), (-4, 4, 997), (-4, 0, 997), (1, 9, 99_991)):
         yield {name: Fraction(rng.randrange(997 * lowest, 997 * highest), unit) for name in names}

@@ -454,9 +454,9 @@ def _same_sequence(ours: tuple[str, Parts], theirs: tuple[str, Parts]) -> bool:
     mine, others = (
         tuple(part.partition("=")[2] if _name(part) else part for part in parts) for parts in (mine, others)
     )
-    if kinds in _IN_ANY_ORDER:
+    if kinds in _IN_ANY_ORDER and all(len({*each} - {None}) < 2 for each in names):
         return _matched(mine, others, _same)
-    return (len(kinds) == 1 or kinds in _ALIKE) and all(map(_same, mine, others))
+    return (len(kinds) == 1 or kinds in (*_IN_ANY_ORDER, *_ALIKE)) and all(map(_same, mine, others))
 
 
 def _name(text: str) -> str | None:
@@ -512,8 +512,8 @@ def _is_function(text: str) -> bool:
 
 
 def _is_name(text: str, *, of_one: bool = False) -> bool:
-    """Whether a text may be the name of what follows "=": it has letters, and no number that stands alone. With
-    `of_one` it is no sum, product or power."""
+    """Whether a text may be the name of what follows "=": it has letters, and no number but as an index or an argument.
+    With `of_one` it is no sum, product or power."""
     bare = _stripped(text)
     if text in ("e", "i"):
         return True
@@ -521,23 +521,21 @@ def _is_name(text: str, *, of_one: bool = False) -> bool:
         return False
     if _HEDGE.search(re.sub(r"\\[a-zA-Z]+", "", text)):
         return False
-    if of_one and re.search(r"[-+*/^]", re.sub(r"_\{[^{}]*\}", "", text)):
+    if of_one and re.search(r"[-+*/^]|^[a-z]\s*[a-z]$", re.sub(r"_\{[^{}]*\}", "", text)):
         return False
-    if re.search(r"[-+]", bare):
-        bare = re.sub(r"\d+\s*(?=[a-zA-Z\\])", "", bare)
     return not re.search(r"\d", bare)
 
 
 def _stripped(text: str) -> str:
-    """Without indices, small powers, and the arguments of functions."""
-    return re.sub(r"_\{[^{}]*\}|_\w|\^\{?\d\}?|\([^()]*\)", "", text)
+    """Without indices and the arguments of functions."""
+    return re.sub(r"_\{[^{}]*\}|_\w|\([^()]*\)", "", text)
 
 
 def _concludes(gold: str, terms: Parts, signs: Parts) -> bool:
     """Whether a chain of equations is true, and the gold answer a part of it. It may begin, or end, with a name."""
     if terms[0] == "" or (_is_name(terms[0]) and not algebra.symbols(_stripped(terms[0])) & algebra.symbols(gold)):
         terms, signs = terms[1:], signs[1:]
-    elif len(terms) == 2 and _VARIABLE.fullmatch(terms[1]):
+    elif len(terms) == 2 and _VARIABLE.fullmatch(terms[1]) and not algebra.symbols(gold):
         return _same(gold, terms[0])
     links = zip(terms, signs, terms[1:], strict=False)
     if not all(_same(one, other) if sign == "=" else _near(one, other) for one, sign, other in links):
