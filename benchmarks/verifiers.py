@@ -12,7 +12,11 @@ Gold answers of `benchmarks/answers.jsonl`, and of GSM8K, AIME24, AMC23 and Mine
 - `math_wrong_accepted`: per kind, the share of wrong answers that count as right: a digit or the sign changed, another
   problem's answer, a part of the gold one, its beginning, a fraction inverted
 - `e1_wrong`: of pairs whose verdict is beyond doubt, those that come out otherwise
-- `math_per_cpu_s`: of all of these together, a CPU second of verifier and algebra; `_by`: per benchmark
+- `math_per_cpu_s`: of all of these together, a CPU second; `_by`: per benchmark
+- `cases_correct`, `cases_false_accept`: of `benchmarks/math_cases.jsonl`, the share with the expected verdict, and the
+  number of wrong answers that count as right
+- `evaluator_mixed`: of 2,000 formulas that the evaluator judges 1, 8 and 64 at once, verdicts that are not theirs
+- `plain_per_cpu_s`, `formulas_per_cpu_s`: verdicts on whole numbers, and on distinct formulas, a CPU second
 - `hostile_cpu_s`: CPU seconds of the dearest of answers made to hold a verifier up
 - `math_p99_ms`: 99th percentile of an honest answer's time in one of two reward workers, whose other one is given
   hostile answers all the time
@@ -60,6 +64,7 @@ from areal_core.rewards.pool import RewardPool
 from areal_core.types import Outcome, Prompt
 from benchmarks._gym import measure_gym
 from benchmarks._harness import parser, report, tell
+from benchmarks._math_cases import measure_cases
 from benchmarks._programs import measure_programs
 
 OWN = Path(__file__).with_name("answers.jsonl")
@@ -108,7 +113,14 @@ def main() -> None:
     command.add_argument("--data", type=Path, help="folder with the benchmarks' files")
     command.add_argument("--seed", type=int, default=1)
     given = command.parse_args()
-    report(lambda: measure(given.data, given.seed) | measure_gym(given.seed) | measure_programs(given.data, given.seed))
+    report(
+        lambda: (
+            measure(given.data, given.seed)
+            | measure_cases(given.seed)
+            | measure_gym(given.seed)
+            | measure_programs(given.data, given.seed)
+        )
+    )
 
 
 def measure(data: Path | None, seed: int) -> dict[str, Any]:
@@ -150,7 +162,7 @@ def verdict(gold: str, text: str) -> Outcome:
 
 
 def cpu_s() -> float:
-    """Of this process, and of the algebra that it has asked, dead children included."""
+    """Of this process and its children, dead ones included."""
     spent = time.process_time()
     for process in psutil.Process().children(recursive=True):
         times = process.cpu_times()
@@ -339,7 +351,7 @@ async def _p99_ms(honest: Sequence[tuple[str, str]]) -> float:
     pool = RewardPool(2, timeout_s=60, function=_judged)
     try:
         warm = (r"2\sqrt{2}", r"\boxed{\sqrt{8}}")
-        await asyncio.gather(*(pool.ask(warm) for _ in range(4)))  # both workers have started their algebra
+        await asyncio.gather(*(pool.ask(warm) for _ in range(4)))
 
         async def attack() -> None:
             for text in _for_ever(HOSTILE):

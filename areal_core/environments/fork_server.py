@@ -1,9 +1,9 @@
 """Judge untrusted answers in fresh forks of one warm, confined process.
 
-    server = ForkServer("areal_core.environments.algebra:Formulas", cpu_s=1.0)
-    server.ask(gold, answer) -> Reply("done", Outcome.RIGHT)
+    server = ForkServer("areal_core.environments.procedural_scores:Scores", cpu_s=1.0)
+    server.ask(entry, answer) -> Reply("done", 1.0)
 
-A scorer that interprets an answer (SymPy's parser, reasoning-gym's `eval`) may run whatever the answer says. So a
+A scorer that interprets an answer (reasoning-gym's `eval`, SymPy's parser) may run whatever the answer says. So a
 process of its own imports the scorer and gives up its rights (`areal_core.environments.confinement`). Then it forks a
 child for each answer. A child that rewrites the scorer, a cache or the gold answer changes no other verdict. It may
 still lie about its own answer: scorers refuse answers that are no plain expressions.

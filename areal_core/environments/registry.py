@@ -16,7 +16,7 @@ from areal_core.environments.programs import Programs
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.environments.two_turn import TwoTurn
 from areal_core.environments.verdicts import Judge
-from areal_core.environments.verifiers import VERIFIERS, mathematics
+from areal_core.environments.verifiers import VERIFIERS
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.tokenizer import Tokenizer
 
@@ -36,7 +36,6 @@ def _confined(verify: Callable[..., Verdict]) -> Callable[[EnvironmentConfig], V
 
 CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers that have settings
     "code": Programs,
-    "mathematics": _confined(mathematics),
     "reasoning_gym": _confined(procedural),
     "reasoning_gym_share": _confined(procedural_share),
 }

@@ -1,5 +1,3 @@
-import functools
-
 import pytest
 
 from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
@@ -24,9 +22,7 @@ def test_environments_go_by_name_or_by_import_path():
 def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own():
     arithmetic, rows = TaskConfig(name="arithmetic"), TaskConfig(name="rows")
     assert open_verifier(EnvironmentConfig(), arithmetic) is exact_match
-    by_default = open_verifier(EnvironmentConfig(sandbox="none"), rows)
-    assert isinstance(by_default, functools.partial)
-    assert (by_default.func, by_default.keywords) == (mathematics, {"isolation": "none"})
+    assert open_verifier(EnvironmentConfig(), rows) is mathematics
     assert open_verifier(EnvironmentConfig(verifier="exact_match"), rows) is exact_match
     path = "areal_core.environments.verifiers:mathematics"
     assert open_verifier(EnvironmentConfig(verifier=path), arithmetic) is mathematics

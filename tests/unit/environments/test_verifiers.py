@@ -40,14 +40,11 @@ def test_exact_match_looks_at_what_follows_the_last_mark(completion, score):
         ("\\boxed{" + "x" * 601 + "}", "1", Outcome.UNPARSABLE),
         ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", Outcome.RIGHT),
         ("\\boxed{2}", "3\\sqrt{2}", Outcome.WRONG),
+        ("\\boxed{9^{9^{9^{9}}}}", "\\sqrt{2}", Outcome.WRONG),
+        ("\\boxed{x}", "np.arcsin(10/13", Outcome.WRONG),
     ],
 )
 def test_mathematics(completion, gold, outcome):
     verdict = mathematics(task(gold), completion)
     assert verdict.outcome is outcome
     assert verdict.score == (1.0 if outcome is Outcome.RIGHT else 0.0)
-
-
-def test_answer_that_takes_too_long_is_incorrect():
-    verdict = mathematics(task("\\sqrt{2}"), "\\boxed{3000000!!}")
-    assert (verdict.outcome, verdict.score) == (Outcome.TIMED_OUT, 0.0)
