@@ -145,10 +145,10 @@ def test_different(gold, answer):
         ("3,-3", (r"\pm 3", r"x=\pm 3")),
         (r"\emptyset", (r"\varnothing", r"\{\}")),
         ("2.5", (r"\approx 2.5", r"\color{blue}{2.5}", r"\underline{2.5}", r"\large 2.5", "\u00bd\u00d75", "2\u00bd")),
-        ("23", ("\uff12\uff13", "\u4e8c\u5341\u4e09")),
+        ("23", ("\uff12\uff13",)),
         ("x^2", ("x\u00b2",)),
         ("1:2", ("2:4",)),
-        ("10:30", ("10:30 a.m.",)),
+        ("10:30 am", ("10:30 a.m.",)),
     ],
 )
 def test_spellings_of_the_same(gold, answers):
@@ -180,6 +180,7 @@ def test_spellings_of_the_same(gold, answers):
         (r"\{1,2\}", ("x=2,y=1",)),
         ("1011_2", ("1011_3", "11")),
         ("x<3", ("3", r"x\leq 3", "x>3", "y<3")),
+        ("10:30", ("10.5", "10:31", "20:60")),
         ("B", ("(B) or (C)", "A, B", "b", "not B")),
         (r"1\pm\sqrt{2}", (r"1+\sqrt{2}",)),
         ("HHT", ("HTH",)),
