@@ -41,14 +41,16 @@ _GREEK = (
 _NAMED = "sin cos tan cot sec csc sinh cosh tanh coth ln log exp gcd max min arg Re:re Im:im lg:log10"
 _NAMED += " arcsin:asin arccos:acos arctan:atan arccot:acot"
 GREEK = _GREEK.split()
-_SYMBOLS = {f"\\{name}" for name in [*GREEK, "infty", "ell", "hbar", "nabla"]}
+_SYMBOLS = {f"\\{name}" for name in [*GREEK, "pi", "infty", "ell", "hbar", "nabla"]}
 _DECORATIONS = {f"\\{name}" for name in ("bar", "overline", "hat", "widehat", "tilde", "dot", "ddot")}
 _ZERO, _DEGREE = ("number", Fraction(0)), ("/", ("pi",), ("number", Fraction(180)))
 _INFINITY = ("symbol", r"\infty")  # nothing is computed with it
-_CLOSING = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+_OF_TWO = {r"\frac": "/", r"\binom": "binom"}
+_ENCLOSED = {"|": "abs", r"\lfloor": "lfloor", r"\lceil": "lceil"}
+_CLOSING = {"|": "|", "(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _FUNCTIONS = {f"\\{name.split(':')[0]}": name.split(":")[-1] for name in _NAMED.split()}
 _INVERSE = {"sin": "asin", "cos": "acos", "tan": "atan", "cot": "acot", "sinh": "asinh", "cosh": "acosh"}
-_WORDS = {name[1:]: name for name in [*_FUNCTIONS, r"\sqrt", r"\pi", *_SYMBOLS]}
+_WORDS = {name[1:]: name for name in [*_FUNCTIONS, r"\sqrt", *_SYMBOLS]}
 _TOKEN = re.compile(
     r"\\[a-zA-Z]+|\\.|_\{[^{}]*\}|_\w|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:[eE][-+]?\d{1,3}(?!\d))?|\.\d+|[a-zA-Z]+|'+|\S"
 )
@@ -98,13 +100,6 @@ def symbols(text: str) -> set[str]:
     return set()
 
 
-def is_symbol(text: str) -> bool:
-    """Whether a formula is a symbol and nothing else."""
-    with contextlib.suppress(UnreadableError):
-        return read(text)[0] == "symbol"
-    return False
-
-
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> Node:
     """The tree of a formula. Raises UnreadableError."""
@@ -113,7 +108,7 @@ def read(text: str) -> Node:
     reader = _Reader(_DERIVATIVE.sub(lambda found: f"D_{{{found['of']}/{found['by']}{found['order'] or ''}}}", text))
     node = reader.sum()
     within = node[1] if node[0] == "-" else node
-    if reader.token is not None or any(part == _INFINITY and part is not within for part in _nodes(node)):
+    if reader.token or any(part == _INFINITY and part is not within for part in _nodes(node)):
         raise UnreadableError(text)
     return node
 
@@ -129,16 +124,18 @@ class _Reader:
     """Recursive descent over the tokens of a formula."""
 
     def __init__(self, text: str) -> None:
-        self._tokens = _tokens(text)
-        self._at = self._depth = self._bars = 0
+        self._tokens = [*_tokens(text), ""]
+        self._at = self._depth = 0
+        self._in_bars = False
 
     @property
-    def token(self) -> str | None:
-        return self._tokens[self._at] if self._at < len(self._tokens) else None
+    def token(self) -> str:
+        """The next one; "" at the end."""
+        return self._tokens[self._at]
 
     def _next(self) -> str:
         token = self.token
-        if token is None:
+        if not token:
             raise UnreadableError
         self._at += 1
         return token
@@ -169,11 +166,9 @@ class _Reader:
     def _goes_on(self) -> bool:
         """Whether a factor follows without a sign. A number does not: "3 4" is no product."""
         token = self.token
-        if token is None or token[0] == "_":
-            return False
         if token == "|":
-            return not self._bars
-        return token.isalpha() or token in _CLOSING or (token[0] == "\\" and token in _COMMANDS)
+            return not self._in_bars
+        return token.isalpha() or token in _CLOSING or token in _COMMANDS
 
     def _signed(self) -> Node:
         signs = []
@@ -210,21 +205,14 @@ class _Reader:
 
     def _one(self, token: str) -> Node:
         if token[0].isdecimal() or (token[0] == "." and len(token) > 1):
-            return self._number(token)
-        if token == "|":
-            self._bars += 1
-            inner = self.sum()
-            self._bars -= 1
-            return "abs", self._closed(inner, "|")
+            return "number", Fraction(token.replace(",", ""))
         if token in _CLOSING:
-            bars, self._bars = self._bars, 0
+            in_bars, self._in_bars = self._in_bars, token == "|"
             inner = self._closed(self.sum(), _CLOSING[token])
-            self._bars = bars
-            return (token[1:], inner) if token[0] == "\\" else inner
-        if token == r"\frac":
-            return "/", self._argument(), self._argument()
-        if token == r"\binom":
-            return "binom", self._argument(), self._argument()
+            self._in_bars = in_bars
+            return (_ENCLOSED[token], inner) if token in _ENCLOSED else inner
+        if token in _OF_TWO:
+            return _OF_TWO[token], self._argument(), self._argument()
         if token == r"\sqrt":
             degree = self._closed(self.sum(), "]") if self._take("[") else ("number", Fraction(2))
             return "root", self._argument(whole=True), degree
@@ -232,8 +220,6 @@ class _Reader:
             return self._function(_FUNCTIONS[token])
         if token in _DECORATIONS:
             return self._symbol(f"{token}{self._argument()}")
-        if token == r"\pi":
-            return ("pi",)
         if (len(token) == 1 and token.isalpha()) or token in _SYMBOLS:
             return self._symbol(token)
         raise UnreadableError(token)
@@ -243,27 +229,19 @@ class _Reader:
             raise UnreadableError
         return node
 
-    def _number(self, token: str) -> Node:
-        node = ("number", Fraction(token.replace(",", "")))
-        if token.isdigit() and self._take(r"\frac"):  # a mixed number, or a product
-            fraction = ("/", self._argument(), self._argument())
-            mixed = all(part[0] == "number" and part[1].denominator == 1 for part in fraction[1:])
-            return "+" if mixed else "*", node, fraction
-        return node
-
     def _symbol(self, name: str) -> Node:
         whole = name
-        while self.token is not None and self.token[0] in "_'":
+        while self.token[:1] in ("_", "'"):
             whole += re.sub(r"[{}\s]", "", self._next())
         following = self._tokens[self._at : self._at + 3]
-        if len(following) == 3 and following[0] + following[2] == "()" and following[1].isdigit():
+        if "".join(following[::2]) == "()" and following[1].isdigit():
             self._at += 3  # I(0) is no product
             whole += "".join(following)
-        return (whole,) if whole in ("e", "i") else ("symbol", whole)
+        return (whole.strip("\\"),) if whole in ("e", "i", r"\pi") else ("symbol", whole)
 
     def _argument(self, *, whole: bool = False) -> Node:
         r"""Of a command: braces, or one character: \frac12 is a half. With `whole`, a number of any length."""
-        token = self.token or ""
+        token = self.token
         if token[:1].isdigit() and len(token) > 1 and not whole:
             self._tokens[self._at] = token[1:]
             return "number", Fraction(token[0])
@@ -271,7 +249,7 @@ class _Reader:
 
     def _function(self, name: str) -> Node:
         base = exponent = None
-        while self.token is not None and (self.token[0] == "_" or self.token == "^"):
+        while self.token[:1] in ("_", "^"):
             if self._take("^"):
                 exponent = self._exponent()
             else:
@@ -287,19 +265,15 @@ class _Reader:
             while self._goes_on() and self.token not in _FUNCTIONS and self.token != "(":
                 arguments.append(self._power())
             arguments = [_times(arguments)]
-        if len(arguments) > 1 and name not in ("gcd", "max", "min"):
+        if (len(arguments) > 1 and name not in ("gcd", "max", "min")) or (base is not None and name != "log"):
             raise UnreadableError
         if exponent == ("-", ("number", 1)) and name in _INVERSE:
             return _INVERSE[name], *arguments
-        node: Node = (name, *arguments)
-        if base is not None:
-            if name != "log":
-                raise UnreadableError
-            node = ("/", ("ln", *arguments), ("ln", base))
+        node: Node = (name, *arguments) if base is None else ("/", ("ln", *arguments), ("ln", base))
         return node if exponent is None else ("^", node, exponent)
 
 
-_COMMANDS = {*_SYMBOLS, *_DECORATIONS, *_FUNCTIONS, r"\frac", r"\binom", r"\sqrt", r"\pi"}
+_COMMANDS = {*_SYMBOLS, *_DECORATIONS, *_FUNCTIONS, *_OF_TWO, r"\sqrt"}
 
 
 def _tokens(text: str) -> list[str]:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeVar
+from typing import Any
 
 from areal_core.environments import algebra
 from areal_core.environments.quantities import DIGITS, measured, number, rounds, same_number, times, unit_at_start
@@ -33,8 +33,8 @@ _ANSWER = re.compile(
     re.IGNORECASE,
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_JOINED = re.compile(r"[\s$]*(?:,|and|or|,\s*and|,\s*or)[\s$]*")
-_BETWEEN = re.compile(  # boxes that hold one answer together
+_BOXED_WORD = re.compile(r"\\boxed\s*+([^\s${][^\s$]*)?+(?!\{)")
+_BETWEEN = re.compile(  # boxes or formulas that are one answer together
     r"(?:[\s$,;/]|\\\\|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|(?:and|or|maybe|perhaps|possibly)(?![a-zA-Z]))*+"
 )
 _OR = re.compile(r"\s*,?\s*or\s+")
@@ -77,10 +77,10 @@ def gold_answer(field: str) -> str | None:
 
 
 def _marked(text: str) -> str | None:
-    boxes = list(itertools.islice(_boxes(text.replace(r"\fbox", r"\boxed")), _BOXES))
-    if boxes:  # "\boxed{3} or \boxed{4}" is one answer
+    text = text.replace(r"\fbox", r"\boxed")
+    if boxes := list(itertools.islice(_boxes(text), _BOXES)):  # "\boxed{3} or \boxed{4}" is one answer
         whole = list(itertools.takewhile(lambda box: box[2], boxes))
-        return ", ".join(dict.fromkeys(_joined(text.replace(r"\fbox", r"\boxed"), whole, _BETWEEN)))
+        return ", ".join(dict.fromkeys(_joined(text, whole, _BETWEEN)))
     for mark, end in ("<answer>", "</answer>"), ("####", "\n"):
         _, found, after = text.rpartition(mark)
         if found:
@@ -92,17 +92,15 @@ def _boxes(text: str) -> Iterator[Span]:
     """The boxes of a text, the last one first. One that is not closed is empty."""
     at = len(text)
     while (at := text.rfind(r"\boxed", 0, at)) >= 0:
-        start = at + len(r"\boxed")
-        start += len(text[start : start + _ALONE]) - len(text[start : start + _ALONE].lstrip())
-        if not text.startswith("{", start):
-            word = re.split(r"[\s$]", text[start : start + _LAST], maxsplit=1)[0]
-            yield at, start + len(word), word.rstrip(".,")
+        word = _BOXED_WORD.match(text, at)
+        if word is not None:
+            yield at, word.end(), word[1].rstrip(".,")
             continue
         depth = 0
-        for brace in re.compile("[{}]").finditer(text, start):
+        for brace in re.compile("[{}]").finditer(text, at):
             depth += 1 if brace.group() == "{" else -1
             if depth == 0:
-                yield at, brace.end(), text[start + 1 : brace.start()].strip()
+                yield at, brace.end(), text[at : brace.start()].partition("{")[2].strip()
                 break
         else:
             yield at, len(text), ""
@@ -127,7 +125,7 @@ def _sentence(text: str) -> str | None:
     if option := _OPTION.match(line):
         return option[1]
     if formulas := _spans(_MATH, line):
-        shown = _joined(line, formulas, _JOINED)
+        shown = _joined(line, formulas, _BETWEEN)
         unit = unit_at_start(line[formulas[0][1] :].replace("\\%", "%")) if len(shown) == 1 else ""
         return ", ".join(shown) + unit
     counted = _IN_WORDS.match(line)
@@ -157,8 +155,7 @@ _MAX_DEPTH = 60
 _SEPARATOR = re.compile(r"\s*(?:[,;\n]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*(?:(?:and|or)(?![a-zA-Z])\s*)?")
 _LISTED = re.compile(rf"(?!(?<=\d),\d{{3}}(?!\d)){_SEPARATOR.pattern}")  # not in 1,234
 _RELATION = re.compile(r"\\leq|\\geq|\\neq|\\approx|[<>=]")
-_CUP, _COLON, _ROW, _CELL = (re.compile(pattern) for pattern in (r"\\cup(?![a-zA-Z])", ":", "\n", "&"))
-_SYMBOL = r"\\?[a-zA-Z]+'*(?:_\{[^{}]*\}|_\w)?'*"
+_CUP, _COLON, _CELL = (re.compile(pattern) for pattern in (r"\\cup(?![a-zA-Z])", ":", "&"))
 _VARIABLE = re.compile(r"(?:[a-zA-Z]|\\(?!infty|pi)[a-z]+)(?:_\{[^{}]*\}|_\w)?")
 _IN = re.compile(rf"({_VARIABLE.pattern})\s*\\in(?![a-zA-Z])\s*")
 _BUILDER = re.compile(
@@ -170,16 +167,15 @@ _MATRIX = re.compile(
     r"(?P<turned>\s*\^\s*\{?\s*(?:\\top|T)\s*\}?)?",
     re.DOTALL,
 )
-_BASED = re.compile(r"\(?(\d[\dA-F]*)\)?\s*_\s*\{?\s*(\d+)\s*\}?")
 _CHOICE = re.compile(
-    r"(?P<word>(?i:(?:the\s+)?(?:option|choice|answer)\s*:?\s*))?"
-    r"(?:\((?P<marked>[A-J])\)|(?P<bare>[A-J])(?![a-zA-Z])(?P<mark>[.):])?)\s*(?P<rest>.*)",
+    r"(?P<word>(?i:(?:the\s+)?(?:option|choice|answer)\s*:?\s*))?(?P<bracket>\()?(?P<letter>[A-J])"
+    r"(?(bracket)\)|(?![a-zA-Z])(?P<mark>[.):])?)\s*(?P<rest>.*)",
     re.DOTALL,
 )
+_OTHER_CHOICE = re.compile(r"[-+*/^_=<>!,]|.*(?<![a-zA-Z\\])[A-J](?![a-zA-Z])", re.DOTALL)
 _SHORT_WORDS = "no yes odd dne red one two six ten all day sat sun mon tue wed thu fri boy cat dog her him"
 
 Parts = tuple[str, ...]
-Item = TypeVar("Item")
 
 
 def balanced(text: str) -> bool:
@@ -205,20 +201,13 @@ def compared(gold: str, answer: str) -> bool:
 def _same_choice(gold: str, answer: str) -> bool:
     """Whether both name the same option of a multiple choice, such as "(B) 7" and "B"."""
     ours, theirs = _CHOICE.fullmatch(gold), _CHOICE.fullmatch(answer)
-    if not ours or not theirs or (ours["rest"] and not ours["marked"]):
-        return False
-    if (ours["marked"] or ours["bare"]) != (theirs["marked"] or theirs["bare"]):
+    if not ours or not theirs or ours["letter"] != theirs["letter"] or (ours["rest"] and not ours["bracket"]):
         return False
     rest = theirs["rest"]
     if not rest or ours["rest"]:
         return not rest or _same(ours["rest"], rest)
-    marked = theirs["marked"] or theirs["mark"] or theirs["word"]
-    return (
-        bool(marked)
-        and not re.match(r"[-+*/^_=<>!,]", rest)
-        and not re.search(r"(?<![a-zA-Z\\])[A-J](?![a-zA-Z])", rest)
-        and not _HEDGE.search(rest)
-    )
+    marked = theirs["bracket"] or theirs["mark"] or theirs["word"]
+    return bool(marked) and not _OTHER_CHOICE.match(rest) and not _HEDGE.search(rest)
 
 
 def _same(gold: str, answer: str) -> bool:
@@ -280,7 +269,7 @@ def _split(text: str, pattern: re.Pattern[str]) -> tuple[Parts, Parts]:
     return (*parts, text[start:].strip()), tuple(separators)
 
 
-def _matched(ours: Sequence[Item], theirs: Sequence[Item], same: Callable[[Item, Item], bool]) -> bool:
+def _matched(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool]) -> bool:
     """Whether two collections are the same in any order."""
     left = list(theirs) if len(ours) == len(theirs) else []
     for one in ours:
@@ -406,17 +395,12 @@ def _matrix(found: re.Match[str]) -> tuple[str, Parts]:
 
 
 def _expanded(parts: Parts) -> Parts:
-    r"""Values, and two for each with \pm: or four for one that has two of these and no \mp."""
-    return tuple(value for part in parts for value in _either(part))
-
-
-def _either(text: str) -> Parts:
-    if r"\mp" in text:
-        return tuple(text.replace(r"\pm", one).replace(r"\mp", other) for one, other in ("+-", "-+"))
-    before, sign, after = text.partition(r"\pm")
-    if not sign or text.count(sign) > 3:
-        return (text,)
-    return _expanded((f"{before}+{after}", f"{before}-{after}"))
+    r"""Values, and two for each with one \pm, or with \mp."""
+    return tuple(
+        part.replace(r"\pm", one).replace(r"\mp", other)
+        for part in parts
+        for one, other in (("+-", "-+") if r"\mp" in part or part.count(r"\pm") == 1 else ((r"\pm", r"\mp"),))
+    )
 
 
 def _same_sequence(ours: tuple[str, Parts], theirs: tuple[str, Parts]) -> bool:
@@ -467,22 +451,18 @@ def _same_relation(gold: tuple[Parts, Parts], answer: tuple[Parts, Parts]) -> bo
 
 
 def _same_inequality(gold: tuple[Parts, Parts], answer: tuple[Parts, Parts]) -> bool:
-    """Whether two inequalities of two sides are the same, up to a positive factor."""
-    sides = []
-    for terms, signs in (gold, answer):
-        if len(terms) != 2 or signs[0] not in _BRACKETS:
-            return False
-        first, second = terms if signs[0] in ("<", r"\leq") else terms[::-1]
-        sides.append((first, second))
-    return _BRACKETS[gold[1][0]] == _BRACKETS[answer[1][0]] and algebra.factor(*sides) > 0
+    """Whether two inequalities of two sides are the same, up to a factor."""
+    (ours, signs), (theirs, others) = gold, answer
+    if len(ours) != 2 or len(theirs) != 2 or not {*signs, *others} <= {*_BRACKETS}:
+        return False
+    sign = 1 if signs == others else -1
+    alike = _BRACKETS[signs[0]] == _BRACKETS[others[0]]
+    return alike and algebra.factor((ours[0], ours[1]), (theirs[0], theirs[1])) == sign
 
 
 def _is_named(name: str, last: str) -> bool:
-    """Whether an equation gives a value to a name: a symbol, f(x), a few words; or to a number."""
-    if algebra.symbols(last):
-        bare = re.sub(r"\s*\([^()]*\)$", "", name)
-        return algebra.is_symbol(bare) or bool(re.fullmatch(r"[a-zA-Z\s]{3,}", bare))
-    is_product = re.search(r"[-+*/^]|^[a-z]\s*[a-z]$", re.sub(r"_\{[^{}]*\}", "", name))
+    """Whether an equation gives a value to a name, such as a symbol or f(x); or to a number."""
+    is_product = re.search(r"[-+*/^]|\\sqrt|^[a-z]\s*[a-z]$", re.sub(r"_\{[^{}]*\}", "", name))
     is_word = last.isalpha() and len(last) > 2
     return not is_word and (algebra.value(name) is not None or (_is_name(name) and not is_product))
 
@@ -521,7 +501,7 @@ def _near(precise: str, rounded: str) -> bool:
 
 
 def _same_value(gold: str, answer: str) -> bool:
-    if based := _BASED.fullmatch(gold):  # an answer may leave out the base
+    if based := re.fullmatch(r"(\d\w*)_\{\d+\}", gold):  # an answer may leave out the base
         return answer.lstrip("0") == based[1]
     if gold in _SHORT_WORDS.split():  # no product of symbols
         return False

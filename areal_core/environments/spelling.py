@@ -45,6 +45,22 @@ def _in_a_line(found: re.Match[str]) -> str:
     return found[1].replace("&", " ").strip().replace("\n", ", ")
 
 
+_NAMES = {
+    r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom", r"\leq ": "le leqslant", r"\geq ": "ge geqslant",
+    r"\neq ": "ne", r"\approx ": "simeq thickapprox", r"\emptyset ": "varnothing", r"\infty ": "infinity",
+    r"\{": "lbrace", r"\}": "rbrace", r"\R ": "Reals reals", "<": "lt", ">": "gt", "(": "langle", ")": "rangle",
+    "|": "lvert rvert vert mid", " or ": "lor vee", " and ": "land wedge", "\n": "cr newline",
+    " ": "quad qquad displaystyle textstyle scriptstyle limits nolimits",
+    "": "left right middle big Big bigg Bigg bigl bigr Bigl Bigr tiny small large Large huge bf rm it sf hline vec"
+    " overrightarrow mathcal operatorname",
+}  # fmt: skip
+_COMMANDS = {name: spelling for spelling, names in _NAMES.items() for name in names.split()}
+
+
+def _command(found: re.Match[str]) -> str:
+    return _COMMANDS.get(found[1], found.group())
+
+
 _SPELLINGS = tuple(
     (re.compile(pattern), spelling)
     for pattern, spelling in (
@@ -52,38 +68,27 @@ _SPELLINGS = tuple(
         (r"^\s*\\(?:therefore|implies|Rightarrow)\b", ""),
         (r"\\\$|\$(?=\s*\d)", "USD "),
         (r"\$", ""),
-        (r"\\\\(?:\s*\[[^\]]*\])?|\\(?:cr|newline)\b", "\n"),  # the end of a row
+        (r"\\(?:left|right)\s*\.", ""),
         (r"(?<=\d)(?:,\s*\\!|\{,\}|\\[,:; ]|~|')\s*(?=\d{3}(?!\d))", ""),  # thousands
         (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?! ?\d|,\d)|(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?!\d)", _without_gaps),
         (r"^\(?0*(\d[\dA-F]*)\)?\s*_\s*\{?\s*(\d+)\s*\}?$", r"\1_{\2}"),
         (r"\b(\d{1,2}):([0-5]\d)\b", r"\1_{:\2}"),  # a time of day is no quotient
         (r"\b([ap])\.\s?m\b\.?", r"\1m"),
-        (r"(?<=\d) (\d+)/(\d+)$", r"\\frac{\1}{\2}"),
-        (r"\\[,;:!> ]|\\q?quad\b|~|\\(?:display|text|script)style\b|\\(?:no)?limits\b|\\[hv]space\s*\{[^{}]*\}", " "),
-        (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\(?:tiny|small|large|Large|huge)\b", ""),
-        (r"\\(?:bf|rm|it|sf|hline|operatorname)\b|\\(?:(?:text)?color|tag)\*?\s*\{[^{}]*\}", ""),
-        (r"\\(?:vec|overrightarrow|mathcal|mathbin)(?![a-zA-Z])", ""),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"(?<![\d.])(\d+) (\d+/\d+)$", r"(\1+\2)"),
+        (r"\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?", r"\\R "),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])", r"^\\circ "),
+        (r"(?<!\\)\\([a-zA-Z]+)", _command),
+        (r"\\\\(?:\s*\[[^\]]*\])?", "\n"),  # the end of a row
+        (r"\\[,;:!> ]|~|\\[hv]space\s*\{[^{}]*\}", " "),
+        (r"\\(?:(?:text)?color|tag)\*?\s*\{[^{}]*\}", ""),
+        (r"(?<![\d.,^_])(\d+)\s*(\\frac\s*(?:\d\d(?!\d)|\{\s*\d+\s*\}\s*\{\s*\d+\s*\}))", r"(\1+\2)"),
         (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
         (r"(?<=\d)\s*(?:\^\s*\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)", ""),
-        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
-        (r"\\(?:le(?:q|qslant)?)(?![a-zA-Z])|<=", r"\\leq "),
-        (r"\\(?:ge(?:q|qslant)?)(?![a-zA-Z])|>=", r"\\geq "),
-        (r"\\neq?(?![a-zA-Z])|\\not\s*=", r"\\neq "),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
-        (r"\\langle(?![a-zA-Z])", "("),
-        (r"\\rangle(?![a-zA-Z])", ")"),
-        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
-        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
-        (r"\\(?:approx|simeq|thickapprox)\b", r"\\approx "),
-        (r"\\(?:lvert|rvert|vert|mid)\b", "|"),
-        (r"\\(?:lor|vee)\b", " or "),
-        (r"\\(?:land|wedge)\b", " and "),
-        (r"\\varnothing\b|\\\{\s*\\\}", r"\\emptyset "),
-        (r"\\infinity\b|(?<![a-zA-Z\\])(?:[iI]nfinity|infty|oo)\b", r"\\infty "),
-        (r"\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?|\\(?:R|Reals|reals)\b", r"\\R "),
-        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b", r"^\\circ "),
+        (r"<=", r"\\leq "),
+        (r">=", r"\\geq "),
+        (r"\\not\s*=", r"\\neq "),
+        (r"\\\{\s*\\\}", r"\\emptyset "),
+        (r"(?<![a-zA-Z\\])(?:[iI]nfinity|infty|oo)\b", r"\\infty "),
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
         (r"\\%", "%"),
         (r"\*\*", "^"),
@@ -104,11 +109,8 @@ def normalised(text: str) -> str:
         text = next(group for group in formula.groups() if group is not None).strip()
     text = text if text.isascii() else _ascii(text)
     for _ in range(4):
-        wrapped = text
         text = _WRITTEN.sub(rf"{TEXT}\1{TEXT}", text)
         text = _STYLED.sub(lambda found: found[1] if len(found[1]) == 1 else f"{TEXT}{found[1]}{TEXT}", text)
-        if text == wrapped:
-            break
     text = _REPEATING.sub(_fraction, text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
@@ -138,8 +140,6 @@ def _ascii(text: str) -> str:
 def _character(character: str) -> str:
     if character.isascii() or character in _CHARACTERS:
         return _CHARACTERS.get(character, character)
-    if character.isdecimal():
-        return str(unicodedata.decimal(character))
     plain = unicodedata.normalize("NFKC", character)
     if "⁄" in plain:
         return r"\frac{{{}}}{{{}}}".format(*plain.split("⁄"))
