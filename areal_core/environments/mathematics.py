@@ -282,6 +282,7 @@ def _matched(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, An
 
 # -- sets of real numbers ----------------------------------------------------------------------------------------------
 
+_REALS = re.compile(r"\\R(?:\s*(?:\\setminus|\\backslash|-)\s*\\\{(.+)\\\})?|(?i:all real(?: number)?s?)")
 _BRACKETS = {"<": "()", ">": "()", r"\leq": "[]", r"\geq": "[]"}
 
 
@@ -295,7 +296,7 @@ class _Range:
 def _ranges(text: str) -> list[_Range] | None:
     """Intervals, from any spelling of them: brackets, inequalities, a set with a condition."""
     text = _bare(text)
-    if removed := re.fullmatch(r"\\R(?:\s*(?:\\setminus|\\backslash|-)\s*\\\{(.+)\\\})?|all real(?: number)?s?", text):
+    if removed := _REALS.fullmatch(text):
         return _without(_split(removed[1], _SEPARATOR)[0] if removed[1] else ())
     joined, joints = _split(text, _CUP)
     each: Callable[[str], list[_Range] | None] = _ranges

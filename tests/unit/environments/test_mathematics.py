@@ -140,6 +140,7 @@ def test_different(gold, answer):
         ("1011_2", (r"1011_{2}", "1011")),
         ("(2,5)", ("]2,5[", "2<x<5", "5>x>2", r"\{x \mid 2<x<5\}", "x>2, x<5")),
         (r"(-\infty,0)\cup(1,\infty)", ("x<0 or x>1",)),
+        (r"\mathbb{R}", ("All real numbers", r"(-\infty,+\infty)")),
         (r"x\neq 3", (r"\mathbb{R}\setminus\{3\}",)),
         ("B", ("(B) 7", r"\text{Option B}", "B.")),
         (r"\frac{1}{6}", (r"0.1\overline{6}", "0.1(6)", r"0.1\dot{6}")),
