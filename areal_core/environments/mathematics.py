@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeVar
+from typing import Any
 
 from areal_core.environments import algebra
-from areal_core.environments.quantities import DIGITS, Unit, measured, number, rounds, same_number, unit_at_start
+from areal_core.environments.quantities import DIGITS, measured, number, rounds, same_number, times, unit_at_start
 from areal_core.environments.spelling import normalised
 
 _LAST = 4000  # characters of a completion that are searched for its conclusion
@@ -33,8 +33,8 @@ _ANSWER = re.compile(
     re.IGNORECASE,
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_JOINED = re.compile(r"[\s$]*(?:,|and|or|,\s*and|,\s*or)[\s$]*")
-_BETWEEN = re.compile(  # boxes that hold one answer together
+_BOXED_WORD = re.compile(r"\\boxed\s*+([^\s${][^\s$]*)?+(?!\{)")
+_BETWEEN = re.compile(  # boxes or formulas that are one answer together
     r"(?:[\s$,;/]|\\\\|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|(?:and|or|maybe|perhaps|possibly)(?![a-zA-Z]))*+"
 )
 _OR = re.compile(r"\s*,?\s*or\s+")
@@ -45,6 +45,10 @@ _HEDGE = re.compile(
 )
 _OPTION = re.compile(r"(?:option|choice)?\s*\(([A-J])\)(?!\s*(?:or|and|[,/(])|\w)", re.IGNORECASE)
 _IN_WORDS = re.compile(rf"(?<![\w.])[-+\u2212]?(?:[$€£]\s?)?(?:{DIGITS})(?:[eE][-+]?\d+\b)?(?:\s?/\s?\d+)?(?:\s?%)?")
+
+_VALUE = re.compile(rf"{_MATH.pattern}|({_IN_WORDS.pattern})", re.DOTALL)
+
+Span = tuple[int, int, str]  # where something begins and ends in a text, and its content
 
 
 def conclusion(text: str) -> str | None:
@@ -73,18 +77,10 @@ def gold_answer(field: str) -> str | None:
 
 
 def _marked(text: str) -> str | None:
-    at = _last_box(text, len(text))
-    if at >= 0:
-        content, _ = _braced(text, at)
-        contents = [content]
-        while content and len(contents) < _BOXES:  # "\boxed{3} or \boxed{4}" is one answer
-            start = at
-            at = _last_box(text, start)
-            earlier, end = _braced(text, at) if at >= 0 else ("", 0)
-            if not (earlier and end <= start and _BETWEEN.fullmatch(text, end, start)):
-                break
-            contents.insert(0, earlier)
-        return ", ".join(dict.fromkeys(contents))
+    text = text.replace(r"\fbox", r"\boxed")
+    if boxes := list(itertools.islice(_boxes(text), _BOXES)):  # "\boxed{3} or \boxed{4}" is one answer
+        whole = list(itertools.takewhile(lambda box: box[2], boxes))
+        return ", ".join(dict.fromkeys(_joined(text, whole, _BETWEEN)))
     for mark, end in ("<answer>", "</answer>"), ("####", "\n"):
         _, found, after = text.rpartition(mark)
         if found:
@@ -92,24 +88,33 @@ def _marked(text: str) -> str | None:
     return None
 
 
-def _last_box(text: str, end: int) -> int:
-    return max(text.rfind(r"\boxed", 0, end), text.rfind(r"\fbox", 0, end))
+def _boxes(text: str) -> Iterator[Span]:
+    """The boxes of a text, the last one first. One that is not closed is empty."""
+    at = len(text)
+    while (at := text.rfind(r"\boxed", 0, at)) >= 0:
+        word = _BOXED_WORD.match(text, at)
+        if word is not None:
+            yield at, word.end(), word[1].rstrip(".,")
+            continue
+        depth = 0
+        for brace in re.compile("[{}]").finditer(text, at):
+            depth += 1 if brace.group() == "{" else -1
+            if depth == 0:
+                yield at, brace.end(), text[at : brace.start()].partition("{")[2].strip()
+                break
+        else:
+            yield at, len(text), ""
 
 
-def _braced(text: str, at: int) -> tuple[str, int]:
-    """The content of the first braces of a text, or the word after `boxed`; and where that ends."""
-    start = at + (6 if text.startswith(r"\boxed", at) else 5)
-    start += len(text[start : start + _ALONE]) - len(text[start : start + _ALONE].lstrip())
-    if not text.startswith("{", start):
-        word = re.compile(r"[^\s$]*").match(text, start)
-        assert word is not None
-        return word.group().rstrip(".,"), word.end()
-    depth = 0
-    for brace in re.compile("[{}]").finditer(text, start):
-        depth += 1 if brace.group() == "{" else -1
-        if depth == 0:
-            return text[start + 1 : brace.start()].strip(), brace.end()
-    return "", len(text)
+def _joined(text: str, spans: Sequence[Span], between: re.Pattern[str]) -> list[str]:
+    """The content of the first span, and of those behind it in a row with nothing but a joint between them."""
+    row = list(spans[:1])
+    for pair in itertools.pairwise(spans):
+        (_, end, _), (start, _, _) = sorted(pair)
+        if end > start or not between.fullmatch(text, end, start):
+            break
+        row.append(pair[1])
+    return [content for _, _, content in sorted(row)]
 
 
 def _sentence(text: str) -> str | None:
@@ -119,15 +124,10 @@ def _sentence(text: str) -> str | None:
     line = re.split(r",\s+(?:I|as|since|because|which)\b", line, maxsplit=1)[0]
     if option := _OPTION.match(line):
         return option[1]
-    formulas = list(_MATH.finditer(line))
-    if formulas:
-        shown, end = [_inner(formulas[0])], formulas[0].end()
-        for formula in formulas[1:]:
-            if not _JOINED.fullmatch(line[end : formula.start()]):
-                break
-            shown.append(_inner(formula))
-            end = formula.end()
-        return ", ".join(shown) + (unit_at_start(line[end:].replace("\\%", "%")) if len(shown) == 1 else "")
+    if formulas := _spans(_MATH, line):
+        shown = _joined(line, formulas, _BETWEEN)
+        unit = unit_at_start(line[formulas[0][1] :].replace("\\%", "%")) if len(shown) == 1 else ""
+        return ", ".join(shown) + unit
     counted = _IN_WORDS.match(line)
     if counted is not None and (word := re.match(r"\s+[a-zA-Z]{2,}", line[counted.end() :])):
         if unit := unit_at_start(line[counted.end() :]):
@@ -140,26 +140,13 @@ def _sentence(text: str) -> str | None:
 
 def _last_value(text: str) -> str | None:
     """The last formula or number; with those before it that "or" joins to it."""
-    spans = [(found.start(), found.end(), _inner(found)) for found in _MATH.finditer(text)]
-    inside = {place for start, end, _ in spans[-_BOXES:] for place in range(start, end)}
-    spans += [
-        (found.start(), found.end(), found.group().strip())
-        for found in _IN_WORDS.finditer(text)
-        if found.start() not in inside
-    ]
-    spans.sort()
-    if not spans:
-        return None
-    last = [spans[-1][2] + unit_at_start(text[spans[-1][1] :])]
-    for one, other in itertools.pairwise(reversed(spans)):
-        if not _OR.fullmatch(text[other[1] : one[0]]):
-            break
-        last.insert(0, other[2])
-    return ", ".join(last)
+    spans = _spans(_VALUE, text)[::-1]
+    return ", ".join(_joined(text, spans, _OR)) + unit_at_start(text[spans[0][1] :]) if spans else None
 
 
-def _inner(formula: re.Match[str]) -> str:
-    return next(group for group in formula.groups() if group is not None).strip()
+def _spans(pattern: re.Pattern[str], text: str) -> list[Span]:
+    found = pattern.finditer(text)
+    return [(one.start(), one.end(), next(filter(None, one.groups())).strip()) for one in found]
 
 
 # -- structure ---------------------------------------------------------------------------------------------------------
@@ -168,29 +155,27 @@ _MAX_DEPTH = 60
 _SEPARATOR = re.compile(r"\s*(?:[,;\n]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*(?:(?:and|or)(?![a-zA-Z])\s*)?")
 _LISTED = re.compile(rf"(?!(?<=\d),\d{{3}}(?!\d)){_SEPARATOR.pattern}")  # not in 1,234
 _RELATION = re.compile(r"\\leq|\\geq|\\neq|\\approx|[<>=]")
-_CUP, _COLON, _ROW, _CELL = (re.compile(pattern) for pattern in (r"\\cup(?![a-zA-Z])", ":", "\n", "&"))
-_SYMBOL = r"\\?[a-zA-Z]+'*(?:_\{[^{}]*\}|_\w)?'*"
+_CUP, _COLON, _CELL = (re.compile(pattern) for pattern in (r"\\cup(?![a-zA-Z])", ":", "&"))
 _VARIABLE = re.compile(r"(?:[a-zA-Z]|\\(?!infty|pi)[a-z]+)(?:_\{[^{}]*\}|_\w)?")
 _IN = re.compile(rf"({_VARIABLE.pattern})\s*\\in(?![a-zA-Z])\s*")
 _BUILDER = re.compile(
     rf"\\\{{\s*{_VARIABLE.pattern}\s*(?:\\in\s*\\R)?\s*[|:]\s*(.+?)(?:\s*,\s*[a-z]\s*\\in\s*\\R)?\s*\\\}}", re.DOTALL
 )
+_WRAPPED = re.compile(r"(?P<opening>\\?\{|[(\[])(?P<inner>.*?)(?P<closing>\\?\}|[)\]])", re.DOTALL)
 _MATRIX = re.compile(
     r"(?P<by>[^\n&=]*?)\\begin\s*\{(?:[pbB]?|small)(?:matrix|array)\}(?:\s*\{[lcr|]*\})?(?P<rows>.*)\\end\s*\{\w+\}"
     r"(?P<turned>\s*\^\s*\{?\s*(?:\\top|T)\s*\}?)?",
     re.DOTALL,
 )
-_CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
-_BASED = re.compile(r"\(?(\d[\dA-F]*)\)?\s*_\s*\{?\s*(\d+)\s*\}?")
 _CHOICE = re.compile(
-    r"(?P<word>(?i:(?:the\s+)?(?:option|choice|answer)\s*:?\s*))?"
-    r"(?:\((?P<marked>[A-J])\)|(?P<bare>[A-J])(?![a-zA-Z])(?P<mark>[.):])?)\s*(?P<rest>.*)",
+    r"(?P<word>(?i:(?:the\s+)?(?:option|choice|answer)\s*:?\s*))?(?P<bracket>\()?(?P<letter>[A-J])"
+    r"(?(bracket)\)|(?![a-zA-Z])(?P<mark>[.):])?)\s*(?P<rest>.*)",
     re.DOTALL,
 )
+_OTHER_CHOICE = re.compile(r"[-+*/^_=<>!,]|.*(?<![a-zA-Z\\])[A-J](?![a-zA-Z])", re.DOTALL)
 _SHORT_WORDS = "no yes odd dne red one two six ten all day sat sun mon tue wed thu fri boy cat dog her him"
 
 Parts = tuple[str, ...]
-Item = TypeVar("Item")
 
 
 def balanced(text: str) -> bool:
@@ -216,20 +201,13 @@ def compared(gold: str, answer: str) -> bool:
 def _same_choice(gold: str, answer: str) -> bool:
     """Whether both name the same option of a multiple choice, such as "(B) 7" and "B"."""
     ours, theirs = _CHOICE.fullmatch(gold), _CHOICE.fullmatch(answer)
-    if not ours or not theirs or (ours["rest"] and not ours["marked"]):
-        return False
-    if (ours["marked"] or ours["bare"]) != (theirs["marked"] or theirs["bare"]):
+    if not ours or not theirs or ours["letter"] != theirs["letter"] or (ours["rest"] and not ours["bracket"]):
         return False
     rest = theirs["rest"]
     if not rest or ours["rest"]:
         return not rest or _same(ours["rest"], rest)
-    marked = theirs["marked"] or theirs["mark"] or theirs["word"]
-    return (
-        bool(marked)
-        and not re.match(r"[-+*/^_=<>!,]", rest)
-        and not re.search(r"(?<![a-zA-Z\\])[A-J](?![a-zA-Z])", rest)
-        and not _HEDGE.search(rest)
-    )
+    marked = theirs["bracket"] or theirs["mark"] or theirs["word"]
+    return bool(marked) and not _OTHER_CHOICE.match(rest) and not _HEDGE.search(rest)
 
 
 def _same(gold: str, answer: str) -> bool:
@@ -242,10 +220,6 @@ def _same(gold: str, answer: str) -> bool:
     mine, others = _sequence(gold), _sequence(answer)
     if mine is not None and others is not None:
         return _same_sequence(mine, others)
-    if mine is not None and mine[0] == "set" and len(mine[1]) == 1:
-        return _same(mine[1][0], answer)
-    if others is not None and others[0] == "set" and len(others[1]) == 1:
-        return _same(gold, others[1][0])
     if (mine is not None and mine[0] == "list") or (others is not None and others[0] == "list"):
         return False
     expected, found = _split(gold, _RELATION), _split(answer, _RELATION)
@@ -259,8 +233,12 @@ def _bare(text: str) -> str:
     text = text.strip()
     if found := _IN.match(text):
         text = text[found.end() :]
-    while text[:1] + text[-1:] in ("()", "{}") and balanced(text[1:-1]) and len(_split(text[1:-1], _SEPARATOR)[0]) == 1:
-        text = text[1:-1].strip()
+    if built := _BUILDER.fullmatch(text):
+        text = built[1]
+    while (wrapped := _WRAPPED.fullmatch(text)) and wrapped["opening"] != "[" and balanced(wrapped["inner"]):
+        if wrapped["opening"] + wrapped["closing"] == "(]" or len(_split(wrapped["inner"], _SEPARATOR)[0]) > 1:
+            break
+        text = wrapped["inner"].strip()
     return text
 
 
@@ -291,7 +269,7 @@ def _split(text: str, pattern: re.Pattern[str]) -> tuple[Parts, Parts]:
     return (*parts, text[start:].strip()), tuple(separators)
 
 
-def _matched(ours: Sequence[Item], theirs: Sequence[Item], same: Callable[[Item, Item], bool]) -> bool:
+def _matched(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool]) -> bool:
     """Whether two collections are the same in any order."""
     left = list(theirs) if len(ours) == len(theirs) else []
     for one in ours:
@@ -304,50 +282,47 @@ def _matched(ours: Sequence[Item], theirs: Sequence[Item], same: Callable[[Item,
 
 # -- sets of real numbers ----------------------------------------------------------------------------------------------
 
+_REALS = re.compile(r"\\R(?:\s*(?:\\setminus|\\backslash|-)\s*\\\{(.+)\\\})?|(?i:all real(?: number)?s?)")
+_BRACKETS = {"<": "()", ">": "()", r"\leq": "[]", r"\geq": "[]"}
+
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    low: str
-    high: str
-    closed: tuple[bool, bool]
-    variable: str | None = None
+    brackets: str
+    ends: Parts
+    variable: str = ""
 
 
 def _ranges(text: str) -> list[_Range] | None:
     """Intervals, from any spelling of them: brackets, inequalities, a set with a condition."""
     text = _bare(text)
-    if built := _BUILDER.fullmatch(text):
-        return _ranges(built[1])
-    if text == r"\R" or text.lower() in ("all real numbers", "all reals", "all real"):
-        return _without(())
-    if removed := re.fullmatch(r"\\R\s*(?:\\setminus|\\backslash|-)\s*\\\{(.+)\\\}", text):
-        return _without(_split(removed[1], _SEPARATOR)[0])
-    united, _ = _split(text, _CUP)
-    if len(united) > 1:
-        found = [_ranges(part) for part in united]
-        return None if None in found else [one for part in found for one in part or ()]
-    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and balanced(text[1:-1]):
-        ends, _ = _split(text[1:-1], _SEPARATOR)
+    if removed := _REALS.fullmatch(text):
+        return _without(_split(removed[1], _SEPARATOR)[0] if removed[1] else ())
+    joined, joints = _split(text, _CUP)
+    each: Callable[[str], list[_Range] | None] = _ranges
+    wrapped = _WRAPPED.fullmatch(text)
+    if len(joined) == 1 and wrapped and text[0] in "([" and balanced(wrapped["inner"]):
+        ends, _ = _split(wrapped["inner"], _SEPARATOR)
         if len(ends) == 2:
-            return [_range(*ends, (text[0] == "[", text[-1] == "]"))]
-    joined, separators = _split(text, _SEPARATOR)
-    if len(joined) > 1:
-        found = [_inequality(part) for part in joined]
-        if None in found:
-            return None
-        listed = [one for part in found for one in part or ()]
-        return listed if "or" in " ".join(separators) else _both(listed)
-    return _inequality(text)
+            return [_range(text[0] + text[-1], *ends)]
+    if len(joined) == 1:
+        (joined, joints), each = _split(text, _SEPARATOR), _inequality
+    found = [each(part) for part in joined]
+    if None in found:
+        return None
+    listed = [one for part in found for one in part or ()]
+    return listed if {r"\cup", "or"} & {*joints} else _both(listed)
 
 
-def _range(low: str, high: str, closed: tuple[bool, bool], variable: str | None = None) -> _Range:
-    low, high = low.removeprefix("+").strip(), high.removeprefix("+").strip()
-    return _Range(low, high, (closed[0] and r"\infty" not in low, closed[1] and r"\infty" not in high), variable)
+def _range(brackets: str, low: str, high: str, variable: str = "") -> _Range:
+    opening = "(" if r"\infty" in low else brackets[0]
+    closing = ")" if r"\infty" in high else brackets[1]
+    return _Range(opening + closing, (low, high), variable)
 
 
-def _without(points: Parts, variable: str | None = None) -> list[_Range]:
+def _without(points: Parts, variable: str = "") -> list[_Range]:
     ends = [r"-\infty", *sorted(points, key=lambda point: algebra.value(point) or 0.0), r"\infty"]
-    return [_range(low, high, (False, False), variable) for low, high in itertools.pairwise(ends)]
+    return [_range("()", low, high, variable) for low, high in itertools.pairwise(ends)]
 
 
 def _inequality(text: str) -> list[_Range] | None:
@@ -355,108 +330,99 @@ def _inequality(text: str) -> list[_Range] | None:
     if signs == (r"\neq",) and _VARIABLE.fullmatch(terms[0]):
         return _without(terms[1:], terms[0])
     if signs and set(signs) <= {">", r"\geq"}:
-        terms, signs = terms[::-1], tuple({">": "<", r"\geq": r"\leq"}[sign] for sign in signs[::-1])
-    if not signs or not set(signs) <= {"<", r"\leq"}:
+        terms, signs = terms[::-1], signs[::-1]
+    elif not signs or not set(signs) <= {"<", r"\leq"}:
         return None
-    closed = [sign == r"\leq" for sign in signs]
-    if len(terms) == 3 and _VARIABLE.fullmatch(terms[1]):
-        return [_range(terms[0], terms[2], (closed[0], closed[1]), terms[1])]
     if len(terms) == 2 and _VARIABLE.fullmatch(terms[0]):
-        return [_range(r"-\infty", terms[1], (False, closed[0]), terms[0])]
-    if len(terms) == 2 and _VARIABLE.fullmatch(terms[1]):
-        return [_range(terms[0], r"\infty", (closed[0], False), terms[1])]
-    return None
+        terms, signs = (r"-\infty", *terms), ("<", *signs)
+    elif len(terms) == 2:
+        terms, signs = (*terms, r"\infty"), (*signs, "<")
+    if len(terms) != 3 or not _VARIABLE.fullmatch(terms[1]):
+        return None
+    return [_range(_BRACKETS[signs[0]][0] + _BRACKETS[signs[1]][1], terms[0], terms[2], terms[1])]
 
 
 def _both(listed: list[_Range]) -> list[_Range]:
     """Two rays that meet are one interval."""
-    one, other = sorted(listed[:2], key=lambda each: each.low == r"-\infty")
-    low, high = algebra.value(one.low), algebra.value(other.high)
-    if (
-        len(listed) > 2
-        or one.high != r"\infty"
-        or other.low != r"-\infty"
-        or low is None
-        or high is None
-        or low >= high
-    ):
-        return listed
-    return [_Range(one.low, other.high, (one.closed[0], other.closed[1]), one.variable)]
+    above, below = (
+        [one for one in listed if one.ends[place] == end] for place, end in ((1, r"\infty"), (0, r"-\infty"))
+    )
+    if len(above) == len(below) == 1 and len(listed) == 2:
+        ends = (above[0].ends[0], below[0].ends[1])
+        low, high = map(algebra.value, ends)
+        if low is not None and high is not None and low < high:
+            return [_Range(above[0].brackets[0] + below[0].brackets[1], ends, above[0].variable)]
+    return listed
 
 
 def _same_range(one: _Range, other: _Range) -> bool:
-    return (
-        one.closed == other.closed
-        and (one.variable is None or other.variable is None or one.variable == other.variable)
-        and _same(one.low, other.low)
-        and _same(one.high, other.high)
-    )
+    alike = one.brackets == other.brackets and len({one.variable, other.variable} - {""}) < 2
+    return alike and all(map(_same, one.ends, other.ends))
 
 
 # -- lists, sets, tuples, matrices -------------------------------------------------------------------------------------
 
-_IN_ANY_ORDER = ({"list"}, {"set"}, {"list", "set"})
-_ALIKE = ({"list", "()"}, *({one, other} for one in ("()", "[]") for other in ("column", "row", "matrix")))
+_ALIKE = {"list": ("set", "()"), "()": ("column", "row", "matrix"), "[]": ("column", "row", "matrix")}
 
 
 def _sequence(text: str) -> tuple[str, Parts] | None:
     """The kind and the elements of a list, a set, a tuple or a matrix; None for a single value."""
-    if number(text) is not None:
-        return None
     if found := _MATRIX.fullmatch(text):
         return _matrix(found)
-    listed, _ = _split(text, _LISTED)
-    expanded = tuple(one for part in listed for one in _either(part))
-    if len(expanded) > 1:
-        return "list", expanded
-    for opening, closing in ((r"\{", r"\}"), ("{", "}"), ("(", ")"), ("[", "]")):
-        inner = text[len(opening) : -len(closing)]
-        if text.startswith(opening) and text.endswith(closing) and inner and balanced(inner):
-            elements, _ = _split(inner, _SEPARATOR)
-            if opening in (r"\{", "{"):
-                return "set", tuple(one for part in elements for one in _either(part))
-            return (opening + closing, elements) if len(elements) > 1 or _sequence(inner) else None
-    return None
+    listed = _expanded(_split(text, _LISTED)[0])
+    if len(listed) > 1:
+        return "list", listed
+    ratio, _ = _split(text, _COLON)
+    if len(ratio) > 2:
+        return ":", tuple(f"({one})/({ratio[0]})" for one in ratio)
+    wrapped = _WRAPPED.fullmatch(text)
+    if wrapped is None or not wrapped["inner"] or not balanced(wrapped["inner"]):
+        return None
+    elements, _ = _split(wrapped["inner"], _SEPARATOR)
+    if "{" in wrapped["opening"]:
+        return "set", _expanded(elements)
+    kind = wrapped["opening"] + wrapped["closing"]
+    return (kind, elements) if len(elements) > 1 or _sequence(wrapped["inner"]) else None
 
 
 def _matrix(found: re.Match[str]) -> tuple[str, Parts]:
-    rows = [_split(row, _CELL)[0] for row in found["rows"].split("\n") if row.strip()]
-    rows = list(zip(*rows, strict=False)) if found["turned"] else rows
     by = found["by"].strip()
+    rows = [_split(row, _CELL)[0] for row in found["rows"].split("\n") if row.strip()]
     rows = [tuple(f"({by})({cell})" if by else cell for cell in row) for row in rows]
+    rows = list(zip(*rows, strict=False)) if found["turned"] else rows
     if len(rows) == 1 or all(len(row) == 1 for row in rows):
         return "row" if len(rows) == 1 else "column", tuple(cell for row in rows for cell in row)
     return "matrix", tuple(f"[{', '.join(row)}]" for row in rows)
 
 
-def _either(text: str) -> Parts:
-    r"""The values of a formula with \pm: two, or four if there are two of these and no \mp."""
-    if r"\mp" in text:
-        return tuple(text.replace(r"\pm", one).replace(r"\mp", other) for one, other in ("+-", "-+"))
-    before, sign, after = text.partition(r"\pm")
-    if not sign or text.count(sign) > 3:
-        return (text,)
-    return tuple(value for chosen in "+-" for value in _either(before + chosen + after))
+def _expanded(parts: Parts) -> Parts:
+    r"""Values, and two for each with one \pm, or with \mp."""
+    return tuple(
+        part.replace(r"\pm", one).replace(r"\mp", other)
+        for part in parts
+        for one, other in (("+-", "-+") if r"\mp" in part or part.count(r"\pm") == 1 else ((r"\pm", r"\mp"),))
+    )
 
 
 def _same_sequence(ours: tuple[str, Parts], theirs: tuple[str, Parts]) -> bool:
-    kinds = {ours[0], theirs[0]}
-    mine, others = ours[1], theirs[1]
+    (kind, mine), (other, others) = ours, theirs
     if len(mine) != len(others):
         return False
-    names = [[_name(part) for part in parts] for parts in (mine, others)]
-    if kinds == {"list"} and all(None not in each and len(set(each)) > 1 for each in names):
+    names, other_names = ({_name(part) for part in parts} - {None} for parts in (mine, others))
+    counts = (len(names), len(other_names))
+    if kind == other == "list" and min(counts) > 1:
         return _matched(mine, others, _same)
-    if all(len({*each} - {None}) == 1 for each in names) and {*names[0]} - {None} != {*names[1]} - {None}:
+    if counts == (1, 1) and names != other_names:
         return False
-    if kinds == {"list", "()"} and any(len({*each} - {None}) == 1 for each in names):
+    if {kind, other} == {"list", "()"} and 1 in counts:
         return False  # the values of one symbol are no point
     mine, others = (
         tuple(part.partition("=")[2] if _name(part) else part for part in parts) for parts in (mine, others)
     )
-    if kinds in _IN_ANY_ORDER and all(len({*each} - {None}) < 2 for each in names):
+    if {kind, other} <= {"list", "set"} and max(counts) < 2:
         return _matched(mine, others, _same)
-    return (len(kinds) == 1 or kinds in (*_IN_ANY_ORDER, *_ALIKE)) and all(map(_same, mine, others))
+    alike = kind == other or other in _ALIKE.get(kind, ()) or kind in _ALIKE.get(other, ())
+    return alike and all(map(_same, mine, others))
 
 
 def _name(text: str) -> str | None:
@@ -472,58 +438,43 @@ def _same_relation(gold: tuple[Parts, Parts], answer: tuple[Parts, Parts]) -> bo
     (ours, signs), (theirs, others) = gold, answer
     if not {*signs, *others} <= {"=", r"\approx"}:
         return _same_inequality(gold, answer)
-    if len(ours) == 1:
-        return _concludes(ours[0], theirs, others)
     name, last = ours[0], ours[-1]
-    of_symbols = bool(algebra.symbols(last))
-    if of_symbols:
-        named = _is_function(name)
-    else:
-        is_word = last.isalpha() and len(last) > 2
-        named = not is_word and (algebra.value(name) is not None or _is_name(name, of_one=True))
-    if not named:
-        return len(ours) == len(theirs) == 2 and algebra.factor((ours[0], ours[1]), (theirs[0], theirs[1])) != 0
-    if len(theirs) == 1:
-        return _same(last, theirs[0])
-    if _tight(theirs[0]) == _tight(name):
-        return _concludes(last, theirs, others)
-    if len(theirs) == 2 and _tight(theirs[1]) == _tight(name):
-        return _same(last, theirs[0])
-    if of_symbols and len(ours) == len(theirs) == 2:
-        return algebra.factor((ours[0], ours[1]), (theirs[0], theirs[1])) != 0
-    return not (_VARIABLE.fullmatch(name) and _VARIABLE.fullmatch(theirs[0])) and _concludes(last, theirs, others)
+    if len(ours) > 1 and not _is_named(name, last):
+        return len(ours) == len(theirs) == 2 and algebra.factor((name, last), (theirs[0], theirs[1])) != 0
+    if len(ours) > 1 and len(theirs) > 1 and _tight(theirs[0]) != _tight(name):
+        if _tight(theirs[1]) == _tight(name):
+            return len(theirs) == 2 and _same(last, theirs[0])
+        if algebra.symbols(last):
+            return len(theirs) == 2 and algebra.factor((name, last), (theirs[0], theirs[1])) != 0
+        if _VARIABLE.fullmatch(name) and _VARIABLE.fullmatch(theirs[0]):
+            return False
+    return _concludes(last, theirs, others)
 
 
 def _same_inequality(gold: tuple[Parts, Parts], answer: tuple[Parts, Parts]) -> bool:
-    """Whether two inequalities of two sides are the same, up to a positive factor."""
-    sides = []
-    for terms, signs in (gold, answer):
-        if len(terms) != 2 or signs[0] not in ("<", ">", r"\leq", r"\geq"):
-            return False
-        turned = signs[0] in (">", r"\geq")
-        sides.append(((terms[1], terms[0]) if turned else (terms[0], terms[1]), signs[0] in ("<", ">")))
-    return sides[0][1] == sides[1][1] and algebra.factor(sides[0][0], sides[1][0]) > 0
+    """Whether two inequalities of two sides are the same, up to a factor."""
+    (ours, signs), (theirs, others) = gold, answer
+    if len(ours) != 2 or len(theirs) != 2 or not {*signs, *others} <= {*_BRACKETS}:
+        return False
+    sign = 1 if signs == others else -1
+    alike = _BRACKETS[signs[0]] == _BRACKETS[others[0]]
+    return alike and algebra.factor((ours[0], ours[1]), (theirs[0], theirs[1])) == sign
 
 
-def _is_function(text: str) -> bool:
-    """Whether a text is y, f(x), dx/dt or a few words."""
-    bare = re.sub(r"\s*\([^()]*\)$", "", text)
-    return algebra.is_symbol(bare) or bool(re.fullmatch(r"[a-zA-Z\s]{3,}", bare))
+def _is_named(name: str, last: str) -> bool:
+    """Whether an equation gives a value to a name, such as a symbol or f(x); or to a number."""
+    is_product = re.search(r"[-+*/^]|\\sqrt|^[a-z]\s*[a-z]$", re.sub(r"_\{[^{}]*\}", "", name))
+    is_word = last.isalpha() and len(last) > 2
+    return not is_word and (algebra.value(name) is not None or (_is_name(name) and not is_product))
 
 
-def _is_name(text: str, *, of_one: bool = False) -> bool:
-    """Whether a text may be the name of what follows "=": it has letters, and no number but as an index or an argument.
-    With `of_one` it is no sum, product or power."""
-    bare = _stripped(text)
+def _is_name(text: str) -> bool:
+    """Whether a text may be the name of what follows "=": letters, and no number but as an index or argument."""
     if text in ("e", "i"):
         return True
     if not re.search(r"[a-zA-Z]", text) or algebra.value(text) is not None:
         return False
-    if _HEDGE.search(re.sub(r"\\[a-zA-Z]+", "", text)):
-        return False
-    if of_one and re.search(r"[-+*/^]|^[a-z]\s*[a-z]$", re.sub(r"_\{[^{}]*\}", "", text)):
-        return False
-    return not re.search(r"\d", bare)
+    return not _HEDGE.search(re.sub(r"\\[a-zA-Z]+", "", text)) and not re.search(r"\d", _stripped(text))
 
 
 def _stripped(text: str) -> str:
@@ -536,70 +487,35 @@ def _concludes(gold: str, terms: Parts, signs: Parts) -> bool:
     if terms[0] == "" or (_is_name(terms[0]) and not algebra.symbols(_stripped(terms[0])) & algebra.symbols(gold)):
         terms, signs = terms[1:], signs[1:]
     elif len(terms) == 2 and _VARIABLE.fullmatch(terms[1]) and not algebra.symbols(gold):
-        return _same(gold, terms[0])
+        terms, signs = terms[:1], ()
     links = zip(terms, signs, terms[1:], strict=False)
-    if not all(_same(one, other) if sign == "=" else _near(one, other) for one, sign, other in links):
-        return False
-    return any(_same(gold, term) for term in terms)
+    holds = all(_same(one, other) if sign == "=" else _near(one, other) for one, sign, other in links)
+    return holds and any(_same(gold, term) for term in terms)
 
 
 def _near(precise: str, rounded: str) -> bool:
     exact, decimal = algebra.value(precise), number(rounded)
-    return (
-        exact is not None
-        and decimal is not None
-        and abs(Fraction(exact) - decimal.value) * 2 <= Fraction(10) ** -decimal.places
-    )
+    return exact is not None and decimal is not None and rounds(Fraction(exact), decimal, digits=0)
 
 
 # -- single values -----------------------------------------------------------------------------------------------------
 
 
-_DEGREE = (("degree", 1),)
-_ANGLES = {_DEGREE, (("radian", 1),)}
-
-
 def _same_value(gold: str, answer: str) -> bool:
-    ours, theirs = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
-    if ours and theirs:
-        said = zip(ours.groups(""), theirs.groups(""), strict=True)
-        return all(one.lower() == other.lower() for one, other in said if one and other)
-    if ours or theirs:
-        return False
-    if ":" in gold or ":" in answer:
-        return _same_ratio(_split(gold, _COLON)[0], _split(answer, _COLON)[0])
-    if _BASED.fullmatch(gold) or _BASED.fullmatch(answer):
-        return _same_digits(gold, answer)
+    if based := re.fullmatch(r"(\d\w*)_\{\d+\}", gold):  # an answer may leave out the base
+        return answer.lstrip("0") == based[1]
     if gold in _SHORT_WORDS.split():  # no product of symbols
         return False
-    value, scale, unit = measured(gold)
-    other, factor, other_unit = measured(answer, tuple(name for name, _ in unit.powers) if unit else ())
-    value, other = _times(value, scale), _times(other, factor)
+    value, unit = measured(gold)
+    other, other_unit = measured(answer)
     if unit is not None and other_unit is not None:
-        if {unit.powers, other_unit.powers} == _ANGLES:
-            value, other = (
-                f"({v})*\\pi/180" if u.powers == _DEGREE else v for v, u in ((value, unit), (other, other_unit))
-            )
-        elif unit.powers != other_unit.powers:
-            return False
-        elif unit.size != other_unit.size:
-            value, other = _times(value, unit.size), _times(other, other_unit.size)
-        return _equal(value, other)
+        alike = unit.powers == other_unit.powers
+        return alike and _equal(times(value, unit.size), times(other, other_unit.size))
     if _equal(gold, answer):
         return True
-    powers = (unit or other_unit or Unit(Fraction(1), ())).powers
-    if powers == (("%", 1),):
-        hundredth = Fraction(1, 100)
-        if unit is not None:
-            return _equal(value, other) or _equal(_times(value, hundredth), other)
-        size = algebra.value(value)
-        return _equal(value, _times(other, hundredth)) or (size is not None and abs(size) > 1 and _equal(value, other))
+    if unit is None and other_unit is not None and other_unit.powers == (("%", 1),):
+        return abs(algebra.value(gold) or 0) > 1 and _equal(gold, other)
     return _equal(value, other)
-
-
-def _times(text: str, factor: Fraction) -> str:
-    found = number(text)
-    return f"{found.value * factor}" if found and factor != 1 else text if factor == 1 else f"({text})*({factor})"
 
 
 def _equal(one: str, other: str) -> bool:
@@ -608,26 +524,7 @@ def _equal(one: str, other: str) -> bool:
     if first is not None and second is not None:
         return same_number(first, second)
     for decimal, text in ((first, other), (second, one)):
-        if decimal is not None and decimal.digits is not None:
-            value = algebra.value(text)
-            if value is not None and rounds(Fraction(value), decimal):
-                return True
-    return algebra.equal(str(first.value) if first else one, str(second.value) if second else other)
-
-
-def _same_ratio(ours: Parts, theirs: Parts) -> bool:
-    """Whether 2:4 is 1:2, or the quotient of two numbers a ratio."""
-    pairs = zip(*(parts if len(parts) > 1 else (*parts, "1") for parts in (ours, theirs)), strict=False)
-    first, *others = (f"({one})/({other})" for one, other in pairs)
-    return max(2, len(ours)) == max(2, len(theirs)) and all(algebra.equal(first, other) for other in others)
-
-
-def _same_digits(gold: str, answer: str) -> bool:
-    """Whether numbers with a base as index are the same. An answer may leave out the base, or the gold answer."""
-    ours, theirs = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
-    if ours:
-        base, digits = (theirs[2], theirs[1]) if theirs else (ours[2], answer)
-        return base == ours[2] and digits.lstrip("0") == ours[1].lstrip("0")
-    if not theirs or not 2 <= (base := int(theirs[2][:4])) <= 16 or any(int(digit, 16) >= base for digit in theirs[1]):
-        return False
-    return _equal(gold, str(int(theirs[1], base)))
+        value = algebra.value(text) if decimal is not None else None
+        if decimal is not None and value is not None and rounds(Fraction(value), decimal):
+            return True
+    return algebra.equal(one, other)

@@ -21,12 +21,13 @@ _CHARACTERS = {
     "≈": r"\approx ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "√": r"\sqrt ", "∛": r"\sqrt[3]", "′": "'",
     "°": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F", "∠": r"\angle ", "∞": r"\infty ", "ℝ": r"\R ", "∣": "|",
     "⟨": "(", "⟩": ")", "〈": "(", "〉": ")", "∨": " or ", "∧": " and ", "或": " or ", "和": ",", "、": ",", "。": ".",
-    "\u200b": "", "\ufeff": "", "\u0305": "",
+    "\u200b": "", "\ufeff": "",
 }  # fmt: skip
 _WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
-_NUMERALS: list[str] = list(_WORDS.split())
+_NUMERALS = {
+    word: str(place) for words in (_WORDS.split(), "零一二三四五六七八九十") for place, word in enumerate(words)
+}
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+"), re.compile("[₀-₉ₙ]+")
-_CHINESE = re.compile("[零〇一二两三四五六七八九十百千万亿]+")
 _MATH = re.compile(r"\$\$(.+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _NESTED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 _WRITTEN = re.compile(rf"\\(?:text(?:bf|it|rm|sf|tt)?|mbox|hbox|operatorname\*?)\s*{_NESTED}")
@@ -34,46 +35,66 @@ _STYLED = re.compile(rf"\\(?:math(?:rm|bf|sf|it)|underline|boldsymbol|bm|boxed|e
 _REPEATING = re.compile(
     r"(\d*)\.(\d*)(?:\\(?:overline|bar)\s*\{(\d+)\}|\((\d+)\)|\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?)"
 )
-_MARKS = {"\\lt": "<", "\\gt": ">", "\\lbrace": r"\{", "\\rbrace": r"\}", "\\langle": "(", "\\rangle": ")"}
+
+
+def _without_gaps(found: re.Match[str]) -> str:
+    return re.sub(r"[ .]", "", found.group())
+
+
+def _in_a_line(found: re.Match[str]) -> str:
+    return found[1].replace("&", " ").strip().replace("\n", ", ")
+
+
+_NAMES = {
+    r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom", r"\leq ": "le leqslant", r"\geq ": "ge geqslant",
+    r"\neq ": "ne", r"\approx ": "simeq thickapprox", r"\emptyset ": "varnothing", r"\infty ": "infinity",
+    r"\{": "lbrace", r"\}": "rbrace", r"\R ": "Reals reals", "<": "lt", ">": "gt", "(": "langle", ")": "rangle",
+    "|": "lvert rvert vert mid", " or ": "lor vee", " and ": "land wedge", "\n": "cr newline",
+    " ": "quad qquad displaystyle textstyle scriptstyle limits nolimits",
+    "": "left right middle big Big bigg Bigg bigl bigr Bigl Bigr tiny small large Large huge bf rm it sf hline vec"
+    " overrightarrow mathcal operatorname",
+}  # fmt: skip
+_COMMANDS = {name: spelling for spelling, names in _NAMES.items() for name in names.split()}
+
+
+def _command(found: re.Match[str]) -> str:
+    return _COMMANDS.get(found[1], found.group())
+
+
 _SPELLINGS = tuple(
     (re.compile(pattern), spelling)
     for pattern, spelling in (
         (r"^([A-J])\)", r"(\1)"),
         (r"^\s*\\(?:therefore|implies|Rightarrow)\b", ""),
-        (r"\\\$", "USD "),
-        (r"\$(?=\s*\d)", "USD "),
+        (r"\\\$|\$(?=\s*\d)", "USD "),
         (r"\$", ""),
-        (r"\\\\(?:\s*\[[^\]]*\])?|\\(?:cr|newline)\b", "\n"),  # the end of a row
-        (r"(?<=\d)(?:,\s*\\!|\{,\}|\\[,:; ]|~|')\s*(?=\d{3}(?!\d))", ""),
-        (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?! ?\d|,\d)|(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?!\d)", None),
-        (r"\\[,;:!> ]|\\q?quad\b|~|\\(?:display|text|script)style\b|\\(?:no)?limits\b|\\[hv]space\s*\{[^{}]*\}", " "),
-        (
-            r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)\b",
-            "",
-        ),
-        (r"\\(?:bf|rm|it|sf|hline)\b|\\(?:text)?color\s*\{[^{}]*\}|\\tag\*?\s*\{[^{}]*\}", ""),
-        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(?:left|right)\s*\.", ""),
+        (r"(?<=\d)(?:,\s*\\!|\{,\}|\\[,:; ]|~|')\s*(?=\d{3}(?!\d))", ""),  # thousands
+        (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?! ?\d|,\d)|(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?!\d)", _without_gaps),
+        (r"^\(?0*(\d[\dA-F]*)\)?\s*_\s*\{?\s*(\d+)\s*\}?$", r"\1_{\2}"),
+        (r"\b(\d{1,2}):([0-5]\d)\b", r"\1_{:\2}"),  # a time of day is no quotient
+        (r"\b([ap])\.\s?m\b\.?", r"\1m"),
+        (r"(?<![\d.])(\d+) (\d+/\d+)$", r"(\1+\2)"),
+        (r"\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?", r"\\R "),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])", r"^\\circ "),
+        (r"(?<!\\)\\([a-zA-Z]+)", _command),
+        (r"\\\\(?:\s*\[[^\]]*\])?", "\n"),  # the end of a row
+        (r"\\[,;:!> ]|~|\\[hv]space\s*\{[^{}]*\}", " "),
+        (r"\\(?:(?:text)?color|tag)\*?\s*\{[^{}]*\}", ""),
+        (r"(?<![\d.,^_])(\d+)\s*(\\frac\s*(?:\d\d(?!\d)|\{\s*\d+\s*\}\s*\{\s*\d+\s*\}))", r"(\1+\2)"),
         (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-        (r"(?<=\d)\s*\^\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<=\d)\s*(?:st|nd|rd|th)\b", ""),
-        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
-        (r"\\le(?:q|qslant)?(?![a-zA-Z])|<=", r"\\leq "),
-        (r"\\ge(?:q|qslant)?(?![a-zA-Z])|>=", r"\\geq "),
-        (r"\\neq?(?![a-zA-Z])|\\not\s*=", r"\\neq "),
-        (r"\\(?:approx|simeq|thickapprox)\b", r"\\approx "),
-        (r"\\(?:lvert|rvert|vert|mid)\b", "|"),
-        (r"\\(?:lor|vee)\b", " or "),
-        (r"\\(?:land|wedge)\b", " and "),
-        (r"\\varnothing\b|\\\{\s*\\\}", r"\\emptyset "),
-        (r"\\infinity\b|(?<![a-zA-Z\\])(?:[iI]nfinity|infty|oo)\b", r"\\infty "),
-        (r"\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?|\\(?:R|Reals|reals)\b", r"\\R "),
-        (r"\\(?:lt|gt|lbrace|rbrace|langle|rangle)(?![a-zA-Z])", None),
-        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b", r"^\\circ "),
+        (r"(?<=\d)\s*(?:\^\s*\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)", ""),
+        (r"<=", r"\\leq "),
+        (r">=", r"\\geq "),
+        (r"\\not\s*=", r"\\neq "),
+        (r"\\\{\s*\\\}", r"\\emptyset "),
+        (r"(?<![a-zA-Z\\])(?:[iI]nfinity|infty|oo)\b", r"\\infty "),
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
         (r"\\%", "%"),
         (r"\*\*", "^"),
-        (r"\\operatorname\b", ""),
-        (r"\\begin\s*\{(?:cases|aligned|gathered|split)\}([^\x00]*)\\end\s*\{\w+\}", None),
-        (r"([\[\]])([^][(),;]+[,;][^][(),;]+)([\[\]])", None),
+        (r"\\begin\s*\{(?:cases|aligned|gathered|split)\}([^\x00]*)\\end\s*\{\w+\}", _in_a_line),
+        (r"\](?=[^][(),;]+[,;][^][(),;]+[\[\]])", "("),  # ]0, 1[
+        (r"(?<=[,;])([^][(),;]+)\[", r"\1)"),
     )
 )
 
@@ -88,29 +109,14 @@ def normalised(text: str) -> str:
         text = next(group for group in formula.groups() if group is not None).strip()
     text = text if text.isascii() else _ascii(text)
     for _ in range(4):
-        wrapped = text
         text = _WRITTEN.sub(rf"{TEXT}\1{TEXT}", text)
         text = _STYLED.sub(lambda found: found[1] if len(found[1]) == 1 else f"{TEXT}{found[1]}{TEXT}", text)
-        if text == wrapped:
-            break
     text = _REPEATING.sub(_fraction, text)
     for pattern, spelling in _SPELLINGS:
-        text = pattern.sub(_respelled if spelling is None else spelling, text)
+        text = pattern.sub(spelling, text)
     text = re.sub(r"[ \t]+", " ", text).strip(_BLANK)
     text = text if text.endswith("..") else text.rstrip(".,;:" + _BLANK)
-    return str(_NUMERALS.index(text.lower())) if text.lower() in _NUMERALS else text
-
-
-def _respelled(found: re.Match[str]) -> str:
-    whole = found.group()
-    if whole in _MARKS:
-        return _MARKS[whole]
-    if whole[0].isdigit():  # 1 234 567
-        return re.sub(r"[ .]", "", whole)
-    if whole.startswith(r"\begin"):
-        return re.sub(r"\n", ", ", found[1].replace("&", " ").strip())
-    opening, inner, closing = found.groups()  # ]0, 1[ is (0, 1)
-    return f"{'[' if opening == '[' else '('}{inner}{']' if closing == ']' else ')'}"
+    return _NUMERALS.get(text.lower().removesuffix("个"), text)
 
 
 def _fraction(found: re.Match[str]) -> str:
@@ -125,11 +131,8 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def _ascii(text: str) -> str:
-    text = re.sub("((?:\\d\u0305)+)", lambda found: rf"\overline{{{found[1]}}}", text)
     text = _RAISED.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found.group())}}}", text)
     text = _LOWERED.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found.group())}}}", text)
-    if (numeral := _CHINESE.match(text)) and len(text) - numeral.end() <= 2:  # a unit may follow
-        text = _from_chinese(numeral.group()) + text[numeral.end() :]
     return "".join(map(_character, text))
 
 
@@ -137,8 +140,6 @@ def _ascii(text: str) -> str:
 def _character(character: str) -> str:
     if character.isascii() or character in _CHARACTERS:
         return _CHARACTERS.get(character, character)
-    if character.isdecimal():
-        return str(unicodedata.decimal(character))
     plain = unicodedata.normalize("NFKC", character)
     if "⁄" in plain:
         return r"\frac{{{}}}{{{}}}".format(*plain.split("⁄"))
@@ -146,19 +147,3 @@ def _character(character: str) -> str:
     if name[:1] == ["GREEK"] and (greek := name[-1].lower()) in [*GREEK, "pi"]:
         return f"\\{greek.capitalize() if 'CAPITAL' in name else greek} "
     return plain if plain == character else "".join(map(_character, plain))
-
-
-def _from_chinese(numeral: str) -> str:
-    """The digits of a numeral such as 二十三, or 一二三."""
-    values = [2 if character == "两" else int(unicodedata.numeric(character)) for character in numeral]
-    if max(values) < 10:
-        return "".join(map(str, values))
-    total = section = digit = 0
-    for number in values:
-        if number < 10:
-            digit = number
-        elif number < 10_000:
-            section, digit = section + (digit or 1) * number, 0
-        else:
-            total, section, digit = (total + section + digit) * number, 0, 0
-    return str(total + section + digit)

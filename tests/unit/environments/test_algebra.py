@@ -22,7 +22,6 @@ from areal_core.environments.algebra import equal, factor
         ("(n+1)!", "(n+1) n!"),
         ("(-1)^{n+2}", "(-1)^n"),
         (r"\frac{\sqrt3}{2}", r"\cos 30^\circ"),
-        (r"2\frac{1}{3}", "7/3"),
         ("e^{8419p}", "e^{8418p}e^p"),  # too large to be evaluated at most points
     ],
 )
@@ -52,6 +51,7 @@ def test_equal_formulas(one, other):
         ("e^{-50}", "e^{-60}"),
         ("2^{2005}", "2^{2005}+1"),
         (r"\sqrt{10^{80}+1}", "10^{40}"),
+        (r"\sqrt{10^{60}+1}", "10^{30}"),
         (r"\sqrt{2}+e^{-1000}", r"\sqrt{2}"),
         (r"\sqrt{x^2}+10^{-9}", "|x|"),
     ],
@@ -66,7 +66,7 @@ def test_different_formulas(one, other):
     [
         "9^{9^{9^{9}}}", "1000000!", "3000000!!", "(((99^{99})^{99})^{99})^{99}", r"\binom{100000000}{50000000}",
         "e^{e^{e^{9}}}", r"\sinh(10^{9})", "(" * 200 + "x" + ")" * 200, "x^{" * 99 + "x" + "}" * 99,
-        r"\sum_{n=1}^{10000000} \frac{1}{n}", "(99^{9999}/7)^{x}+" * 40 + "1", "9" * 5000,
+        r"\sum_{n=1}^{10000000} \frac{1}{n}", "(99^{9999}/7)^{x}+" * 40 + "1", "9" * 5000, "-" * 599 + "x",
     ],
 )  # fmt: skip
 def test_hostile_formulas_are_refused(hostile):
