@@ -39,7 +39,7 @@ from areal_core.run.registration import POLL_S, ServerRegistration
 from areal_core.run.roles import role_specs
 from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.rundir import RunDir
-from areal_core.tracking.outbox import Outbox
+from areal_core.tracking.outbox import EndStatus, Outbox
 from areal_core.types import STOPPED, RunStatus, RunSummary, TokenLedger
 
 __all__ = ["Run", "execute", "preflight", "prepare", "read_summary", "role_specs", "run_folder", "summary_of"]
@@ -309,7 +309,7 @@ class Run:
             self._owned.release()
             self._owned = None
 
-    def _close_tracking(self, status: str) -> None:
+    def _close_tracking(self, status: EndStatus) -> None:
         if self._info.tracking_uri is None:
             return
         try:
