@@ -12,12 +12,10 @@ docs/emulation.md.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import NormalDist
 
 from areal_core.config.schema import EmulationConfig
@@ -200,38 +198,12 @@ class TimeModel:
         return sum(lengths) * self.shape.flops_per_token + squares / 2 * self.shape.attention_flops
 
 
-class CompletionLengths:
-    """Lengths of completions, in real tokens: a log-normal distribution, or lengths that were recorded."""
-
-    def __init__(self, config: EmulationConfig) -> None:
-        """Raises ConfigError when `lengths_path` is no file of whole numbers."""
-        self._median, self._sigma = config.length_median, config.length_sigma
-        self._recorded = None if config.lengths_path is None else _recorded(config.lengths_path)
-
-    def quantile(self, share: float) -> int:
-        """The length that `share` of the completions stay below; 0 <= share < 1."""
-        if self._recorded is not None:
-            return self._recorded[int(share * len(self._recorded))]
-        if share == 0.0:
-            return 1
-        return max(1, round(self._median * math.exp(self._sigma * NormalDist().inv_cdf(share))))
-
-
-@functools.cache
-def _recorded(path: str) -> tuple[int, ...]:
-    try:
-        lengths = sorted(int(word) for word in Path(path).read_text().split())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"emulation.lengths_path: can't read whole numbers from {path}: {error}") from error
-    if not lengths or lengths[0] < 1:
-        raise ConfigError(f"emulation.lengths_path: {path} must hold numbers of at least 1, and one of them")
-    return tuple(lengths)
-
-
-def check_emulation(config: EmulationConfig) -> None:
-    """Raise ConfigError for a model that does not fit into its accelerators and for lengths that can't be read."""
-    TimeModel(config)
-    CompletionLengths(config)
+def completion_length(config: EmulationConfig, share: float) -> int:
+    """The length, in real tokens, that `share` of the completions stay below; 0 <= share < 1. Lengths are
+    log-normal."""
+    if share == 0.0:
+        return 1
+    return max(1, round(config.length_median * math.exp(config.length_sigma * NormalDist().inv_cdf(share))))
 
 
 class Pace:

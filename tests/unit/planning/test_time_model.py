@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from areal_core.config.schema import EmulationConfig
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
-from areal_core.planning.time_model import ACCELERATORS, MODELS, CompletionLengths, Pace, TimeModel
+from areal_core.planning.time_model import ACCELERATORS, MODELS, Pace, TimeModel, completion_length
 from tests.support.emulation import Clock
 
 # Round numbers: 3.35e12 * 0.8 = 2.68e12 bytes/s, 989e12 operations/s.
@@ -110,26 +109,10 @@ def test_what_the_weights_leave_is_for_the_cache() -> None:
 
 
 def test_lengths_have_the_median_and_the_spread_that_were_asked_for() -> None:
-    lengths = CompletionLengths(dataclasses.replace(PLAIN, length_median=1000.0, length_sigma=0.5))
-    assert lengths.quantile(0.5) == 1000
-    assert lengths.quantile(0.8413447) == pytest.approx(1000 * 2.718281828**0.5, rel=1e-3)  # one sigma up
-    assert lengths.quantile(0.0) == 1
-
-
-def test_recorded_lengths(tmp_path: Path) -> None:
-    file = tmp_path / "lengths"
-    file.write_text("30\n10 20\n40\n")
-    lengths = CompletionLengths(dataclasses.replace(PLAIN, lengths_path=str(file)))
-    assert [lengths.quantile(share) for share in (0.0, 0.24, 0.25, 0.5, 0.99)] == [10, 10, 20, 30, 40]
-
-
-@pytest.mark.parametrize("text", [None, "", "ten", "0 1"])
-def test_a_file_without_lengths_is_named(tmp_path: Path, text: str | None) -> None:
-    file = tmp_path / "lengths"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ConfigError, match=r"^emulation\.lengths_path: [^\n]*lengths[^\n]*$"):
-        CompletionLengths(dataclasses.replace(PLAIN, lengths_path=str(file)))
+    config = dataclasses.replace(PLAIN, length_median=1000.0, length_sigma=0.5)
+    assert completion_length(config, 0.5) == 1000
+    assert completion_length(config, 0.8413447) == pytest.approx(1000 * 2.718281828**0.5, rel=1e-3)  # one sigma up
+    assert completion_length(config, 0.0) == 1
 
 
 def test_lateness_is_made_up_for_within_bounds() -> None:
