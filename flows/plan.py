@@ -12,41 +12,13 @@ from collections.abc import Sequence
 from areal_core.errors import ArealError, ConfigError
 from areal_core.models.spec import ModelSpec, read_spec
 from areal_core.planning.footprint import check_footprint, footprint
+from areal_core.planning.qwen import SPECS
 from areal_core.run.machine import device_memory
 from flows.compose import compose
 
 _REQUIRED = ("model.path", "task.path", "task.held_out_path")  # what a plan has no use for
 
 
-def qwen(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, *, tied: bool = False) -> ModelSpec:
-    """A model of the Qwen2.5 series."""
-    return ModelSpec(
-        architecture="Qwen2ForCausalLM",
-        vocab_size=151936 if hidden < 2048 else 152064,
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        intermediate_size=inner,
-        rope_theta=1e6,
-        rms_eps=1e-6,
-        qkv_bias=True,
-        tie_embeddings=tied,
-        context=32768,
-        eos_token_ids=(151643,),
-    )
-
-
-# From their public config.json. The 1.5B of the paper is a distilled one, whose output is not tied to its embeddings.
-SPECS = {
-    "0.5b": qwen(24, 896, 14, 2, 4864, tied=True),
-    "1.5b": qwen(28, 1536, 12, 2, 8960),
-    "1.5b-tied": qwen(28, 1536, 12, 2, 8960, tied=True),
-    "7b": qwen(28, 3584, 28, 4, 18944),
-    "14b": qwen(48, 5120, 40, 8, 13824),
-    "32b": qwen(64, 5120, 40, 8, 27648),
-}
 PLANNED = {
     "gpu-shared": "1.5b",
     "paper-small": "1.5b",

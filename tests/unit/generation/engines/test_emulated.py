@@ -172,7 +172,7 @@ def test_slots_bound_what_runs_and_drained_engines_start_nothing() -> None:
 def test_the_cache_bounds_what_runs_and_nothing_is_lost_when_it_is_full() -> None:
     # Room for the prompts of all sixteen, and for three completions at their full length.
     kv_tokens = 3 * (PROMPT + LIMIT * SCALE)
-    share = (MODEL.shape.weight_bytes + (kv_tokens + 0.5) * MODEL.shape.kv_bytes) / 80e9
+    share = (MODEL.cost.weight_bytes + (kv_tokens + 0.5) * MODEL.cost.kv_bytes) / 80e9
     served = engine(Clock(), dataclasses.replace(CONFIG, memory_share=share))
     served.add(request(n=16))
     running: list[int] = []
