@@ -5,14 +5,14 @@ python -m flows.plan paper-7b-math --model 7b launch.device_memory_gib=80
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from areal_core.errors import ArealError, ConfigError
+from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec, read_spec
 from areal_core.planning.footprint import check_footprint, footprint
 from areal_core.planning.qwen import SPECS
+from areal_core.run.command import Parser, run_command
 from areal_core.run.machine import device_memory
 from flows.compose import compose
 
@@ -34,22 +34,21 @@ PLANNED = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flows.plan", description="What an experiment needs of GPUs.")
+    return run_command(lambda: _plan(arguments))
+
+
+def _plan(arguments: Sequence[str] | None) -> None:
+    parser = Parser(prog="python -m flows.plan", description="What an experiment needs of GPUs.")
     parser.add_argument("experiment", choices=sorted(PLANNED))
     parser.add_argument("--model", help=f"a folder with a config.json, or {', '.join(SPECS)}; default: as planned")
     parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        config = compose(options.experiment, [*(f"{name}=unused" for name in _REQUIRED), *options.overrides])
-        if config.launch.accelerator != "cuda":
-            raise ConfigError(f"launch.accelerator: must be cuda for a plan of GPUs, got {config.launch.accelerator!r}")
-        spec, memory = _spec(options.model or PLANNED[options.experiment]), device_memory(config)
-        print(footprint(config, spec, memory).table())
-        check_footprint(config, spec, memory)
-    except ArealError as error:
-        print(f"areal: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    config = compose(options.experiment, [*(f"{name}=unused" for name in _REQUIRED), *options.overrides])
+    if config.launch.accelerator != "cuda":
+        raise ConfigError(f"launch.accelerator: must be cuda for a plan of GPUs, got {config.launch.accelerator!r}")
+    spec, memory = _spec(options.model or PLANNED[options.experiment]), device_memory(config)
+    print(footprint(config, spec, memory).table())
+    check_footprint(config, spec, memory)
 
 
 def _spec(model: str) -> ModelSpec:
