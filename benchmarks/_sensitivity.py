@@ -103,7 +103,7 @@ def _split(servers: int, ranks: int) -> Vary:
 
 def _by_layers(config: RunConfig) -> RunConfig:
     """The overhead of a decode step grows with the layers; it stays as it is at those of the smallest model."""
-    share = MODELS[config.emulation.model].layers / min(shape.layers for shape in MODELS.values())
+    share = MODELS[config.emulation.model].spec.layers / min(model.spec.layers for model in MODELS.values())
     return _scaled("decode_overhead_s", share)(config)
 
 

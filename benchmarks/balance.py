@@ -42,6 +42,7 @@ from areal_core.environments.environment import Setting
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.generation.data_plane import Take
 from areal_core.models.tokenizer import EOS, char_tokenizer
+from areal_core.planning.qwen import SPECS
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.rollout.controller import RolloutController
 from areal_core.rollout.ledger import TrajectoryLedger
@@ -50,7 +51,6 @@ from areal_core.training.batching.partition import GroupCost, shard
 from areal_core.training.flops import training_cost
 from areal_core.types import GenerationRequest, PolicyVersion, Prompt
 from benchmarks import _harness
-from flows.plan import SPECS
 from tests.support.virtual import run_virtual
 
 T = TypeVar("T")

@@ -41,7 +41,8 @@ from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
 from areal_core.generation.engines.embedded import Engine
-from areal_core.models.folders import read_spec, read_weights
+from areal_core.models.folders import read_weights
+from areal_core.models.spec import read_spec
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.worker import GroupJob
 from areal_core.rollout.rollouts import trajectory_seed

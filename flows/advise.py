@@ -5,7 +5,6 @@ python -m flows.advise RUN [--state-dir .areal]
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,26 +13,24 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_core.config.fields import check_file_name
-from areal_core.errors import ArealError
 from areal_core.planning.split import Split, splits_of_run
+from areal_core.run.command import Parser, run_command
 from areal_core.storage.rundir import RunDir
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="make advise", description="How a run's devices would better be split.")
+    return run_command(lambda: _advise(arguments))
+
+
+def _advise(arguments: Sequence[str] | None) -> None:
+    parser = Parser(prog="make advise", description="How a run's devices would better be split.")
     parser.add_argument("run", help="its id")
     parser.add_argument("--state-dir", type=Path, default=Path(".areal"))
     options = parser.parse_args(arguments)
-    try:
-        found = splits_of_run(run_folder(options.run, options.state_dir))
-    except ArealError as error:
-        print(f"areal: error: {error}", file=sys.stderr)
-        return 2
     table = Table("servers", "ranks", "times as fast", "overrides", title=f"By the rates of {options.run}")
-    for split in found:
+    for split in splits_of_run(run_folder(options.run, options.state_dir)):
         table.add_row(str(split.servers), str(split.ranks), f"{split.ratio:.2f}", " ".join(split.overrides))
     Console().print(table)
-    return 0
 
 
 def run_folder(run_id: str, state_dir: Path = Path(".areal")) -> RunDir:

@@ -39,7 +39,7 @@ from areal_core.errors import ArealError, TrackingError, one_line
 from areal_core.launch.process import die_with_parent
 from areal_core.run import launcher as core
 from areal_core.run.progress import describe
-from areal_core.types import RunStatus, RunSummary
+from areal_core.types import RunStatus
 from flows.comparison.design import DEFAULT_ARMS, Trial, generated_name
 from flows.comparison.record import Comparison, read_comparison
 from flows.comparison.report import metrics, result_table, result_title, write_report
@@ -171,21 +171,20 @@ def _worth_another_try(_task: Task[..., Any], _task_run: TaskRun, state: State[A
 def trial(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> State:
     """One run of the comparison, from its base model to its summary."""
     ended_before = _has_ended(planned)
-    execute = _Execute()
-    result = _with_mlflow(planned, tags, progress, execute)
+    result = _with_mlflow(planned, tags, progress)
     if result.failure is not None:
-        return Failed(message=result.failure, data=execute.error)
+        return Failed(message=result.failure, data=result.error)
     return Completed(message="has ended before, not run again" if ended_before else None)
 
 
-def _with_mlflow(planned: Trial, tags: Mapping[str, str], progress: _Progress, execute: _Execute) -> TrialResult:
+def _with_mlflow(planned: Trial, tags: Mapping[str, str], progress: _Progress) -> TrialResult:
     """Run a trial; an MLflow that is away when it would start is waited for."""
     log = get_run_logger()
     for left in reversed(range(_MLFLOW_TRIES)):
-        result = run_trial(planned, tags=tags, log=log.info, on_status=progress.show, execute=execute)
-        if not isinstance(execute.error, TrackingError) or not left:
+        result = run_trial(planned, tags=tags, log=log.info, on_status=progress.show)
+        if not isinstance(result.error, TrackingError) or not left:
             break
-        log.warning("%s; another try in %.0f s", execute.error, _MLFLOW_DELAY_S)
+        log.warning("%s; another try in %.0f s", result.error, _MLFLOW_DELAY_S)
         progress.note("waiting for MLflow")
         time.sleep(_MLFLOW_DELAY_S)
     return result
@@ -255,20 +254,6 @@ class _Progress:
     def say(self, percent: float, text: str) -> None:
         self._shown.show(percent, f"{self._comparison}: {text}")
         self._said_at = time.monotonic()
-
-
-class _Execute:
-    """`areal_core.run.launcher.execute`, remembering what it raised: its kind decides about another try."""
-
-    error: ArealError | None = None
-
-    def __call__(self, *arguments: Any, **options: Any) -> RunSummary:
-        self.error = None
-        try:
-            return core.execute(*arguments, **options)
-        except ArealError as error:
-            self.error = error
-            raise
 
 
 @contextlib.contextmanager

@@ -5,48 +5,20 @@ python -m flows.plan paper-7b-math --model 7b launch.device_memory_gib=80
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from areal_core.errors import ArealError, ConfigError
+from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec, read_spec
 from areal_core.planning.footprint import check_footprint, footprint
+from areal_core.planning.qwen import SPECS
+from areal_core.run.command import Parser, run_command
 from areal_core.run.machine import device_memory
 from flows.compose import compose
 
 _REQUIRED = ("model.path", "task.path", "task.held_out_path")  # what a plan has no use for
 
 
-def qwen(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, *, tied: bool = False) -> ModelSpec:
-    """A model of the Qwen2.5 series."""
-    return ModelSpec(
-        architecture="Qwen2ForCausalLM",
-        vocab_size=151936 if hidden < 2048 else 152064,
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        intermediate_size=inner,
-        rope_theta=1e6,
-        rms_eps=1e-6,
-        qkv_bias=True,
-        tie_embeddings=tied,
-        context=32768,
-        eos_token_ids=(151643,),
-    )
-
-
-# From their public config.json. The 1.5B of the paper is a distilled one, whose output is not tied to its embeddings.
-SPECS = {
-    "0.5b": qwen(24, 896, 14, 2, 4864, tied=True),
-    "1.5b": qwen(28, 1536, 12, 2, 8960),
-    "1.5b-tied": qwen(28, 1536, 12, 2, 8960, tied=True),
-    "7b": qwen(28, 3584, 28, 4, 18944),
-    "14b": qwen(48, 5120, 40, 8, 13824),
-    "32b": qwen(64, 5120, 40, 8, 27648),
-}
 PLANNED = {
     "gpu-shared": "1.5b",
     "paper-small": "1.5b",
@@ -62,22 +34,21 @@ PLANNED = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flows.plan", description="What an experiment needs of GPUs.")
+    return run_command(lambda: _plan(arguments))
+
+
+def _plan(arguments: Sequence[str] | None) -> None:
+    parser = Parser(prog="python -m flows.plan", description="What an experiment needs of GPUs.")
     parser.add_argument("experiment", choices=sorted(PLANNED))
     parser.add_argument("--model", help=f"a folder with a config.json, or {', '.join(SPECS)}; default: as planned")
     parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        config = compose(options.experiment, [*(f"{name}=unused" for name in _REQUIRED), *options.overrides])
-        if config.launch.accelerator != "cuda":
-            raise ConfigError(f"launch.accelerator: must be cuda for a plan of GPUs, got {config.launch.accelerator!r}")
-        spec, memory = _spec(options.model or PLANNED[options.experiment]), device_memory(config)
-        print(footprint(config, spec, memory).table())
-        check_footprint(config, spec, memory)
-    except ArealError as error:
-        print(f"areal: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    config = compose(options.experiment, [*(f"{name}=unused" for name in _REQUIRED), *options.overrides])
+    if config.launch.accelerator != "cuda":
+        raise ConfigError(f"launch.accelerator: must be cuda for a plan of GPUs, got {config.launch.accelerator!r}")
+    spec, memory = _spec(options.model or PLANNED[options.experiment]), device_memory(config)
+    print(footprint(config, spec, memory).table())
+    check_footprint(config, spec, memory)
 
 
 def _spec(model: str) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_core.run.progress import significant
+from areal_core.run.progress import number, significant
 from areal_core.storage.rundir import RunInfo
 from areal_core.tracking.pages import run_page, table_page
 from areal_core.types import RunSummary
@@ -14,15 +14,15 @@ def result_rows(summary: RunSummary, info: RunInfo, untracked: str | None = None
         "mode": summary.mode,
         "seed": str(summary.seed),
         "steps": f"{summary.steps} (stop reason: {summary.reason})",
-        "held-out accuracy": f"{_share(summary.accuracy_before)} -> {_share(summary.accuracy_after)}"
-        f" (best {_share(summary.best_accuracy)})",
+        "held-out accuracy": f"{number(summary.accuracy_before, '.3f')} -> {number(summary.accuracy_after, '.3f')}"
+        f" (best {number(summary.best_accuracy, '.3f')})",
         "wall time": f"{summary.rl_wall_s:.1f} s",
-        "time to score": "-" if summary.time_to_score_s is None else f"{summary.time_to_score_s:.1f} s",
+        "time to score": number(summary.time_to_score_s, ".1f", " s"),
         "effective throughput": f"{significant(summary.effective_tokens_per_s)} tokens/s",
         "generated throughput": f"{significant(summary.generated_tokens_per_s)} tokens/s",
         "staleness": f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
-        "truncated completions": _percent(summary.truncated),
-        "zero-variance groups": _percent(summary.zero_variance),
+        "truncated completions": number(summary.truncated, ".1%"),
+        "zero-variance groups": number(summary.zero_variance, ".1%"),
         "alerts": "; ".join(summary.alerts) or "-",
         "tokens": str(summary.tokens),
         "bottleneck": summary.bound or "-",
@@ -44,14 +44,6 @@ def result_markdown(run_id: str, rows: list[dict[str, str]]) -> str:
     """The page of a finished run, with the ways to what it left."""
     lines = "\n".join(f"| {row['what']} | {row['value']} |" for row in rows)
     return f"# {run_id}\n\n| | |\n|---|---|\n{lines}\n"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 def tracking_page(info: RunInfo) -> str | None:

@@ -22,7 +22,7 @@ from areal_core.api.access import authorization
 from areal_core.api.scored_groups import Span, cut, spans_text
 from areal_core.errors import ProcessError, RunFinished
 from areal_core.storage.rundir import RunDir
-from areal_core.types import Alert, BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
+from areal_core.types import BatchManifest, Evaluation, MetricRow, PolicyVersion, RunStatus
 
 _POLL_S = 20.0  # one long poll
 WORK_S = 5.0  # one long poll of a reward worker, which is missed when it asks no more
@@ -109,9 +109,7 @@ class ControllerClient:
     # -- launcher ----------------------------------------------------------------------------------------------
 
     def status(self) -> RunStatus:
-        values = self._json("GET", "/status")
-        alerts = tuple(Alert(**alert) for alert in values.get("alerts", ()))
-        return RunStatus(**{**values, "lost_servers": tuple(values["lost_servers"]), "alerts": alerts})
+        return msgspec.convert(self._json("GET", "/status"), RunStatus)
 
     def join(self, name: str, url: str, *, stager: str | None = None) -> None:
         """Register a generation server; returns once it has loaded the newest version and takes work."""

@@ -176,19 +176,11 @@ class GenerationConfig:
     interruption: str = choice("recompute", "recompute", "resubmit", "keep", "wait")  # of completions, by an update
     deterministic: bool = False  # embedded: the same tokens for the same seed whatever else is in the batch
     temperature: float = bounded(1.0, low=0.01, high=100.0)  # of sampling; the trainer's policy has it too
-    top_p: float = bounded(1.0, above=0.0, high=1.0)  # off; nothing else can be trained on
-    top_k: int = bounded(0, low=-1)  # off, likewise
     sleep: bool = False  # synchronous mode: servers release their accelerators while the trainer trains on them
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def check(self) -> None:
         check_name("generation.engine", self.engine, GENERATION_ENGINES)
-        for name, value, off in (("top_p", self.top_p, (1.0,)), ("top_k", self.top_k, (0, -1))):
-            if value not in off:
-                raise ConfigError(
-                    f"generation.{name}: must be {off[0]:g}, got {value}; the trainer gives every token a probability, "
-                    "also those that would be cut off from sampling"
-                )
         if self.engine == "vllm" and self.temperature > _VLLM_TEMPERATURE:
             raise ConfigError(
                 f"generation.temperature: vLLM takes {_VLLM_TEMPERATURE:g} at most, got {self.temperature:g}"
@@ -406,7 +398,6 @@ class EmulationConfig:
     tokens_per_token: int = bounded(128, low=1)  # real tokens that one token of prompts and completions stands for
     length_median: float = bounded(7360.0, above=0.0, high=1e7)  # tokens of a completion, log-normal, before the limit
     length_sigma: float = bounded(0.8, low=0.0, high=5.0)
-    lengths_path: str | None = None  # recorded lengths instead: a file of whole numbers
     decode_overhead_s: float = bounded(0.0132, low=0.0)  # of a decode step, whatever the batch: a fitted residual
     all_reduce_s: float = bounded(15e-6, low=0.0)  # latency of a sum over the accelerators of a replica, two a layer
     bandwidth_share: float = bounded(0.8, above=0.0, high=1.0)  # of the memory bandwidth, in decoding

@@ -19,16 +19,13 @@ from areal_core.config import combinations
 from areal_core.config.algorithm import AlgorithmConfig
 from areal_core.config.fields import LARGEST_SEED, bounded, build, choice
 from areal_core.config.groups import (
-    ChatConfig,
     EmulationConfig,
     EnvironmentConfig,
     EvaluationConfig,
     GenerationConfig,
     HealthConfig,
     LaunchConfig,
-    LoraConfig,
     ModelConfig,
-    NodesConfig,
     ProvisionConfig,
     RolloutConfig,
     StopConfig,
@@ -36,35 +33,8 @@ from areal_core.config.groups import (
     TaskConfig,
     TrackingConfig,
     TrainingConfig,
-    VllmConfig,
     WarmupConfig,
 )
-
-__all__ = [
-    "AlgorithmConfig",
-    "ChatConfig",
-    "EmulationConfig",
-    "EnvironmentConfig",
-    "EvaluationConfig",
-    "GenerationConfig",
-    "HealthConfig",
-    "LaunchConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "NodesConfig",
-    "ProvisionConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "StopConfig",
-    "StorageConfig",
-    "TaskConfig",
-    "TrackingConfig",
-    "TrainingConfig",
-    "VllmConfig",
-    "WarmupConfig",
-    "load",
-    "load_file",
-]
 
 _GROUPS_PER_RANK = 4  # of a minibatch; with fewer, another core costs more in every update than it computes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_core.config.schema import ChatConfig
+from areal_core.config.groups import ChatConfig
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.chat import ChatTemplate, Message
 from areal_core.models.spec import stop_token_ids

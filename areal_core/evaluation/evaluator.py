@@ -121,7 +121,6 @@ async def _score_all(evaluator: Evaluator, controller: ControllerClient, timelin
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--index", type=int, default=0)
     run = RunDir(parser.parse_args().run_dir)
     logs.start("evaluator")
     process.adopt(run.ready_file("evaluator"))

@@ -25,7 +25,7 @@ def server_token(arguments: argparse.Namespace) -> str | None:
     """What every request must carry; None for a server that takes those of everybody on this machine. Raises
     ConfigError."""
     if arguments.token_file is not None:
-        return _read_token(arguments.token_file)
+        return read_token(arguments.token_file)
     if not _is_loopback(arguments.host):
         raise ConfigError(f"--token-file: must be given where other machines reach the server, at {arguments.host}")
     return None
@@ -38,7 +38,8 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _read_token(file: Path) -> str:
+def read_token(file: Path) -> str:
+    """The token that a file of the option --token-file holds. Raises ConfigError."""
     try:
         token = file.read_text().strip()
     except OSError as error:

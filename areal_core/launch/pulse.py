@@ -19,6 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 FOLDER = "AREAL_PULSE"  # in the environment: where processes of this run have their files
 WORK = "work"  # what an idle process waits for
@@ -28,16 +31,20 @@ _BEAT_S = 1.0
 _RECORD_BYTES = 512  # room for every record: on a full disk one can still be written over another
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]  # bounds are for records that another machine sends
+Text = Annotated[str, msgspec.Meta(max_length=200)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """One record of a process."""
 
-    pid: int
-    beats: int
-    turns: int | None  # beats that its event loop has answered; None: it has said nothing of one
-    progress: int  # steps, minibatches, tokens, groups, scores: whatever its main loop has got done
-    doing: str
-    waits_for: str | None  # a process, or a part of the run: while it waits it owes no progress
+    pid: Count
+    beats: Count
+    turns: Count | None  # beats that its event loop has answered; None: it has said nothing of one
+    progress: Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # steps, tokens, groups: what its main loop has got done
+    doing: Text
+    waits_for: Text | None  # a process, or a part of the run: while it waits it owes no progress
 
 
 class _Said:

@@ -21,23 +21,11 @@ from areal_core.models.spec import (
     check_weights,
     open_weights,
     read_json,
-    read_spec,
     weight_files,
     weight_shapes,
     write_config,
 )
 from areal_core.models.tokenizer import write_settings
-
-__all__ = [
-    "ModelSpec",
-    "check_weights",
-    "init_weights",
-    "read_spec",
-    "read_weights",
-    "rope_tables",
-    "weight_shapes",
-    "write_model",
-]
 
 _INIT_STD = 0.02
 _SETTINGS = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")

@@ -16,7 +16,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
 from areal_core.planning.memory import Parts, completion_bytes, server_state, training_pass, training_state
-from areal_core.planning.placement import Placement, place
+from areal_core.planning.placement import check_placement
 
 GIB = 2**30
 MARGIN = 0.08  # of a device's memory: what the formulas leave out
@@ -49,9 +49,9 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """A run's placement and memory."""
+    """What a run takes of GPUs."""
 
-    placement: Placement
+    config: RunConfig
     memory: float  # bytes of a device
     needs: tuple[Need, ...]
     completions: int  # of full length that the KV cache of one server holds at once
@@ -59,12 +59,13 @@ class Footprint:
 
     def table(self) -> str:
         """The plan as text, a line for each kind of process."""
-        at = self.placement
-        link = "then" if at.shared else "and"
+        its, launch = self.config, self.config.launch
+        machines = -(-launch.devices // (launch.devices_per_host or launch.devices))
+        link = "then" if its.mode == "sync" else "and"
         lines = [
-            f"{at.machines} machine{'s' * (at.machines > 1)}: {at.servers} x {at.devices_per_server} GPUs generate, "
-            f"{link} {at.ranks} train; the KV cache of a server holds {self.completions} completions of {self.context} "
-            "tokens"
+            f"{machines} machine{'s' * (machines > 1)}: {its.generation_servers} x {its.devices_per_server} GPUs "
+            f"generate, {link} {its.training_ranks} train; the KV cache of a server holds {self.completions} "
+            f"completions of {self.context} tokens"
         ]
         for need in self.needs:
             verdict = f"{need.excess / GIB:.1f} too many" if need.excess else "fits"
@@ -87,7 +88,8 @@ def check_footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device:
 
 def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float) -> Footprint:
     """What each kind of process needs of a device. Raises ConfigError for what can't be placed."""
-    placement, memory = place(config, spec), memory_bytes_per_device
+    check_placement(config, spec)
+    memory = memory_bytes_per_device
     context = config.task.max_prompt_tokens + config.task.max_new_tokens
     state, run = training_state(config, spec, reference=config.algorithm.kl_coef > 0), training_pass(config, spec)
     needs: tuple[Need, ...]
@@ -100,7 +102,7 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
     else:
         needs = (*_shared(config, spec, memory, state, run), _server(config, spec, memory))
     return Footprint(
-        placement=placement,
+        config=config,
         memory=memory,
         needs=needs,
         completions=full_completions(config, spec, memory),

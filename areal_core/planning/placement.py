@@ -6,30 +6,16 @@ mode), or the same ones from the first on (synchronous mode). Machines have `lau
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.models.spec import ModelSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """What a run takes, in GPUs."""
-
-    machines: int
-    servers: int
-    devices_per_server: int
-    ranks: int
-    shared: bool  # ranks and servers take turns on the same GPUs
-
-
-def place(config: RunConfig, spec: ModelSpec) -> Placement:
+def check_placement(config: RunConfig, spec: ModelSpec) -> None:
     """Raises ConfigError for machines that are not filled, for servers that no machine holds as a whole or that would
     straddle two, and for heads that a tensor-parallel group can't partition."""
     devices, per_host = config.launch.devices, config.launch.devices_per_host or config.launch.devices
-    machines = -(-devices // per_host)
-    if machines > 1:
+    if devices > per_host:
         _check_machines(config, per_host)
     elif config.devices_per_server > per_host:
         raise ConfigError(
@@ -38,13 +24,6 @@ def place(config: RunConfig, spec: ModelSpec) -> Placement:
         )
     if config.generation.engine == "vllm":
         _check_heads(config.generation.vllm.tensor_parallel, spec)
-    return Placement(
-        machines=machines,
-        servers=config.generation_servers,
-        devices_per_server=config.devices_per_server,
-        ranks=config.training_ranks,
-        shared=config.mode == "sync",
-    )
 
 
 def _check_machines(config: RunConfig, per_host: int) -> None:

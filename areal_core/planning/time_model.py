@@ -12,16 +12,16 @@ docs/emulation.md.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import NormalDist
 
 from areal_core.config.schema import EmulationConfig
 from areal_core.errors import ConfigError
+from areal_core.models.spec import ModelSpec
+from areal_core.planning.qwen import SPECS
 
 _BYTES = 2  # of a weight, of a number in the KV cache, and of an activation: half precision
 _ALL_REDUCES = 2  # of a layer: after attention, and after the MLP
@@ -29,55 +29,31 @@ _TRAINED_PASSES = 4  # forward, again where the backward pass needs activations 
 _CATCH_UP_S = 0.05  # real seconds that a delayed process may make up for
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One device's data sheet."""
+    """One device's data sheet, in the units of data sheets."""
 
-    flops_per_s: float  # bf16, dense
-    float32_flops_per_s: float  # without TF32
-    memory_bytes_per_s: float
-    memory_bytes: float
-    link_bytes_per_s: float  # to the others of its machine, one way
-
-
-def _accelerator(
-    tflops: float, float32_tflops: float, memory_gb_per_s: float, memory_gb: float, link_gb_per_s: float
-) -> Accelerator:
-    return Accelerator(
-        flops_per_s=tflops * 1e12,
-        float32_flops_per_s=float32_tflops * 1e12,
-        memory_bytes_per_s=memory_gb_per_s * 1e9,
-        memory_bytes=memory_gb * 1e9,
-        link_bytes_per_s=link_gb_per_s * 1e9,
-    )
+    tflops: float  # bf16, dense
+    float32_tflops: float  # without TF32
+    memory_gb_per_s: float
+    memory_gb: float
+    link_gb_per_s: float  # to the others of its machine, one way
 
 
 ACCELERATORS = {
-    "a100": _accelerator(312, 19.5, 2039, 80, 300),
-    "h100": _accelerator(989, 67, 3350, 80, 450),
-    "h800": _accelerator(989, 67, 3350, 80, 200),
-    "h200": _accelerator(989, 67, 4800, 141, 450),
-    "l40s": _accelerator(362, 91.6, 864, 48, 32),
+    "a100": Accelerator(312, 19.5, 2039, 80, 300),
+    "h100": Accelerator(989, 67, 3350, 80, 450),
+    "h800": Accelerator(989, 67, 3350, 80, 200),
+    "h200": Accelerator(989, 67, 4800, 141, 450),
+    "l40s": Accelerator(362, 91.6, 864, 48, 32),
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """A Qwen2 decoder with untied embeddings."""
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What a Qwen2, Qwen3 or Llama decoder of this spec computes and moves."""
 
-    layers: int
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    intermediate_size: int
-    vocab_size: int
-    head_dim: int = 128
-
-    @property
-    def parameters(self) -> int:
-        return (
-            self._matrices + self.layers * (2 * self.hidden_size + self._qkv) + (self.vocab_size + 1) * self.hidden_size
-        )
+    spec: ModelSpec
 
     @property
     def flops_per_token(self) -> float:
@@ -87,16 +63,16 @@ class ModelShape:
     @property
     def attention_flops(self) -> float:
         """Of a forward pass, for one token and each token that it attends to."""
-        return 4.0 * self.layers * self.heads * self.head_dim
+        return 4.0 * self.spec.layers * self.spec.heads * self.spec.head_dim
 
     @property
     def kv_bytes(self) -> int:
         """Of one token in the KV cache."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
+        return 2 * self.spec.layers * self.spec.kv_heads * self.spec.head_dim * _BYTES
 
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * _BYTES
+        return self.spec.parameters * _BYTES
 
     @property
     def read_bytes(self) -> int:
@@ -107,41 +83,20 @@ class ModelShape:
     def counted_flops(self, lengths: Sequence[int]) -> float:
         """Of a forward pass over sequences of these lengths, as AReaL counts them for its TFLOP/s: keys and values as
         wide as queries, attention without a causal mask, and embeddings multiplied as the output is."""
-        tokens, squares = sum(lengths), sum(length * length for length in lengths)
-        layer = tokens * (4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size)
-        attention = 2 * squares * self.hidden_size
-        return 2.0 * self.layers * (layer + attention) + 4.0 * tokens * self.vocab_size * self.hidden_size
-
-    @property
-    def _qkv(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        spec, tokens, squares = self.spec, sum(lengths), sum(length * length for length in lengths)
+        layer = tokens * (4 * spec.hidden_size**2 + 3 * spec.hidden_size * spec.intermediate_size)
+        attention = 2 * squares * spec.hidden_size
+        return 2.0 * spec.layers * (layer + attention) + 4.0 * tokens * spec.vocab_size * spec.hidden_size
 
     @property
     def _matrices(self) -> int:
         """Numbers that every token is multiplied with."""
-        attention = self._qkv + self.heads * self.head_dim
-        return self.hidden_size * (self.layers * (attention + 3 * self.intermediate_size) + self.vocab_size)
+        spec = self.spec
+        attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim
+        return spec.hidden_size * (spec.layers * (attention + 3 * spec.intermediate_size) + spec.vocab_size)
 
 
-def _qwen(
-    layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int = 152064
-) -> ModelShape:
-    return ModelShape(
-        layers=layers,
-        hidden_size=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        intermediate_size=intermediate,
-        vocab_size=vocabulary,
-    )
-
-
-MODELS = {
-    "qwen-1.5b": _qwen(28, 1536, 12, 2, 8960, 151936),
-    "qwen-7b": _qwen(28, 3584, 28, 4, 18944),
-    "qwen-14b": _qwen(48, 5120, 40, 8, 13824),
-    "qwen-32b": _qwen(64, 5120, 40, 8, 27648),
-}
+MODELS = {f"qwen-{size}": ModelCost(SPECS[size]) for size in ("1.5b", "7b", "14b", "32b")}
 
 
 class TimeModel:
@@ -152,15 +107,18 @@ class TimeModel:
     def __init__(self, config: EmulationConfig) -> None:
         self._config = config
         self._device = ACCELERATORS[config.accelerator]
-        self.shape = MODELS[config.model]
+        self.cost = MODELS[config.model]
+        self._weight_bytes = self.cost.weight_bytes
         degree = config.tensor_parallel
-        self._bytes_per_s = degree * config.bandwidth_share * self._device.memory_bytes_per_s
-        self._flops_per_s = degree * self._device.flops_per_s
-        self._all_reduces = _ALL_REDUCES * self.shape.layers if degree > 1 else 0  # of a decode step
+        self._bytes_per_s = degree * config.bandwidth_share * 1e9 * self._device.memory_gb_per_s
+        self._flops_per_s = degree * 1e12 * self._device.tflops
+        self._all_reduces = _ALL_REDUCES * self.cost.spec.layers if degree > 1 else 0  # of a decode step
         # A ring sends all but its own part of a sum around, and then all but its own part of the result.
-        self._reduced_s = 2 * (degree - 1) / degree * self.shape.hidden_size * _BYTES / self._device.link_bytes_per_s
-        room = degree * config.memory_share * self._device.memory_bytes - self.shape.weight_bytes
-        self.kv_tokens = config.replicas * int(room // self.shape.kv_bytes)  # that the KV caches of a server hold
+        self._reduced_s = (
+            2 * (degree - 1) / degree * self.cost.spec.hidden_size * _BYTES / (1e9 * self._device.link_gb_per_s)
+        )
+        room = degree * config.memory_share * 1e9 * self._device.memory_gb - self._weight_bytes
+        self.kv_tokens = config.replicas * int(room // self.cost.kv_bytes)  # that the KV caches of a server hold
         if self.kv_tokens < 1:
             raise ConfigError(
                 f"emulation.tensor_parallel: {config.model} does not fit into {degree} x {config.accelerator}"
@@ -170,8 +128,8 @@ class TimeModel:
         """`steps` decode steps of `completions` sequences, of `context_tokens` tokens in all at the first step."""
         mean_context = context_tokens + completions * (steps - 1) / 2  # it grows by a token a completion and step
         sequences, cached = completions / self._config.replicas, mean_context / self._config.replicas
-        moved = self.shape.read_bytes + cached * self.shape.kv_bytes
-        computed = sequences * self.shape.flops_per_token + cached * self.shape.attention_flops
+        moved = self.cost.read_bytes + cached * self.cost.kv_bytes
+        computed = sequences * self.cost.flops_per_token + cached * self.cost.attention_flops
         busy = max(moved / self._bytes_per_s, computed / self._flops_per_s)
         added = self._all_reduces * (self._config.all_reduce_s + sequences * self._reduced_s)
         return steps * (self._config.decode_overhead_s + busy + added)
@@ -183,8 +141,8 @@ class TimeModel:
 
     def forward_s(self, lengths: Sequence[int], accelerators: int) -> float:
         """A forward pass of the training accelerators over sequences of these lengths: the proximal policy's."""
-        rate = self._config.training_share * self._device.flops_per_s * accelerators
-        return self.shape.counted_flops(lengths) / rate
+        rate = self._config.training_share * 1e12 * self._device.tflops * accelerators
+        return self.cost.counted_flops(lengths) / rate
 
     def train_s(self, lengths: Sequence[int], accelerators: int) -> float:
         """Forward and backward passes over sequences of these lengths, activations computed twice."""
@@ -192,46 +150,20 @@ class TimeModel:
 
     def transfer_s(self) -> float:
         """Transfer of new weights to a replica, to each of its accelerators its part."""
-        return self.shape.weight_bytes / (self._config.tensor_parallel * self._config.transfer_bytes_per_s)
+        return self._weight_bytes / (self._config.tensor_parallel * self._config.transfer_bytes_per_s)
 
     def _forward_flops(self, lengths: Sequence[int]) -> float:
         """Causal: on average a token attends to half of its sequence."""
         squares = sum(length * length for length in lengths)
-        return sum(lengths) * self.shape.flops_per_token + squares / 2 * self.shape.attention_flops
+        return sum(lengths) * self.cost.flops_per_token + squares / 2 * self.cost.attention_flops
 
 
-class CompletionLengths:
-    """Lengths of completions, in real tokens: a log-normal distribution, or lengths that were recorded."""
-
-    def __init__(self, config: EmulationConfig) -> None:
-        """Raises ConfigError when `lengths_path` is no file of whole numbers."""
-        self._median, self._sigma = config.length_median, config.length_sigma
-        self._recorded = None if config.lengths_path is None else _recorded(config.lengths_path)
-
-    def quantile(self, share: float) -> int:
-        """The length that `share` of the completions stay below; 0 <= share < 1."""
-        if self._recorded is not None:
-            return self._recorded[int(share * len(self._recorded))]
-        if share == 0.0:
-            return 1
-        return max(1, round(self._median * math.exp(self._sigma * NormalDist().inv_cdf(share))))
-
-
-@functools.cache
-def _recorded(path: str) -> tuple[int, ...]:
-    try:
-        lengths = sorted(int(word) for word in Path(path).read_text().split())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"emulation.lengths_path: can't read whole numbers from {path}: {error}") from error
-    if not lengths or lengths[0] < 1:
-        raise ConfigError(f"emulation.lengths_path: {path} must hold numbers of at least 1, and one of them")
-    return tuple(lengths)
-
-
-def check_emulation(config: EmulationConfig) -> None:
-    """Raise ConfigError for a model that does not fit into its accelerators and for lengths that can't be read."""
-    TimeModel(config)
-    CompletionLengths(config)
+def completion_length(config: EmulationConfig, share: float) -> int:
+    """The length, in real tokens, that `share` of the completions stay below; 0 <= share < 1. Lengths are
+    log-normal."""
+    if share == 0.0:
+        return 1
+    return max(1, round(config.length_median * math.exp(config.length_sigma * NormalDist().inv_cdf(share))))
 
 
 class Pace:

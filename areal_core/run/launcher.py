@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any, Literal
 
+import msgspec
+
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ProcessError, TrackingError
@@ -39,8 +41,8 @@ from areal_core.run.registration import POLL_S, ServerRegistration
 from areal_core.run.roles import role_specs
 from areal_core.storage.lease import LeaseLostError
 from areal_core.storage.rundir import RunDir
-from areal_core.tracking.outbox import Outbox
-from areal_core.types import STOPPED, RunStatus, RunSummary, TokenLedger
+from areal_core.tracking.outbox import EndStatus, Outbox
+from areal_core.types import STOPPED, RunStatus, RunSummary
 
 __all__ = ["Run", "execute", "preflight", "prepare", "read_summary", "role_specs", "run_folder", "summary_of"]
 
@@ -309,7 +311,7 @@ class Run:
             self._owned.release()
             self._owned = None
 
-    def _close_tracking(self, status: str) -> None:
+    def _close_tracking(self, status: EndStatus) -> None:
         if self._info.tracking_uri is None:
             return
         try:
@@ -351,8 +353,7 @@ def read_summary(run: RunDir) -> RunSummary:
 
 def summary_of(text: str) -> RunSummary:
     """From the text of summary.json."""
-    values = json.loads(text)
-    return RunSummary(**{**values, "tokens": TokenLedger(**values["tokens"]), "alerts": tuple(values["alerts"])})
+    return msgspec.convert(json.loads(text), RunSummary)  # not msgspec's own reader, which knows no NaN
 
 
 def execute(

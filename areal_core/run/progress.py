@@ -52,11 +52,11 @@ def describe(status: RunStatus) -> str:
     """One line; what isn't known yet is a dash."""
     parts = (
         f"step {status.step}/{status.steps}",
-        f"reward {_number(status.reward, '.3f')}",
-        f"accuracy {_number(status.accuracy, '.3f')}",
-        f"staleness {_number(status.staleness, '.2f')}",
-        f"truncated {_number(status.truncated, '.0%')}",
-        f"zero-variance {_number(status.zero_variance, '.0%')}",
+        f"reward {number(status.reward, '.3f')}",
+        f"accuracy {number(status.accuracy, '.3f')}",
+        f"staleness {number(status.staleness, '.2f')}",
+        f"truncated {number(status.truncated, '.0%')}",
+        f"zero-variance {number(status.zero_variance, '.0%')}",
         f"{_rate(status.effective_tokens_per_s)} {'emulated ' if status.emulated else ''}tokens/s",
         f"finishing: {status.finished}" if status.finished else f"{_duration(status.eta_s)} left",
         *(f"alert: {alert.kind}" for alert in status.alerts),
@@ -69,13 +69,13 @@ def conclude(summary: RunSummary) -> str:
     lines = [
         f"run {summary.run_id} finished: {summary.steps} steps in {_duration(summary.rl_wall_s)} "
         f"(stop reason: {summary.reason})",
-        f"  held-out accuracy {_number(summary.accuracy_before, '.3f')} -> {_number(summary.accuracy_after, '.3f')}, "
-        f"best {_number(summary.best_accuracy, '.3f')}",
+        f"  held-out accuracy {number(summary.accuracy_before, '.3f')} -> {number(summary.accuracy_after, '.3f')}, "
+        f"best {number(summary.best_accuracy, '.3f')}",
         f"  tokens/s: {significant(summary.effective_tokens_per_s)} trained, "
         f"{significant(summary.generated_tokens_per_s)} generated",
         f"  staleness: mean {summary.staleness_mean:.2f}, max {summary.staleness_max}",
-        f"  truncated completions: {_number(summary.truncated, '.1%')}, zero-variance groups: "
-        f"{_number(summary.zero_variance, '.1%')}",
+        f"  truncated completions: {number(summary.truncated, '.1%')}, zero-variance groups: "
+        f"{number(summary.zero_variance, '.1%')}",
         *(f"  alert: {alert}" for alert in summary.alerts),
         f"  model {summary.model_url}",
     ]
@@ -104,8 +104,9 @@ def _rate(value: float | None) -> str:
     return f"{significant(value / 1000)}k" if value >= 1000 else significant(value)
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """A number in a format, or a dash where it isn't known."""
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def _duration(seconds: float | None) -> str:

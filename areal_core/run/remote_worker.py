@@ -26,10 +26,10 @@ from typing import Any, Literal
 from areal_core.api.head import Head, checked_url, in_file
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError, ProcessError, one_line
+from areal_core.generation.command_line import read_token
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import RoleSpec, StopSignal, Supervisor
 from areal_core.run.command import Parser, run_command
-from areal_core.run.machine import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import CopiedFolder
 from areal_core.run.remote.folder import POLL_S, Place, RunFolder, RunLostError, SharedFolder
@@ -101,7 +101,6 @@ class RemoteWorker:
             self._say_how_it_ends()
             return
         share = self._share.settled(config)
-        check_packages(config, {share.role})
         _check_address(config, self._address)
         with self._folder.taken(share, config, self._address, guarded=self._guarded, stop=self._stop) as place:
             # To a file of this command's from now on: a run may have several remote workers.
@@ -199,12 +198,7 @@ def _folder(options: argparse.Namespace) -> RunFolder:
         return SharedFolder(RunDir(options.run_dir))
     if options.token_file is None or options.folder is None:
         raise ConfigError("--token-file, --folder: must be given with --head")
-    try:
-        token = options.token_file.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"--token-file: can't read {options.token_file}: {error.strerror}") from None
-    if not token:
-        raise ConfigError(f"--token-file: {options.token_file} is empty, must hold the token of a run")
+    token = read_token(options.token_file)
     where = in_file(Path(options.head[1:])) if options.head.startswith("@") else checked_url(options.head)
     return CopiedFolder(Head(where, token), options.folder)
 

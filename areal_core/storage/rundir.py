@@ -45,11 +45,36 @@ class RunInfo:
     prompts: dict[str, str] = field(default_factory=dict[str, str])  # digests of prompts, by the setting of their file
 
 
+class _Below:
+    """A path below the folder of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
+        return run.root / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths inside one run's folder."""
 
     root: Path
+
+    token_file = _Below("token")
+    launcher_lock = _Below("lock")  # that a launcher holds while it runs the run
+    copy_file = _Below("copy.json")  # on a machine that shares no folder with the head node (run.remote.copied)
+    ready = _Below("ready")
+    pulses = _Below("pulse")
+    logs = _Below("logs")
+    weights = _Below("weights")
+    payloads = _Below("payloads")
+    timeline = _Below("timeline")
+    evaluations = _Below("evaluations")
+    ledger = _Below("ledger.sqlite")
+    outbox = _Below("outbox.sqlite")
+    summary = _Below("summary.json")
+    superseded = _Below("summary-superseded.json")  # an end that the run goes on after
 
     @classmethod
     def create(cls, config: RunConfig, info: RunInfo, kind: str = "runs") -> RunDir:
@@ -72,17 +97,8 @@ class RunDir:
         return RunInfo(**json.loads((self.root / "run.json").read_text()))
 
     @property
-    def copy_file(self) -> Path:
-        """Of a copy, on a machine that shares no folder with the head node: see areal_core.run.remote.copied."""
-        return self.root / "copy.json"
-
-    @property
     def is_copy(self) -> bool:
         return self.copy_file.exists()
-
-    @property
-    def token_file(self) -> Path:
-        return self.root / "token"
 
     def token(self) -> str:
         """See areal_core.api.access."""
@@ -112,56 +128,6 @@ class RunDir:
         info = dataclasses.replace(self.info(), number=number)
         write_json(self.root / "run.json", dataclasses.asdict(info), synced=True)
         return info
-
-    @property
-    def launcher_lock(self) -> Path:
-        """The lock that a launcher holds while it runs the run."""
-        return self.root / "lock"
-
-    @property
-    def ready(self) -> Path:
-        return self.root / "ready"
-
-    @property
-    def pulses(self) -> Path:
-        return self.root / "pulse"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def weights(self) -> Path:
-        return self.root / "weights"
-
-    @property
-    def payloads(self) -> Path:
-        return self.root / "payloads"
-
-    @property
-    def timeline(self) -> Path:
-        return self.root / "timeline"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.root / "evaluations"
-
-    @property
-    def ledger(self) -> Path:
-        return self.root / "ledger.sqlite"
-
-    @property
-    def outbox(self) -> Path:
-        return self.root / "outbox.sqlite"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def superseded(self) -> Path:
-        """The summary of an end after which the run goes on; there until its controller has reopened the ledger."""
-        return self.root / "summary-superseded.json"
 
     def ready_file(self, role: str, index: int = 0) -> Path:
         return self.ready / f"{role}-{index}.json"

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from areal_core.models.spec import ModelSpec, weight_shapes
-from areal_core.planning.time_model import ACCELERATORS, ModelShape
+from areal_core.planning.time_model import ACCELERATORS, ModelCost
 from areal_core.training.batching.partition import GroupCost
 from areal_core.training.engines.engine import TrainingBatch
 
@@ -62,9 +62,9 @@ def forward_flops(
 
 def _rates(spec: ModelSpec) -> tuple[float, float, float]:
     """FLOPs of an input in the layers, of an input that another attends to, and of a token's logits."""
-    shape, head = _shape(spec), 2.0 * spec.vocab_size * spec.hidden_size
-    linear = shape.flops_per_token - head if spec.transformers is None else _matrices(spec)
-    return linear, shape.attention_flops, head
+    cost, head = ModelCost(spec), 2.0 * spec.vocab_size * spec.hidden_size
+    linear = cost.flops_per_token - head if spec.transformers is None else _matrices(spec)
+    return linear, cost.attention_flops, head
 
 
 def _forward_flops(
@@ -96,7 +96,7 @@ def peak_flops_per_s(name: str, dtype: str) -> float | None:
     found = [ACCELERATORS[word] for word in words if word in ACCELERATORS]
     if not found or {"pcie", "nvl", "mig"} & set(words):
         return None
-    return {"bfloat16": found[0].flops_per_s, "float32": found[0].float32_flops_per_s}[dtype]
+    return 1e12 * {"bfloat16": found[0].tflops, "float32": found[0].float32_tflops}[dtype]
 
 
 def _matrices(spec: ModelSpec) -> float:
@@ -104,15 +104,3 @@ def _matrices(spec: ModelSpec) -> float:
     output's."""
     shapes = [shape for shape in weight_shapes(spec).values() if len(shape) == 2 and spec.vocab_size not in shape]
     return 2.0 * sum(map(math.prod, shapes))
-
-
-def _shape(spec: ModelSpec) -> ModelShape:
-    return ModelShape(
-        layers=spec.layers,
-        hidden_size=spec.hidden_size,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        intermediate_size=spec.intermediate_size,
-        vocab_size=spec.vocab_size,
-        head_dim=spec.head_dim,
-    )

@@ -26,9 +26,6 @@ from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.training import recipe
 from areal_core.training.batching.packing import pack
 from areal_core.training.model.forward import completion_logprobs
-from areal_core.training.recipe import cache_key
-
-__all__ = ["cache_key", "embedded_spec", "make_model", "warm_up"]
 
 logger = logging.getLogger(__name__)
 

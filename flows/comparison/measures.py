@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from areal_core.config.schema import RunConfig
@@ -63,7 +64,8 @@ def measures(results: Sequence[TrialResult]) -> list[Measure]:
         return [dataclasses.replace(row, unit=f"emulated {row.unit}".strip()) for row in speed] + waiting
     learning: list[Measure] = []
     if target is not None:
-        learning.append(_time_to(target))
+        name, timed = f"time to score {target:g}", partial(time_to_score, target=target)
+        learning.append(Measure(name=name, unit="s", digits=1, effect="ratio", value=timed, headline=True, of_all=True))
     if config.evaluated:
         name, unit = "final score", "held-out accuracy"
         learning.append(_of_summary(name, unit, 3, "difference", lambda s, c: s.accuracy_after, headline=True))
@@ -140,14 +142,6 @@ def weighted_by_time(result: TrialResult, key: str) -> float | None:
 def time_scale(config: RunConfig) -> float:
     """Seconds that a second of the clock stands for: those of the emulated cluster, where there is one."""
     return config.emulation.speed if config.emulated else 1.0
-
-
-def _time_to(target: float) -> Measure:
-    def of(result: TrialResult) -> float | None:
-        return time_to_score(result, target)
-
-    name = f"time to score {target:g}"
-    return Measure(name=name, unit="s", digits=1, effect="ratio", value=of, headline=True, of_all=True)
 
 
 def _of_summary(

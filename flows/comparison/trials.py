@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_core.errors import ArealError, one_line
 from areal_core.run import launcher as core
@@ -31,6 +31,7 @@ class TrialResult:
     failure: str | None  # one line
     curves: Curves  # as far as it came, where it failed
     ran: tuple[float, float] | None  # first start and last end of its work, seconds since the epoch
+    error: ArealError | None = None  # what has just ended its run: its kind decides about another try
 
 
 def run_trial(
@@ -51,7 +52,7 @@ def run_trial(
             trial.config, run_id=trial.run_id, tags={"arm": trial.arm, **(tags or {})}, log=log, on_status=on_status
         )
     except ArealError as error:
-        return load_result(trial, str(error))
+        return replace(load_result(trial, str(error)), error=error)
     return load_result(trial)
 
 

@@ -121,17 +121,8 @@ def test_what_can_not_be_emulated_is_one_line(tmp_path: Path, fields: dict[str, 
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    ("emulation", "start"),
-    [
-        ({"model": "qwen-32b"}, "emulation.tensor_parallel: qwen-32b does not fit into 1 x h800"),
-        ({"lengths_path": "/nowhere/lengths"}, "emulation.lengths_path: can't read whole numbers from /nowhere"),
-    ],
-)
-def test_what_does_not_fit_is_found_before_anything_starts(
-    tmp_path: Path, emulation: dict[str, Any], start: str
-) -> None:
+def test_what_does_not_fit_is_found_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        execute(emulated(tmp_path, emulation=emulation), run_id="r", log=print)
-    assert str(caught.value).startswith(start)
+        execute(emulated(tmp_path, emulation={"model": "qwen-32b"}), run_id="r", log=print)
+    assert str(caught.value).startswith("emulation.tensor_parallel: qwen-32b does not fit into 1 x h800")
     assert "\n" not in str(caught.value)

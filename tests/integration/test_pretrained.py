@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_core.config.schema import ChatConfig
+from areal_core.config.groups import ChatConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.generation.engines.embedded import Engine
 from areal_core.models.arrays import read_arrays

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.config.schema import LoraConfig, RunConfig
+from areal_core.config.groups import LoraConfig
+from areal_core.config.schema import RunConfig
 from areal_core.models.adapters import ADAPTER, merged, read_adapter
 from areal_core.models.arrays import read_arrays
 from areal_core.models.spec import read_spec

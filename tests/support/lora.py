@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_core.config.schema import LoraConfig
+from areal_core.config.groups import LoraConfig
 from areal_core.models.adapters import adapter_shapes
 from areal_core.models.spec import ModelSpec
 from areal_core.types import Float32Array, Lora

@@ -25,7 +25,7 @@ from areal_core.errors import GenerationError
 from areal_core.generation.engines.engine import EngineStats, Generation, check_request
 from areal_core.generation.engines.sampling import stream_seed, uniforms
 from areal_core.models.spec import ModelSpec, check_shapes, header_shapes
-from areal_core.planning.time_model import CompletionLengths, Pace, TimeModel
+from areal_core.planning.time_model import Pace, TimeModel, completion_length
 from areal_core.types import Completion, GenerationRequest
 
 _SLICE_S = 0.004  # real seconds that a step takes at most, or one decode step: how soon commands are obeyed
@@ -81,7 +81,7 @@ class EmulatedEngine:
     ) -> None:
         """`slots` and `context` (tokens of the wire) bound running completions; so does the KV cache. `switches`: the
         same accelerators train, so that new weights come with the change back to generation, which the trainer pays
-        for. Raises ConfigError for a model that does not fit and for lengths that can't be read."""
+        for. Raises ConfigError for a model that does not fit."""
         self.spec = spec
         self.version = version
         self.admitting = True
@@ -89,7 +89,7 @@ class EmulatedEngine:
         self._context = context or spec.context
         self._scale = emulation.tokens_per_token
         self._time = TimeModel(emulation)
-        self._lengths = CompletionLengths(emulation)
+        self._emulation = emulation
         self._handover_s = 0.0 if switches else emulation.handover_s
         self._pace = pace or Pace(emulation.speed)
         self._groups: dict[str, _Group] = {}  # by request id
@@ -297,7 +297,7 @@ class EmulatedEngine:
     def _sequence(self, group: _Group, index: int) -> _Sequence:
         request = group.request
         seed = np.array([stream_seed(request.seed, index)], dtype=np.uint64)
-        wanted = self._lengths.quantile(float(uniforms(seed, np.zeros(1, dtype=np.int64))[0]))
+        wanted = completion_length(self._emulation, float(uniforms(seed, np.zeros(1, dtype=np.int64))[0]))
         limit = min(request.max_tokens, self._context - group.prompt_tokens) * self._scale
         stops = bool(request.stop_token_ids) and wanted < limit
         return _Sequence(

@@ -12,52 +12,38 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError, ConfigError
 from areal_core.launch import pulse
-from areal_core.launch.pulse import Pulse
+from areal_core.launch.pulse import Count, Pulse, Text
 from areal_core.run.remote.share import TRAINER, Owned, Share, owned
 from areal_core.storage.rundir import RunDir, write_json
 
 GONE_S = 15.0  # without a word, after which another worker may have a share
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
-_Text = Annotated[str, msgspec.Meta(max_length=200)]
-
 
 class Announced(msgspec.Struct):
     """What a ready file holds."""
 
-    pid: _Count
-    url: _Text | None = None
-
-
-class Beating(msgspec.Struct):
-    """A pulse, as areal_core.launch.pulse has it."""
-
-    pid: _Count
-    beats: _Count
-    progress: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-    doing: _Text
-    turns: _Count | None = None
-    waits_for: _Text | None = None
+    pid: Count
+    url: Text | None = None
 
 
 class Said(msgspec.Struct):
     """What a remote worker says of itself once a second."""
 
     role: str
-    first: _Count
+    first: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-    address: _Text
+    address: Text
     over: bool = False  # these are its last words
     ready: dict[str, Announced] = {}  # by the names of processes
-    pulses: dict[str, Beating] = {}
+    pulses: dict[str, Pulse] = {}
 
 
 class TakenError(ArealError):
@@ -124,14 +110,10 @@ class Nodes:
             announced, beating = said.ready.get(process), said.pulses.get(process)
             if announced is None or said.over:
                 file.unlink(missing_ok=True)
-            elif self._run.ready_info(role, int(index)) != (values := _values(announced)):
+            elif self._run.ready_info(role, int(index)) != (values := msgspec.structs.asdict(announced)):
                 write_json(file, values)
             if beating is None or said.over:
                 beats.unlink(missing_ok=True)
             else:
                 with suppress(OSError):  # on a full disk it is missing, as one of this machine would be
-                    pulse.write(beats, Pulse(**_values(beating)))
-
-
-def _values(struct: msgspec.Struct) -> dict[str, Any]:
-    return msgspec.structs.asdict(struct)
+                    pulse.write(beats, beating)

@@ -234,7 +234,6 @@ class DeepSpeedEngine(PolicyEngine):
     # -- set-up ------------------------------------------------------------------------------------------------
 
     def _module(self, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> PolicyModule | TransformersPolicy:
-        checkpoints = self.training.checkpoint_activations
         parameters = {name: nn.Parameter(weights[name].detach().clone()) for name in self.shapes}
         parameters |= {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in frozen.items()}
         if self.spec.transformers is None:
@@ -243,7 +242,7 @@ class DeepSpeedEngine(PolicyEngine):
                 parameters,
                 dtype=self.dtype,
                 temperature=self.temperature,
-                checkpoint_activations=checkpoints,
+                checkpoint_activations=self.training.checkpoint_activations,
                 lora_scale=self.lora_scale,
             )
         if self.dtype != torch.float32 and not self._mixed:
@@ -251,17 +250,7 @@ class DeepSpeedEngine(PolicyEngine):
                 f"training.zero_stage: must be at least 1 with training.dtype={self.training.dtype} for a model that "
                 "transformers' modules run, whose layers don't round weights as they run, got 0"
             )
-        from areal_core.training.model.transformers_policy import (
-            TransformersPolicy,  # transformers: seconds, where they are needed
-        )
-
-        module = TransformersPolicy(
-            self.spec,
-            temperature=self.temperature,
-            checkpoint_activations=checkpoints,
-            whole=self._stage == 3,
-            lora=self.lora,
-        )
+        module = self._transformers_policy(whole=self._stage == 3)
         module.dtype = self.dtype
         module.install(parameters)
         return module

@@ -59,31 +59,7 @@ class EmulatedTrainingEngine:
         )
         updates = sum(tokens > 0 for tokens in batch.loss_tokens)
         self._updates += updates
-        return StepStats(
-            loss=0.0,
-            grad_norm=0.0,
-            update_norm=0.0,
-            learning_rate=self._learning_rate,
-            updates=updates,
-            skipped=0,
-            loss_tokens=sum(batch.loss_tokens),
-            trained_tokens=0,
-            clip_fraction=0.0,
-            clip_low_fraction=0.0,
-            clip_high_fraction=0.0,
-            cap_fraction=0.0,
-            mask_fraction=0.0,
-            entropy=0.0,
-            approx_kl=0.0,
-            reference_kl=0.0,
-            mismatch_kl=None,
-            mismatch_tokens=0,
-            ess=1.0,
-            weight_p01=1.0,
-            weight_p50=1.0,
-            weight_p99=1.0,
-            weight_max=1.0,
-        )
+        return StepStats(learning_rate=self._learning_rate, updates=updates, loss_tokens=sum(batch.loss_tokens))
 
     def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
         return 0.0, 0

@@ -107,31 +107,31 @@ class TrainingBatch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """One training step over all ranks. Unless the field says otherwise, means are over loss tokens of completions that
-    have a gradient: the others, those without an advantage, are in no pass."""
+    have a gradient: the others, those without an advantage, are in no pass. Defaults are for a step without passes."""
 
-    loss: float  # mean over minibatches
-    grad_norm: float  # before clipping, mean over minibatches
-    update_norm: float  # of the change of the weights by an optimiser update, mean over minibatches
+    loss: float = 0.0  # mean over minibatches
+    grad_norm: float = 0.0  # before clipping, mean over minibatches
+    update_norm: float = 0.0  # of the change of the weights by an optimiser update, mean over minibatches
     learning_rate: float  # of the last update
     updates: int  # minibatches that had loss tokens, but for those that were skipped
-    skipped: int  # updates left out as their gradient was not finite (training.on_divergence)
+    skipped: int = 0  # updates left out as their gradient was not finite (training.on_divergence)
     loss_tokens: int
-    trained_tokens: int  # of these, the ones of completions that have a gradient
-    clip_fraction: float  # tokens whose gradient the clip removed
-    clip_low_fraction: float  # of these, those below 1 - eps
-    clip_high_fraction: float  # and those above 1 + eps
-    cap_fraction: float  # tokens whose weight algorithm.behaviour_cap, or the clip of CISPO, clamped to a bound
-    mask_fraction: float  # tokens whose weight was outside algorithm.behaviour_mask_low and behaviour_mask_high
-    entropy: float  # nats
-    approx_kl: float  # k3 of the token's ratio: pi_theta against pi_prox, or pi_behav where there is none
-    reference_kl: float  # k3 of pi_theta against the reference policy; 0 where algorithm.kl_coef is 0
-    mismatch_kl: float | None  # k3 of trainer against generator over tokens of the same version; None: there were none
-    mismatch_tokens: int  # tokens of the same version
-    ess: float  # of the weights pi_prox / pi_behav (without a pi_prox: pi_theta / pi_behav), as a share of the tokens
-    weight_p01: float  # quantiles of those weights, before any cap or mask
-    weight_p50: float
-    weight_p99: float
-    weight_max: float  # the largest of them
+    trained_tokens: int = 0  # of these, the ones of completions that have a gradient
+    clip_fraction: float = 0.0  # tokens whose gradient the clip removed
+    clip_low_fraction: float = 0.0  # of these, those below 1 - eps
+    clip_high_fraction: float = 0.0  # and those above 1 + eps
+    cap_fraction: float = 0.0  # tokens whose weight algorithm.behaviour_cap, or the clip of CISPO, clamped to a bound
+    mask_fraction: float = 0.0  # tokens whose weight was outside algorithm.behaviour_mask_low and behaviour_mask_high
+    entropy: float = 0.0  # nats
+    approx_kl: float = 0.0  # k3 of the token's ratio: pi_theta against pi_prox, or pi_behav where there is none
+    reference_kl: float = 0.0  # k3 of pi_theta against the reference policy; 0 where algorithm.kl_coef is 0
+    mismatch_kl: float | None = None  # k3 of trainer against generator; None: no token is of the same version
+    mismatch_tokens: int = 0  # tokens of the same version
+    ess: float = 1.0  # of the weights pi_prox / pi_behav (pi_theta where there is no pi_prox), by the tokens
+    weight_p01: float = 1.0  # quantiles of those weights, before any cap or mask
+    weight_p50: float = 1.0
+    weight_p99: float = 1.0
+    weight_max: float = 1.0  # the largest of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

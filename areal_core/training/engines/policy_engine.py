@@ -267,6 +267,9 @@ class PolicyEngine(ABC):
 
     @cached_property
     def _transformers(self) -> TransformersPolicy:
+        return self._transformers_policy()
+
+    def _transformers_policy(self, *, whole: bool = False) -> TransformersPolicy:
         from areal_core.training.model.transformers_policy import (
             TransformersPolicy,  # transformers: seconds, where they are needed
         )
@@ -275,6 +278,7 @@ class PolicyEngine(ABC):
             self.spec,
             temperature=self.temperature,
             checkpoint_activations=self.training.checkpoint_activations,
+            whole=whole,
             lora=self.lora,
         )
 

@@ -9,7 +9,8 @@ import torch
 
 from areal_core.config.schema import load
 from areal_core.errors import ConfigError
-from areal_core.models.folders import init_weights, read_spec, read_weights, write_model
+from areal_core.models.folders import init_weights, read_weights, write_model
+from areal_core.models.spec import read_spec
 from areal_core.storage import weights
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.training.engines.torch_engine import TorchEngine

@@ -22,8 +22,7 @@ EMULATED = {"generation": {"engine": "emulated"}, "training": {"engine": "emulat
 @pytest.mark.parametrize(
     ("generation", "said"),
     [
-        ({"top_p": 0.9}, "generation.top_p: must be 1, got 0.9; the trainer gives every token a probability"),
-        ({"top_k": 50}, "generation.top_k: must be 0, got 50; the trainer gives every token a probability"),
+        ({"top_p": 0.9}, "generation.top_p: no such field"),
         ({"temperature": 0.0}, "generation.temperature: must be at least 0.01, got 0.0"),
         ({"interruption": "abort"}, "generation.interruption: must be one of recompute, resubmit, keep, wait, got"),
         ({"vllm": {"arguments": "--name 'x"}}, 'generation.vllm.arguments: No closing quotation, in "--name \'x"'),
@@ -71,11 +70,6 @@ def test_no_score_stops_a_run_that_has_none() -> None:
     with pytest.raises(ConfigError) as caught:
         load({"evaluation": {"enabled": False}, "stop": {"score": 0.9}})
     assert str(caught.value) == "stop.score: must be null with evaluation.enabled=false, got 0.9"
-
-
-def test_sampling_that_is_not_cut_off_is_accepted() -> None:
-    config = load({"generation": {"top_p": 1.0, "top_k": -1, "temperature": 0.7}})
-    assert (config.generation.top_k, config.generation.temperature) == (-1, 0.7)
 
 
 def test_the_pipeline_is_as_deep_as_the_bound_unless_it_is_said_and_never_deeper() -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from areal_core.config.schema import ChatConfig
+from areal_core.config.groups import ChatConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models.spec import stop_token_ids

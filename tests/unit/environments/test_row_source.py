@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.config.schema import ChatConfig, TaskConfig
+from areal_core.config.groups import ChatConfig, TaskConfig
 from areal_core.environments.census import Reason
 from areal_core.environments.row_source import RowSource
 from areal_core.errors import ConfigError

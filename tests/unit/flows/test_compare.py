@@ -1,6 +1,7 @@
 """The form of the flow's parameters as Prefect shows it, which failures are tried again, and what is said of them."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from flows import compare
 from flows.compare import _what_failed, _with_mlflow, _with_pictures, _worth_another_try, areal_compare, track
 from flows.comparison.design import DEFAULT_ARMS, plan_trials
 from flows.comparison.record import Comparison
+from flows.comparison.trials import run_trial
 from flows.compose import experiments
 
 
@@ -74,12 +76,10 @@ class _Away:
     def __init__(self, attempts: int) -> None:
         self._away = attempts
         self.attempts = 0
-        self.error: Exception | None = None
 
     def __call__(self, *_: Any, **__: Any) -> RunSummary:
         self.attempts += 1
-        self.error = TrackingError("gone") if self.attempts <= self._away else ProcessError("trainer-0 was killed")
-        raise self.error
+        raise TrackingError("gone") if self.attempts <= self._away else ProcessError("trainer-0 was killed")
 
 
 class _Said:
@@ -101,7 +101,8 @@ def test_mlflow_is_waited_for(
     monkeypatch.setattr(compare.time, "sleep", waits.append)
     trial = plan_trials("s", "cpu-async", DEFAULT_ARMS, [1], [f"state_dir={tmp_path}"])[0]
     execute, said = _Away(away), _Said()
-    result = _with_mlflow(trial, {}, cast(Any, said), cast(Any, execute))
+    monkeypatch.setattr(compare, "run_trial", partial(run_trial, execute=execute))
+    result = _with_mlflow(trial, {}, cast(Any, said))
     assert execute.attempts == attempts
     assert waits == [30.0] * (attempts - 1)
     assert said.notes == ["waiting for MLflow"] * (attempts - 1)

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_core.errors import ModelError
 from areal_core.models import folders
-from areal_core.models.folders import ModelSpec
-from areal_core.models.spec import stop_token_ids
+from areal_core.models.spec import ModelSpec, check_weights, read_spec, stop_token_ids, weight_shapes
 from tests.support.chat import CHAT, chat_folder
 from tests.support.transformers_models import write_transformers_model
 
@@ -57,7 +56,7 @@ def test_written_model_is_read_back_and_loads_in_transformers(tmp_path, spec):
     weights |= {name: torch.randn(tensor.shape) for name, tensor in weights.items() if name.endswith(drawn)}
     folders.write_model(tmp_path, spec, weights, None)
 
-    assert folders.read_spec(tmp_path) == spec
+    assert read_spec(tmp_path) == spec
     read = folders.read_weights(tmp_path, spec)
     assert set(read) == set(weights)
     assert all(torch.equal(read[name], weights[name]) for name in weights)
@@ -76,7 +75,7 @@ def test_a_width_of_heads_that_is_not_named_is_that_of_transformers(tmp_path):
 
     folders.write_model(tmp_path, QWEN3, folders.init_weights(QWEN3, seed=0), None)
     edit_config(tmp_path, head_dim="remove")
-    assert folders.read_spec(tmp_path).head_dim == AutoConfig.from_pretrained(tmp_path).head_dim == 128
+    assert read_spec(tmp_path).head_dim == AutoConfig.from_pretrained(tmp_path).head_dim == 128
 
 
 def test_written_tokenizer_loads_in_transformers(tmp_path):
@@ -109,7 +108,7 @@ def test_init_weights_is_a_function_of_the_seed():
 
 def test_fresh_norms_and_nothing_else_are_ones():
     ones = {name for name, tensor in folders.init_weights(QWEN3, 1).items() if (tensor == 1).all()}
-    assert ones == {name for name, shape in folders.weight_shapes(QWEN3).items() if len(shape) == 1}  # without biases
+    assert ones == {name for name, shape in weight_shapes(QWEN3).items() if len(shape) == 1}  # without biases
 
 
 def test_sharded_weights_and_older_rope_field_are_read(folder):
@@ -125,7 +124,7 @@ def test_sharded_weights_and_older_rope_field_are_read(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     edit_config(folder, rope_parameters="remove", rope_theta=123.0)
 
-    assert folders.read_spec(folder).rope_theta == 123.0
+    assert read_spec(folder).rope_theta == 123.0
     again = folders.read_weights(folder, SPEC)
     assert all(torch.equal(again[name], weights[name]) for name in names)
 
@@ -145,10 +144,10 @@ def test_sharded_weights_and_older_rope_field_are_read(folder):
 )
 def test_what_our_passes_lack_is_for_transformers_and_says_why(folder, changes, named):
     edit_config(folder, **changes)
-    spec = folders.read_spec(folder)
+    spec = read_spec(folder)
     assert spec.transformers is not None
     assert named in spec.transformers.why
-    assert folders.weight_shapes(spec) == folders.weight_shapes(SPEC)  # as the file has them
+    assert weight_shapes(spec) == weight_shapes(SPEC)  # as the file has them
     assert (spec.parameters, spec.context, spec.layers) == (SPEC.parameters, SPEC.context, SPEC.layers)
 
 
@@ -167,7 +166,7 @@ def test_what_our_passes_lack_is_for_transformers_and_says_why(folder, changes, 
 def test_broken_config_is_refused_in_one_line(folder, changes, named):
     edit_config(folder, **changes)
     with pytest.raises(ModelError, match=named) as raised:
-        folders.read_spec(folder)
+        read_spec(folder)
     assert str(folder) in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -177,7 +176,7 @@ def test_broken_config_is_refused_in_one_line(folder, changes, named):
 def test_end_tokens_that_the_model_lacks_are_refused(folder, file, ids):
     edit_config(folder, eos_token_id=ids)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids if file != "config.json" else None}))
-    for read in (folders.read_spec, stop_token_ids):
+    for read in (read_spec, stop_token_ids):
         with pytest.raises(ModelError, match=rf"{folder}: eos_token_id of {file} must be token ids from 0 to 22"):
             read(folder)
 
@@ -195,7 +194,7 @@ def test_a_head_is_the_embedding_where_transformers_ties_them(folder, kind, stor
     tensors["lm_head.weight"] = table.clone() if stored == "same" else table.flip(0)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     edit_config(folder, tie_word_embeddings=said)
-    spec = folders.read_spec(folder)
+    spec = read_spec(folder)
     folders.write_model(folder / "again", spec, folders.read_weights(folder, spec), None)
     ours, theirs = (AutoModelForCausalLM.from_pretrained(each) for each in (folder / "again", folder))
     tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
@@ -205,10 +204,10 @@ def test_a_head_is_the_embedding_where_transformers_ties_them(folder, kind, stor
 
 def test_missing_and_broken_files_are_refused(folder):
     with pytest.raises(ModelError, match=r"nowhere.*config\.json"):
-        folders.read_spec(folder / "nowhere")
+        read_spec(folder / "nowhere")
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json"):
-        folders.read_spec(folder)
+        read_spec(folder)
     (folder / "model.safetensors").write_bytes(b"\x08")
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         folders.read_weights(folder, SPEC)
@@ -221,12 +220,12 @@ def test_check_weights_names_the_tensor():
     weights = folders.init_weights(SPEC, seed=0)
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ModelError, match=rf"{name}.*\[48, 32\]"):
-        folders.check_weights(SPEC, weights | {name: torch.zeros(32, 48)})
+        check_weights(SPEC, weights | {name: torch.zeros(32, 48)})
     with pytest.raises(ModelError, match="extra"):
-        folders.check_weights(SPEC, weights | {"extra": torch.zeros(1)})
+        check_weights(SPEC, weights | {"extra": torch.zeros(1)})
     del weights[name]
     with pytest.raises(ModelError, match=rf"{name}.*missing"):
-        folders.check_weights(SPEC, weights)
+        check_weights(SPEC, weights)
 
 
 def test_a_chat_template_and_generation_settings_go_with_the_tokenizer(tmp_path):
@@ -240,4 +239,4 @@ def test_a_chat_template_and_generation_settings_go_with_the_tokenizer(tmp_path)
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "model", base))
     assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
     assert GenerationConfig.from_pretrained(tmp_path / "model").top_p == 0.9
-    assert folders.read_spec(tmp_path / "model").eos_token_ids == (1, 2)
+    assert read_spec(tmp_path / "model").eos_token_ids == (1, 2)

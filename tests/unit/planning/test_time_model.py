@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from areal_core.config.schema import EmulationConfig
 from areal_core.errors import ConfigError
-from areal_core.models.spec import ModelSpec
-from areal_core.planning.time_model import ACCELERATORS, MODELS, CompletionLengths, Pace, TimeModel
+from areal_core.planning.time_model import ACCELERATORS, MODELS, Pace, TimeModel, completion_length
 from tests.support.emulation import Clock
 
 # Round numbers: 3.35e12 * 0.8 = 2.68e12 bytes/s, 989e12 operations/s.
@@ -28,30 +26,8 @@ def test_choices_of_the_configuration_are_the_data_sheets() -> None:
     assert set(choices["model"]) == set(MODELS)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_those_of_the_tensors(name: str) -> None:
-    shape = MODELS[name]
-    spec = ModelSpec(
-        architecture="Qwen2ForCausalLM",
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate_size,
-        rope_theta=1e4,
-        rms_eps=1e-6,
-        qkv_bias=True,
-        tie_embeddings=False,
-        context=32768,
-        eos_token_ids=(),
-    )
-    assert shape.parameters == spec.parameters
-
-
 def test_published_sizes() -> None:
-    sizes = {name: round(shape.parameters / 1e9, 2) for name, shape in MODELS.items()}
+    sizes = {name: round(model.spec.parameters / 1e9, 2) for name, model in MODELS.items()}
     assert sizes == {"qwen-1.5b": 1.78, "qwen-7b": 7.62, "qwen-14b": 14.77, "qwen-32b": 32.76}
     assert MODELS["qwen-1.5b"].kv_bytes == KV
     assert MODELS["qwen-1.5b"].flops_per_token == 2 * MATRICES
@@ -110,26 +86,10 @@ def test_what_the_weights_leave_is_for_the_cache() -> None:
 
 
 def test_lengths_have_the_median_and_the_spread_that_were_asked_for() -> None:
-    lengths = CompletionLengths(dataclasses.replace(PLAIN, length_median=1000.0, length_sigma=0.5))
-    assert lengths.quantile(0.5) == 1000
-    assert lengths.quantile(0.8413447) == pytest.approx(1000 * 2.718281828**0.5, rel=1e-3)  # one sigma up
-    assert lengths.quantile(0.0) == 1
-
-
-def test_recorded_lengths(tmp_path: Path) -> None:
-    file = tmp_path / "lengths"
-    file.write_text("30\n10 20\n40\n")
-    lengths = CompletionLengths(dataclasses.replace(PLAIN, lengths_path=str(file)))
-    assert [lengths.quantile(share) for share in (0.0, 0.24, 0.25, 0.5, 0.99)] == [10, 10, 20, 30, 40]
-
-
-@pytest.mark.parametrize("text", [None, "", "ten", "0 1"])
-def test_a_file_without_lengths_is_named(tmp_path: Path, text: str | None) -> None:
-    file = tmp_path / "lengths"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ConfigError, match=r"^emulation\.lengths_path: [^\n]*lengths[^\n]*$"):
-        CompletionLengths(dataclasses.replace(PLAIN, lengths_path=str(file)))
+    config = dataclasses.replace(PLAIN, length_median=1000.0, length_sigma=0.5)
+    assert completion_length(config, 0.5) == 1000
+    assert completion_length(config, 0.8413447) == pytest.approx(1000 * 2.718281828**0.5, rel=1e-3)  # one sigma up
+    assert completion_length(config, 0.0) == 1
 
 
 def test_lateness_is_made_up_for_within_bounds() -> None:

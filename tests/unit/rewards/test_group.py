@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from areal_core.api.wire import Arrival, encode_generation, join_completions
-from areal_core.config.schema import AlgorithmConfig, ChatConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.algorithm import AlgorithmConfig
+from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Setting, Verdict, given, sampled, side_by_side
 from areal_core.environments.single_turn import SingleTurn

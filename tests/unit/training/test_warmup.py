@@ -9,10 +9,12 @@ import torch
 from areal_core.config.fields import merge
 from areal_core.config.schema import load
 from areal_core.environments.held_out import is_held_out
-from areal_core.models.folders import read_spec, read_weights
+from areal_core.models.folders import read_weights
+from areal_core.models.spec import read_spec
 from areal_core.models.tokenizer import Tokenizer, char_tokenizer
 from areal_core.training import recipe
-from areal_core.training.warmup import cache_key, embedded_spec, make_model, warm_up
+from areal_core.training.recipe import cache_key
+from areal_core.training.warmup import embedded_spec, make_model, warm_up
 
 SMALL = {
     "model": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 24},

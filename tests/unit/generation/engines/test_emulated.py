@@ -19,7 +19,7 @@ from areal_core.errors import GenerationError, ModelError
 from areal_core.generation.engines.emulated import EmulatedEngine
 from areal_core.generation.engines.engine import Generation, gathered
 from areal_core.generation.engines.sampling import stream_seed, uniforms
-from areal_core.planning.time_model import CompletionLengths, TimeModel
+from areal_core.planning.time_model import TimeModel, completion_length
 from areal_core.types import Completion, GenerationRequest
 from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, pace, request
 from tests.support.models import SPEC
@@ -30,7 +30,7 @@ PROMPT = 3 * SCALE  # real tokens of the prompt of `request`
 def real_length(wanted: GenerationRequest, index: int) -> int:
     """The length of a completion before the limit."""
     share = uniforms(np.array([stream_seed(wanted.seed, index)], np.uint64), np.zeros(1, np.int64))[0]
-    return CompletionLengths(CONFIG).quantile(float(share))
+    return completion_length(CONFIG, float(share))
 
 
 def wire_length(wanted: GenerationRequest, index: int) -> int:
@@ -172,7 +172,7 @@ def test_slots_bound_what_runs_and_drained_engines_start_nothing() -> None:
 def test_the_cache_bounds_what_runs_and_nothing_is_lost_when_it_is_full() -> None:
     # Room for the prompts of all sixteen, and for three completions at their full length.
     kv_tokens = 3 * (PROMPT + LIMIT * SCALE)
-    share = (MODEL.shape.weight_bytes + (kv_tokens + 0.5) * MODEL.shape.kv_bytes) / 80e9
+    share = (MODEL.cost.weight_bytes + (kv_tokens + 0.5) * MODEL.cost.kv_bytes) / 80e9
     served = engine(Clock(), dataclasses.replace(CONFIG, memory_share=share))
     served.add(request(n=16))
     running: list[int] = []

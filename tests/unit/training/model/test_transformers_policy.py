@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from areal_core.errors import ModelError
-from areal_core.models.folders import read_spec, read_weights, write_model
-from areal_core.models.spec import ModelSpec, TransformersModel
+from areal_core.models.folders import read_weights, write_model
+from areal_core.models.spec import ModelSpec, TransformersModel, read_spec
 from areal_core.training.batching.packing import pack
 from areal_core.training.model.transformers_policy import TransformersPolicy
 from tests.support.training import SPEC
