@@ -1,10 +1,12 @@
-"""What a run uses of this machine: GPUs, their memory, and interpreters."""
+"""What a run uses of this machine: GPUs, their memory, interpreters, and the packages that not every run needs."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Collection, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,38 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError
 from areal_core.planning.footprint import GIB
 
+HEAD = "head"  # the launcher's machine, as the place of what no other role does
 _NVIDIA_SMI_S = 30.0
+
+
+def check_packages(config: RunConfig, roles: Collection[str]) -> None:
+    """Raises ConfigError for a package that one of these roles (generation, trainer, HEAD) imports with this
+    configuration, and that this Python lacks. What every part of the package imports is not asked after."""
+    for package, role, setting in _packages(config):
+        if role in roles and find_spec(package) is None:
+            raise ConfigError(
+                f"{setting}: needs the package {package}, which {sys.executable} lacks; pyproject.toml has its version"
+            )
+
+
+def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Package, the role that imports it, the setting that asks for it."""
+    generation, training = config.generation.engine, config.training.engine
+    if generation == "embedded":
+        yield "torch", "generation", "generation.engine=embedded"
+        if config.launch.accelerator == "cpu":
+            yield "numba", "generation", "generation.engine=embedded"
+    if config.evaluated and config.evaluation.servers and config.evaluation.engine == "embedded":
+        yield "numba", HEAD, "evaluation.engine=embedded"
+    if training in ("torch", "deepspeed"):
+        yield "torch", "trainer", f"training.engine={training}"
+    if training == "deepspeed":
+        yield "deepspeed", "trainer", "training.engine=deepspeed"
+    if config.tracking.enabled:
+        yield "mlflow", HEAD, "tracking.enabled=true"
+    if config.storage.url.startswith("s3://"):
+        yield "s3fs", HEAD, "storage.url=s3://..."
+        yield "s3fs", "trainer", "storage.url=s3://..."
 
 
 def visible_gpus() -> list[str]:

@@ -19,7 +19,7 @@ from areal_core.planning.footprint import Footprint, check_footprint
 from areal_core.planning.time_model import TimeModel
 from areal_core.run.base_model import model_folder
 from areal_core.run.folders import Log, tracking_uri
-from areal_core.run.machine import device_memory, interpreter, visible_gpus
+from areal_core.run.machine import HEAD, check_packages, device_memory, interpreter, visible_gpus
 from areal_core.run.trial import try_verifier
 from areal_core.storage.objects import Storage
 
@@ -39,6 +39,7 @@ def preflight(config: RunConfig, log: Log = print, *, resumed: bool = False) -> 
         raise ConfigError(f"state_dir: can't write to {probe.parent}: {error.strerror}") from error
     if config.emulated:
         TimeModel(config.emulation)  # raises ConfigError for a model that does not fit
+    check_packages(config, {HEAD, "generation", "trainer"} - config.remote_roles)
     _check_address(config.launch.address)
     if config.launch.accelerator == "cuda" and not config.remote_roles:  # else each machine has a share of them
         found = len(visible_gpus())

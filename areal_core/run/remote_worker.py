@@ -30,6 +30,7 @@ from areal_core.generation.command_line import read_token
 from areal_core.launch.logs import Journal, Source
 from areal_core.launch.supervisor import RoleSpec, StopSignal, Supervisor
 from areal_core.run.command import Parser, run_command
+from areal_core.run.machine import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import CopiedFolder
 from areal_core.run.remote.folder import POLL_S, Place, RunFolder, RunLostError, SharedFolder
@@ -101,6 +102,7 @@ class RemoteWorker:
             self._say_how_it_ends()
             return
         share = self._share.settled(config)
+        check_packages(config, {share.role})
         _check_address(config, self._address)
         with self._folder.taken(share, config, self._address, guarded=self._guarded, stop=self._stop) as place:
             # To a file of this command's from now on: a run may have several remote workers.

@@ -16,7 +16,8 @@ import tokenizers
 from areal_core.config.schema import RunConfig, load
 from areal_core.errors import ArealError, ConfigError, ModelError, StorageError, TrackingError
 from areal_core.models.folders import init_weights, write_model
-from areal_core.run.machine import device_memory
+from areal_core.run import machine
+from areal_core.run.machine import check_packages, device_memory
 from areal_core.run.preflight import plan, preflight
 from tests.support.chat import chat_folder
 from tests.support.models import SPEC, write_tiny
@@ -195,6 +196,30 @@ def test_a_plan_needs_a_model_folder(base: dict[str, Any]) -> None:
 
 
 # -- packages that not every run needs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "package", "setting"),
+    [
+        ({"training": {"engine": "deepspeed"}}, "deepspeed", "training.engine=deepspeed"),
+        ({"tracking": {"enabled": True}}, "mlflow", "tracking.enabled=true"),
+        ({"storage": {"url": "s3://bucket/run"}}, "s3fs", "storage.url=s3://..."),
+        ({}, "numba", "generation.engine=embedded"),
+    ],
+)
+def test_a_package_that_this_run_uses_and_the_machine_lacks(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, groups: dict[str, Any], package: str, setting: str
+) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == package else "found")
+    said = rf"^{re.escape(setting)}: needs the package {package}, which .* lacks; pyproject\.toml has its version$"
+    fails(ConfigError, said, changed(base, **groups))
+
+
+def test_packages_that_a_run_does_not_use_may_be_absent(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = ("deepspeed", "mlflow", "s3fs", "prefect", "hydra", "vllm")
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in absent else "found")
+    preflight(load(base))
+    check_packages(changed(base, training={"engine": "deepspeed"}), {"generation"})  # another machine's trainer
 
 
 def test_every_process_of_a_run_starts_without_them() -> None:
