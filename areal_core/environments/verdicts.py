@@ -9,15 +9,13 @@ without a result whose `failure` shows the traceback, the prompt and the complet
 from __future__ import annotations
 
 import os
-import pickle
 import re
-import select
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -103,27 +101,23 @@ class Judge:
 
     def _apart(self, task: Prompt, text: str, limit_s: float) -> Verdict:
         """The verdict of a fork of this process. An answer that the fork hangs or dies of is wrong."""
-        ours, theirs = os.pipe()
+        ours, theirs = Pipe(duplex=False)
         if (child := os.fork()) == 0:
             try:
-                try:
-                    said: Verdict | RewardError = self._called(task, text)
-                except RewardError as error:
-                    said = error
-                with os.fdopen(theirs, "wb") as pipe:
-                    pickle.dump(said, pipe)
+                theirs.send(self._called(task, text))
+            except RewardError as error:
+                theirs.send(error)
             finally:
                 os._exit(0)
-        os.close(theirs)
+        theirs.close()
         try:
-            data = _read_all(ours, time.monotonic() + limit_s)
+            found = ours.recv() if ours.poll(limit_s) else Verdict.of(Outcome.TIMED_OUT)  # sent by our own code alone
+        except (EOFError, OSError):
+            return Verdict.of(Outcome.UNPARSABLE)
         finally:
-            os.close(ours)
+            ours.close()
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        if data is None:
-            return Verdict.of(Outcome.TIMED_OUT)
-        found = pickle.loads(data) if data else Verdict.of(Outcome.UNPARSABLE)  # from our own code alone
         if isinstance(found, RewardError):
             raise found
         return found
@@ -207,15 +201,3 @@ def _quoted(what: str, text: str) -> list[str]:
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"
     return [f"{what}:", *(f"    {line}" for line in text.split("\n"))]
-
-
-def _read_all(pipe: int, deadline: float) -> bytes | None:
-    """All that is written until the other end is closed; None where that is not by the deadline."""
-    data = b""
-    while True:
-        ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return None
-        if not (more := os.read(pipe, 2**16)):
-            return data
-        data += more
