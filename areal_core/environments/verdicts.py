@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from areal_core.errors import RewardError, printable
@@ -156,44 +156,37 @@ def apart(limit_s: float | None) -> Iterator[None]:
 def explained(name: str, error: BaseException, judged: tuple[Prompt, str] | None = None) -> str:
     """An error of the user's code `name`: one line with its file and line, then traceback, prompt and completion. No
     line but the first begins without spaces, so that a completion can't pass for another message."""
-    own = error.__traceback__
-    while own is not None and own.tb_next is not None and own.tb_frame.f_globals.get("__name__") == __name__:
-        own = own.tb_next
-    own = own if own is not None and own.tb_frame.f_globals.get("__name__") != __name__ else None
-    shown = traceback.TracebackException(type(error), error, own, limit=-_FRAMES)
-    first = f"{name}: {_said(error)}{_place(own)}"
-    return _block(first, "".join(shown.format()).splitlines(), judged)
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack[:] = own = _own(shown.stack)
+    said = printable(f"{type(error).__name__}: {error}")[:500]
+    return _block(f"{name}: {said}{_place(own)}", "".join(shown.format()), judged)
 
 
 def hung(frame: FrameType | None, limit_s: float, waiting: str = "") -> str:
     """That the code which runs in `frame` takes too long: likewise. `waiting`: the stacks of coroutines, where it is
     one of these that waits."""
     name, judged = ("the environment", None) if _now is None else (_now[0], _now[1:])
-    stack = traceback.extract_stack(frame)
-    ours = [place for place, each in enumerate(stack) if _OURS.search(each.filename)]
-    own = stack[ours[-1] + 1 :] if ours else stack
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own and not waiting else ""
-    lines = waiting.splitlines() if waiting else "".join(traceback.format_list(own[-_FRAMES:])).splitlines()
-    first = f"{name}: no verdict within {limit_s:g} s (rollout.reward_timeout_s){place}"
-    return _block(first, lines, judged)
+    own = [] if waiting else _own(traceback.extract_stack(frame))
+    first = f"{name}: no verdict within {limit_s:g} s (rollout.reward_timeout_s){_place(own)}"
+    return _block(first, waiting or "".join(traceback.format_list(own)), judged)
 
 
-def _said(error: BaseException) -> str:
-    return printable(f"{type(error).__name__}: {error}")[:500]
+def _own(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The last frames of the user's code, below those that call it."""
+    ours = [place for place, each in enumerate(stack, 1) if _OURS.search(each.filename)]
+    return stack[max(ours, default=0) :][-_FRAMES:]
 
 
-def _place(own: TracebackType | None) -> str:
-    if own is None:
-        return ""
-    last = traceback.extract_tb(own)[-1]
-    return f" ({last.filename}:{last.lineno})"
+def _place(own: list[traceback.FrameSummary]) -> str:
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
-def _block(first: str, lines: list[str], judged: tuple[Prompt, str] | None) -> str:
+def _block(first: str, stack: str, judged: tuple[Prompt, str] | None) -> str:
+    lines = stack.splitlines()
     if judged is not None:
         task, text = judged
-        lines = [*lines, *_quoted("prompt", task.text), *_quoted("gold answer", task.answer)]
-        lines += _quoted("completion", text)
+        for what, said in (("prompt", task.text), ("gold answer", task.answer), ("completion", text)):
+            lines += _quoted(what, said)
     return "\n".join([first, *(f"    {printable(line)}" for line in lines)])
 
 
