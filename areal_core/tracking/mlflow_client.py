@@ -31,6 +31,7 @@ from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request, verify_rest_response
 from requests import HTTPError
 
+from areal_core.config.fields import leaves
 from areal_core.errors import TrackingError
 from areal_core.tracking.outbox import EndStatus
 from areal_core.tracking.pages import NOTE, VIEW_TAG, table_path, view
@@ -82,9 +83,9 @@ def start_run(
             tags={row.key: row.value for row in map(tag, tags, tags.values())},
         )
         run_id: str = run.info.run_id
-        flat = iter(_flatten(params))
+        flat = (param(key, str(value)) for key, value in leaves(params))
         while chunk := list(islice(flat, MAX_LABELS)):
-            client.log_batch(run_id, params=[param(key, value) for key, value in chunk])
+            client.log_batch(run_id, params=chunk)
         client.log_dict(run_id, dict(params), "config.json")
     for data_set in inputs:
         add_input(uri, run_id, **data_set)
@@ -313,14 +314,6 @@ def _check_scheme(uri: str) -> None:
 
 def _is_database(uri: str) -> bool:
     return urlsplit(uri).scheme.partition("+")[0] in _DATABASES
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
 
 
 def _name(text: str) -> str:
