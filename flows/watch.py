@@ -201,9 +201,8 @@ def _artifact(client: SyncPrefectClient, flow_run_id: UUID, key: str) -> Artifac
     from prefect.client.schemas.sorting import ArtifactSort
 
     chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]), key=ArtifactFilterKey(any_=[key]))
-    found = client.read_artifacts(
-        artifact_filter=chosen, sort=ArtifactSort.UPDATED_DESC, limit=1
-    )  # a retry makes another
+    # A retry makes another.
+    found = client.read_artifacts(artifact_filter=chosen, sort=ArtifactSort.UPDATED_DESC, limit=1)
     return found[0] if found else None
 
 

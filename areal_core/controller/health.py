@@ -68,20 +68,15 @@ class Health:
             tried = self._groups * max(1, len(self._unscored) - 1) + failed
             said = f"{failed / tried:.0%} of the groups of late had no rewards"
             self._judge("rewards", step, said, failed / tried, self._config.max_unscored_share, "max_unscored_share")
+        if (bound := self._config.max_idle_steps) is not None:
+            self._look_for_idle(step, values, min(bound, self._steps))
 
-        if known := _IDLE.keys() & values.keys():
-            self._look_for_idle(step, {key: values[key] for key in known})
-
-    def _look_for_idle(self, step: int, shares: Mapping[str, float]) -> None:
-        if (bound := self._config.max_idle_steps) is None:
-            return
-        for key, share in shares.items():
-            self._idle[key] = self._idle[key] + 1 if share == 1.0 else 0
-        bound = min(bound, self._steps)
-        if whys := [why for key, why in _IDLE.items() if self._idle[key] >= bound]:
-            self._raise("idle", step, f"nothing was learnt in {bound} steps, {whys[0]} (health.max_idle_steps)")
-        else:
-            self._take_back("idle")
+    def _look_for_idle(self, step: int, values: Mapping[str, float], bound: int) -> None:
+        for key in _IDLE.keys() & values.keys():
+            self._idle[key] = self._idle[key] + 1 if values[key] == 1.0 else 0
+        why = next((why for key, why in _IDLE.items() if self._idle[key] >= bound), None)
+        said = f"nothing was learnt in {bound} steps, {why} (health.max_idle_steps)"
+        self._tell("idle", step, said if why else None)
 
     def wait(self, step: int, seconds: float) -> None:
         """So long there has been no version after that of `step`."""
@@ -89,16 +84,14 @@ class Health:
         self._judge("stall", step, said, seconds, self._config.max_step_s, "max_step_s")
 
     def _judge(self, kind: str, step: int, said: str, value: float, bound: float | None, field: str) -> None:
-        if bound is None or value <= bound:
-            self._take_back(kind)
-        else:
-            self._raise(kind, step, f"{said}, more than {bound:g} (health.{field})")
+        within = bound is None or value <= bound
+        self._tell(kind, step, None if within else f"{said}, more than {bound:g} (health.{field})")
 
-    def _raise(self, kind: str, step: int, text: str) -> None:
-        if kind not in self._alerts:
+    def _tell(self, kind: str, step: int, text: str | None) -> None:
+        """Raise an alert, unless it stands already; without a text, take it back."""
+        if text is None:
+            if self._alerts.pop(kind, None):
+                logger.info("no longer: %s", kind)
+        elif kind not in self._alerts:
             self._alerts[kind] = Alert(kind=kind, step=step, text=text)
             logger.warning("%s", text)
-
-    def _take_back(self, kind: str) -> None:
-        if self._alerts.pop(kind, None):
-            logger.info("no longer: %s", kind)

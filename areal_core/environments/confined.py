@@ -222,13 +222,11 @@ def encode(value: Any) -> Any:
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)
-    if isinstance(value, list):
-        return ["list", [encode(part) for part in value]]
     if isinstance(value, dict):
         return ["dict", [[encode(key), encode(part)] for key, part in value.items()]]
-    for kind in (tuple, set, frozenset):
+    for name, kind in _COLLECTIONS.items():
         if isinstance(value, kind):
-            return [kind.__name__, [encode(part) for part in value]]
+            return [name, [encode(part) for part in value]]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", value.hex()]
     if isinstance(value, complex):
@@ -247,8 +245,6 @@ def decode(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     kind, parts = value
-    if kind == "list":
-        return [decode(part) for part in parts]
     if kind == "dict":
         return {decode(key): decode(part) for key, part in parts}
     if kind == "bytes":
@@ -260,7 +256,7 @@ def decode(value: Any) -> Any:
     return _COLLECTIONS[kind](decode(part) for part in parts)
 
 
-_COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 class _Json:

@@ -56,14 +56,14 @@ _READY = -1  # the number of the first reply
 _HUGE, _COLLAPSE, _COLLAPSE_EVERY = 2**21, 25, 256  # bytes of a huge page; MADV_COLLAPSE (Linux 6.1); answers
 _libc = ctypes.CDLL(None)
 _fork = ctypes.PyDLL(None).fork  # os.fork also renews locks and random seeds: half of its cost
-_PREPARE_CPU_S, _PREPARE_TIMEOUT_S = 20.0, 60.0  # for what is trusted, such as the making of a data set
+_PREPARE_TIMEOUT_S = 60.0  # for what is trusted, such as the making of a data set
 
 
 class Scorer(Protocol):
     """What a fork server runs. Made once in the server, before it is confined: it imports all that it needs."""
 
     def prepare(self, task: Any) -> Any:
-        """In the server: what `judge` needs of a task, which is trusted. JSON in."""
+        """In the server: what `judge` needs of a task, which is trusted. JSON in; for `prepared` JSON out as well."""
         ...
 
     def judge(self, prepared: Any, answer: str) -> Any:
@@ -87,11 +87,12 @@ class ForkServer:
     It starts with the first answer. One that fails is ended, and the next answer starts another.
     """
 
-    def __init__(self, scorer: str, *, cpu_s: float, isolation: str = "confined") -> None:
-        """`scorer`: the import path of a Scorer's class; `cpu_s`: CPU seconds of one answer; `isolation`: `none` waives
-        confinement."""
-        self._scorer, self._cpu_s, self._confined = scorer, cpu_s, isolation != "none"
+    def __init__(self, scorer: str, *, cpu_s: float, prepare_cpu_s: float = 20.0, isolation: str = "confined") -> None:
+        """`scorer`: the import path of a Scorer's class; `cpu_s`: CPU seconds of one answer; `prepare_cpu_s`: of its
+        task; `isolation`: `none` waives confinement."""
         self._wall_s = _WALL_FACTOR * cpu_s + _WALL_EXTRA_S
+        limits = {"cpu_s": cpu_s, "prepare_cpu_s": prepare_cpu_s, "wall_s": self._wall_s}
+        self._settings = json.dumps({"scorer": scorer, "confined": isolation != "none", **limits})
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._known: OrderedDict[tuple[str, str], Reply] = OrderedDict()  # completions of a group often agree
         self._pipe: Connection | None = None
@@ -104,48 +105,53 @@ class ForkServer:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-            try:
-                if self._pipe is None:
-                    self._start()
+            reply = self._exchange(task, answer)
+            if reply.status in ("stalled", "died"):
                 reply = self._exchange(task, answer)
-                if reply.status in ("stalled", "died"):
-                    reply = self._exchange(task, answer)
-            except (EOFError, OSError) as error:
-                self._end()
-                raise RewardError(f"the process that judges answers is gone: {error}") from error
-            except BaseException:
-                self._end()
-                raise
             reply = replace(reply, status="timed_out") if reply.status == "stalled" else reply
-            if reply.status != "failed" and len(answer) <= _KEPT:
+            if len(answer) <= _KEPT:
                 self._known[key] = reply
                 if len(self._known) > _KNOWN:
                     self._known.popitem(last=False)
-        if reply.status == "failed":
-            raise RewardError(f"the scorer failed on its own task: {reply.value}")
         return reply
+
+    def prepared(self, task: Any) -> Any:
+        """What the scorer prepares for a task. Raises RewardError as `ask` does."""
+        with self._lock:
+            return self._exchange(task, None).value
 
     def close(self) -> None:
         with self._lock:
             self._end()
 
-    def _exchange(self, task: Any, answer: str) -> Reply:
+    def _exchange(self, task: Any, answer: str | None) -> Reply:
         number = next(self._numbers)
-        assert self._pipe is not None
-        self._pipe.send_bytes(json.dumps([number, task, answer]).encode())
-        return self._receive(number, self._wall_s + _PREPARE_TIMEOUT_S)
+        try:
+            pipe = self._pipe or self._started()
+            pipe.send_bytes(json.dumps([number, task, answer]).encode())
+            reply = self._receive(number, self._wall_s + _PREPARE_TIMEOUT_S)
+        except (EOFError, OSError) as error:
+            self._end()
+            raise RewardError(f"the process that judges answers is gone: {error}") from error
+        except BaseException:
+            self._end()
+            raise
+        if reply.status == "failed":
+            raise RewardError(f"the scorer failed on its own task: {reply.value}")
+        return reply
 
-    def _start(self) -> None:
+    def _started(self) -> Connection:
         self._pipe, theirs = Pipe()
-        settings = {"scorer": self._scorer, "cpu_s": self._cpu_s, "wall_s": self._wall_s, "confined": self._confined}
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), json.dumps(settings)],
+                [sys.executable, "-m", __name__, str(theirs.fileno()), self._settings],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 env=_ENVIRONMENT | {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ},
             )
         self._receive(_READY, _START_TIMEOUT_S)
+        return self._pipe
 
     def _end(self) -> None:
         """It holds nothing that must be kept; its fork sees that it is gone (PR_SET_PDEATHSIG)."""
@@ -193,11 +199,12 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
         if number % _COLLAPSE_EVERY == 0:
             _join_pages(heap)
         try:
-            prepared = _prepared(scorer, task)
+            prepared = _prepared(scorer, task, settings["prepare_cpu_s"])
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a data set raises for its own task
             status, value = "failed", f"{type(error).__name__}: {error}"
         else:
-            status, value = _judged(pipe, scorer, prepared, answer, null, settings)
+            alone = answer is None
+            status, value = ("done", prepared) if alone else _judged(pipe, scorer, prepared, answer, null, settings)
         try:
             pipe.send_bytes(json.dumps([number, status, value]).encode())
         except OSError:  # nobody waits for it any more
@@ -220,9 +227,9 @@ def _join_pages(heap: int) -> None:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _COLLAPSE)
 
 
-def _prepared(scorer: Scorer, task: Any) -> Any:
+def _prepared(scorer: Scorer, task: Any, cpu_s: float) -> Any:
     """What takes too long ends this process, which could not go on."""
-    signal.setitimer(signal.ITIMER_PROF, _PREPARE_CPU_S)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return scorer.prepare(task)
     finally:

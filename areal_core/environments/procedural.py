@@ -5,25 +5,20 @@ Every prompt is a pure function of (seed, index). A fixed share of all texts, ch
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
-import os
-import subprocess
-import sys
-import threading
+import pickle
 from dataclasses import replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 
 from areal_core.config.schema import TaskConfig
-from areal_core.environments import procedural_scores
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Verdict
 from areal_core.environments.fork_server import ForkServer
 from areal_core.environments.held_out import is_held_out
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, RewardError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt
 
@@ -122,36 +117,16 @@ def reading(completion: str, lines: int = 1) -> str | None:
     return "\n".join(completion.strip().splitlines()[-max(1, lines) :]).strip() or None
 
 
-class Entries:
-    """A process that makes entries under the fork server's hash seed, on which some depend, and in bounded time."""
-
-    def __init__(self, cpu_s: float) -> None:
-        self._cpu_s, self._lock = cpu_s, threading.Lock()
-        self._pipe: Connection | None = None
-
-    def make(self, dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
-        """Raises ConfigError for a data set or options that make no entry."""
-        with self._lock:
-            pipe, self._pipe = self._pipe or self._started(), None  # a call that is cut short leaves a reply in it
-            try:
-                pipe.send((dataset, options, seed, draw))
-                reply = pipe.recv()
-            except (EOFError, OSError):
-                why = f"made no entry in {self._cpu_s:g} CPU s; choose another, or easier task.dataset_options"
-                raise ConfigError(f"task.dataset: {dataset} {why}") from None
-            self._pipe = pipe
-        if isinstance(reply, ConfigError):
-            raise reply
-        return dict(reply)
-
-    def _started(self) -> Connection:
-        pipe, theirs = Pipe()
-        with theirs:
-            command = [sys.executable, "-m", procedural_scores.__name__, str(theirs.fileno()), str(self._cpu_s)]
-            env, null = os.environ | {"PYTHONHASHSEED": "0"}, subprocess.DEVNULL
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=null, stdout=null)
-        return pipe
+_entries = ForkServer("areal_core.environments.procedural_scores:Entries", cpu_s=_CPU_LIMIT_S, isolation="none")
 
 
-entry = functools.lru_cache(maxsize=1024)(Entries(cpu_s=20.0).make)
-"""Question, answer and metadata of one entry, the same in every process."""
+@functools.lru_cache(maxsize=1024)
+def entry(dataset: str, options: str, seed: int, draw: int) -> dict[str, Any]:
+    """Question, answer and metadata of one entry, the same in every process: some depend on the hash seed, which is the
+    fork server's. Raises ConfigError for a data set or options that make no entry."""
+    try:
+        return pickle.loads(base64.b85decode(_entries.prepared([dataset, options, seed, draw])))
+    except RewardError as error:
+        _, _, why = str(error).partition("ConfigError: ")
+        told = f"{dataset} made no entry {draw}; choose another, or easier task.dataset_options: {error}"
+        raise ConfigError(why or f"task.dataset: {told}") from None

@@ -1,21 +1,19 @@
-"""Entries and scores of reasoning-gym's data sets, a scorer of `areal_core.environments.fork_server`.
+"""Entries and scores of reasoning-gym's data sets, two scorers of `areal_core.environments.fork_server`.
 
 It imports little: every library that is open makes each fork dearer.
-
-    python -m areal_core.environments.procedural_scores FD CPU_S    # makes entries for an open pipe, until that closes
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import functools
 import importlib
+import pickle
 import random
 import re
 import shlex
-import signal
 import sys
-from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
@@ -82,6 +80,14 @@ class Scores:
         return float(dataset.score_answer(answer, made))
 
 
+class Entries:
+    """The entries themselves. They are prepared, and there is nothing to judge."""
+
+    def prepare(self, task: tuple[str, str, int, int]) -> str:
+        """An entry, pickled, from data set, options, seed and draw."""
+        return base64.b85encode(pickle.dumps(entry(*task))).decode()
+
+
 class _Undrawn(ModuleType):
     """In place of a library that draws, which no score needs: whatever is imported from it is None."""
 
@@ -133,25 +139,3 @@ def _settings(options: str) -> dict[str, Any]:
         return {name: yaml.safe_load(value) for name, _, value in pairs}
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"task.dataset_options: must be name=value pairs, got {options!r}: {error}") from error
-
-
-def _serve(pipe: Connection, cpu_s: float) -> None:
-    """Reply to each (dataset, options, seed, draw) with its entry, or a ConfigError. The kernel ends this process when
-    one takes more than `cpu_s`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the pipe says when to end
-    while True:
-        try:
-            which = pipe.recv()
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        try:
-            reply: Any = entry(*which)
-        except Exception as error:  # noqa: BLE001 - the boundary: whatever a data set raises
-            told = f"task.dataset: {which[0]} can't make entry {which[3]}, choose another: {error!r}"
-            reply = error if isinstance(error, ConfigError) else ConfigError(told)
-        pipe.send(reply)
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), float(sys.argv[2]))

@@ -20,9 +20,10 @@ import logging
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
+
+import msgspec
 
 from areal_core.config.schema import EnvironmentConfig
 from areal_core.environments.confined import encode
@@ -49,28 +50,25 @@ _DECIMALS = 5  # from which on an expected number counts as rounded to what is w
 _FOUND = {status: Outcome(status) for status in (Status.UNPARSABLE, Status.TIMED_OUT, Status.FAILED)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scripts:
+class Scripts(msgspec.Struct, frozen=True, kw_only=True):
     """What a script reads, and what it is to print."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
+class Calls(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of a function, and what it is to return."""
 
-    name: str
+    fn_name: str
     inputs: tuple[list[Any], ...]
     outputs: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Check(msgspec.Struct, frozen=True, kw_only=True):
     """A program whose `check(candidate)` raises where the candidate is wrong."""
 
-    name: str
+    entry_point: str
     prompt: str  # the beginning of the function, and what it may call
     test: str
 
@@ -128,7 +126,7 @@ class Programs:
         return Outcome.RIGHT
 
     def _calls(self, sources: Sequence[str], tests: Calls) -> Outcome | None:
-        job = {"kind": "serve", "sources": sources, "before": None, "entry": tests.name}
+        job = {"kind": "serve", "sources": sources, "before": None, "entry": tests.fn_name}
         with self._sandbox.start(job, self._limits(max(len(json.dumps(value)) for value in tests.outputs))) as program:
             if (said := program.receive()) != "ready":
                 return _ended(program, said)
@@ -142,9 +140,9 @@ class Programs:
 
     def _check(self, sources: Sequence[str], tests: Check) -> Outcome | None:
         """The checker's calls go to the program, and the program's values to the checker, which alone reads them."""
-        both = {"before": tests.prompt, "entry": tests.name}
+        both = {"before": tests.prompt, "entry": tests.entry_point}
         readings = list(sources)
-        whole = f"def {tests.name}" in sources[0]  # or what follows the prompt
+        whole = f"def {tests.entry_point}" in sources[0]  # or what follows the prompt
         readings.insert(len(sources) if whole else 1, tests.prompt + sources[0])
         asked = {**both, "kind": "serve", "sources": readings}
         limits = self._limits(0)
@@ -191,19 +189,11 @@ def read_tests(answer: str) -> Scripts | Calls | Check:
     given = json.loads(answer, object_hook=_with_integer_keys)
     if not isinstance(given, dict):
         raise ValueError("no JSON object")
-    if "test" in given:
-        name, prompt, test = (given.get(field) for field in ("entry_point", "prompt", "test"))
-        if isinstance(name, str) and isinstance(prompt, str) and isinstance(test, str):
-            return Check(name=name, prompt=prompt, test=test)
-        raise ValueError("entry_point, prompt and test must be texts")
-    inputs, outputs, name = given.get("inputs"), given.get("outputs"), given.get("fn_name")
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
+    kind = Check if "test" in given else Scripts if given.get("fn_name") is None else Calls
+    tests = msgspec.convert(given, kind)
+    if not isinstance(tests, Check) and not 0 < len(tests.inputs) == len(tests.outputs):
         raise ValueError("inputs and outputs must be lists of the same length, one test at least")
-    if name is None and all(isinstance(text, str) for text in [*inputs, *outputs]):
-        return Scripts(inputs=tuple(inputs), outputs=tuple(outputs))
-    if isinstance(name, str) and all(isinstance(arguments, list) for arguments in inputs):
-        return Calls(name=name, inputs=tuple(inputs), outputs=tuple(outputs))
-    raise ValueError("inputs must be texts, or lists of arguments with fn_name")
+    return tests
 
 
 def _with_integer_keys(table: dict[str, Any]) -> dict[Any, Any]:

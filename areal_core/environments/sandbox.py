@@ -11,6 +11,7 @@ ended by the kernel. `areal_core.environments.confined` is what starts in there 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -167,7 +168,6 @@ class Running:
         self._own_cpu_s = own_cpu_s  # of the sandbox
         self._received = bytearray()
         self._broken: Status | None = None  # by the limit that it broke
-        self._result: Result | None = None
 
     def send(self, line: str) -> None:
         """A program that has ended reads nothing, as `receive` will tell."""
@@ -195,8 +195,6 @@ class Running:
 
     def close(self) -> Result:
         """How it ended; it is killed where it has not. No process of it is left."""
-        if self._result is None:
-            self._result = self._closed()
         return self._result
 
     def _more(self) -> bool:
@@ -237,7 +235,8 @@ class Running:
         poll.register(pipe, event)
         return {number for number, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)}
 
-    def _closed(self) -> Result:
+    @functools.cached_property
+    def _result(self) -> Result:
         killed = not select.select([self._ended], [], [], 0)[0]
         if killed:
             self._kill()

@@ -9,16 +9,14 @@ without a result whose `failure` shows the traceback, the prompt and the complet
 from __future__ import annotations
 
 import os
-import pickle
 import re
-import select
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from multiprocessing import Pipe
+from types import FrameType
 from typing import Any
 
 from areal_core.errors import RewardError, printable
@@ -103,27 +101,23 @@ class Judge:
 
     def _apart(self, task: Prompt, text: str, limit_s: float) -> Verdict:
         """The verdict of a fork of this process. An answer that the fork hangs or dies of is wrong."""
-        ours, theirs = os.pipe()
+        ours, theirs = Pipe(duplex=False)
         if (child := os.fork()) == 0:
             try:
-                try:
-                    said: Verdict | RewardError = self._called(task, text)
-                except RewardError as error:
-                    said = error
-                with os.fdopen(theirs, "wb") as pipe:
-                    pickle.dump(said, pipe)
+                theirs.send(self._called(task, text))
+            except RewardError as error:
+                theirs.send(error)
             finally:
                 os._exit(0)
-        os.close(theirs)
+        theirs.close()
         try:
-            data = _read_all(ours, time.monotonic() + limit_s)
+            found = ours.recv() if ours.poll(limit_s) else Verdict.of(Outcome.TIMED_OUT)  # sent by our own code alone
+        except (EOFError, OSError):
+            return Verdict.of(Outcome.UNPARSABLE)
         finally:
-            os.close(ours)
+            ours.close()
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        if data is None:
-            return Verdict.of(Outcome.TIMED_OUT)
-        found = pickle.loads(data) if data else Verdict.of(Outcome.UNPARSABLE)  # from our own code alone
         if isinstance(found, RewardError):
             raise found
         return found
@@ -162,44 +156,37 @@ def apart(limit_s: float | None) -> Iterator[None]:
 def explained(name: str, error: BaseException, judged: tuple[Prompt, str] | None = None) -> str:
     """An error of the user's code `name`: one line with its file and line, then traceback, prompt and completion. No
     line but the first begins without spaces, so that a completion can't pass for another message."""
-    own = error.__traceback__
-    while own is not None and own.tb_next is not None and own.tb_frame.f_globals.get("__name__") == __name__:
-        own = own.tb_next
-    own = own if own is not None and own.tb_frame.f_globals.get("__name__") != __name__ else None
-    shown = traceback.TracebackException(type(error), error, own, limit=-_FRAMES)
-    first = f"{name}: {_said(error)}{_place(own)}"
-    return _block(first, "".join(shown.format()).splitlines(), judged)
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack[:] = own = _own(shown.stack)
+    said = printable(f"{type(error).__name__}: {error}")[:500]
+    return _block(f"{name}: {said}{_place(own)}", "".join(shown.format()), judged)
 
 
 def hung(frame: FrameType | None, limit_s: float, waiting: str = "") -> str:
     """That the code which runs in `frame` takes too long: likewise. `waiting`: the stacks of coroutines, where it is
     one of these that waits."""
     name, judged = ("the environment", None) if _now is None else (_now[0], _now[1:])
-    stack = traceback.extract_stack(frame)
-    ours = [place for place, each in enumerate(stack) if _OURS.search(each.filename)]
-    own = stack[ours[-1] + 1 :] if ours else stack
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own and not waiting else ""
-    lines = waiting.splitlines() if waiting else "".join(traceback.format_list(own[-_FRAMES:])).splitlines()
-    first = f"{name}: no verdict within {limit_s:g} s (rollout.reward_timeout_s){place}"
-    return _block(first, lines, judged)
+    own = [] if waiting else _own(traceback.extract_stack(frame))
+    first = f"{name}: no verdict within {limit_s:g} s (rollout.reward_timeout_s){_place(own)}"
+    return _block(first, waiting or "".join(traceback.format_list(own)), judged)
 
 
-def _said(error: BaseException) -> str:
-    return printable(f"{type(error).__name__}: {error}")[:500]
+def _own(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The last frames of the user's code, below those that call it."""
+    ours = [place for place, each in enumerate(stack, 1) if _OURS.search(each.filename)]
+    return stack[max(ours, default=0) :][-_FRAMES:]
 
 
-def _place(own: TracebackType | None) -> str:
-    if own is None:
-        return ""
-    last = traceback.extract_tb(own)[-1]
-    return f" ({last.filename}:{last.lineno})"
+def _place(own: list[traceback.FrameSummary]) -> str:
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
-def _block(first: str, lines: list[str], judged: tuple[Prompt, str] | None) -> str:
+def _block(first: str, stack: str, judged: tuple[Prompt, str] | None) -> str:
+    lines = stack.splitlines()
     if judged is not None:
         task, text = judged
-        lines = [*lines, *_quoted("prompt", task.text), *_quoted("gold answer", task.answer)]
-        lines += _quoted("completion", text)
+        for what, said in (("prompt", task.text), ("gold answer", task.answer), ("completion", text)):
+            lines += _quoted(what, said)
     return "\n".join([first, *(f"    {printable(line)}" for line in lines)])
 
 
@@ -207,15 +194,3 @@ def _quoted(what: str, text: str) -> list[str]:
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"
     return [f"{what}:", *(f"    {line}" for line in text.split("\n"))]
-
-
-def _read_all(pipe: int, deadline: float) -> bytes | None:
-    """All that is written until the other end is closed; None where that is not by the deadline."""
-    data = b""
-    while True:
-        ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return None
-        if not (more := os.read(pipe, 2**16)):
-            return data
-        data += more

@@ -42,25 +42,21 @@ class Judges:
         config = self._config
         job = _Job(environment=config.environment, task=config.task, problem=problem, completions=tuple(completions))
         try:
-            found = await self._asked(job)
+            found, _ = await self._pool.ask(job)
         except (RewardTimeoutError, RewardWorkerError) as error:
             self._failures.failed_try(error)
             try:
-                found = await self._asked(replace(job, apart_s=self._limit_s))
-            except RewardError as again:
-                found = [Verdict(Outcome.FAILED, None, failure=str(again))] * len(completions)
+                again, limit_s = replace(job, apart_s=self._limit_s), self._limit_s * (1 + len(completions))
+                found, _ = await self._pool.ask(again, timeout_s=limit_s)
+            except RewardError as failed:
+                found = [Verdict(Outcome.FAILED, None, failure=str(failed))] * len(completions)
         outcomes = {outcome: sum(each.outcome is outcome for each in found) for outcome in Outcome}
         failure = next((each.failure for each in found if each.failure), None)
-        self._failures.settled(problem.index, outcomes, failure)
+        self._failures.settled(outcomes, failure)
         return found
 
     async def close(self) -> None:
         await self._pool.close()
-
-    async def _asked(self, job: _Job) -> list[Verdict]:
-        limit_s = None if job.apart_s is None else job.apart_s * (1 + len(job.completions))
-        found, _ = await self._pool.ask(job, timeout_s=limit_s)
-        return found
 
 
 def _judged(job: _Job) -> list[Verdict]:
@@ -71,13 +67,13 @@ def _judged(job: _Job) -> list[Verdict]:
 
 def _verdict(judge: Judge, problem: Prompt, text: str, truncated: bool) -> Verdict:
     """A verifier that asks for another try gets one."""
-    try:
-        return judge(problem, text, truncated=truncated)
-    except RewardError:
+    failure = None
+    for _ in range(2):
         try:
             return judge(problem, text, truncated=truncated)
         except RewardError as error:
-            return Verdict(Outcome.FAILED, None, failure=str(error))
+            failure = str(error)
+    return Verdict(Outcome.FAILED, None, failure=failure)
 
 
 @functools.lru_cache(maxsize=2)

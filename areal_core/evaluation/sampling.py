@@ -125,19 +125,20 @@ class Collector:
     async def _record(self, server: Server, problem: Prompt) -> Record:
         greedy, sampled = await self._completed(server, problem)
         completions = [*greedy, *sampled]
-        texts = [self._tokenizer.decode(each.token_ids.tolist()) for each in completions]
-        truncated = [each.finish_reason == "length" for each in completions]
-        verdicts = await self._judge(problem, list(zip(texts, truncated, strict=True)))
+        texts = [
+            (self._tokenizer.decode(each.token_ids.tolist()), each.finish_reason == "length") for each in completions
+        ]
+        verdicts = await self._judge(problem, texts)
         judged = [
             Sample(
-                text=texts[place],
-                tokens=len(completions[place].token_ids),
-                truncated=truncated[place],
+                text=text,
+                tokens=len(completion.token_ids),
+                truncated=truncated,
                 outcome=verdict.outcome,
                 score=verdict.score,
                 answer=verdict.answer,
             )
-            for place, verdict in enumerate(verdicts)
+            for completion, (text, truncated), verdict in zip(completions, texts, verdicts, strict=True)
         ]
         return Record(
             problem=problem.index,

@@ -68,6 +68,7 @@ def scored(records: Sequence[Record]) -> Scores:
     """The scores of at least one record, all of which have as many samples."""
     samples = len(records[0].samples)
     everything = [sample for record in records for sample in (record.greedy, *record.samples)]
+    outcomes = Counter(sample.outcome for sample in everything)
     powers = [2**exponent for exponent in range(samples.bit_length())]  # 1, 2, 4, ... up to the samples
     return Scores(
         problems=len(records),
@@ -75,11 +76,7 @@ def scored(records: Sequence[Record]) -> Scores:
         greedy=estimate(_right(records)),
         pass_at={k: _pass_at(records, k) for k in powers},
         majority_at={k: value for k in powers if k > 2 and (value := _majority_at(records, k))},
-        outcomes={
-            outcome: count
-            for outcome in Outcome
-            if (count := Counter(sample.outcome for sample in everything)[outcome])
-        },
+        outcomes={outcome: outcomes[outcome] for outcome in Outcome if outcomes[outcome]},
         truncated=sum(sample.truncated for sample in everything),
         mean_tokens=sum(sample.tokens for sample in everything) / len(everything),
     )
@@ -104,9 +101,8 @@ def rates(records: Sequence[Record]) -> dict[str, float]:
 
 def agreement(records: Sequence[Record], reference: Sequence[Record]) -> float:
     """The share of problems whose greedy completions have the same verdict; both are of the same problems."""
-    return sum(one.greedy.outcome == other.greedy.outcome for one, other in zip(records, reference, strict=True)) / len(
-        records
-    )
+    same = [one.greedy.outcome == other.greedy.outcome for one, other in zip(records, reference, strict=True)]
+    return sum(same) / len(same)
 
 
 def problem_row(record: Record) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Host:
         """Raises what says nothing of the group: this machine can't do the work."""
         worker.forgotten += work.forgotten
         job = None if work.prompt is None else GroupJob.of(work.prompt, self._config, self._model_path)
-        message = Arrived(group=work.group, job=job, completions=work.completions, apart_s=work.apart_s)
+        message = Arrived(group=work.group, job=job, completions=work.completions(), apart_s=work.apart_s)
         try:
             outcome = worker.ask(message, time_limit(message, self._config.rollout.reward_timeout_s))
         except RewardError as error:

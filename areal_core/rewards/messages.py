@@ -1,8 +1,7 @@
-"""What controller and reward workers of other machines send each other: a line of JSON, and bytes that it has the
-lengths of.
+"""What controller and reward workers of other machines send each other, in MessagePack.
 
-    work      its number, a group with completions that have ended; their bodies, as servers gave them
-    outcome   the next requests of the group, or its scores; the packed group
+    work      its number, a group with completions that have ended, as servers gave them
+    outcome   the next requests of the group, or the scored group
 
 Prompts go with the first completions of a group. All else that its rollouts need is in the run's configuration.
 """
@@ -10,8 +9,6 @@ Prompts go with the first completions of a group. All else that its rollouts nee
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import msgspec
 import numpy as np
@@ -22,7 +19,7 @@ from areal_core.api.wire import Arrival, SampledCompletion
 from areal_core.errors import ArealError, GenerationError, RewardError
 from areal_core.rewards.group import Requests
 from areal_core.rewards.worker import Arrived
-from areal_core.types import GroupSummary, Prompt, SampleRequest
+from areal_core.types import Prompt, SampleRequest
 
 Outcome = Requests | ScoredGroup | ArealError
 
@@ -34,45 +31,48 @@ _ERRORS = {  # that say something of the group
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """A message for a worker."""
-
-    number: int
-    forgotten: list[int]  # groups suspended in it that are given up
-    group: int
-    prompt: Prompt | None  # with the first completions of the group
-    completions: list[Arrival]
-    apart_s: float | None
-
-
 class _Completion(msgspec.Struct):
     request: int
     index: int
-    segments: list[tuple[int, int]]  # a body's place among those that follow, and the place of a choice in it
+    segments: list[tuple[int, int]]  # a body's place in Work.bodies, and the place of a choice in it
     finish_reason: str | None
 
 
-class _Work(msgspec.Struct):
+class Work(msgspec.Struct, kw_only=True):
+    """A message for a worker."""
+
     number: int  # 0: no work
-    forgotten: list[int] = []
+    forgotten: list[int] = []  # groups suspended in it that are given up
     group: int = 0
-    prompt: Prompt | None = None
-    completions: list[_Completion] = []
-    bodies: list[int] = []  # bytes of each
+    prompt: Prompt | None = None  # with the first completions of the group
+    ended: list[_Completion] = []
+    bodies: list[bytes] = []
     apart_s: float | None = None
+
+    def completions(self) -> list[Arrival]:
+        """Completions of one body share it."""
+        return [
+            Arrival(
+                one.request,
+                one.index,
+                SampledCompletion(
+                    segments=tuple((self.bodies[place], choice) for place, choice in one.segments),
+                    finish_reason=one.finish_reason,
+                ),
+            )
+            for one in self.ended
+        ]
 
 
 class _Outcome(msgspec.Struct):
     requests: list[SampleRequest] | None = None
-    scores: GroupSummary | None = None  # then the packed group follows
-    failure: str | None = None
+    scored: ScoredGroup | None = None
     error: str | None = None  # its kind
     says: str = ""
     lost: bool = False  # with it the worker has lost its process, and all groups that were suspended there
 
 
-BEGIN_ANEW = msgspec.json.encode(_Work(number=0)) + b"\n"  # to a worker whose incarnation is over
+BEGIN_ANEW = msgspec.msgpack.encode(Work(number=0))  # to a worker whose incarnation is over
 
 
 def encode_work(number: int, forgotten: Sequence[int], arrived: Arrived) -> bytes:
@@ -85,58 +85,34 @@ def encode_work(number: int, forgotten: Sequence[int], arrived: Arrived) -> byte
             place, _ = bodies.setdefault(id(body), (len(bodies), body))
             segments.append((place, choice))
         completions.append(_Completion(one.request, one.index, segments, one.completion.finish_reason))
-    parts = [body for _, body in bodies.values()]
-    header = _Work(
+    work = Work(
         number=number,
         forgotten=list(forgotten),
         group=arrived.group,
         prompt=None if arrived.job is None else arrived.job.prompt,
-        completions=completions,
-        bodies=[len(part) for part in parts],
+        ended=completions,
+        bodies=[body for _, body in bodies.values()],
         apart_s=arrived.apart_s,
     )
-    return b"".join([msgspec.json.encode(header), b"\n", *parts])
+    return msgspec.msgpack.encode(work)
 
 
 def decode_work(data: bytes) -> Work | None:
     """None for BEGIN_ANEW."""
-    line, _, rest = data.partition(b"\n")
-    header = msgspec.json.decode(line, type=_Work)
-    if not header.number:
-        return None
-    bodies = [rest[start:end] for start, end in pairwise(accumulate(header.bodies, initial=0))]
-    completions = [
-        Arrival(
-            one.request,
-            one.index,
-            SampledCompletion(
-                segments=tuple((bodies[place], choice) for place, choice in one.segments),
-                finish_reason=one.finish_reason,
-            ),
-        )
-        for one in header.completions
-    ]
-    return Work(
-        number=header.number,
-        forgotten=header.forgotten,
-        group=header.group,
-        prompt=header.prompt,
-        completions=completions,
-        apart_s=header.apart_s,
-    )
+    work = msgspec.msgpack.decode(data, type=Work)
+    return work if work.number else None
 
 
 def encode_outcome(outcome: Outcome, *, lost: bool = False) -> bytes:
     """A worker's answer; `lost` with an error that has cost the worker its process. What can't be sent is one."""
-    payload = b""
     if isinstance(outcome, ScoredGroup):
-        header, payload = _Outcome(scores=outcome.summary, failure=outcome.failure), outcome.payload
+        message = _Outcome(scored=outcome)
     elif isinstance(outcome, ArealError):
-        header = _Outcome(error=type(outcome).__name__, says=str(outcome), lost=lost)
+        message = _Outcome(error=type(outcome).__name__, says=str(outcome), lost=lost)
     else:
-        header = _Outcome(requests=list(outcome))
+        message = _Outcome(requests=list(outcome))
     try:
-        answer = msgspec.json.encode(header, enc_hook=_plain) + b"\n" + payload
+        answer = msgspec.msgpack.encode(message, enc_hook=_plain)
     except (TypeError, ValueError) as error:
         return encode_outcome(RewardError(f"environment: what it gives can't be sent: {error}"))
     if len(answer) > ANSWER_BYTES:
@@ -148,19 +124,16 @@ def encode_outcome(outcome: Outcome, *, lost: bool = False) -> bytes:
 
 def decode_outcome(data: bytes) -> Outcome:
     """Raises the error that has cost the worker its process. What is no outcome is a RewardError."""
-    line, _, payload = data.partition(b"\n")
     try:
-        header = msgspec.json.decode(line, type=_Outcome)
-    except (msgspec.DecodeError, ValueError) as error:
+        message = msgspec.msgpack.decode(data, type=_Outcome)
+    except ValueError as error:  # msgspec.DecodeError among them
         return RewardError(f"a reward worker's answer is none: {error}")
-    if header.error is not None:
-        error = _ERRORS.get(header.error, RewardError)(header.says)
-        if header.lost:
+    if message.error is not None:
+        error = _ERRORS.get(message.error, RewardError)(message.says)
+        if message.lost:
             raise error
         return error
-    if header.scores is not None:
-        return ScoredGroup(payload=payload, summary=header.scores, failure=header.failure)
-    return tuple(header.requests or ())
+    return message.scored or tuple(message.requests or ())
 
 
 def _plain(value: object) -> object:

@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class RewardPool:
             if wanted is not None:
                 raise _lost()
         try:
-            result = await worker.ask(message, timeout_s or self._timeout_s)
+            result = await self._asked(worker, message, timeout_s or self._timeout_s)
         except BaseException:  # it hangs, it is dead, or its result is no longer waited for
             self._lose(worker)
             raise
@@ -124,7 +124,8 @@ class RewardPool:
 
     def pids(self) -> list[int]:
         """Of the processes here."""
-        return [worker.pid for worker in self._workers if isinstance(worker, _Local)]
+        here = (worker.process.pid for worker in self._workers if isinstance(worker, WorkerProcess))
+        return [pid for pid in here if pid is not None]
 
     async def close(self) -> None:
         """Kill the workers; jobs under way or waiting end with a RewardError."""
@@ -188,9 +189,13 @@ class RewardPool:
         await worker.silence()
         self._lose(worker)
 
-    def _started(self, place: int) -> _Local:
-        timeline = None if self._timeline is None else self._timeline(place)
-        return _Local(WorkerProcess(self._function, place, timeline), self._threads)
+    def _started(self, place: int) -> WorkerProcess:
+        return WorkerProcess(self._function, place, None if self._timeline is None else self._timeline(place))
+
+    async def _asked(self, worker: _Worker, message: Any, timeout_s: float) -> Any:
+        if isinstance(worker, RemoteWorker):
+            return await worker.ask(message, timeout_s)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, message, timeout_s)
 
 
 class GroupSession:
@@ -226,34 +231,4 @@ class GroupSession:
             self._worker = None
 
 
-class _Local:
-    """A worker of this machine, asked in a thread."""
-
-    def __init__(self, process: WorkerProcess, threads: Executor) -> None:
-        self._process = process
-        self._threads = threads
-        self.place = process.place
-
-    @property
-    def forgotten(self) -> list[int]:
-        return self._process.forgotten
-
-    @property
-    def alive(self) -> bool:
-        return self._process.process.is_alive()
-
-    @property
-    def pid(self) -> int:
-        pid = self._process.process.pid
-        assert pid is not None
-        return pid
-
-    async def ask(self, message: Any, timeout_s: float) -> Any:
-        ask = functools.partial(self._process.ask, message, timeout_s)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, ask)
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-_Worker = _Local | RemoteWorker
+_Worker = WorkerProcess | RemoteWorker

@@ -100,6 +100,10 @@ class WorkerProcess:
         self.process.start()
         theirs.close()  # so that the process' death reads as end-of-file
 
+    @property
+    def alive(self) -> bool:
+        return self.process.is_alive()
+
     def start(self) -> None:
         """Blocks until it is ready. Raises RewardWorkerError."""
         try:

@@ -310,7 +310,7 @@ class RolloutController:
             self._ledger.lose_tokens(group.group_id, replace(sampled, tokens=missed))
         self._failed_in_a_row = 0
         summary = outcome.summary
-        self._failures.settled(group.group_id, summary.outcomes, outcome.failure)
+        self._failures.settled(summary.outcomes, outcome.failure)
         if self._config.rollout.dynamic_sampling and len({*summary.rewards} - {None}) < 2:
             self._drop_uniform(group, summary)
         else:
@@ -361,7 +361,7 @@ class RolloutController:
         self._ledger.settle(group.group_id, sampled)
         self._ledger.drop(group.group_id, error.drop_reason)
         if isinstance(error, RewardError):
-            self._failures.settled(group.group_id, {}, str(error))
+            self._failures.settled({}, str(error))
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self._config.groups_per_batch:
             raise error

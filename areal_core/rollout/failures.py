@@ -7,7 +7,7 @@ again and again, has a bug that no restart mends.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError, UserCodeError
@@ -25,7 +25,7 @@ class Failures:
     def __init__(self, max_share: float) -> None:
         """`max_share`: of the rollouts of late, environment.max_no_result."""
         self._max_share = max_share
-        self._shares: OrderedDict[int, float] = OrderedDict()  # by group, of its rollouts: those without a result
+        self._shares = deque[float](maxlen=_GROUPS)  # of the rollouts of each group: those without a result
         self._lost = 0  # tries in a row
         self._seen: Counter[str] = Counter()  # failures, by who has failed, how and where
 
@@ -36,7 +36,7 @@ class Failures:
         if self._lost >= _LOST:
             raise UserCodeError(f"{_first(str(error))}: so have ended {self._lost} tries in a row")
 
-    def settled(self, group_id: int, outcomes: Mapping[Outcome, int], failure: str | None) -> None:
+    def settled(self, outcomes: Mapping[Outcome, int], failure: str | None) -> None:
         """A group is scored, or dropped with its `failure` and no outcomes. Raises UserCodeError where the share of
         rollouts without a result is too high."""
         rollouts, missing = sum(outcomes.values()), outcomes.get(Outcome.FAILED, 0)
@@ -44,7 +44,14 @@ class Failures:
             self._show(failure, missing)
         if rollouts > missing + outcomes.get(Outcome.TIMED_OUT, 0):
             self._lost = 0
-        self._count(group_id, missing / rollouts if rollouts else 1.0, failure)
+        self._shares.append(missing / rollouts if rollouts else 1.0)
+        mean = sum(self._shares) / len(self._shares)
+        if mean > self._max_share and sum(share > 0 for share in self._shares) >= _LEAST:
+            said = _first(failure) if failure else "the verifier has no result"
+            raise UserCodeError(
+                f"{said}: {mean:.0%} of the rollouts of the last {len(self._shares)} groups have no result, more than "
+                f"{self._max_share:.0%} (environment.max_no_result); mend the verifier, or allow more"
+            )
 
     def _show(self, failure: str, times: int = 1) -> None:
         first, *rest = failure.split("\n")
@@ -58,19 +65,6 @@ class Failures:
                 logger.warning("%s", line)
         if (now := self._seen[kind]) >= 10 and len(str(now)) > len(str(before)):
             logger.warning("%d times so far: %s", now, first)
-
-    def _count(self, group_id: int, share: float, failure: str | None) -> None:
-        self._shares.pop(group_id, None)
-        self._shares[group_id] = share
-        if len(self._shares) > _GROUPS:
-            self._shares.popitem(last=False)
-        mean = sum(self._shares.values()) / len(self._shares)
-        if mean > self._max_share and sum(each > 0 for each in self._shares.values()) >= _LEAST:
-            said = _first(failure) if failure else "the verifier has no result"
-            raise UserCodeError(
-                f"{said}: {mean:.0%} of the rollouts of the last {len(self._shares)} groups have no result, more than "
-                f"{self._max_share:.0%} (environment.max_no_result); mend the verifier, or allow more"
-            )
 
 
 def _first(failure: str) -> str:

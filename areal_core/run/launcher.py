@@ -157,13 +157,9 @@ class Run:
 
     def status(self) -> RunStatus | None:
         """A look at the run; None while its controller does not answer."""
-        client = ControllerClient(self.run_dir, patience_s=0.0)
-        try:
+        with closing(ControllerClient(self.run_dir, patience_s=0.0)) as client, suppress(ArealError):
             return client.status()
-        except ArealError:
-            return None
-        finally:
-            client.close()
+        return None
 
     def stop(self, reason: str) -> None:
         """End the run: its trainer ends the step and writes a checkpoint, within launch.stop_timeout_s, then the roles

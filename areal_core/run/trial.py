@@ -1,6 +1,6 @@
 """The verifier's first call, before any process of a run starts: a bug is found where it costs nothing.
 
-python -m areal_core.run.trial FD    # a job on stdin, its outcome into the pipe FD; both pickled
+python -m areal_core.run.trial    # a job on stdin, its outcome on stdout; both pickled
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
 
 from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments.registry import open_judge
@@ -43,35 +42,29 @@ def try_verifier(config: RunConfig, task: Prompt, log: Callable[[str], None]) ->
 
 def _outcome(job: _Job) -> Verdict | ArealError | None:
     """None where there is none."""
-    ours, theirs = Pipe()
-    with theirs, ours:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno())], stdin=subprocess.PIPE, pass_fds=[theirs.fileno()]
-        )
-        theirs.close()
-        try:
-            assert process.stdin is not None
-            process.stdin.write(pickle.dumps(job))
-            process.stdin.close()
-            return ours.recv() if ours.poll(_START_S + job[0] + LAST_WORDS_S) else None
-        except (EOFError, BrokenPipeError):
-            return None
-        finally:
-            process.kill()
-            process.wait()
+    command, limit_s = [sys.executable, "-m", __name__], _START_S + job[0] + LAST_WORDS_S
+    try:
+        said = subprocess.run(command, input=pickle.dumps(job), stdout=subprocess.PIPE, timeout=limit_s, check=False)
+        return pickle.loads(said.stdout)  # from our own code alone
+    except (subprocess.TimeoutExpired, EOFError):
+        return None
 
 
 def main() -> None:
-    pipe = Connection(int(sys.argv[1]))
+    outcome = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a verifier prints is no outcome
     timeout_s, environment, task, prompt = pickle.load(sys.stdin.buffer)
 
     def judged(_: None) -> Verdict:
         return open_judge(environment, task)(prompt, prompt.answer, truncated=False)
 
-    with limited(lambda error: pipe.send(error), timeout_s):
+    def tell(found: Verdict | ArealError) -> None:
+        outcome.write(pickle.dumps(found))
+        outcome.flush()
+
+    with limited(tell, timeout_s):
         found = attempt(judged, None)
-    pipe.send(found)
+    tell(found)
 
 
 if __name__ == "__main__":

@@ -83,9 +83,9 @@ def start_run(
             tags={row.key: row.value for row in map(tag, tags, tags.values())},
         )
         run_id: str = run.info.run_id
-        flat = leaves(params)
+        flat = (param(key, str(value)) for key, value in leaves(params))
         while chunk := list(islice(flat, MAX_LABELS)):
-            client.log_batch(run_id, params=[param(key, str(value)) for key, value in chunk])
+            client.log_batch(run_id, params=chunk)
         client.log_dict(run_id, dict(params), "config.json")
     for data_set in inputs:
         add_input(uri, run_id, **data_set)

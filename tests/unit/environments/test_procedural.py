@@ -13,7 +13,7 @@ import pytest
 from areal_core.config.schema import TaskConfig
 from areal_core.environments.fork_server import ForkServer, Reply
 from areal_core.environments.held_out import is_held_out
-from areal_core.environments.procedural import Entries, ProceduralSource, entry, procedural, reading
+from areal_core.environments.procedural import ProceduralSource, entry, procedural, reading
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Outcome, Prompt
@@ -219,11 +219,14 @@ def test_entries_are_the_same_in_every_process():
     assert one == other
 
 
-def test_a_data_set_that_takes_too_long_is_refused_by_name():
-    entries = Entries(cpu_s=0.05)
+def test_a_data_set_that_takes_too_long_is_refused_by_name(monkeypatch):
+    scorer = "areal_core.environments.procedural_scores:Entries"
+    server = ForkServer(scorer, cpu_s=1.0, prepare_cpu_s=0.05, isolation="none")
+    monkeypatch.setattr("areal_core.environments.procedural._entries", server)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"^task\.dataset: acre made no entry in 0\.05 CPU s; choose another"):
-            entries.make("acre", "", 1, 0)
+        with pytest.raises(ConfigError, match=r"^task\.dataset: acre made no entry 3; choose another"):
+            entry("acre", "", 1, 3)
+    server.close()
 
 
 EVALUATING = (  # data sets whose own scores evaluate an answer as Python

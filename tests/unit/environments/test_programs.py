@@ -128,8 +128,8 @@ def test_what_the_machine_is_to_blame_for_is_no_result(monkeypatch, code):
     ("answer", "tests"),
     [
         (SUM, Scripts(inputs=("1 2\n", "3 4\n"), outputs=("3\n", "7\n"))),
-        (ADD, Calls(name="add", inputs=([1, 2], [[1], [2]]), outputs=(3, [1, 2]))),
-        (PAIR, Check(name="pair", prompt=PAIR["prompt"], test=PAIR["test"])),
+        (ADD, Calls(fn_name="add", inputs=([1, 2], [[1], [2]]), outputs=(3, [1, 2]))),
+        (PAIR, Check(entry_point="pair", prompt=PAIR["prompt"], test=PAIR["test"])),
     ],
 )
 def test_forms_of_tests(answer, tests):

@@ -51,8 +51,9 @@ def test_work(job: GroupJob | None) -> None:
     assert work is not None
     assert (work.number, work.forgotten, work.group) == (7, [1, 2], 9)
     assert work.prompt == (None if job is None else PROMPT)
-    assert work.completions == ARRIVALS
-    assert work.completions[0].completion.segments[0][0] is work.completions[1].completion.segments[0][0]
+    first, second = completions = work.completions()
+    assert completions == ARRIVALS
+    assert first.completion.segments[0][0] is second.completion.segments[0][0]
 
 
 def test_no_work() -> None:

@@ -21,7 +21,7 @@ def outcomes(failed: int = 0, timed_out: int = 0, *, of: int = 8) -> dict[Outcom
 def test_first_failure_is_shown_whole_and_repeats_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     failures = Failures(1.0)
     for group in range(25):
-        failures.settled(group, outcomes(4), FAILURE.replace("completion:", f"completion {group}:"))
+        failures.settled(outcomes(4), FAILURE.replace("completion:", f"completion {group}:"))
     first, *rest = FAILURE.replace("completion:", "completion 0:").split("\n")
     assert caplog.messages == [first, *rest, f"12 times so far: {first}", f"100 times so far: {first}"]
     assert [record.levelno for record in caplog.records] == [logging.ERROR, *[logging.WARNING] * 4]
@@ -29,10 +29,10 @@ def test_first_failure_is_shown_whole_and_repeats_are_counted(caplog: pytest.Log
 
 def test_verifier_that_always_fails_ends_the_run_at_the_fourth_group() -> None:
     failures = Failures(0.2)
-    for group in range(3):
-        failures.settled(group, {}, FAILURE)
+    for _ in range(3):
+        failures.settled({}, FAILURE)
     with pytest.raises(UserCodeError) as ended:
-        failures.settled(3, outcomes(8), FAILURE)
+        failures.settled(outcomes(8), FAILURE)
     assert str(ended.value) == (
         "environment.verifier own:check: KeyError: 'anwser' (own.py:4): 100% of the rollouts of the last 4 groups have "
         "no result, more than 20% (environment.max_no_result); mend the verifier, or allow more"
@@ -42,20 +42,20 @@ def test_verifier_that_always_fails_ends_the_run_at_the_fourth_group() -> None:
 def test_share_of_the_last_32_groups_decides() -> None:
     failures = Failures(0.2)
     for group in range(200):
-        failures.settled(group, outcomes(group % 3 == 0), FAILURE)  # one rollout of 24
-    for group in range(200, 232):
-        failures.settled(group, outcomes(), None)
-    for group in range(232, 238):
-        failures.settled(group, outcomes(8), FAILURE)
+        failures.settled(outcomes(group % 3 == 0), FAILURE)  # one rollout of 24
+    for _ in range(32):
+        failures.settled(outcomes(), None)
+    for _ in range(6):
+        failures.settled(outcomes(8), FAILURE)
     with pytest.raises(UserCodeError, match="22% of the rollouts of the last 32 groups"):
-        failures.settled(238, outcomes(8), FAILURE)
+        failures.settled(outcomes(8), FAILURE)
 
 
 def test_one_bad_prompt_at_the_start_ends_nothing() -> None:
     failures = Failures(0.2)
     for _ in range(9):
         failures.failed_try(VerifierError(FAILURE))
-    failures.settled(0, {}, FAILURE)
+    failures.settled({}, FAILURE)
 
 
 def test_three_timeouts_in_a_row_end_the_run() -> None:
@@ -64,9 +64,9 @@ def test_three_timeouts_in_a_row_end_the_run() -> None:
     for _ in range(5):  # an answer that hangs now and then is incorrect, and others are judged between
         failures.failed_try(late)
         failures.failed_try(RewardError("another"))
-        failures.settled(0, outcomes(timed_out=1), None)
+        failures.settled(outcomes(timed_out=1), None)
     failures.failed_try(late)
-    failures.settled(1, outcomes(timed_out=8), None)
+    failures.settled(outcomes(timed_out=8), None)
     failures.failed_try(late)
     with pytest.raises(UserCodeError, match=r"own\.py:9\): so have ended 3 tries in a row$"):
         failures.failed_try(late)
