@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_core.environments.environment import Verdict
+from areal_core.environments.verdicts import Judge, Verdict
 from areal_core.errors import DivergenceError, GenerationError, ModelError, ServerLostError
 from areal_core.evaluation.records import RecordFile
 from areal_core.evaluation.sampling import Collector, Sampling
@@ -48,6 +48,16 @@ def verify(task, text):
     return Verdict.of(Outcome.RIGHT if task.answer in text else Outcome.WRONG, text[-1:])
 
 
+def judge(check):
+    """Verdicts of a verifier, as a collector asks for them."""
+    inner = Judge("own", check)
+
+    async def judged(problem, completions):
+        return [inner(problem, text, truncated=truncated) for text, truncated in completions]
+
+    return judged
+
+
 def collect(file, urls, *, completions=16, check=verify, sampling=SAMPLING, problems=PROBLEMS, until=None):
     """The records; with `until` it is stopped after so many."""
 
@@ -59,7 +69,7 @@ def collect(file, urls, *, completions=16, check=verify, sampling=SAMPLING, prob
             if until is not None and done >= until:
                 enough.set()
 
-        collector = Collector(problems, records, sampling, TOKENIZER, check, on_record=on_record)
+        collector = Collector(problems, records, sampling, TOKENIZER, judge(check), on_record=on_record)
 
         async def work(client):
             with contextlib.suppress(ServerLostError):
@@ -117,7 +127,7 @@ def collect_here(file, engine, version=BASE):
     """The records of an engine that this process steps itself."""
 
     async def run(records):
-        collector = Collector(PROBLEMS, records, SAMPLING, TOKENIZER, verify, version=version.version)
+        collector = Collector(PROBLEMS, records, SAMPLING, TOKENIZER, judge(verify), version=version.version)
         async with asyncio.timeout(60):
             await OwnEngine(engine, slots=8).work_on(collector, version)
             await collector.finished()

@@ -309,7 +309,8 @@ def test_long_and_odd_names_do_not_fail(server: Server, client: MlflowClient) ->
 
     stored = client.get_run(run_id).data.params
     assert len(stored) == 253
-    assert len(stored["p" * 247 + "..."]) == 6000
+    [long] = [name for name in stored if name.startswith("ppp")]
+    assert (len(long), len(stored[long])) == (250, 6000)
     assert stored["empty"] == ""
 
 
