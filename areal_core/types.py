@@ -36,7 +36,7 @@ class Outcome(StrEnum):
     WRONG = "wrong"
     NO_ANSWER = "no_answer"  # it gives none
     UNPARSABLE = "unparsable"  # the answer that it gives can't be read
-    TIMED_OUT = "timed_out"  # the answer takes the verifier to its limit of time or memory, in a fresh process too
+    TIMED_OUT = "timed_out"  # the answer takes the verifier to its limits, or ends its process; in a fresh one, too
     FAILED = "failed"  # the verifier itself did
 
 

@@ -35,6 +35,6 @@ def find(field: str, name: str, registered: Mapping[str, T]) -> T:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # its code runs as it is imported
         where = f"{os.uname().nodename} looked in {os.getcwd()} and PYTHONPATH={os.environ.get('PYTHONPATH', '')!r}"
-        raise ConfigError(f"{field}: {name} can't be imported: {error}; {where}") from error
+        raise ConfigError(f"{field}: {name} can't be imported: {type(error).__name__}: {error}; {where}") from error

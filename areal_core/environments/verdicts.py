@@ -8,14 +8,13 @@ without a result whose `failure` shows the traceback, the prompt and the complet
 
 from __future__ import annotations
 
-import os
+import functools
 import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from multiprocessing import Pipe
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -46,12 +45,14 @@ class Verdict:
     def read(cls, found: object) -> Verdict:
         """The verdict that a verifier has returned: a Verdict, or a score alone, also as numpy's or torch's scalar.
         Raises ValueError for anything else, and for a score that is not from 0 to 1."""
-        if isinstance(found, Verdict):
-            if found.score is None:
-                return found
-            return replace(found, outcome=Outcome(found.outcome), score=_score(found.score))
-        score = _score(found)
-        return cls(Outcome.RIGHT if score == 1.0 else Outcome.WRONG, score)
+        if not isinstance(found, Verdict):
+            score = _score(found)
+            return cls(Outcome.RIGHT if score == 1.0 else Outcome.WRONG, score)
+        outcome, score = Outcome(found.outcome), None if found.score is None else _score(found.score)
+        if (outcome is Outcome.FAILED) != (score is None):
+            raise ValueError(f"a Verdict has no score where its outcome is failed, and only there; got {found!r:.200}")
+        answer, failure = (None if text is None else str(text) for text in (found.answer, found.failure))
+        return cls(outcome, score, answer, failure)
 
 
 Verifier = Callable[[Prompt, str], "float | Verdict"]
@@ -60,11 +61,13 @@ nothing about the completion; after a RewardError the whole group is tried again
 
 
 def _score(found: Any) -> float:
-    said = f"a verifier returns a score from 0 to 1, or a Verdict; got {printable(repr(found))[:200]}"
+    said = (
+        f"a verifier returns a score from 0 to 1, or a Verdict, and is no coroutine; got {printable(repr(found))[:200]}"
+    )
     try:
-        score = found if isinstance(found, float) else float(found.item() if hasattr(found, "item") else found)
-    except (TypeError, ValueError) as error:
-        raise ValueError(said) from error
+        score = float(found.item() if hasattr(found, "item") else found)
+    except Exception:  # noqa: BLE001 - the boundary to numbers of any kind
+        raise ValueError(said) from None
     if isinstance(found, str | bytes) or not 0.0 <= score <= 1.0:
         raise ValueError(said)
     return score
@@ -83,9 +86,9 @@ class Judge:
         Raises RewardError where the verifier does."""
         if truncated and not self._verify_truncated:
             return Verdict.of(Outcome.WRONG)
+        if _apart is not None:
+            return _apart(task, text)
         with _judging(self._name, task, text):
-            if _apart_s is not None:
-                return self._apart(task, text, _apart_s)
             return self._called(task, text)
 
     def _called(self, task: Prompt, text: str) -> Verdict:
@@ -93,61 +96,51 @@ class Judge:
         for _ in range(_TRIES):
             try:
                 return Verdict.read(self._verify(task, text))
-            except RewardError:
-                raise
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to somebody's code
+            except RewardError as error:
+                raise RewardError(str(error)) from error  # a class of the user's may not be known elsewhere
+            except BaseException as error:  # noqa: BLE001 - the boundary to somebody's code
                 failure = explained(self._name, error, (task, text))
         return Verdict(Outcome.FAILED, None, failure=failure)
-
-    def _apart(self, task: Prompt, text: str, limit_s: float) -> Verdict:
-        """The verdict of a fork of this process. An answer that the fork hangs or dies of is wrong."""
-        ours, theirs = Pipe(duplex=False)
-        if (child := os.fork()) == 0:
-            try:
-                theirs.send(self._called(task, text))
-            except RewardError as error:
-                theirs.send(error)
-            finally:
-                os._exit(0)
-        theirs.close()
-        try:
-            found = ours.recv() if ours.poll(limit_s) else Verdict.of(Outcome.TIMED_OUT)  # sent by our own code alone
-        except (EOFError, OSError):
-            return Verdict.of(Outcome.UNPARSABLE)
-        finally:
-            ours.close()
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        if isinstance(found, RewardError):
-            raise found
-        return found
 
 
 # -- what is judged now, and how ---------------------------------------------------------------------------------------
 
 _now: tuple[str, Prompt, str] | None = None  # name of the verifier, task and text that this process is judging
-_apart_s: float | None = None  # seconds of a verdict that is found in a fork of its own; None: here
+_limit_s: float | None = None  # of a verdict, and of what happens between two; None: there is no limit here
+_apart: Callable[[Prompt, str], Verdict] | None = None  # finds verdicts elsewhere; None: they are found here
 
 
 @contextmanager
 def _judging(name: str, task: Prompt, text: str) -> Iterator[None]:
     global _now
     _now = name, task, text
+    limit(_limit_s)
     try:
         yield
     finally:
         _now = None
+        limit(_limit_s)
+
+
+def limit(seconds: float | None) -> None:
+    """Have SIGALRM come once no verdict has begun or ended for so long; None: not at all. In the main thread."""
+    global _limit_s
+    if (seconds, _limit_s) != (None, None):
+        _limit_s = seconds
+        signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
 
 
 @contextmanager
-def apart(limit_s: float | None) -> Iterator[None]:
-    """Within, each verdict is found in a fork of its own, which has `limit_s` seconds; None: as always."""
-    global _apart_s
-    _apart_s = limit_s
+def apart(judge: Callable[[float, Prompt, str], Verdict] | None) -> Iterator[None]:
+    """Within, `judge` finds verdicts, within the seconds that it is given; None: the verifier does, here."""
+    global _apart
+    if judge is not None:
+        _apart = functools.partial(judge, _limit_s or 0.0)
+        limit(None)
     try:
         yield
     finally:
-        _apart_s = None
+        _apart = None
 
 
 # -- what people are shown ---------------------------------------------------------------------------------------------
@@ -158,8 +151,13 @@ def explained(name: str, error: BaseException, judged: tuple[Prompt, str] | None
     line but the first begins without spaces, so that a completion can't pass for another message."""
     shown = traceback.TracebackException.from_exception(error)
     shown.stack[:] = own = _own(shown.stack)
-    said = printable(f"{type(error).__name__}: {error}")[:500]
+    said = printable(f"{type(error).__name__}: {shown}")[:500]
     return _block(f"{name}: {said}{_place(own)}", "".join(shown.format()), judged)
+
+
+def told(name: str, said: str, task: Prompt, text: str) -> str:
+    """What a verifier has done with a completion that nothing else is known of: likewise."""
+    return _block(f"{name}: {said}", "", (task, text))
 
 
 def hung(frame: FrameType | None, limit_s: float, waiting: str = "") -> str:

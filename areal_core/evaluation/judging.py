@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from areal_core.environments import verdicts
 from areal_core.environments.registry import open_judge
 from areal_core.environments.verdicts import Judge, Verdict
 from areal_core.errors import RewardError, RewardTimeoutError, RewardWorkerError
+from areal_core.rewards import apart
 from areal_core.rewards.pool import RewardPool
 from areal_core.rollout.failures import Failures
 from areal_core.types import Outcome, Prompt
@@ -24,7 +26,7 @@ class _Job:
     task: TaskConfig
     problem: Prompt
     completions: tuple[tuple[str, bool], ...]
-    apart_s: float | None = None
+    apart: bool = False
 
 
 class Judges:
@@ -32,8 +34,7 @@ class Judges:
 
     def __init__(self, config: RunConfig, workers: int) -> None:
         self._config = config
-        self._limit_s = config.rollout.reward_timeout_s
-        self._pool = RewardPool(workers, self._limit_s, function=_judged)
+        self._pool = RewardPool(workers, config.rollout.reward_timeout_s, function=_judged)
         self._failures = Failures(config.environment.max_no_result)
 
     async def __call__(self, problem: Prompt, completions: Sequence[tuple[str, bool]]) -> list[Verdict]:
@@ -46,13 +47,12 @@ class Judges:
         except (RewardTimeoutError, RewardWorkerError) as error:
             self._failures.failed_try(error)
             try:
-                again, limit_s = replace(job, apart_s=self._limit_s), self._limit_s * (1 + len(completions))
-                found, _ = await self._pool.ask(again, timeout_s=limit_s)
+                found, _ = await self._pool.ask(replace(job, apart=True))
             except RewardError as failed:
                 found = [Verdict(Outcome.FAILED, None, failure=str(failed))] * len(completions)
-        outcomes = {outcome: sum(each.outcome is outcome for each in found) for outcome in Outcome}
+        outcomes = Counter(each.outcome for each in found)
         failure = next((each.failure for each in found if each.failure), None)
-        self._failures.settled(outcomes, failure)
+        self._failures.settled(outcomes, failure, truncated=sum(truncated for _, truncated in completions))
         return found
 
     async def close(self) -> None:
@@ -61,7 +61,7 @@ class Judges:
 
 def _judged(job: _Job) -> list[Verdict]:
     judge = _judge(job.environment, job.task)
-    with verdicts.apart(job.apart_s):
+    with verdicts.apart(functools.partial(apart.judge, job.environment, job.task) if job.apart else None):
         return [_verdict(judge, job.problem, *completion) for completion in job.completions]
 
 

@@ -210,8 +210,8 @@ class Supervisor:
                 code = self._reap(child)
                 if code != 0 or not self._spec.exits:
                     if code == process.HOPELESS:
-                        said = child.process.log.last_lines(child.process.name, count=1)
-                        raise UserCodeError(said.removeprefix("areal: error: "))
+                        said = child.process.log.last_lines(child.process.name, count=50)
+                        raise UserCodeError(said.rpartition("areal: error: ")[2].partition(" | ")[0])
                     self._recover(child, children.how_it_ended(code), final=code == self._spec.final)
             elif time.monotonic() >= child.deadline:
                 self._terminate([child])

@@ -25,7 +25,7 @@ from areal_core.errors import ArealError, ConfigError, GenerationError, RewardEr
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.messages import Work, decode_work, encode_outcome
-from areal_core.rewards.worker import Arrived, GroupJob, WorkerProcess, advance, time_limit
+from areal_core.rewards.worker import Arrived, GroupJob, WorkerProcess, advance
 from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -106,9 +106,9 @@ class Host:
         """Raises what says nothing of the group: this machine can't do the work."""
         worker.forgotten += work.forgotten
         job = None if work.prompt is None else GroupJob.of(work.prompt, self._config, self._model_path)
-        message = Arrived(group=work.group, job=job, completions=work.completions(), apart_s=work.apart_s)
+        message = Arrived(group=work.group, job=job, completions=work.completions(), apart=work.apart)
         try:
-            outcome = worker.ask(message, time_limit(message, self._config.rollout.reward_timeout_s))
+            outcome = worker.ask(message, self._config.rollout.reward_timeout_s)
         except RewardError as error:
             return encode_outcome(error, lost=True)
         if isinstance(outcome, ArealError) and not isinstance(outcome, RewardError | GenerationError):

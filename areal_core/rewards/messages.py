@@ -47,7 +47,7 @@ class Work(msgspec.Struct, kw_only=True):
     prompt: Prompt | None = None  # with the first completions of the group
     ended: list[_Completion] = []
     bodies: list[bytes] = []
-    apart_s: float | None = None
+    apart: bool = False
 
     def completions(self) -> list[Arrival]:
         """Completions of one body share it."""
@@ -92,7 +92,7 @@ def encode_work(number: int, forgotten: Sequence[int], arrived: Arrived) -> byte
         prompt=None if arrived.job is None else arrived.job.prompt,
         ended=completions,
         bodies=[body for _, body in bodies.values()],
-        apart_s=arrived.apart_s,
+        apart=arrived.apart,
     )
     return msgspec.msgpack.encode(work)
 

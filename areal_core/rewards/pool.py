@@ -26,7 +26,7 @@ from areal_core.errors import ArealError, RewardWorkerError, SessionLostError
 from areal_core.rewards.group import Requests
 from areal_core.rewards.messages import BEGIN_ANEW
 from areal_core.rewards.remote import RemoteWorker
-from areal_core.rewards.worker import Arrived, GroupJob, WorkerProcess, advance, time_limit
+from areal_core.rewards.worker import Arrived, GroupJob, WorkerProcess, advance
 
 logger = logging.getLogger(__name__)
 _lost = functools.partial(SessionLostError, "the reward worker that this group was suspended in is gone")
@@ -63,11 +63,9 @@ class RewardPool:
     def begin(self, job: GroupJob, *, apart: bool = False) -> GroupSession:
         """A group that waits for its first completions. `apart`: each of its verdicts is found in a process of its
         own, since one of them has cost a worker its own."""
-        return GroupSession(self, job, next(self._groups), apart_s=self._timeout_s if apart else None)
+        return GroupSession(self, job, next(self._groups), apart=apart)
 
-    async def ask(
-        self, message: Any, wanted: _Worker | None = None, timeout_s: float | None = None
-    ) -> tuple[Any, _Worker]:
+    async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
         """Send a message to a free worker, or to the `wanted` one. Returns the result and that worker. Raises
         RewardError when the verifier fails, RewardTimeoutError when it takes longer than the timeout (waiting for a
         worker does not count), RewardWorkerError when it loses its process or its machine, and SessionLostError where
@@ -77,7 +75,7 @@ class RewardPool:
             if wanted is not None:
                 raise _lost()
         try:
-            result = await self._asked(worker, message, timeout_s or self._timeout_s)
+            result = await self._asked(worker, message)
         except BaseException:  # it hangs, it is dead, or its result is no longer waited for
             self._lose(worker)
             raise
@@ -192,31 +190,30 @@ class RewardPool:
     def _started(self, place: int) -> WorkerProcess:
         return WorkerProcess(self._function, place, None if self._timeline is None else self._timeline(place))
 
-    async def _asked(self, worker: _Worker, message: Any, timeout_s: float) -> Any:
+    async def _asked(self, worker: _Worker, message: Any) -> Any:
         if isinstance(worker, RemoteWorker):
-            return await worker.ask(message, timeout_s)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, message, timeout_s)
+            return await worker.ask(message, self._timeout_s)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, message, self._timeout_s)
 
 
 class GroupSession:
     """The rollouts of one group, in the worker that began them."""
 
-    def __init__(self, pool: RewardPool, job: GroupJob, group: int, apart_s: float | None) -> None:
+    def __init__(self, pool: RewardPool, job: GroupJob, group: int, apart: bool) -> None:
         self._pool = pool
         self._job = job
         self._group = group
-        self._apart_s = apart_s
+        self._apart = apart
         self._worker: _Worker | None = None  # where it is suspended
 
     async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
         """As `rollouts.Session` has it. Raises GenerationError for a response that holds no completions, and
         RewardError when rollouts fail or can't be scored, take longer than the timeout, or lose their worker."""
         job = self._job if self._worker is None else None
-        message = Arrived(group=self._group, job=job, completions=arrived, apart_s=self._apart_s)
-        timeout_s = None if self._apart_s is None else time_limit(message, self._apart_s)
+        message = Arrived(group=self._group, job=job, completions=arrived, apart=self._apart)
         worker, self._worker = self._worker, None  # after an error nothing of it is left there
         try:
-            outcome, worker = await self._pool.ask(message, worker, timeout_s)
+            outcome, worker = await self._pool.ask(message, worker)
         except asyncio.CancelledError:
             self._worker = worker  # while it waited for that worker: it is still suspended there
             raise

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from areal_core.api.patience import patience
 from areal_core.errors import RewardError, RewardWorkerError, SessionLostError
 from areal_core.rewards.messages import BEGIN_ANEW, Outcome, decode_outcome, encode_work
-from areal_core.rewards.worker import Arrived
+from areal_core.rewards.worker import Arrived, time_limit
 
 SILENT_S = 10.0  # without a request, after which a worker that has nothing to do is gone
 
@@ -49,7 +49,7 @@ class RemoteWorker:
         self._taken = False
         self._changed.set()
         try:
-            async with patience(timeout_s + SILENT_S):
+            async with patience(time_limit(message, timeout_s) + SILENT_S):
                 return decode_outcome(await self._answer)
         except TimeoutError:
             raise self._lost() from None

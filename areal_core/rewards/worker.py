@@ -2,8 +2,8 @@
 
 A group is suspended in a worker from its first completion to its last, and resumed as they end. A verifier may hang or
 take its process down. A worker does one thing at a time, so that either costs the group that it is working on: who asks
-it gets a RewardError, which says nothing about the completions, and starts another one. That one judges each completion
-of the group in a fork of its own (`Arrived.apart_s`), so that the answer which did it is found.
+it gets a RewardError, which says nothing about the completions, and starts another one. Then each completion of the
+group is judged in a process of its own (`Arrived.apart`, `rewards.apart`), so that only the one at fault is lost.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConf
 from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
+from areal_core.environments.verdicts import Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
+from areal_core.rewards import apart
+from areal_core.rewards.apart import LAST_WORDS_S, START_S
 from areal_core.rewards.group import GroupRollout, Requests
 from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Prompt
 
-_START_TIMEOUT_S = 120.0  # a worker imports numpy and tokenizers, on a machine that may be busy
-LAST_WORDS_S = 3.0  # beyond its time limit, for a worker to say where it hangs
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -74,12 +75,13 @@ class Arrived:
     group: int  # its id in the worker
     job: GroupJob | None  # with the first ones
     completions: Sequence[Arrival]
-    apart_s: float | None = None  # seconds of a verdict in a fork of its own; None: verdicts are found in the worker
+    apart: bool = False  # each verdict is found in a process of its own
 
 
-def time_limit(message: Arrived, timeout_s: float) -> float:
-    """Seconds that a worker has for a message, where one verdict has `timeout_s`."""
-    return timeout_s if message.apart_s is None else timeout_s * (1 + len(message.completions))
+def time_limit(message: Any, limit_s: float) -> float:
+    """Seconds that a worker has for a message, where one verdict has `limit_s`."""
+    each_s = limit_s + START_S if getattr(message, "apart", False) else limit_s
+    return each_s * max(1, len(getattr(message, "completions", ())))
 
 
 class WorkerProcess:
@@ -108,7 +110,7 @@ class WorkerProcess:
         """Blocks until it is ready. Raises RewardWorkerError."""
         try:
             if not self._started:
-                self._receive(time.monotonic() + _START_TIMEOUT_S)
+                self._receive(time.monotonic() + START_S)
                 self._started = True
                 self._timeline = None if self._file is None else TimelineWriter(self._file, cpu=lambda: self._cpu_s)
         except BlockingIOError:
@@ -116,21 +118,22 @@ class WorkerProcess:
         except (EOFError, OSError) as error:
             raise RewardWorkerError("the reward worker died as it started") from error
 
-    def ask(self, message: Any, timeout_s: float) -> Any:
-        """Blocks until the result is there, a returned ArealError included. Raises RewardTimeoutError or
-        RewardWorkerError when it does not come: then the worker is of no more use. Raises OSError for a timeline that
-        can't be written."""
+    def ask(self, message: Any, limit_s: float) -> Any:
+        """Blocks until the result is there, a returned ArealError included. One verdict has `limit_s` seconds. Raises
+        RewardTimeoutError or RewardWorkerError when it does not come: then the worker is of no more use. Raises OSError
+        for a timeline that can't be written."""
         self.start()
-        start = time.monotonic()
+        start, whole_s = time.monotonic(), time_limit(message, limit_s)
         try:
             forgotten, self.forgotten = self.forgotten, []
-            self._limit(start + timeout_s + LAST_WORDS_S)
-            self._pipe.send((forgotten, timeout_s, message))
-            result = self._receive(start + timeout_s + LAST_WORDS_S)
+            deadline = start + whole_s + LAST_WORDS_S
+            self._limit(deadline)
+            self._pipe.send((forgotten, limit_s, message))
+            result = self._receive(deadline)
         except BlockingIOError:
             raise RewardTimeoutError(
-                f"the reward worker did not respond in {timeout_s:g} s (rollout.reward_timeout_s); its stack is in the "
-                "log of the process that started it, unless that stopped it"
+                f"the reward worker did not respond in {whole_s:g} s (rollout.reward_timeout_s); the log of the "
+                "controller or the evaluator has its stack"
             ) from None
         except (EOFError, OSError) as error:
             raise RewardWorkerError("the reward worker died while it scored this group") from error
@@ -173,42 +176,49 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
         if _suspended:
             _loop().run_until_complete(_readable(pipe))  # what they do beside waiting for the policy goes on
         try:
-            forgotten, timeout_s, message = pipe.recv()
+            forgotten, limit_s, message = pipe.recv()
         except EOFError:
             return
         for group in forgotten:
             if group in _suspended:
-                _suspended.pop(group).close()
-        with limited(lambda error: pipe.send((error, time.process_time())), timeout_s):
+                _suspended.pop(group)[0].close()
+        tell: Callable[[Any], None] = lambda found: pipe.send((found, time.process_time()))  # noqa: E731
+        with limited(tell, limit_s, time_limit(message, limit_s)):
             result = attempt(function, message)
-        pipe.send((result, time.process_time()))
+        tell(result)
 
 
 def attempt(function: Callable[[Any], Any], message: Any) -> Any:
     """The result of a call, or the ArealError that it raises. Any other exception is a bug of the user's."""
+    pid = os.getpid()
     try:
         return function(message)
     except ArealError as error:
-        return error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary: it costs one group, not the worker
+        known = type(error).__module__ == ArealError.__module__
+        return error if known else RewardError(str(error))  # a class of the user's may not be known elsewhere
+    except BaseException as error:  # noqa: BLE001 - the boundary: it costs one group, not the worker
         return VerifierError(verdicts.explained("the environment", error))
+    finally:
+        if os.getpid() != pid:  # a fork of the user's, which has no business here
+            os._exit(1)
 
 
 @contextmanager
-def limited(tell: Callable[[RewardTimeoutError], None], timeout_s: float) -> Iterator[None]:
-    """Within, a process that takes longer tells where it hangs, and ends."""
+def limited(tell: Callable[[RewardTimeoutError], None], limit_s: float, whole_s: float) -> Iterator[None]:
+    """Within, a process whose verdict takes more than `limit_s` tells where it hangs, and ends. One that native code
+    keeps from that leaves its stack in its log, after `whole_s`."""
 
     def end(_: int, frame: FrameType | None) -> None:
-        tell(RewardTimeoutError(verdicts.hung(frame, timeout_s, _waiting())))
+        tell(RewardTimeoutError(verdicts.hung(frame, limit_s, _waiting())))
         os._exit(1)
 
     signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    faulthandler.dump_traceback_later(timeout_s + LAST_WORDS_S / 2)  # native code lets no handler run
+    verdicts.limit(limit_s)
+    faulthandler.dump_traceback_later(whole_s + LAST_WORDS_S / 2)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        verdicts.limit(None)
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -222,7 +232,8 @@ def _waiting() -> str:
     return stacks.getvalue()
 
 
-_suspended: dict[int, GroupRollout] = {}  # in a worker: groups that wait for the policy
+_Judge = Callable[[float, Prompt, str], Verdict]
+_suspended: dict[int, tuple[GroupRollout, _Judge]] = {}  # in a worker: groups that wait for the policy
 _loop = functools.cache(asyncio.new_event_loop)  # in a worker: where their coroutines live
 
 
@@ -238,15 +249,16 @@ async def _readable(pipe: Connection) -> None:
 def advance(message: Arrived) -> Requests | ScoredGroup:
     """In a worker: begin or resume the rollouts of a group, until they wait for completions or are done."""
     global _running
-    rollout = _running = _suspended.pop(message.group) if message.job is None else _rollout(message.job)
+    rollout, judge = _suspended.pop(message.group) if message.job is None else _rollout(message.job)
+    _running = rollout
     try:
-        with verdicts.apart(message.apart_s):
+        with verdicts.apart(judge if message.apart else None):
             outcome = _loop().run_until_complete(rollout.advance(message.completions))
     except RewardError as error:
         raise error if rollout.failure is None else VerifierError(rollout.failure) from error
     if isinstance(outcome, ScoredGroup):
         return replace(outcome, failure=rollout.failure)
-    _suspended[message.group] = rollout
+    _suspended[message.group] = rollout, judge
     return outcome
 
 
@@ -258,13 +270,15 @@ def _failed(failure: str) -> None:
         _running.failure = failure
 
 
-def _rollout(job: GroupJob) -> GroupRollout:
-    return GroupRollout(
+def _rollout(job: GroupJob) -> tuple[GroupRollout, _Judge]:
+    """The rollouts of a group, and who judges apart."""
+    rollout = GroupRollout(
         _environment(job.environment, job.task, job.algorithm, job.model_path),
         job.prompt,
         n=job.n,
         max_new_tokens=job.task.max_new_tokens,
     )
+    return rollout, functools.partial(apart.judge, job.environment, job.task)
 
 
 @functools.lru_cache(maxsize=2)

@@ -310,7 +310,7 @@ class RolloutController:
             self._ledger.lose_tokens(group.group_id, replace(sampled, tokens=missed))
         self._failed_in_a_row = 0
         summary = outcome.summary
-        self._failures.settled(summary.outcomes, outcome.failure)
+        self._failures.settled(summary.outcomes, outcome.failure, truncated=sum(summary.truncated))
         if self._config.rollout.dynamic_sampling and len({*summary.rewards} - {None}) < 2:
             self._drop_uniform(group, summary)
         else:

@@ -35,7 +35,7 @@ def test_verifier_that_always_fails_ends_the_run_at_the_fourth_group() -> None:
         failures.settled(outcomes(8), FAILURE)
     assert str(ended.value) == (
         "environment.verifier own:check: KeyError: 'anwser' (own.py:4): 100% of the rollouts of the last 4 groups have "
-        "no result, more than 20% (environment.max_no_result); mend the verifier, or allow more"
+        "no result, more than 20%; fix the verifier, or raise environment.max_no_result"
     )
 
 
@@ -58,15 +58,34 @@ def test_one_bad_prompt_at_the_start_ends_nothing() -> None:
     failures.settled({}, FAILURE)
 
 
-def test_three_timeouts_in_a_row_end_the_run() -> None:
+LATE = RewardTimeoutError("own:check: no verdict within 20 s (rollout.reward_timeout_s) (own.py:9)\n    while True")
+
+
+def test_three_timeouts_before_the_first_verdict_end_the_run() -> None:
     failures = Failures(0.2)
-    late = RewardTimeoutError("own:check: no verdict within 20 s (rollout.reward_timeout_s) (own.py:9)\n    while True")
-    for _ in range(5):  # an answer that hangs now and then is incorrect, and others are judged between
-        failures.failed_try(late)
+    for _ in range(2):
+        failures.failed_try(LATE)
         failures.failed_try(RewardError("another"))
+        failures.settled(outcomes(timed_out=8), None)
+        failures.settled({Outcome.WRONG: 8}, None, truncated=8)  # which the verifier has not seen
+    with pytest.raises(UserCodeError, match=r"own\.py:9\): 3 tries in a row failed this way; the run ends$"):
+        failures.failed_try(LATE)
+
+
+def test_answers_that_hang_now_and_then_end_nothing() -> None:
+    failures = Failures(0.2)
+    for _ in range(50):
         failures.settled(outcomes(timed_out=1), None)
-    failures.failed_try(late)
-    failures.settled(outcomes(timed_out=8), None)
-    failures.failed_try(late)
-    with pytest.raises(UserCodeError, match=r"own\.py:9\): so have ended 3 tries in a row$"):
-        failures.failed_try(late)
+        for _ in range(11):
+            failures.failed_try(LATE)
+    with pytest.raises(UserCodeError, match="12 tries in a row"):
+        failures.failed_try(LATE)
+
+
+def test_truncated_completions_do_not_hide_a_bug() -> None:
+    failures = Failures(0.2)
+    mixed = {Outcome.FAILED: 1, Outcome.WRONG: 7}
+    for _ in range(3):
+        failures.settled(mixed, FAILURE, truncated=7)
+    with pytest.raises(UserCodeError, match="100% of the rollouts of the last 4 groups"):
+        failures.settled(mixed, FAILURE, truncated=7)

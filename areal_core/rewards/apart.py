@@ -1,0 +1,77 @@
+"""A verdict in a process of its own, which its verifier may hang or end.
+
+python -m areal_core.rewards.apart    # a job on stdin, its outcome on stdout; both pickled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+
+from areal_core.config.schema import EnvironmentConfig, TaskConfig
+from areal_core.environments import verdicts
+from areal_core.environments.registry import open_judge
+from areal_core.environments.verdicts import Verdict
+from areal_core.errors import ArealError, RewardTimeoutError, VerifierError
+from areal_core.launch.process import die_with_parent
+from areal_core.types import Outcome, Prompt
+
+START_S = 120.0  # for a process to import numpy and tokenizers, on a machine that may be busy
+LAST_WORDS_S = 3.0  # beyond its time limit, for a process to say where it hangs
+
+
+def outcome(environment: EnvironmentConfig, task: TaskConfig, limit_s: float, prompt: Prompt, text: str) -> Verdict:
+    """The verdict on a text. Raises RewardTimeoutError with its stack for a verifier that hangs, VerifierError for one
+    that ends its process or can't be imported, and what the verifier raises."""
+    job, command = pickle.dumps((environment, task, limit_s, prompt, text)), [sys.executable, "-m", __name__]
+    name = environment.judged_by
+    try:
+        ended = subprocess.run(command, input=job, stdout=subprocess.PIPE, timeout=START_S + limit_s, check=False)
+        found: Verdict | ArealError = pickle.loads(ended.stdout)  # from our own code alone
+    except subprocess.TimeoutExpired:
+        raise RewardTimeoutError(verdicts.told(name, f"no verdict within {limit_s:g} s", prompt, text)) from None
+    except EOFError:
+        how = f"it ended its process, with status {ended.returncode}"
+        raise VerifierError(verdicts.told(name, how, prompt, text)) from None
+    if isinstance(found, ArealError):
+        raise found
+    return found
+
+
+def judge(environment: EnvironmentConfig, task: TaskConfig, limit_s: float, prompt: Prompt, text: str) -> Verdict:
+    """The verdict on a text that may have cost a worker its process: one that does so here is wrong."""
+    try:
+        return outcome(environment, task, limit_s, prompt, text)
+    except (RewardTimeoutError, VerifierError) as error:
+        return Verdict(Outcome.TIMED_OUT, 0.0, failure=str(error))
+
+
+def main() -> None:
+    from areal_core.rewards.worker import attempt, limited
+
+    die_with_parent()
+    said = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a verifier prints is no outcome
+    environment, task, limit_s, prompt, text = pickle.load(sys.stdin.buffer)
+    opened = attempt(lambda _: open_judge(environment, task), None)
+
+    async def judged() -> Verdict:  # in an event loop, as environments call it
+        return opened(prompt, text, truncated=False)
+
+    def tell(found: Verdict | ArealError) -> None:
+        said.write(pickle.dumps(found))
+        said.flush()
+
+    if isinstance(opened, ArealError):
+        tell(opened)
+        return
+    with limited(tell, limit_s, limit_s):
+        found = attempt(lambda _: asyncio.run(judged()), None)
+    tell(found)
+
+
+if __name__ == "__main__":
+    main()
