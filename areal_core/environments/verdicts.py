@@ -62,7 +62,7 @@ nothing about the completion; after a RewardError the whole group is tried again
 
 def _score(found: Any) -> float:
     said = (
-        f"a verifier returns a score from 0 to 1, or a Verdict, and is no coroutine; got {printable(repr(found))[:200]}"
+        f"a verifier returns a score from 0 to 1, or a Verdict; got {printable(repr(found))[:200]}"
     )
     try:
         score = float(found.item() if hasattr(found, "item") else found)
