@@ -37,4 +37,5 @@ def find(field: str, name: str, registered: Mapping[str, T]) -> T:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # its code runs as it is imported
         where = f"{os.uname().nodename} looked in {os.getcwd()} and PYTHONPATH={os.environ.get('PYTHONPATH', '')!r}"
-        raise ConfigError(f"{field}: {name} can't be imported: {type(error).__name__}: {error}; {where}") from error
+        said = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{field}: {name} can't be imported: {said}; {where}") from error
