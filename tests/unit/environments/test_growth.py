@@ -73,7 +73,7 @@ def test_answers_are_compared_in_polynomial_time(gold: str) -> None:
 def test_huge_numbers_are_read_or_refused(text: str) -> None:
     assert compared("3", text) is False
     found = number(normalised(text))
-    assert found is None or abs(found.value) < 10**300
+    assert found is None or abs(found) < 10**300
 
 
 def test_the_last_tagged_answer_counts() -> None:
@@ -87,4 +87,4 @@ def test_the_last_tagged_answer_counts() -> None:
     ("text", "unit"), [("3 m^2/s", True), ("3 km^{ 2 } / s", True), (r"3^\circ", True), ("3 m^2 !", False)]
 )
 def test_units_are_read(text: str, unit: bool) -> None:
-    assert (measured(text)[2] is not None) == unit
+    assert (measured(text)[1] is not None) == unit
