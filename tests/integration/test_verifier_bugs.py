@@ -10,7 +10,7 @@ import pytest
 from tests.support.runs import Launched, tiny
 
 VERIFIERS = """
-import time
+import time, zlib
 
 def first_call(task, completion):
     return float({}["anwser"])
@@ -24,7 +24,7 @@ def hangs(task, completion):
     return 1.0
 
 def now_and_then(task, completion):
-    if sum(map(ord, completion)) % 50 == 0:
+    if zlib.crc32((task.text + completion).encode()) % 50 == 0:
         raise KeyError(completion)
     return 0.5 * completion.endswith(task.answer)
 """
