@@ -61,9 +61,7 @@ nothing about the completion; after a RewardError the whole group is tried again
 
 
 def _score(found: Any) -> float:
-    said = (
-        f"a verifier returns a score from 0 to 1, or a Verdict; got {printable(repr(found))[:200]}"
-    )
+    said = f"a verifier returns a score from 0 to 1, or a Verdict; got {printable(repr(found))[:200]}"
     try:
         score = float(found.item() if hasattr(found, "item") else found)
     except Exception:  # noqa: BLE001 - the boundary to numbers of any kind
