@@ -270,7 +270,6 @@ class Recorder:
         tokens = self._ledger.tokens()
         staleness = self._notes.staleness()
         counted = sum(staleness.values())
-        curves = self._outbox.history()
         return RunSummary(
             run_id=run_id,
             name=self._config.label,
@@ -293,8 +292,8 @@ class Recorder:
             incarnation=self._ledger.incarnation,
             emulated=self._config.emulated_cluster,
             starts=self._notes.starts,
-            truncated=_mean(curves.get("completion/truncated")),
-            zero_variance=_mean(curves.get("reward/zero_variance")),
+            truncated=self._outbox.mean("completion/truncated"),
+            zero_variance=self._outbox.mean("reward/zero_variance"),
             alerts=tuple(alert.text for alert in self._health.alerts),
             bound=explained.text if explained else None,
             idle=explained.idle if explained else {},
@@ -334,7 +333,3 @@ class Recorder:
             "weights/recompute_ms": max(load.recompute_ms for load in loads),
             "weights/recomputed_tokens": sum(load.recomputed_tokens for load in loads),
         }
-
-
-def _mean(curve: Sequence[tuple[int, float]] | None) -> float | None:
-    return sum(value for _, value in curve) / len(curve) if curve else None

@@ -382,10 +382,12 @@ class _Evaluation:
         operation, *children = node
         if operation == "number":
             return self._checked(children[0])
-        arguments = [self.number(child) for child in children if operation != "symbol"]
+        if operation == "symbol":
+            raise UnreadableError(f"{children[0]} has no value")
+        arguments = [self.number(child) for child in children]
         try:
             found = self._checked(self._applied(operation, arguments))
-        except (ArithmeticError, AttributeError, ValueError, TypeError, NotImplementedError) as error:
+        except (ArithmeticError, ValueError, TypeError, NotImplementedError) as error:
             raise UnreadableError(operation) from error
         if (
             arguments
@@ -417,7 +419,8 @@ class _Evaluation:
 
     def _applied(self, operation: str, arguments: list[Any]) -> Any:
         if operation in _WHOLE:
-            if any(one.denominator != 1 or (one > _LARGEST and operation != "gcd") for one in arguments):
+            whole = all(isinstance(one, Fraction) and one.denominator == 1 for one in arguments)
+            if not whole or (operation != "gcd" and max(arguments) > _LARGEST):
                 raise UnreadableError
             return Fraction(_WHOLE[operation](*map(int, arguments)))
         if operation in ("^", "root"):

@@ -64,10 +64,9 @@ class Rollouts:
     async def scored(self) -> ScoredGroup | None:
         """The scored group; None where completions are left unfinished, as the run ends.
 
-        Raises what a request or the environment has failed with. What was generated is kept as far as it can be, and a
-        second call goes on: requests that have failed are repeated; after a RewardError of the environment it starts
-        again with the first completions, after a GenerationError of its, which means that these can't be read, with new
-        ones."""
+        Raises the error of a request or of the environment. A second call resumes and repeats failed requests. After a
+        RewardError the environment starts again with the group's first completions. After its GenerationError these
+        can't be read, and new ones are generated."""
         for part in self._parts:
             self._start(part)
         while True:

@@ -127,13 +127,14 @@ class Outbox:
         )
 
     def document(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
-        """Queue a document; the same (kind, step) again replaces it, sent or not.
+        """Queue a document. Another one of the same kind and step replaces it, sent or not. By kind, `data` holds:
 
-        "trajectories": {"rows": [{column: value, ...}, ...]}, a table with one row a trajectory;
-        "evaluation": {"file": path}, likewise, with one row a problem, in a JSON file; the step is the version;
-        "staleness_histogram": {"counts": {"0": tokens, "1": tokens, ...}}, a plot;
-        "summary": the fields of RunSummary, a file and a few final metrics; "config", "census": a file;
-        "model": {"name", "url", "run", "version", "accuracy", "held_out"}, a version of a registered model.
+        - trajectories: {"rows": [{column: value, ...}, ...]}. It becomes a table with a row for each trajectory.
+        - evaluation: {"file": path}, JSON. It becomes a table with a row for each problem; `step` is the version.
+        - staleness_histogram: {"counts": {"0": tokens, "1": tokens, ...}}. It becomes a plot.
+        - summary: the fields of RunSummary. They become a file and a few final metrics.
+        - config, census: what a file of that name holds.
+        - model: {"name", "url", "run", "version", "accuracy", "held_out"}. It becomes a version of a registered model.
 
         Raises TrackingError for another kind, and for tables and plots once the outbox is full.
         """
@@ -202,6 +203,11 @@ class Outbox:
         ):
             curves.setdefault(key, []).append((step, math.nan if value is None else value))
         return curves
+
+    def mean(self, key: str) -> float | None:
+        """The mean of a curve's points; None for one without points."""
+        [[mean]] = self._read("SELECT avg(value) FROM metrics WHERE run = ? AND key = ?", self._run, key)
+        return mean
 
     def attempt_metrics(self, limit: int) -> list[MetricRow]:
         """The oldest `limit` unsent points, frozen from here on; those that were attempted before come first."""

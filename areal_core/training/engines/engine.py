@@ -238,11 +238,13 @@ def build_batch(
 ) -> TrainingBatch:
     """Lay out one rank's completions for training.
 
-    shares: this rank's parts of groups by minibatch, as `partition.shard` gives them. payloads: by group, its
-    completions that are in such a part.
-    advantages: [P, G] of the global batch. mask_truncated: leave truncated completions out of the loss.
-    loss_mean: of algorithm.means, and max_new_tokens, the completions' limit that it may need. regularised: completions
-    without an advantage have a gradient too. share_prompts: compute a group's prompt once for all of its completions.
+    - shares: this rank's parts of groups, by minibatch, from `partition.shard`.
+    - payloads: by group, its completions that are in such a part.
+    - advantages: [P, G], of the global batch.
+    - mask_truncated: leave truncated completions out of the loss.
+    - loss_mean: a name of algorithm.means. max_new_tokens: the limit of a completion, which `constant` divides by.
+    - regularised: completions without an advantage have a gradient too.
+    - share_prompts: compute a group's prompt once for all of its completions.
     """
     members = [payloads[part.group] for share in shares for part in share]
     assert all(len(group.prompt_tokens) and group.lengths.all() for group in members), "empty prompt or completion"
