@@ -87,9 +87,10 @@ def factor(one: tuple[str, str], other: tuple[str, str]) -> int:
 
 
 def value(text: str) -> float | None:
-    """The value of a formula that has no symbols, if it is real."""
+    """The value of a formula that has no symbols, if it is real and no larger than a float."""
     with contextlib.suppress(UnreadableError, TypeError, OverflowError):
-        return float(_Evaluation(_PRECISION).number(read(text)))
+        found = float(_Evaluation(_PRECISION).number(read(text)))
+        return found if math.isfinite(found) else None
     return None
 
 
@@ -243,7 +244,7 @@ class _Reader:
         r"""Of a command: braces, or one character: \frac12 is a half. With `whole`, a number of any length."""
         token = self.token
         if token[:1].isdigit() and len(token) > 1 and not whole:
-            self._tokens[self._at] = token[1:]
+            self._tokens[self._at : self._at + 1] = _tokens(token[1:])
             return "number", Fraction(token[0])
         return self._atom()
 

@@ -33,7 +33,7 @@ _ANSWER = re.compile(
     re.IGNORECASE,
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_BOXED_WORD = re.compile(r"\\boxed\s*+([^\s${][^\s$]*)?+(?!\{)")
+_BOXED_WORD = re.compile(r"\\boxed\s*+(?!\{)([^\s$]*)")
 _BETWEEN = re.compile(  # boxes or formulas that are one answer together
     r"(?:[\s$,;/]|\\\\|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|(?:and|or|maybe|perhaps|possibly)(?![a-zA-Z]))*+"
 )

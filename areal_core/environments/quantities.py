@@ -80,7 +80,9 @@ _FACTOR = (  # possessive throughout: it must not be tried in several ways
     r"(?:(?P<per>/|\bper\b)|\\cdot|\*)?+\s*+(?:(?P<raised>square|sq\.?|cubic|cu\.?)\s++)?+"
     rf"(?P<name>{_NAME})(?:\s*+\^\s*+\{{?\s*+(?P<power>-?\d)\s*+\}}?)?+\s*+"
 )
-_UNIT = rf"(?!/|\*|\\cdot|per\b)(?:{_FACTOR})++"
+# Python 3.11 loses groups captured in a possessive part: one pattern captures none, the other has no such part.
+_UNIT = rf"(?!/|\*|\\cdot|per\b)(?:{re.sub(r'[?]P<[a-z]+>', '?:', _FACTOR)})++"
+_EACH = re.compile(_FACTOR.replace(")?+", ")?"))
 _MEASURED = re.compile(rf"(?P<value>.*?)(?P<gap>\s*)(?<![a-zA-Z\\^_])(?P<unit>{_UNIT})", re.DOTALL)
 _PRICE = re.compile(r"([-+]?)\s*(USD|[£€¥₹])\s*(.+)", re.DOTALL)
 _START = re.compile(rf"\s*(?!in\s+[a-z])(?P<unit>{_UNIT})(?!\s*\d)")
@@ -119,7 +121,7 @@ def times(text: str, factor: Fraction) -> str:
 def _product(text: str) -> tuple[Fraction, Unit | None]:
     """The scale (a thousand, a million) and the unit of names that are multiplied and divided."""
     scale, size, powers = Fraction(1), Fraction(1), Counter[str]()
-    for found in re.finditer(_FACTOR, text):
+    for found in _EACH.finditer(text):
         name = re.sub(r"\s", "", found["name"])
         basic, power, each = next(_UNITS[one] for one in (name, name[:-1], name[:-2]) if one in _UNITS)
         exponent = int(found["power"] or {"s": 2, "c": 3}.get((found["raised"] or " ")[0], 1)) * (
