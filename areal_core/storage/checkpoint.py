@@ -166,8 +166,8 @@ def describe(path: Path) -> FileEntry:
 def newest(storage: Storage, *, last: int | None = None) -> CheckpointInfo | None:
     """The newest complete checkpoint, of step `last` at most; broken ones are skipped with a line in the log. None
     before the first one. Raises StorageError for one of another format, and where there were some and none is left."""
-    later = False
-    for info in _complete(storage):
+    later, sizes = False, _sizes(storage)
+    for info in _complete(storage, sizes):
         if last is None or info.step <= last:
             return info
         later = True
@@ -176,12 +176,12 @@ def newest(storage: Storage, *, last: int | None = None) -> CheckpointInfo | Non
             f"{storage.url}/{_ROOT}: all checkpoints are of later steps than {last}, another launcher's: start the run "
             "again"
         )
-    return _refuse_unless_new(storage)
+    return _refuse_unless_new(storage, sizes)
 
 
 def at(storage: Storage, step: int, number: int) -> CheckpointInfo:
     """The complete checkpoint of a step by one launcher. Raises StorageError when there is none."""
-    for info in _complete(storage):
+    for info in _complete(storage, _sizes(storage)):
         if (info.step, info.number) == (step, number):
             return info
     raise StorageError(f"{storage.url}/{folder_name(step, number)}: there is no complete checkpoint")
@@ -213,12 +213,13 @@ def fetch_shared(storage: Storage, info: CheckpointInfo, folder: Path) -> None:
 def newest_of(storage: Storage, fetched: Callable[[CheckpointInfo], T]) -> tuple[CheckpointInfo, T] | None:
     """The newest checkpoint that is what its manifest says, and what `fetched` makes of it. Those for which that raises
     DamagedError are set aside. None and errors as of `newest`."""
-    for info in _complete(storage):
+    sizes = _sizes(storage)
+    for info in _complete(storage, sizes):
         try:
             return info, fetched(info)
         except DamagedError as error:
             set_aside(storage, info, str(error))
-    return _refuse_unless_new(storage)
+    return _refuse_unless_new(storage, sizes)
 
 
 def set_aside(storage: Storage, info: CheckpointInfo, reason: str) -> None:
@@ -242,7 +243,7 @@ def prune(
     completion and stays. Returns the step of the oldest one among the newest `keep`; 0 where the newest is none of this
     launcher's.
     """
-    complete = list(_complete(storage))
+    complete = list(_complete(storage, _sizes(storage)))
     if not complete or complete[0].number != number:
         return 0
     own = complete[0]
@@ -266,7 +267,7 @@ def leftovers(storage: Storage, number: int) -> dict[str, int]:
     """What launchers with a number below this one have left and no complete checkpoint names: bytes by name. For who
     holds the lease under this number. Nothing where no checkpoint is complete: a broken one may be all that is left."""
     named: set[str] = set()
-    for info in _complete(storage):
+    for info in _complete(storage, _sizes(storage)):
         named |= {f"{info.folder}/{name}" for name in (_MANIFEST, *info.files)} | info.shared.keys()
     sizes = _sizes(storage) if named else {}
     owners = {name: owner for name in sizes for owner, _ in _owners([name])}
@@ -284,14 +285,15 @@ def _fetched(source: Storage, name: str, file: Path, entry: FileEntry) -> Path:
     return file
 
 
-def _complete(storage: Storage, gone: frozenset[tuple[int, int]] = frozenset()) -> Iterator[CheckpointInfo]:
-    """Complete checkpoints, the newest first: those of a later launcher before those of an earlier one.
+def _complete(
+    storage: Storage, sizes: Mapping[str, int], gone: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[CheckpointInfo]:
+    """Complete checkpoints of a listing, the newest first: those of a later launcher before those of an earlier one.
 
     Where one goes before it was read, and none that is newer had been given, there are newer ones now: all are looked
     for anew, but for what is `gone`.
     """
     given = False
-    sizes = _sizes(storage)
     for number, step in _folders(sizes):
         if (number, step) in gone:
             continue
@@ -306,7 +308,7 @@ def _complete(storage: Storage, gone: frozenset[tuple[int, int]] = frozenset()) 
         except MissingError:
             if given:
                 continue
-            yield from _complete(storage, gone | {(number, step)})
+            yield from _complete(storage, _sizes(storage), gone | {(number, step)})
             return
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             _log.warning("skipping checkpoint %s/%s: its manifest is broken: %r", storage.url, folder, error)
@@ -319,9 +321,10 @@ def _complete(storage: Storage, gone: frozenset[tuple[int, int]] = frozenset()) 
         yield info
 
 
-def _refuse_unless_new(storage: Storage) -> None:
-    """No checkpoint can be had: raises StorageError unless there never was one."""
-    known = {name.rpartition("/")[0] for name in storage.sizes(_ROOT) if name.endswith((_MANIFEST, _SET_ASIDE))}
+def _refuse_unless_new(storage: Storage, sizes: Mapping[str, int]) -> None:
+    """No checkpoint of a listing can be had: raises StorageError unless there never was one. It judges the listing that
+    was searched: in a newer one, a checkpoint that was written meanwhile would be taken for a broken one."""
+    known = {name.rpartition("/")[0] for name in sizes if name.endswith((_MANIFEST, _SET_ASIDE))}
     if not known:
         return
     raise StorageError(

@@ -352,6 +352,27 @@ def test_a_run_whose_checkpoints_are_all_broken_is_not_begun_anew(store: Storage
     assert newest_step(store) == 1
 
 
+def test_a_first_checkpoint_that_is_written_while_it_is_looked_for_is_not_a_broken_one(
+    store: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red before: the store was listed twice, and the newer listing had a manifest that the older one lacked."""
+    sizes = Storage.sizes
+
+    def early(self: Storage, prefix: str = "") -> dict[str, int]:
+        found = sizes(self, prefix)
+        if prefix == checkpoint.PAYLOADS:  # the last part of a listing
+            monkeypatch.setattr(Storage, "sizes", sizes)
+            save(store, tmp_path, 2)
+        return found
+
+    for look in (checkpoint.newest, lambda store: checkpoint.newest_of(store, lambda info: info)):
+        store.delete("checkpoints")
+        store.put_bytes("checkpoints/step-000002.0/first", b"its first file")
+        monkeypatch.setattr(Storage, "sizes", early)
+        assert look(store) is None
+        assert newest_step(store) == 2
+
+
 def test_a_checkpoint_that_is_gone_is_not_taken_for_a_beginning(store: Storage, tmp_path: Path) -> None:
     save(store, tmp_path, 20)
 
