@@ -19,7 +19,7 @@ from areal_core.api.patience import patience
 from areal_core.api.received import Received
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import ServerLoad
-from areal_core.controller.registry import Server, ServerRegistry, ServerState, Update
+from areal_core.controller.registry import Server, ServerRegistry, ServerState
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
 from areal_core.generation.data_plane import DataPlane, Take
@@ -252,11 +252,8 @@ class GenerationPool:
         """Load a version into all servers, at the same time; those that fail are taken out. It goes on when its caller
         is cancelled, so that no update is left half done."""
         self.registry.target = version
-        await asyncio.shield(self._start(self._update(version)))
-
-    async def _update(self, version: PolicyVersion) -> None:
-        async with Update(self.registry, version, self._patience_s) as update:
-            await update.load(lambda server: server.client.load_version(version, self._interruption))
+        load = self.registry.update(version, lambda server: server.client.load_version(version, self._interruption))
+        await asyncio.shield(self._start(load))
 
     # -- servers -----------------------------------------------------------------------------------------------
 

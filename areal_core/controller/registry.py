@@ -18,7 +18,7 @@
     join      its predecessor has handed over; it loads weights         GenerationPool.join
     serve     it has the newest version                                 GenerationPool.join
     update    it begins to load a version                               GenerationPool.load_version
-    load      it has loaded it                                          Update
+    load      it has loaded it                                          ServerRegistry.update
     leave     it gets no more work, and hands over what it has          DELETE /servers/{name}, or its successor
     fail      a request, a phase, a health check, a deadline            whoever called it
     end       it left, was refused or replaced, or the controller ends  GenerationPool
@@ -191,55 +191,31 @@ class ServerRegistry:
                 results[server] = outcome
         return results
 
+    async def update(self, version: PolicyVersion, call: Callable[[Server], Awaitable[None]]) -> None:
+        """Have the servers at work that lack a version load it by `call`, at the same time, with `exclusive` held.
+
+        Servers that fail are taken out. So are those still loading when the update is broken off: they may have half
+        of the version."""
+        async with self.exclusive:
+            if self.target != version:  # a server has joined with a newer one, which is loaded next
+                return
+            members = [server for server in self.at_work if server.loaded != version]
+            for server in members:
+                self.apply(server, "update")
+
+            async def load(server: Server) -> None:
+                await call(server)
+                if server.state is ServerState.UPDATING:  # else it has failed meanwhile
+                    self.apply(server, "load", version=version)
+
+            try:
+                await self.ask(members, load)
+            finally:
+                for server in members:
+                    if server.state is ServerState.UPDATING:
+                        self.apply(server, "fail", "its update was broken off")
+
     def _tell(self, server: Server, before: ServerState) -> None:
         self._changed.set()
         for subscriber in self._subscribers:
             subscriber(server, before)
-
-
-class Update:
-    """The loading of one version into the servers at work that lack it, its members.
-
-    `async with` holds the registry's `exclusive`, for `patience_s` at most. Members that have not loaded the version at
-    this deadline, or where the block raises, may have half of it: they have failed.
-    """
-
-    def __init__(self, registry: ServerRegistry, version: PolicyVersion, patience_s: float) -> None:
-        self.members: tuple[Server, ...] = ()
-        self._registry = registry
-        self._version = version
-        self._patience_s = patience_s
-        self._deadline: asyncio.TimerHandle | None = None  # set while it holds `exclusive`
-
-    async def load(self, call: Callable[[Server], Awaitable[None]]) -> None:
-        """Have all members load the version by `call`, at the same time; those that fail are taken out."""
-
-        async def load(server: Server) -> None:
-            await call(server)
-            if server.state is ServerState.UPDATING:  # else it has failed meanwhile
-                self._registry.apply(server, "load", version=self._version)
-
-        await self._registry.ask(self.members, load)
-
-    def _end(self, reason: str) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-            self._registry.exclusive.release()
-            for server in self.members:
-                if server.state is ServerState.UPDATING:
-                    self._registry.apply(server, "fail", reason)
-
-    async def __aenter__(self) -> Update:
-        registry = self._registry
-        await registry.exclusive.acquire()
-        late = f"version {self._version.version} was not loaded in {self._patience_s:g} s"
-        self._deadline = asyncio.get_running_loop().call_later(self._patience_s, self._end, late)
-        if registry.target == self._version:  # else a server has joined with a newer one, which is loaded next
-            self.members = tuple(server for server in registry.at_work if server.loaded != self._version)
-        for server in self.members:
-            registry.apply(server, "update")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._end("its update was broken off")

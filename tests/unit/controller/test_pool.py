@@ -621,6 +621,17 @@ async def test_a_server_that_does_not_catch_up_holds_up_others_for_a_while_only(
     assert not pool.registry.exclusive.locked()
 
 
+async def test_an_update_takes_out_a_server_that_hangs_and_only_that_one(servers):
+    pool = GenerationPool(completions_per_server=10, patience_s=0.5)
+    for name, server in zip("ab", servers, strict=False):
+        await pool.join(name, server.url, lambda: version(0))
+    servers[1].hanging.add("/update_weights")
+    await pool.load_version(version(1))
+    assert (pool.version, pool.room, pool.lost) == (1, 10, (servers[1].url,))
+    assert not pool.registry.exclusive.locked()
+    await pool.close()
+
+
 async def test_versions_never_go_back_for_a_server_that_joined_while_an_older_one_was_on_its_way(servers, pool):
     await pool.join("a", servers[0].url, lambda: version(0))
     async with pool.registry.exclusive:

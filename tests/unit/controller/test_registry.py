@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from areal_core.controller.registry import ServerRegistry, ServerState, Update
+from areal_core.controller.registry import ServerRegistry, ServerState
 from areal_core.errors import GenerationError, ServerLostError
 from tests.support.servers import version
 
@@ -141,66 +141,40 @@ async def nothing(_):
 async def test_an_update_takes_those_that_lack_the_version_and_waits_for_its_turn(registry):
     stale, there = brought(registry, "serving", "a"), brought(registry, "serving", "b")
     there.loaded = registry.target = version(1)
-    await registry.exclusive.acquire()
-    update = Update(registry, version(1), 5)
-    begun = asyncio.ensure_future(update.__aenter__())
-    await asyncio.sleep(0)
-    assert not begun.done()
-    registry.exclusive.release()
-    await begun
-    assert (stale.state.value, there.state.value, update.members) == ("updating", "serving", (stale,))
-    await update.load(nothing)
+    asked = []
+
+    async def call(server):
+        asked.append(server)
+        assert (server.state.value, there.state.value) == ("updating", "serving")
+        assert registry.exclusive.locked()
+
+    async with registry.exclusive:
+        update = asyncio.ensure_future(registry.update(version(1), call))
+        await asyncio.sleep(0)
+        assert stale.state.value == "serving"
+    await update
+    assert asked == [stale]
     assert (stale.state.value, stale.loaded) == ("serving", version(1))
-    assert registry.exclusive.locked()
-    await update.__aexit__(None, None, None)
-    assert stale.state.value == "serving"
     assert await free(registry)
 
 
 async def test_an_update_that_a_newer_version_has_overtaken_touches_nobody(registry):
     server = brought(registry, "serving")
     registry.target = version(2)  # of one that has joined while this one waited
-    async with Update(registry, version(1), 5) as update:
-        assert update.members == ()
+    await registry.update(version(1), nothing)
     assert (server.state.value, server.loaded) == ("serving", None)
-
-
-async def test_a_deadline_costs_those_their_place_that_have_not_loaded_and_only_them(registry):
-    slow, quick = brought(registry, "serving", "a"), brought(registry, "serving", "b")
-    registry.target = version(1)
-    async with Update(registry, version(1), 0.05) as update:
-        await update.load(lambda server: asyncio.sleep(0 if server is quick else 0.2))
-    assert (quick.state.value, quick.loaded) == ("serving", version(1))
-    assert (slow.state.value, slow.loaded) == ("lost", None)
-    assert "version 1 was not loaded in 0.05 s" in slow.why
-    assert await free(registry)
-
-
-async def test_an_update_past_its_deadline_leaves_the_next_one_alone(registry):
-    slow, quick = brought(registry, "serving", "a"), brought(registry, "serving", "b")
-    registry.target = version(1)
-    async with Update(registry, version(1), 0.05) as late:
-        loading = asyncio.ensure_future(late.load(lambda server: asyncio.sleep(0 if server is quick else 0.2)))
-        await registry.until(lambda: slow.gone)
-        registry.target = version(2)
-        async with Update(registry, version(2), 5) as update:
-            assert update.members == (quick,)
-            await loading
-            await late.__aexit__(None, None, None)
-            assert (quick.state.value, quick.loaded) == ("updating", version(1))
-            assert registry.exclusive.locked()
-            await update.load(nothing)
-    assert (quick.state.value, quick.loaded) == ("serving", version(2))
-    assert await free(registry)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
 async def test_an_update_that_is_broken_off_leaves_no_server_with_half_of_it(registry, error):
     server = brought(registry, "serving")
     registry.target = version(1)
+
+    async def call(_):
+        raise error
+
     with pytest.raises(error):
-        async with Update(registry, version(1), 5):
-            raise error
+        await registry.update(version(1), call)
     assert server.state.value == "lost"
     assert await free(registry)
 
@@ -216,7 +190,6 @@ async def test_a_server_that_fails_or_refuses_while_it_loads_has_not_loaded(regi
         if server is refusing:
             raise ServerLostError("no")
 
-    async with Update(registry, version(1), 5) as update:
-        await update.load(call)
+    await registry.update(version(1), call)
     assert [server.state.value for server in (failed, refusing, well)] == ["lost", "lost", "serving"]
     assert [server.loaded for server in (failed, refusing, well)] == [None, None, version(1)]
