@@ -16,13 +16,14 @@ takes happened after that, and happens again. What the run ends with outlives it
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Collection, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from areal_core.errors import LedgerError
 from areal_core.rollout.counters import ServerCounters
@@ -36,7 +37,6 @@ from areal_core.types import (
     BatchManifest,
     GroupState,
     GroupSummary,
-    Outcome,
     PolicyVersion,
     Tally,
     TokenLedger,
@@ -67,7 +67,7 @@ CREATE TABLE IF NOT EXISTS groups (
     unread_tokens INTEGER NOT NULL DEFAULT 0,  -- sampled, at most, in response bodies that could not be read
     unsettled INTEGER NOT NULL DEFAULT 0, -- servers may sample for it: `tokens` are still to come
     min_version INTEGER, max_version INTEGER, ready_version INTEGER,
-    summary TEXT
+    summary BLOB  -- GroupSummary, as JSON
 );
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state, admission);
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step, admission);
@@ -107,7 +107,6 @@ class AdmittedGroup:
     prompt_index: int
     requeues: int
     admission: int
-    tries: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,16 +241,7 @@ class TrajectoryLedger:
                     summary.min_version,
                     summary.max_version,
                     max(version, summary.max_version),  # `version` is the lowest of all servers
-                    json.dumps(
-                        {
-                            "lengths": summary.lengths,
-                            "rewards": summary.rewards,
-                            "outcomes": summary.outcomes,
-                            "truncated": summary.truncated,
-                            "prompt_tokens": summary.prompt_tokens,
-                            "checksums": summary.checksums,
-                        }
-                    ),
+                    msgspec.json.encode(summary),
                     group_id,
                 ),
             )
@@ -279,17 +269,17 @@ class TrajectoryLedger:
         groups = (
             BatchGroup(
                 group_id=row["group_id"],
-                lengths=tuple(summary["lengths"]),
-                rewards=tuple(summary["rewards"]),
-                truncated=tuple(summary["truncated"]),
+                lengths=summary.lengths,
+                rewards=summary.rewards,
+                truncated=summary.truncated,
                 ready_version=row["ready_version"],
-                prompt_tokens=summary["prompt_tokens"],
-                checksums=tuple(summary["checksums"]),
+                prompt_tokens=summary.prompt_tokens,
+                checksums=summary.checksums,
                 segment=row["segment"] or "",  # it is forgotten
                 start=row["start"] or 0,
             )
             for row in rows
-            for summary in [json.loads(row["summary"])]
+            for summary in [_summary(row)]
         )
         self._batches[step] = manifest = BatchManifest(step=step, groups=tuple(groups))
         if len(self._batches) > _BATCHES_KEPT:
@@ -330,7 +320,7 @@ class TrajectoryLedger:
 
     def summaries(self, step: int) -> list[GroupSummary]:
         """The summaries of the groups of a fixed batch, oldest first."""
-        rows = self._db.execute("SELECT * FROM groups WHERE step = ? ORDER BY admission", (step,)).fetchall()
+        rows = self._db.execute("SELECT summary FROM groups WHERE step = ? ORDER BY admission", (step,))
         return [_summary(row) for row in rows]
 
     def prompt_indices(self, step: int) -> list[int]:
@@ -490,9 +480,7 @@ class TrajectoryLedger:
 
     def _admitted_group(self, group_id: int) -> AdmittedGroup:
         row = self._row(group_id)
-        return AdmittedGroup(
-            **{key: row[key] for key in ("group_id", "prompt_index", "requeues", "admission", "tries")}
-        )
+        return AdmittedGroup(**{key: row[key] for key in ("group_id", "prompt_index", "requeues", "admission")})
 
     def _row(self, group_id: int) -> sqlite3.Row:
         row = self._db.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
@@ -549,15 +537,4 @@ def snapshot(source: Path, target: Path, consumed: int | None = None) -> set[str
 
 
 def _summary(row: sqlite3.Row) -> GroupSummary:
-    stored = json.loads(row["summary"])
-    return GroupSummary(
-        lengths=tuple(stored["lengths"]),
-        tokens=row["tokens"],
-        min_version=row["min_version"],
-        max_version=row["max_version"],
-        rewards=tuple(stored["rewards"]),
-        outcomes={Outcome(name): count for name, count in stored["outcomes"].items()},
-        truncated=tuple(stored["truncated"]),
-        prompt_tokens=stored["prompt_tokens"],
-        checksums=tuple(stored["checksums"]),
-    )
+    return msgspec.json.decode(row["summary"], type=GroupSummary)
