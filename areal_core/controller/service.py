@@ -203,9 +203,9 @@ class Service:
         pulse.follow(asyncio.get_running_loop())
         try:
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(self._watch_servers(), name="watch servers")
-                failing = tasks.create_task(self._failed(), name="fail")
-                collecting = tasks.create_task(collect_rarely(), name="collect")
+                background = [
+                    tasks.create_task(work) for work in (self._watch_servers(), self._failed(), collect_rarely())
+                ]
                 if self.ending is not None:
                     self.controller.finish(self.ending.reason)
                 await self.controller.run()
@@ -213,9 +213,8 @@ class Service:
                 await self.retention.settled()
                 if not self.stopped:
                     await self._write_summary()
-                watching.cancel()
-                failing.cancel()
-                collecting.cancel()
+                for task in background:
+                    task.cancel()
         finally:
             await runner.cleanup()
             await self.servers.close()

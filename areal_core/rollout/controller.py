@@ -100,25 +100,12 @@ class Payloads(Protocol):
         ...
 
 
-class Signal:
+class Signal(asyncio.Event):
     """Wakes all current waiters, which then check their conditions again."""
 
-    def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
-
     def notify(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
-
-    async def wait(self) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.discard(waiter)
+        self.set()
+        self.clear()
 
 
 class RolloutController:
