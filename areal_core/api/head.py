@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from areal_core.api.access import authorization
 from areal_core.config.fields import refuse_credentials
@@ -36,14 +36,14 @@ class Head:
     def __init__(self, where: str | Callable[[], str], token: str, *, timeout_s: float = _TIMEOUT_S) -> None:
         """`where` is its URL, or gives it, and raises AwayError where there is none yet; `token` is the run's. Raises
         ConfigError for what is no URL."""
-        self._where = where if callable(where) else _always(checked_url(where))
+        self._where = checked_url(where) if isinstance(where, str) else where
         self.token = token
         self.timeout_s = timeout_s
 
     @property
     def url(self) -> str:
         """Where it is now. Raises AwayError."""
-        return self._where()
+        return self._where if isinstance(self._where, str) else self._where()
 
     def session(self) -> Session:
         return Session(self)
@@ -84,6 +84,13 @@ class Session:
         except (OSError, http.client.HTTPException) as error:
             raise self._away(error) from None
         raise AwayError(line) if response.status >= 500 else StorageError(line)
+
+    def read(self, response: http.client.HTTPResponse) -> bytes:
+        """Some more bytes of a file; none at its end. Raises AwayError."""
+        try:
+            return response.read(_PIECE)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._away(error) from None
 
     def close(self) -> None:
         if self._connection is not None:
@@ -128,71 +135,40 @@ def fetch(head: Head, path: str, target: Path, sha256: str, *, stopped: Callable
     Raises StorageError for a file that the head node has not, or that is damaged; AwayError where nothing came for so
     long, or once it is `stopped`; OSError where it can't be written.
     """
-    with closing(head.session()) as session, target.open("w+b") as file:
-        copy = _Copy(session, path, file, stopped)
-        came_at, said = time.monotonic(), ""
-        while not copy.complete:
-            before = copy.size
+    size, total, digest = 0, None, hashlib.sha256()
+    came_at, said = time.monotonic(), ""
+    with closing(head.session()) as session, target.open("wb") as file:
+        while size != total:
+            before = size
             try:
-                copy.go_on()
+                response = session.file(path, size)
+                if response.status == 200:
+                    file.seek(0)
+                    file.truncate()
+                    size, digest = 0, hashlib.sha256()
+                if response.length is None:
+                    raise StorageError(f"{path}: the head node does not say how long it is")
+                total = size + response.length
+                while not stopped() and (piece := session.read(response)):
+                    file.write(piece)
+                    digest.update(piece)
+                    size += len(piece)
+                if size != total:
+                    session.close()
+                    raise AwayError("the response ended before the file")
             except AwayError as error:
                 said = str(error)
             if stopped():
                 raise AwayError(f"{path}: nobody waits for it any more")
-            if copy.size > before:
+            if size > before:
                 came_at = time.monotonic()
             elif time.monotonic() - came_at > patience_s:
-                raise AwayError(f"{path} is cut short, {copy.size} of {copy.total} bytes: {said}")
-            if not copy.complete:
+                raise AwayError(f"{path} is cut short, {size} of {total} bytes: {said}")
+            if size != total:
                 time.sleep(_AGAIN_S)
-    if (found := copy.digest.hexdigest()) != sha256:
+    if (found := digest.hexdigest()) != sha256:
         raise StorageError(f"{path} is damaged: its sha256 is {found}, must be {sha256}")
-    return copy.size
-
-
-class _Copy:
-    """A file that is being copied."""
-
-    def __init__(self, session: Session, path: str, file: IO[bytes], stopped: Callable[[], bool]) -> None:
-        self._session = session
-        self._path = path
-        self._file = file
-        self._stopped = stopped
-        self._begin()
-        self.total: int | None = None  # bytes; None: not known yet
-
-    @property
-    def complete(self) -> bool:
-        return self.size == self.total
-
-    def go_on(self) -> None:
-        """Take what comes of the rest. Raises as `fetch` does; AwayError where it is cut short."""
-        response = self._session.file(self._path, self.size)
-        if response.status == 200:
-            self._begin()
-        if response.length is None:
-            raise StorageError(f"{self._path}: the head node does not say how long it is")
-        self.total = self.size + response.length
-        room = memoryview(bytearray(_PIECE))
-        while not self._stopped() and (count := self._read(response, room)):
-            self._file.write(room[:count])
-            self.digest.update(room[:count])
-            self.size += count
-        if not self.complete:
-            self._session.close()
-            raise AwayError("the response ended before the file")
-
-    def _read(self, response: http.client.HTTPResponse, room: memoryview) -> int:
-        try:
-            return response.readinto(room)
-        except (OSError, http.client.HTTPException) as error:
-            self._session.close()
-            raise AwayError(f"the connection broke: {error or type(error).__name__}") from None
-
-    def _begin(self) -> None:
-        self._file.seek(0)
-        self._file.truncate()
-        self.size, self.digest = 0, hashlib.sha256()
+    return size
 
 
 def checked_url(url: str) -> str:
@@ -228,10 +204,6 @@ def parsed(content: bytes) -> Any:
         return json.loads(content)
     except ValueError:
         raise AwayError(f"the head node has sent no JSON: {_line(content)}") from None
-
-
-def _always(url: str) -> Callable[[], str]:
-    return lambda: url
 
 
 def _line(content: bytes) -> str:
