@@ -49,7 +49,8 @@ def open_servers(run: RunDir, config: RunConfig) -> Servers:
     if not config.evaluation.servers:
         return BorrowedServer(run, config)
     if config.evaluation_servers:
-        return OwnServers(run, config)
+        its = config.evaluation
+        return OwnServers(run, config, role=ROLE, count=its.servers, completions=2 * its.slots)
     return OwnEngine(_engine(run, config), slots=config.evaluation.slots)
 
 
@@ -105,28 +106,31 @@ class OwnEngine:
 
 
 class OwnServers:
-    """Servers that the launcher runs for the evaluator alone, and starts again when they end."""
+    """Servers that a launcher runs for an evaluation alone, and starts again when they end."""
 
-    def __init__(self, run: RunDir, config: RunConfig) -> None:
+    def __init__(self, run: RunDir, config: RunConfig, *, role: str, count: int, completions: int) -> None:
+        """`role` names their ready files. Each gets about `completions` at once."""
         self._run = run
         self._config = config
+        self._role = role
+        self._count = count
+        self._completions = completions
 
     async def open(self) -> None:
         """Nothing is left: a server loads what it is told to."""
 
     async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
-        servers = range(self._config.evaluation.servers)
-        with pulse.waiting(ROLE, f"version {version.version}: scoring"):
-            await asyncio.gather(*(self._work_on(index, collector, version) for index in servers))
+        with pulse.waiting(self._role, f"version {version.version}: scoring"):
+            await asyncio.gather(*(self._work_on(index, collector, version) for index in range(self._count)))
 
     async def _work_on(self, index: int, collector: Collector, version: PolicyVersion) -> None:
         complaint = ""
         while not collector.over:
-            info = self._run.ready_info(ROLE, index)
+            info = self._run.ready_info(self._role, index)
             if info is not None:
                 try:
-                    slots, token = self._config.evaluation.slots, self._run.token()
-                    await _score(info["url"], self._config, collector, version, slots=slots, token=token)
+                    most, token = self._completions, self._run.token()
+                    await _score(info["url"], self._config, collector, version, completions=most, token=token)
                     return
                 except ServerLostError as error:
                     if str(error) != complaint:
@@ -169,7 +173,7 @@ class BorrowedServer:
                         self._config,
                         collector,
                         version,
-                        slots=self._config.generation.slots,
+                        completions=2 * self._config.generation.slots,
                         token=self._token,
                         stager=server.stager,
                     )
@@ -221,7 +225,7 @@ async def _score(
     collector: Collector,
     version: PolicyVersion,
     *,
-    slots: int,
+    completions: int,
     token: str,
     stager: str | None = None,
 ) -> None:
@@ -236,7 +240,7 @@ async def _score(
     try:
         await client.identify()
         await _load(client, version)
-        await collector.work(client, 2 * slots)
+        await collector.work(client, completions)
     except ServerLostError:
         raise
     except GenerationError as error:

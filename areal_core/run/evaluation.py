@@ -14,9 +14,7 @@ import hashlib
 import json
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +22,15 @@ from typing import Any
 from areal_core.config.fields import check_file_name
 from areal_core.config.schema import RunConfig
 from areal_core.environments.dialogue import Dialogue
-from areal_core.errors import ArealError, ConfigError, ProcessError, ServerLostError
+from areal_core.errors import ConfigError
 from areal_core.evaluation.benchmark import Benchmark, open_benchmark
 from areal_core.evaluation.judging import Judges
 from areal_core.evaluation.page import write_page
 from areal_core.evaluation.records import Record, RecordFile, read_records
 from areal_core.evaluation.sampling import Collector
 from areal_core.evaluation.scores import Scores, agreement, compared, rates, scored
+from areal_core.evaluation.servers import OwnServers
 from areal_core.evaluation.statistics import Difference
-from areal_core.generation.client import GenerationClient
 from areal_core.launch.supervisor import FileLock, StopSignal, Supervisor
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.run.base_model import base_model
@@ -172,7 +170,7 @@ async def _collect(
         on_record=lambda done: on_progress(benchmark.name, done, len(benchmark.problems)),
     )
     try:
-        await servers.work_on(collector, config.completions_per_server)
+        await servers.work_on(collector, config)
     finally:
         await judges.close()
 
@@ -192,75 +190,35 @@ class _Servers:
         self._run = run
         self._log = log
         self._stop = StopSignal()
-        self._thread = threading.Thread(target=self._supervise, name="servers")  # its children end with it
-        self._loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[None] = self._loop.create_future()
-        self._clients: dict[int, GenerationClient] = {}  # by index
-        self._serve: Callable[[GenerationClient], None] | None = None  # the work under way
+        self._running: asyncio.Future[None] | None = None  # ends where the servers have failed
 
     async def __aenter__(self) -> _Servers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._stop.set()
-        for client in self._clients.values():
-            await client.close()
-        if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join)
+        if self._running is not None:
+            await asyncio.wait([self._running])
 
-    async def work_on(self, collector: Collector, completions: int) -> None:
-        """Have all servers, now and as they come, work until the collector is finished. Raises what ends that, or the
-        servers."""
-        working: set[asyncio.Task[None]] = set()
-
-        async def work(client: GenerationClient) -> None:
-            with suppress(ServerLostError):  # it is started again
-                await collector.work(client, completions)
-
-        self._serve = lambda client: working.add(asyncio.create_task(work(client)))
-        for client in self._clients.values():
-            self._serve(client)
-        if self._thread.ident is None:
-            self._thread.start()
-        finishing = asyncio.ensure_future(collector.finished())
+    async def work_on(self, collector: Collector, config: RunConfig) -> None:
+        """Have all servers work until the collector is finished. Raises what ends that, or the servers."""
+        base, count = base_version(self._run.info().model_path), self._run.config().generation_servers
+        completions = config.completions_per_server
+        servers = OwnServers(self._run, config, role="generation", count=count, completions=completions)
+        self._running = self._running or asyncio.ensure_future(asyncio.to_thread(self._supervise))
+        working = asyncio.ensure_future(servers.work_on(collector, base))
         try:
-            await asyncio.wait((finishing, self._failure), return_when=asyncio.FIRST_COMPLETED)
-            if not finishing.done():
-                await self._failure
-            await finishing
+            await asyncio.wait((working, self._running), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                self._running.result()
+            await working
+            await collector.finished()
         finally:
-            self._serve = None
-            for task in (finishing, *working):
-                task.cancel()
-            await asyncio.gather(finishing, *working, return_exceptions=True)
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
     def _supervise(self) -> None:
+        """In a thread that lives until the end of the event loop: the servers end with it."""
         config = self._run.config()
         spec = role_specs(self._run, config, sorted(os.sched_getaffinity(0)))["generation"]
-
-        def ready(index: int, info: dict[str, Any]) -> None:
-            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._ready(index, info["url"])))
-
-        try:
-            Supervisor(self._run, spec, config.launch, stop=self._stop, on_ready=ready, log=self._log).run()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the servers
-            failure = error if isinstance(error, ArealError) else ProcessError(f"the servers: {error!r}")
-            self._loop.call_soon_threadsafe(self._failed, failure)
-
-    async def _ready(self, index: int, url: str) -> None:
-        client = GenerationClient(url, token=self._run.token())
-        try:
-            await client.identify()
-        except ArealError as error:
-            await client.close()
-            self._failed(error)
-            return
-        if before := self._clients.pop(index, None):
-            await before.close()
-        self._clients[index] = client
-        if self._serve is not None:
-            self._serve(client)
-
-    def _failed(self, error: ArealError) -> None:
-        if not self._failure.done():
-            self._failure.set_exception(error)
+        Supervisor(self._run, spec, config.launch, stop=self._stop, log=self._log).run()
