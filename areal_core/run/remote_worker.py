@@ -33,13 +33,14 @@ from areal_core.run.command import Parser, run_command
 from areal_core.run.machine import check_packages
 from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import CopiedFolder
-from areal_core.run.remote.folder import POLL_S, Place, RunFolder, RunLostError, SharedFolder
+from areal_core.run.remote.folder import POLL_S, Place, RunLostError, SharedFolder
 from areal_core.run.remote.share import REWARDS, TRAINER, Share, places
 from areal_core.run.roles import interface, is_own, remote_generation, remote_rewards, remote_trainer
 from areal_core.storage.rundir import RunDir
 
 __all__ = ["CopiedFolder", "Head", "RemoteWorker", "RunLostError", "Share", "SharedFolder", "main"]
 
+RunFolder = SharedFolder | CopiedFolder
 _LEAVE = signal.SIGUSR1
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ConfigError, ProcessError
@@ -36,36 +35,20 @@ class Place:
     ended: Callable[[], bool]  # whether the run has ended in order; raises RunLostError
 
 
-class RunFolder(Protocol):
-    @property
-    def name(self) -> str:
-        """Of the run, once it is found."""
-        ...
-
-    def find(self, patience_s: float, stop: StopSignal) -> RunConfig | None:
-        """The run's configuration once a launcher runs it; None where it has ended in order, or `stop` is set. Raises
-        ConfigError where none does within `patience_s`."""
-        ...
-
-    def taken(
-        self, share: Share, config: RunConfig, address: str, *, guarded: Guarded, stop: StopSignal
-    ) -> AbstractContextManager[Place]:
-        """Within, the share is this worker's alone, whose machine has `address`. Raises ProcessError where it is
-        another one's, and what keeps the folder from being made."""
-        ...
-
-
 class SharedFolder:
-    """The run's folder itself, on a file system that all machines share."""
+    """The run's folder itself, on a file system that all machines share. CopiedFolder has the same methods."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
 
     @property
     def name(self) -> str:
+        """Of the run, once it is found."""
         return self._run.root.name
 
     def find(self, patience_s: float, stop: StopSignal) -> RunConfig | None:
+        """The run's configuration once a launcher runs it; None where it has ended in order, or `stop` is set. Raises
+        ConfigError where none does within `patience_s`."""
         run, deadline = self._run, time.monotonic() + patience_s
         while not ((run.root / "run.json").exists() and FileLock.is_held(run.launcher_lock)):
             if run.summary.exists():
@@ -80,7 +63,10 @@ class SharedFolder:
     def taken(
         self, share: Share, config: RunConfig, address: str, *, guarded: Guarded, stop: StopSignal
     ) -> Iterator[Place]:
-        """One lock for each server or machine of a share. Waits for the processes of an earlier command to end."""
+        """Within, the share is this worker's alone, whose machine has `address`: it has a lock for each server or
+        machine of the share. Waits for the processes of an earlier command to end.
+
+        Raises ProcessError where the share is another worker's, and what keeps the folder from being made."""
         run = self._run
         with ExitStack() as locks:
             held = [
