@@ -247,7 +247,7 @@ class LogFile:
         """The last lines of process `name`, joined to one for an error message."""
         data = _tail(self.path, self._start)
         if self._start_in_older is not None:
-            data = _tail(self._older(1), self._start_in_older) + data
+            data = _tail(older(self.path, 1), self._start_in_older) + data
         if self.disk_is_full:
             data += b"\n" + f"its disk is full: nothing can be written to {self.path.parent}".encode()
         shown = [part for line in data.decode(errors="replace").splitlines() for part in plain(line, name)]
@@ -263,14 +263,12 @@ class LogFile:
         up to which it was moved."""
         tail, position = b"", file.seek(max(0, end - self._files * self._limit))
         for _ in range(self._files):
-            for number in range(self._files, 1, -1):
-                if self._older(number - 1).exists():
-                    self._older(number - 1).replace(self._older(number))
+            shift(self.path, self._files)
             self._start_in_older = max(0, self._start - position)
             room = self._limit
-            with self._older(1).open("wb") as older:
+            with older(self.path, 1).open("wb") as moved:
                 while room and (piece := file.read(min(room, _TAIL_BYTES))):
-                    older.write(piece)
+                    moved.write(piece)
                     room, position, tail = room - len(piece), position + len(piece), (tail + piece)[-_TAIL_BYTES:]
             if room:
                 break
@@ -282,8 +280,17 @@ class LogFile:
         self._start = 0
         return tail, position
 
-    def _older(self, number: int) -> Path:
-        return self.path.with_name(f"{self.path.name}.{number}")
+
+def older(path: Path, number: int) -> Path:
+    """The file of a log's older lines of this number; 1 has the newest."""
+    return path.with_name(f"{path.name}.{number}")
+
+
+def shift(path: Path, files: int) -> None:
+    """Make room for a newest one of a log's older files, of which there may be so many."""
+    for number in range(files, 1, -1):
+        if older(path, number - 1).exists():
+            older(path, number - 1).replace(older(path, number))
 
 
 def shortened(line: str) -> str:

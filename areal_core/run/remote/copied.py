@@ -24,6 +24,7 @@ import time
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ _NEEDED = re.compile(r"(controller|rendezvous|trainer)-\d+", re.ASCII)
 
 
 class CopiedFolder:
-    """The copy of a run's folder in `folder`, made from what its head node serves."""
+    """The copy of a run's folder in `folder`, made from what its head node serves. Its methods are SharedFolder's."""
 
     def __init__(self, head: Head, folder: Path) -> None:
         self._head = head
@@ -165,7 +166,7 @@ class _Following:
         """Have the share, and follow the head node until the end of the `with`. Raises ProcessError where the share is
         another one's."""
         with closing(self._head.session()) as session, closing(self._head.session()) as channel:
-            sender = Sender(self._run.root, self._files, _Channel(channel, self._node), self._run.root / "sent.json")
+            sender = Sender(self._run.root, self._files, partial(self._append, channel), self._run.root / "sent.json")
             self._claim(session, stop)
             threads = [
                 threading.Thread(target=guarded, args=(work,), name=name, daemon=True)
@@ -270,6 +271,14 @@ class _Following:
         if self._run.ready_info("files") != {"url": url}:
             write_json(self._run.ready_file("files"), {"url": url})
 
+    def _append(self, channel: Session, name: str, offset: int, data: bytes) -> tuple[bool, int] | None:
+        status, content = channel.ask("POST", f"/nodes/{self._node}/{name}?offset={offset}", data)
+        if status == 413:
+            return None
+        if status not in (200, 409):
+            raise AwayError(f"{name}: {status}: {content.decode(errors='replace')}")
+        return status == 200, parsed(content)["size"]
+
     def _send(self, sender: Sender) -> None:
         while not self._over.wait(_SEND_S):
             _look(sender)
@@ -291,27 +300,6 @@ def _look(sender: Sender, *, last: bool = False) -> bool:
     except AwayError:
         return False
     return True
-
-
-class _Channel:
-    """To the head node's copies of files."""
-
-    def __init__(self, session: Session, node: str) -> None:
-        self._session = session
-        self._node = node
-
-    def append(self, name: str, offset: int, data: bytes) -> tuple[bool, int] | None:
-        status, content = self._session.ask("POST", f"/nodes/{self._node}/{name}?offset={offset}", data)
-        if status == 413:
-            return None
-        if status not in (200, 409):
-            raise AwayError(f"{name}: {status}: {content.decode(errors='replace')}")
-        return status == 200, parsed(content)["size"]
-
-    def begin_anew(self, name: str) -> None:
-        status, content = self._session.ask("POST", f"/nodes/{self._node}/{name}?fresh=1", b"")
-        if status != 200:
-            raise AwayError(f"{name}: {status}: {content.decode(errors='replace')}")
 
 
 def _about(session: Session) -> dict[str, Any]:

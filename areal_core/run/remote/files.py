@@ -32,9 +32,8 @@ from areal_core.api.guard import guard
 from areal_core.api.refusals import refusals
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
 from areal_core.config.schema import LaunchConfig
-from areal_core.errors import ConfigError, StorageError, one_line
+from areal_core.errors import ArealError, ConfigError, StorageError, one_line
 from areal_core.launch import logs, process, pulse
-from areal_core.run.remote.appending import FullError, MisfitError, append, begin_anew
 from areal_core.run.remote.nodes import Nodes, Said, TakenError
 from areal_core.run.remote.share import LOGS
 from areal_core.storage import weights
@@ -50,6 +49,10 @@ _SHARE_OF_STOP = 0.8  # of launch.stop_timeout_s, for the same, where this proce
 _MOST_BYTES = 2**20  # of a request
 _TIMELINE_BYTES = 2**30
 _HIGHEST_VERSION = 10**9
+
+
+class FullError(ArealError):
+    """A file would get larger than it may."""
 
 
 class Files:
@@ -134,26 +137,19 @@ class Files:
         return web.json_response(self._now())
 
     async def _append(self, request: web.Request) -> web.Response:
-        """What a process has written, at the end of its file here, which has `offset` bytes; with `fresh` nothing, and
-        the log begins anew. The size of the file then; with 409 the size that it has."""
+        """What a process has written, at the end of its file here, which has `offset` bytes. The size of the file then;
+        with 409 the size that it has."""
         its = self.nodes.owned(request.match_info["node"])
         if its is None:
             return web.Response(status=410, text="node: has no share of this run")
         kind, name = request.match_info["kind"], request.match_info["name"]
         if (kind, name) not in its.files:
             raise ValueError("file: must be a log or a timeline of the node's own processes")
-        file, launch = self._run.root / kind / name, self._config.launch
-        if "fresh" in request.query:
-            if kind != LOGS:
-                raise ValueError("fresh: is for logs")
-            begin_anew(file, launch.log_files)
-            return web.json_response({"size": 0})
-        limit = 2 * launch.log_bytes if kind == LOGS else _TIMELINE_BYTES
-        try:
-            size = append(file, int(request.query["offset"]), await request.read(), limit=limit)
-        except MisfitError as error:
-            return web.json_response({"size": int(str(error))}, status=409)
-        return web.json_response({"size": size})
+        launch = self._config.launch
+        limit, older = (launch.log_bytes, launch.log_files) if kind == LOGS else (_TIMELINE_BYTES, None)
+        file, data = self._run.root / kind / name, await request.read()
+        fits, size = append(file, int(request.query["offset"]), data, limit=limit, older=older)
+        return web.json_response({"size": size}, status=200 if fits else 409)
 
     def _now(self) -> dict[str, Any]:
         """How the run has ended, if it has, and where the processes are that others need. A look serves all workers."""
@@ -182,6 +178,25 @@ def _listed(folder: Path) -> dict[str, dict[str, Any]]:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             found[path.name] = {"size": path.stat().st_size, "sha256": sha256}
     return found
+
+
+def append(file: Path, offset: int, data: bytes, *, limit: int, older: int | None) -> tuple[bool, int]:
+    """Put `data` at the end of a file if it has `offset` bytes. Returns whether it did, and the size of the file then.
+
+    The file may have `limit` bytes. A log, of which so many `older` files stay, is rotated where it would have more.
+    Raises FullError for another file, and OSError."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    with open(descriptor, "ab") as out:
+        if (size := os.fstat(descriptor).st_size) != offset:
+            return False, size
+        if size + len(data) > limit and older is None:
+            raise FullError(f"{file.name}: must not have more than {limit} bytes")
+        if size and size + len(data) > limit and older is not None:
+            logs.shift(file, older)
+            file.replace(logs.older(file, 1))
+            return False, 0
+        out.write(data)
+    return True, size + len(data)
 
 
 def _parts(file: Path, spans: Sequence[Span]) -> bytes | None:

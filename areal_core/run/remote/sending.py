@@ -1,19 +1,18 @@
 """What processes of a remote worker write, sent on to the head node: their logs and timelines, as they grow.
 
-The files here are the buffer: while the head node is away nothing is kept besides, and nothing is lost. A log that is
-rotated here is rotated there. The head node takes what fits its own file's size, so that what was sent without an
-answer is not there twice; a file that was emptied, and may have grown again, is known by the bytes that were sent last.
+The files here are the buffer: while the head node is away nothing is kept besides, and nothing is lost. The head node
+takes what fits its own file's size, so that what was sent without an answer is not there twice. It rotates logs by
+itself. A file that was emptied here, and may have grown again, is known by the bytes that were sent last.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from areal_core.run.remote.share import LOGS
 from areal_core.storage.rundir import write_json
 
 _PIECE = 256 * 1024  # bytes of a request
@@ -21,23 +20,16 @@ _TAIL = 64  # bytes, the last that were sent
 _NOWHERE = -1  # an offset that fits no file: the head node says how large its own is
 
 
-class Channel(Protocol):
-    """To the head node. Raises AwayError."""
-
-    def append(self, name: str, offset: int, data: bytes) -> tuple[bool, int] | None:
-        """Whether `data` is now the end of a file that had `offset` bytes, and its size; None if it takes no more."""
-        ...
-
-    def begin_anew(self, name: str) -> None:
-        """Have a log begin anew."""
-        ...
+Append = Callable[[str, int, bytes], tuple[bool, int] | None]
+"""Whether these bytes are now the end of a file of the head node's that had so many, and its size; None if it takes no
+more. Raises AwayError."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Sent:
     """How far a file has been sent."""
 
-    begin: int  # where, in the head node's file, this machine's begins: in a timeline behind another machine's
+    begin: int  # where, in the head node's file, this machine's begins: below 0 once that one has begun anew
     size: int = 0  # bytes
     tail: str = ""  # the last of them, hexadecimal
 
@@ -45,11 +37,11 @@ class _Sent:
 class Sender:
     """Sends some files of one folder: "logs/generation-0.log". Not thread-safe."""
 
-    def __init__(self, root: Path, names: Iterable[str], channel: Channel, state: Path) -> None:
+    def __init__(self, root: Path, names: Iterable[str], append: Append, state: Path) -> None:
         """`state` keeps how far files have been sent, from one remote worker of a folder to the next."""
         self._state = state
         self._kept = _read(state)
-        self._files = [_File(root / name, name, channel, self._kept.get(name)) for name in names]
+        self._files = [_File(root / name, name, append, self._kept.get(name)) for name in names]
 
     def look(self, *, last: bool = False) -> None:
         """Send what is new: whole lines, and with `last` what is there. Raises AwayError; the next look goes on."""
@@ -66,35 +58,27 @@ class Sender:
 class _File:
     """One file."""
 
-    def __init__(self, path: Path, name: str, channel: Channel, sent: dict[str, Any] | None) -> None:
+    def __init__(self, path: Path, name: str, append: Append, sent: dict[str, Any] | None) -> None:
         self.name = name
         self.sent = None if sent is None else _Sent(**sent)  # None: the head node has not heard of it
         self._path = path
-        self._channel = channel
-        self._is_log = name.startswith(f"{LOGS}/")
+        self._append = append
         self._is_full = False  # the head node takes no more
 
     def send(self, *, last: bool) -> None:
         if not self._path.exists():
             return
+        sent = self.sent = self.sent or self._begin()
         with self._path.open("rb") as file:
-            is_new = self.sent is None
-            sent = self.sent or self._begin()
-            if (is_new and self._is_log) or not _goes_on(file, sent):
+            if not _goes_on(file, sent):
                 self._send_rotated(sent)
-                if sent.size:
-                    sent = self._begin()
+                sent = self.sent = _Sent(sent.begin + sent.size)
             self._send(file, sent, last=last)
 
     def _begin(self) -> _Sent:
         """The head node's file has nothing of this one yet."""
-        begin = 0
-        if self._is_log:
-            self._channel.begin_anew(self.name)
-        elif (answer := self._channel.append(self.name, _NOWHERE, b"")) is not None:
-            begin = answer[1]
-        self.sent, self._is_full = _Sent(begin), False
-        return self.sent
+        answer = self._append(self.name, _NOWHERE, b"")
+        return _Sent(0 if answer is None else answer[1])
 
     def _send_rotated(self, sent: _Sent) -> None:
         """Send what was written before the file was emptied, which the newest older one holds."""
@@ -113,28 +97,28 @@ class _File:
                 data = data[: data.rfind(b"\n") + 1]
             if not data:
                 return
-            answer = self._channel.append(self.name, sent.begin + sent.size, data)
+            answer = self._append(self.name, sent.begin + sent.size, data)
             if answer is None:
                 self._is_full = True
             elif answer[0]:
                 sent.size += len(data)
                 sent.tail = (bytes.fromhex(sent.tail) + data)[-_TAIL:].hex()
+                aligned = False
             elif aligned:
                 return  # the next look tries again
             else:
-                sent = self._aligned(file, sent, answer[1])
+                _align(file, sent, answer[1])
                 aligned = True
 
-    def _aligned(self, file: IO[bytes], sent: _Sent, size: int) -> _Sent:
-        """The head node's file has `size` bytes: up to where this one has been sent, or it is not the one it was."""
-        if 0 <= size - sent.begin <= file.seek(0, 2):
-            sent.size = size - sent.begin
-            sent.tail = _before(file, sent.size).hex()
-        elif self._is_log:
-            return self._begin()
-        else:
-            sent.begin = size - sent.size
-        return sent
+
+def _align(file: IO[bytes], sent: _Sent, size: int) -> None:
+    """The head node's file has `size` bytes: it has taken more than it could say, or it is not the one it was. Then
+    this one goes on behind what is there."""
+    if sent.size < size - sent.begin <= file.seek(0, 2):
+        sent.size = size - sent.begin
+        sent.tail = _before(file, sent.size).hex()
+    else:
+        sent.begin = size - sent.size
 
 
 def _goes_on(file: IO[bytes], sent: _Sent) -> bool:

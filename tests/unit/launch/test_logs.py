@@ -245,14 +245,14 @@ def test_what_comes_while_the_rest_is_copied_stays(tmp_path: Path, monkeypatch: 
     written.write(*numbered(0, 999))
     came = False
 
-    def older(number: int) -> Path:
+    def older(path: Path, number: int) -> Path:
         nonlocal came
         if not came:
             came = True
             written.write(b"no luck")
-        return tmp_path / f"x.log.{number}"
+        return path.with_name(f"{path.name}.{number}")
 
-    monkeypatch.setattr(written.log, "_older", older)
+    monkeypatch.setattr(logs, "older", older)
     lines = written.log.new_lines() + written.log.new_lines()
     assert lines[-2:] == ["line 998", "no luck"]
     assert written.log.last_lines("x-0").endswith("line 998 | no luck")

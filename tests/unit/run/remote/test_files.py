@@ -20,6 +20,7 @@ import pytest
 
 from areal_core.api.access import authorization
 from areal_core.api.head import Head
+from areal_core.run.remote import files as module
 from areal_core.storage import weights
 from areal_core.storage.rundir import write_json
 from tests.support.remote import PATIENCE_S, HeadNode
@@ -202,21 +203,29 @@ def test_a_log_grows_where_it_ends_and_nowhere_else(ask: Asked, head_node: HeadN
     assert ask("POST", f"{path}?offset=9", b"two\n") == (409, b'{"size": 4}')
     assert ask("POST", f"{path}?offset=4", b"two\n") == (200, b'{"size": 8}')
     assert file.read_text() == "one\ntwo\n"
-    for number in range(3, 6):
-        assert ask("POST", f"{path}?fresh=1") == (200, b'{"size": 0}')
-        assert ask("POST", f"{path}?fresh=1") == (200, b'{"size": 0}')  # nothing is moved twice
-        assert ask("POST", f"{path}?offset=0", f"log {number}\n".encode())[0] == 200
-    kept = [file.with_name(f"{file.name}.{number}") for number in (1, 2, 3)]
-    assert (kept[0].read_text(), kept[1].read_text(), kept[2].exists()) == ("log 4\n", "log 3\n", False)
 
 
-def test_a_log_has_a_bound(ask: Asked, head_node: HeadNode) -> None:
+def test_a_log_that_would_get_too_large_is_rotated(ask: Asked, head_node: HeadNode) -> None:
     ask.hear()
-    path, most = "/nodes/a/logs/generation-0.log", 2 * head_node.config.launch.log_bytes
-    assert ask("POST", f"{path}?offset=0", b"x" * most)[0] == 200
-    assert ask("POST", f"{path}?offset={most}", b"x")[0] == 413
+    path, file = "/nodes/a/logs/generation-0.log", head_node.run.logs / "generation-0.log"
+    most = head_node.config.launch.log_bytes
+    assert ask("POST", f"{path}?offset=0", b"0" * most)[0] == 200
+    for number in range(1, 4):
+        assert ask("POST", f"{path}?offset={most}", b"x") == (409, b'{"size": 0}')
+        assert ask("POST", f"{path}?offset={most}", b"x") == (409, b'{"size": 0}')  # nothing is moved twice
+        assert ask("POST", f"{path}?offset=0", str(number).encode() * most)[0] == 200
+    kept = [file.with_name(f"{file.name}.{number}") for number in (1, 2, 3)]
+    assert [older.read_text()[:1] for older in kept if older.exists()] == ["2", "1"]
     assert ask("POST", f"{path}?offset={most}", b"x" * (2**20 + 1))[0] == 413
-    assert (head_node.run.logs / "generation-0.log").stat().st_size == most
+
+
+def test_a_timeline_has_a_bound(ask: Asked, head_node: HeadNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TIMELINE_BYTES", 4)
+    ask.hear()
+    path = "/nodes/a/timeline/generation-0.jsonl"
+    assert ask("POST", f"{path}?offset=0", b"four")[0] == 200
+    assert ask("POST", f"{path}?offset=4", b"x")[0] == 413
+    assert (head_node.run.timeline / "generation-0.jsonl").read_text() == "four"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +236,6 @@ def test_a_log_has_a_bound(ask: Asked, head_node: HeadNode) -> None:
         "logs/..%2Ftoken?offset=0",
         "logs/generation-0.log.1?offset=0",
         "timeline/controller-0.jsonl?offset=0",
-        "timeline/generation-0.jsonl?fresh=1",
         "weights/generation-0.log?offset=0",
         "..%2Flogs/generation-0.log?offset=0",
         "logs/generation-0.log",
