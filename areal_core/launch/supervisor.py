@@ -2,16 +2,16 @@
 
 A process is *started* (its lifeline in hand, a session and a log of its own), then *ready* (it has written its ready
 file), then *ended*: with 0 it is done, otherwise it is started again until its restarts are spent. One that hangs is
-killed first. All waiting is one poll over what can happen: an exit (pidfd), a ready file or a log line (inotify), the
-stop signal, a start that takes too long; once a second it looks at pulses. `areal_core.launch.process` is the child's
-side.
+killed first. All waiting is one poll for an exit (pidfd) or the stop signal. A few times a second the supervisor looks
+at ready files, logs and starts that take too long; once a second it looks at pulses. `areal_core.launch.process` is
+the child's side.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
+import math
 import os
 import secrets
 import time
@@ -25,7 +25,7 @@ from areal_core.errors import ProcessError, UserCodeError
 from areal_core.launch import children, logs, process, pulse
 from areal_core.launch.restarts import RestartBudget
 from areal_core.launch.sweeper import end_marked, poll
-from areal_core.launch.watchdog import LOOK_S, Looks, Watchdog, is_stopped
+from areal_core.launch.watchdog import Looks, Watchdog, is_stopped
 from areal_core.storage.rundir import RunDir
 
 ATTEMPT = "AREAL_ATTEMPT"  # the same for all processes of a role that were started together, never used twice
@@ -43,6 +43,7 @@ CHILD_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
+_STARTING_S, _TURN_S = 0.05, 0.25  # between two looks at ready files and logs: while a process starts, and later
 _STACKS_S, _QUIET_S = 2.0, 0.2  # for a process to begin with its stacks; without more of them, it has written them
 _RETRY_S = 0.1  # where the kernel tells of no change
 _NICE_S = 10.0  # for the kernel to take a session's nice value
@@ -177,13 +178,12 @@ class Supervisor:
         """
         if self._stop.is_set():
             return
-        self._watch = _Watch(self._run_dir.ready)
         try:
             self._start(self._spec.indices)
             while self._children:
-                fds = {self._stop.fileno(), self._watch.fd, *(child.process.pidfd for child in self._children.values())}
-                happened = poll(fds, self._next_deadline())
-                self._watch.clear()
+                fds = {self._stop.fileno(), *(child.process.pidfd for child in self._children.values())}
+                starting = any(child.deadline < math.inf for child in self._children.values())
+                happened = poll(fds, _STARTING_S if starting else _TURN_S)
                 for child in list(self._children.values()):
                     if child.process.pidfd not in happened:
                         self._notice_ready(child)
@@ -200,7 +200,6 @@ class Supervisor:
                 self._terminate(list(self._children.values()))
             finally:
                 self._terminate(list(self._children.values()))  # those that a failing `log` has kept from it
-                self._watch.close()
 
     def _handle_ends(self, happened: set[int]) -> None:
         for child in list(self._children.values()):
@@ -233,7 +232,7 @@ class Supervisor:
                 self._start([child.index])
         elif self._spec.spare and not final and self._children:
             self._absent[child.index] = time.monotonic() + (wait_s := budget.next_s())
-            again = f"it is started again in {wait_s:.0f} s" if wait_s < float("inf") else "it has none"
+            again = f"it is started again in {wait_s:.0f} s" if wait_s < math.inf else "it has none"
             left = f"{len(self._children)} of {self._spec.count} go on"
             self._say(f"{name} {how}, and its restarts are spent: {left}, {again}; {log.path} has more")
         else:
@@ -272,13 +271,15 @@ class Supervisor:
         a pulse has a handler for the signal."""
         if is_stopped(child.process.pid):
             return "its stacks can't be told"
+        path, deadline = child.process.log.path, time.monotonic() + _STACKS_S
+        before = size = path.stat().st_size
         child.process.send(process.STACKS)
-        deadline, wait_s = time.monotonic() + _STACKS_S, _STACKS_S
-        self._watch.clear()
-        while time.monotonic() < deadline and poll([self._watch.fd], wait_s):
-            self._watch.clear()
-            wait_s = _QUIET_S
-        return f"its stacks are in {child.process.log.path}"
+        while time.monotonic() < deadline:
+            time.sleep(_QUIET_S)
+            last, size = size, path.stat().st_size
+            if before < last == size:
+                break
+        return f"its stacks are in {path}"
 
     def _start(self, indices: Iterable[int]) -> None:
         attempt = secrets.token_hex(8)
@@ -296,8 +297,6 @@ class Supervisor:
         }
         path = self._run_dir.log_file(name, index)
         try:
-            path.touch()
-            self._watch.add_file(path)
             started = children.start(
                 f"{name}-{index}",
                 spec.argv(index),
@@ -308,7 +307,7 @@ class Supervisor:
             )
         except OSError as error:
             raise ProcessError(f"{name}-{index} can't be started: {error}") from error
-        deadline = time.monotonic() + self._launch.start_timeout_s if spec.announces else float("inf")
+        deadline = time.monotonic() + self._launch.start_timeout_s if spec.announces else math.inf
         watchdog = Watchdog(self._run_dir.pulse_file(name, index), started.pid, self._launch)
         self._children[index] = _Member(index, attempt, started, deadline, watchdog)
         with contextlib.suppress(ProcessLookupError):  # it may have ended already: the pidfd will tell
@@ -322,18 +321,13 @@ class Supervisor:
         if (
             info is not None and info["pid"] == child.process.pid
         ):  # not of a process that an earlier launcher left dying
-            child.ready, child.deadline = True, float("inf")
+            child.ready, child.deadline = True, math.inf
             try:
                 _be_nice(child.process.pid, self._spec.nice)
             except OSError as error:  # slower, but right all the same
                 self._say(f"{child.process.name} goes on without nice {self._spec.nice}: {error}")
             if self._on_ready is not None:
                 self._on_ready(child.index, info)
-
-    def _next_deadline(self) -> float:
-        """Seconds until the next look at pulses, or until the first process that isn't ready is late."""
-        first = min(child.deadline for child in self._children.values())
-        return min(LOOK_S, max(0.0, first - time.monotonic()))
 
     def _terminate(self, ending: list[_Member]) -> None:
         """SIGTERM to each process, SIGKILL after `launch.stop_timeout_s`; its group goes with it."""
@@ -388,37 +382,6 @@ class _Member:
     deadline: float  # monotonic; to be ready by
     watchdog: Watchdog
     ready: bool = False
-
-
-class _Watch:
-    """inotify: readable when a ready file has been moved into place or a log has grown."""
-
-    _MODIFY, _MOVED_TO = 0x2, 0x80
-    _libc = ctypes.CDLL(None, use_errno=True)
-
-    def __init__(self, ready: Path) -> None:
-        self.fd = self._checked(self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-        self._add(ready, self._MOVED_TO)
-
-    def add_file(self, log: Path) -> None:
-        self._add(log, self._MODIFY)
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 65536)
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-    def _add(self, path: Path, mask: int) -> None:
-        self._checked(self._libc.inotify_add_watch(self.fd, os.fsencode(path), ctypes.c_uint32(mask)))
-
-    @staticmethod
-    def _checked(result: int) -> int:
-        if result < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"inotify: {os.strerror(code)}; see /proc/sys/fs/inotify")
-        return result
 
 
 def _be_nice(pid: int, nice: int) -> None:
