@@ -152,7 +152,7 @@ def test_servers_without_a_common_folder_die_leave_and_are_replaced(tmp_path: Pa
     logs = run.run.logs
     assert "was taken out" not in (logs / "host-generation-1.log").read_text()
     assert "generation-0 was killed by SIGKILL: restart 1 of 2" in (logs / "host-generation-0.log").read_text()
-    assert "this machine leaves the run" in (logs / "host-generation-1.log.1").read_text()
+    assert "this machine leaves the run" in (logs / "host-generation-1.log").read_text()
     spans = read_timeline(run.run.timeline)
     for index, nodes in ((0, [stays]), (1, [leaves, replaces])):
         own = [span for node in nodes for span in read_timeline(node.copy(run).timeline)]
