@@ -45,8 +45,8 @@ import psutil
 from aiohttp import ClientSession, TCPConnector, web
 
 from areal_core.api.access import authorization
-from areal_core.api.guard import guard
 from areal_core.api.received import receive
+from areal_core.api.refusals import guard
 from areal_core.api.scored_groups import ScoredGroup, pack_group
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import Arrival

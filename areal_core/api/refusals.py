@@ -1,4 +1,4 @@
-"""Errors of an aiohttp application, as one line of text."""
+"""What an aiohttp application refuses: requests without the run's token, and errors, as one line of text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+
+from areal_core.api.access import REFUSED, admits
 
 
 def refusals(statuses: Mapping[type[Exception], int]) -> Middleware:
@@ -22,3 +24,15 @@ def refusals(statuses: Mapping[type[Exception], int]) -> Middleware:
             return web.Response(status=status, text=" ".join(f"{name}{error}".split()))
 
     return as_lines
+
+
+def guard(token: str) -> Middleware:
+    """A middleware that refuses, with 401, all requests without this token."""
+
+    @web.middleware
+    async def door(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not admits(token, request.headers.get("Authorization")):
+            raise web.HTTPUnauthorized(reason=REFUSED, headers={"WWW-Authenticate": "Bearer"})
+        return await handler(request)
+
+    return door

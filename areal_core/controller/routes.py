@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from areal_core.api.guard import guard
-from areal_core.api.refusals import refusals
+from areal_core.api.refusals import guard, refusals
 from areal_core.api.scored_groups import parsed_spans
 from areal_core.controller import bodies
 from areal_core.controller.payloads import DamagedPayloadError

@@ -35,7 +35,7 @@ from areal_core.run.registration import ServerRegistration
 from areal_core.run.remote.copied import CopiedFolder
 from areal_core.run.remote.folder import POLL_S, Place, RunLostError, SharedFolder
 from areal_core.run.remote.share import REWARDS, TRAINER, Share, places
-from areal_core.run.roles import interface, is_own, remote_generation, remote_rewards, remote_trainer
+from areal_core.run.roles import interface, interface_of, remote_generation, remote_rewards, remote_trainer
 from areal_core.storage.rundir import RunDir
 
 __all__ = ["CopiedFolder", "Head", "RemoteWorker", "RunLostError", "Share", "SharedFolder", "main"]
@@ -213,7 +213,7 @@ def _check_address(config: RunConfig, address: str) -> None:
         raise ConfigError(
             f"launch.address: must be an address that other machines reach, got {head_node!r}; start the run with one"
         )
-    if here_alone and not ip_address(head_node).is_loopback and not is_own(head_node):
+    if here_alone and not ip_address(head_node).is_loopback and interface_of(head_node) is None:
         raise ConfigError(f"--address: must be an address that the head node, {head_node}, reaches, got {address!r}")
 
 

@@ -105,17 +105,13 @@ def remote_rewards(run: RunDir, *, first: int, count: int) -> RoleSpec:
 
 def interface(address: str) -> str:
     """The network interface that has `address`. Raises ConfigError."""
-    if (name := _interface(address)) is None:
+    if (name := interface_of(address)) is None:
         raise ConfigError(f"--address: no network interface of this machine has {address}")
     return name
 
 
-def is_own(address: str) -> bool:
-    """Whether this machine has `address`."""
-    return _interface(address) is not None
-
-
-def _interface(address: str) -> str | None:
+def interface_of(address: str) -> str | None:
+    """The same; None where no interface has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)):
             return name

@@ -28,7 +28,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from areal_core.api import serving
-from areal_core.api.guard import guard
+from areal_core.api.refusals import guard
 from areal_core.api.wire import (
     EMBEDDED,
     MODEL_NAME,

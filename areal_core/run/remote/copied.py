@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import secrets
 import threading
@@ -117,10 +116,8 @@ class CopiedFolder:
         for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline, _model(run)):
             folder.mkdir(exist_ok=True)
         run.forget_ready()
-        scratch = run.root / ".token"
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(self._head.token + "\n")
-        scratch.replace(run.token_file)
+        run.token_file.unlink(missing_ok=True)
+        run.keep_token(self._head.token)
         write_json(run.root / "config.json", config.to_dict())
         info = RunInfo(**{**self._about["info"], "model_path": str(_model(run))})
         write_json(run.root / "run.json", dataclasses.asdict(info))

@@ -28,8 +28,7 @@ from typing import Any
 from aiohttp import web
 
 from areal_core.api import bodies, serving
-from areal_core.api.guard import guard
-from areal_core.api.refusals import refusals
+from areal_core.api.refusals import guard, refusals
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES, Span, parsed_spans, segment_file
 from areal_core.config.schema import LaunchConfig
 from areal_core.errors import ArealError, ConfigError, StorageError, one_line
@@ -231,7 +230,8 @@ async def _serve(run: RunDir, ready_file: Path) -> bool:
         while not asked.is_set() and not run.summary.exists():
             if files.model.done():
                 files.model.result()
-            await _waited(asked, _POLL_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asked.wait(), _POLL_S)
         await _told(files, run, launch.stop_timeout_s)
     finally:
         await runner.cleanup()
@@ -264,11 +264,6 @@ async def _told(files: Files, run: RunDir, stop_timeout_s: float) -> None:
             logger.warning("some remote workers have not ended within %.0f s of the run", patience_s)
             return
         await asyncio.sleep(_POLL_S)
-
-
-async def _waited(event: asyncio.Event, timeout_s: float) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)
 
 
 def main() -> None:

@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from areal_core.api import bodies, serving
-from areal_core.api.guard import guard
 from areal_core.api.head import AwayError, Head, fetch
-from areal_core.api.refusals import refusals
+from areal_core.api.refusals import guard, refusals
 from areal_core.errors import ProcessError, StorageError
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir

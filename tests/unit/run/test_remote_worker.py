@@ -122,7 +122,7 @@ def test_the_loopback_will_do_on_the_head_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head_node = HeadNode(tmp_path, address="203.0.113.1", stop_timeout_s=0.1)
-    monkeypatch.setattr(command, "is_own", lambda address: address == "203.0.113.1")
+    monkeypatch.setattr(command, "interface_of", lambda address: "lo" if address == "203.0.113.1" else None)
     monkeypatch.setattr(places, "_OWNER_S", 0.0)
     with FileLock(head_node.run.root / "host-trainer-0.lock", timeout_s=0.0, busy=""):  # so that nothing is started
         assert command.main(["trainer", "--run-dir", str(head_node.run.root), "--address", "127.0.0.1"]) == 1
