@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from areal_core.run.remote.share import LOGS
 from areal_core.storage.rundir import write_json
 
 _PIECE = 256 * 1024  # bytes of a request
@@ -63,6 +64,7 @@ class _File:
         self.sent = None if sent is None else _Sent(**sent)  # None: the head node has not heard of it
         self._path = path
         self._append = append
+        self._is_log = name.startswith(f"{LOGS}/")
         self._is_full = False  # the head node takes no more
 
     def send(self, *, last: bool) -> None:
@@ -107,18 +109,18 @@ class _File:
             elif aligned:
                 return  # the next look tries again
             else:
-                _align(file, sent, answer[1])
+                self._align(file, sent, answer[1])
                 aligned = True
 
-
-def _align(file: IO[bytes], sent: _Sent, size: int) -> None:
-    """The head node's file has `size` bytes: it has taken more than it could say, or it is not the one it was. Then
-    this one goes on behind what is there."""
-    if sent.size < size - sent.begin <= file.seek(0, 2):
-        sent.size = size - sent.begin
-        sent.tail = _before(file, sent.size).hex()
-    else:
-        sent.begin = size - sent.size
+    def _align(self, file: IO[bytes], sent: _Sent, size: int) -> None:
+        """The head node's file has `size` bytes: it has taken more than it could say, or it is not the one it was. Then
+        this one goes on behind what is there; a timeline begins again where another head node has nothing of it."""
+        least = sent.size if self._is_log else 0  # a log that is empty was rotated
+        if least <= size - sent.begin <= file.seek(0, 2):
+            sent.size = size - sent.begin
+            sent.tail = _before(file, sent.size).hex()
+        else:
+            sent.begin = size - sent.size
 
 
 def _goes_on(file: IO[bytes], sent: _Sent) -> bool:
