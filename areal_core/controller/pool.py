@@ -13,6 +13,7 @@ import functools
 import logging
 import sqlite3
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from areal_core.api.patience import patience
@@ -35,31 +36,20 @@ _LOAD_S = 10.0  # for a load that holds others up, at least; twice what its long
 Newest = Callable[[], PolicyVersion | None]
 
 
+@dataclass(eq=False, kw_only=True)
 class GenerationPool:
     """Several named servers as one: requests go to the one with the fewest completions in flight."""
 
-    def __init__(
-        self,
-        *,
-        completions_per_server: int,
-        interruption: str = "recompute",
-        adapters: bool = False,
-        patience_s: float = 120.0,
-        timeline: Callable[[str], TimelineWriter] | None = None,
-        counters: ServerCounters | None = None,
-        token: str | None = None,
-    ) -> None:
-        """`interruption` is what an update does to running completions (generation.client); `adapters`: versions are
-        adapters to the base model; `patience_s` bounds an update and the wait for a server to join; `timeline` makes
-        the timeline of a named server, for servers that write none themselves; `counters` keep what the servers have
-        counted; `token` is what they want every request to carry."""
-        self._completions_per_server = completions_per_server
+    completions_per_server: int
+    interruption: str = "recompute"  # what an update does to running completions (generation.client)
+    adapters: bool = False  # versions are adapters to the base model
+    patience_s: float = 120.0  # for an update, and for a server to join
+    timeline: Callable[[str], TimelineWriter] | None = None  # of a named server, for those that write none themselves
+    counters: ServerCounters | None = None  # keep what the servers have counted
+    token: str | None = None  # what servers want every request to carry
+
+    def __post_init__(self) -> None:
         self._freed: list[Callable[[], None]] = []
-        self._interruption = interruption
-        self._adapters = adapters
-        self._patience_s = patience_s
-        self._timeline = timeline
-        self._token = token
         self.registry = ServerRegistry()
         self.registry.subscribe(self._on_transition)
         self._asleep = False
@@ -67,7 +57,7 @@ class GenerationPool:
         self._tasks: set[asyncio.Task[None]] = set()  # work that goes on when its caller is cancelled
         self._open: dict[Transcript, dict[str, Server]] = {}  # servers of open requests, by request id
         self._given_up: set[Transcript] = set()  # of these, the ones that are not continued
-        self._counters = counters or ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
+        self._counters = self.counters or ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
         self._plane = DataPlane()
         self._ending = False  # what is aborted is not continued
 
@@ -84,7 +74,7 @@ class GenerationPool:
     @property
     def room(self) -> int:
         """Completions worth having in flight beside those that are sent: servers take no more at once."""
-        return sum(max(0, self._completions_per_server - server.completions) for server in self.registry.at_work)
+        return sum(max(0, self.completions_per_server - server.completions) for server in self.registry.at_work)
 
     def subscribe(self, freed: Callable[[], None]) -> None:
         """`freed` is called when completions have ended."""
@@ -225,10 +215,10 @@ class GenerationPool:
 
     async def _least_loaded(self) -> Server:
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self.patience_s):
                 await self.registry.until(lambda: self.registry.at_work)
         except TimeoutError:
-            raise GenerationError(f"no generation server joined in {self._patience_s:g} s") from None
+            raise GenerationError(f"no generation server joined in {self.patience_s:g} s") from None
         return min(self.registry.at_work, key=lambda server: server.completions)
 
     def _on_transition(self, server: Server, before: ServerState) -> None:
@@ -252,7 +242,7 @@ class GenerationPool:
         """Load a version into all servers, at the same time; those that fail are taken out. It goes on when its caller
         is cancelled, so that no update is left half done."""
         self.registry.target = version
-        load = self.registry.update(version, lambda server: server.client.load_version(version, self._interruption))
+        load = self.registry.update(version, lambda server: server.client.load_version(version, self.interruption))
         await asyncio.shield(self._start(load))
 
     # -- servers -----------------------------------------------------------------------------------------------
@@ -269,13 +259,13 @@ class GenerationPool:
         if task is None:
             for _, other in joining:
                 other.cancel()
-            timeline = None if self._timeline is None else functools.partial(self._timeline, name)
+            timeline = None if self.timeline is None else functools.partial(self.timeline, name)
             client = GenerationClient(
                 url,
-                token=self._token,
+                token=self.token,
                 stager=stager,
-                adapters=self._adapters,
-                update_timeout_s=self._patience_s,
+                adapters=self.adapters,
+                update_timeout_s=self.patience_s,
                 timeline=timeline,
                 plane=self._plane,
             )
@@ -402,7 +392,7 @@ class GenerationPool:
             if target.version == 0 and await server.client.loaded_version() == 0:
                 await server.client.resume()  # it may have left, or lost its controller, while it was paused
             else:
-                await server.client.load_version(target, self._interruption)
+                await server.client.load_version(target, self.interruption)
             server.loaded = target
         finally:
             server.loading = None

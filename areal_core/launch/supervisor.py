@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,30 +140,22 @@ class FileLock:
         self.release()
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Runs the processes of one role. `run` spawns from the calling thread: PDEATHSIG follows the spawning thread."""
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        spec: RoleSpec,
-        launch: LaunchConfig,
-        *,
-        stop: StopSignal,
-        on_ready: Callable[[int, dict[str, Any]], None] | None = None,
-        log: Callable[[str], None] = print,
-        forward: Callable[[str], None] | None = None,
-        pass_fds: tuple[int, ...] = (),
-    ) -> None:
-        """`log` is told what happens to the processes; what they log goes to `forward`, or there as well."""
-        self._run_dir = run_dir
-        self._spec = spec
-        self._launch = launch
-        self._stop = stop
-        self._on_ready = on_ready
-        self._log = log
-        self._forward = forward
-        self._pass_fds = pass_fds
+    run_dir: RunDir
+    spec: RoleSpec
+    launch: LaunchConfig
+    _: KW_ONLY
+    stop: StopSignal
+    on_ready: Callable[[int, dict[str, Any]], None] | None = None
+    log: Callable[[str], None] = print  # is told what happens to the processes
+    forward: Callable[[str], None] | None = None  # is told what they log; None: `log` is
+    pass_fds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        launch, spec = self.launch, self.spec
         self._children: dict[int, _Member] = {}
         self._absent: dict[int, float] = {}  # those that the others go on without, and when they start, monotonic
         self._budgets = {index: RestartBudget(launch.restarts, launch.restart_refill_s) for index in spec.indices}
@@ -176,19 +168,19 @@ class Supervisor:
         Raises ProcessError when a process failed, hung or wasn't ready in `launch.start_timeout_s` and has no restart
         left.
         """
-        if self._stop.is_set():
+        if self.stop.is_set():
             return
         try:
-            self._start(self._spec.indices)
+            self._start(self.spec.indices)
             while self._children:
-                fds = {self._stop.fileno(), *(child.process.pidfd for child in self._children.values())}
+                fds = {self.stop.fileno(), *(child.process.pidfd for child in self._children.values())}
                 starting = any(child.deadline < math.inf for child in self._children.values())
                 happened = poll(fds, _STARTING_S if starting else _TURN_S)
                 for child in list(self._children.values()):
                     if child.process.pidfd not in happened:
                         self._notice_ready(child)
                         self._forward_log(child)
-                if self._stop.is_set():
+                if self.stop.is_set():
                     return
                 self._handle_ends(happened)
                 self._start_absent()
@@ -207,16 +199,14 @@ class Supervisor:
                 continue  # a failed sibling took it down
             if child.process.pidfd in happened:
                 code = self._reap(child)
-                if code != 0 or not self._spec.exits:
+                if code != 0 or not self.spec.exits:
                     if code == process.HOPELESS:
                         said = child.process.log.last_lines(child.process.name, count=50)
                         raise UserCodeError(said.rpartition("areal: error: ")[2].partition(" | ")[0])
-                    self._recover(child, children.how_it_ended(code), final=code == self._spec.final)
+                    self._recover(child, children.how_it_ended(code), final=code == self.spec.final)
             elif time.monotonic() >= child.deadline:
                 self._terminate([child])
-                self._recover(
-                    child, f"was not ready within {self._launch.start_timeout_s:g} s (launch.start_timeout_s)"
-                )
+                self._recover(child, f"was not ready within {self.launch.start_timeout_s:g} s (launch.start_timeout_s)")
 
     def _recover(self, child: _Member, how: str, *, final: bool = False) -> None:
         """Start a failed process again, with its gang, or go on without it. Raises ProcessError when its restarts are
@@ -225,15 +215,15 @@ class Supervisor:
         final = final or log.disk_is_full  # so would be the next one's
         if not final and budget.take():
             self._say(f"{name} {how}: restart {budget.spent} of {budget.most}")
-            if self._spec.gang:
+            if self.spec.gang:
                 self._terminate(list(self._children.values()))
-                self._start(self._spec.indices)
+                self._start(self.spec.indices)
             else:
                 self._start([child.index])
-        elif self._spec.spare and not final and self._children:
+        elif self.spec.spare and not final and self._children:
             self._absent[child.index] = time.monotonic() + (wait_s := budget.next_s())
             again = f"it is started again in {wait_s:.0f} s" if wait_s < math.inf else "it has none"
-            left = f"{len(self._children)} of {self._spec.count} go on"
+            left = f"{len(self._children)} of {self.spec.count} go on"
             self._say(f"{name} {how}, and its restarts are spent: {left}, {again}; {log.path} has more")
         else:
             after = f" after {budget.total} restarts" if budget.total else ""
@@ -243,7 +233,7 @@ class Supervisor:
         for index, at in list(self._absent.items()):
             if time.monotonic() >= at and (budget := self._budgets[index]).take():
                 del self._absent[index]
-                self._say(f"{self._spec.name}-{index} has a restart again: restart {budget.spent} of {budget.most}")
+                self._say(f"{self.spec.name}-{index} has a restart again: restart {budget.spent} of {budget.most}")
                 self._start([index])
 
     def _look_for_hung(self) -> None:
@@ -287,59 +277,59 @@ class Supervisor:
             self._spawn(index, attempt)
 
     def _spawn(self, index: int, attempt: str) -> None:
-        spec, name = self._spec, self._spec.name
-        self._run_dir.ready_file(name, index).unlink(missing_ok=True)
+        spec, name = self.spec, self.spec.name
+        self.run_dir.ready_file(name, index).unlink(missing_ok=True)
         settings = {
             ATTEMPT: attempt,
-            logs.FORMAT: self._launch.log_format,
+            logs.FORMAT: self.launch.log_format,
             logs.INDEX: str(index),
-            pulse.FOLDER: str(self._run_dir.pulses),
+            pulse.FOLDER: str(self.run_dir.pulses),
         }
-        path = self._run_dir.log_file(name, index)
+        path = self.run_dir.log_file(name, index)
         try:
             started = children.start(
                 f"{name}-{index}",
                 spec.argv(index),
-                log=logs.LogFile(path, self._launch.log_bytes, self._launch.log_files),
+                log=logs.LogFile(path, self.launch.log_bytes, self.launch.log_files),
                 environment={**CHILD_ENV, **spec.env(index), **settings},
-                grace_s=self._launch.stop_timeout_s,
-                pass_fds=self._pass_fds,
+                grace_s=self.launch.stop_timeout_s,
+                pass_fds=self.pass_fds,
             )
         except OSError as error:
             raise ProcessError(f"{name}-{index} can't be started: {error}") from error
-        deadline = time.monotonic() + self._launch.start_timeout_s if spec.announces else math.inf
-        watchdog = Watchdog(self._run_dir.pulse_file(name, index), started.pid, self._launch)
+        deadline = time.monotonic() + self.launch.start_timeout_s if spec.announces else math.inf
+        watchdog = Watchdog(self.run_dir.pulse_file(name, index), started.pid, self.launch)
         self._children[index] = _Member(index, attempt, started, deadline, watchdog)
         with contextlib.suppress(ProcessLookupError):  # it may have ended already: the pidfd will tell
             if spec.cpus:
                 os.sched_setaffinity(started.pid, spec.cpus)
 
     def _notice_ready(self, child: _Member) -> None:
-        if child.ready or not self._spec.announces:
+        if child.ready or not self.spec.announces:
             return
-        info = self._run_dir.ready_info(self._spec.name, child.index)
+        info = self.run_dir.ready_info(self.spec.name, child.index)
         if (
             info is not None and info["pid"] == child.process.pid
         ):  # not of a process that an earlier launcher left dying
             child.ready, child.deadline = True, math.inf
             try:
-                _be_nice(child.process.pid, self._spec.nice)
+                _be_nice(child.process.pid, self.spec.nice)
             except OSError as error:  # slower, but right all the same
-                self._say(f"{child.process.name} goes on without nice {self._spec.nice}: {error}")
-            if self._on_ready is not None:
-                self._on_ready(child.index, info)
+                self._say(f"{child.process.name} goes on without nice {self.spec.nice}: {error}")
+            if self.on_ready is not None:
+                self.on_ready(child.index, info)
 
     def _terminate(self, ending: list[_Member]) -> None:
         """SIGTERM to each process, SIGKILL after `launch.stop_timeout_s`; its group goes with it."""
         for child in ending:
             child.process.terminate()
-        deadline = time.monotonic() + self._launch.stop_timeout_s
+        deadline = time.monotonic() + self.launch.stop_timeout_s
         left = {child.process.pidfd: child for child in ending}
         while left:
             ended = poll(left, max(0.0, deadline - time.monotonic()))
             if not ended:
                 names = ", ".join(child.process.name for child in left.values())
-                self._say(f"{names} did not end within {self._launch.stop_timeout_s:g} s of SIGTERM: killed")
+                self._say(f"{names} did not end within {self.launch.stop_timeout_s:g} s of SIGTERM: killed")
             for pidfd in ended or list(left):
                 self._reap(left.pop(pidfd))
 
@@ -347,10 +337,10 @@ class Supervisor:
         """Collect it, and end all that it has started. An attempt is of one role, and the processes of its that the
         launcher itself has started have ended."""
         code = child.process.reap()
-        if self._spec.sessions:
+        if self.spec.sessions:
             end_marked(f"{ATTEMPT}={child.attempt}", 0.0)
         del self._children[child.index]
-        self._run_dir.pulse_file(self._spec.name, child.index).unlink(missing_ok=True)
+        self.run_dir.pulse_file(self.spec.name, child.index).unlink(missing_ok=True)
         self._forward_log(child)
         return code
 
@@ -358,17 +348,17 @@ class Supervisor:
         name = child.process.name
         for line in child.process.log.new_lines():
             for told in logs.plain(line, name):
-                self._tell(self._forward or self._log, f"{name}: {logs.shortened(told)}")
+                self._tell(self.forward or self.log, f"{name}: {logs.shortened(told)}")
 
     def _say(self, line: str) -> None:
-        self._tell(self._log, line)
+        self._tell(self.log, line)
 
     def _tell(self, listener: Callable[[str], None], line: str) -> None:
         """A listener that fails, a broken pipe for instance, ends the role; none is told anything again."""
         try:
             listener(line)
         except BaseException:
-            self._log = self._forward = lambda _: None
+            self.log = self.forward = lambda _: None
             raise
 
 

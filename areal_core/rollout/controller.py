@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from areal_core.api.scored_groups import ScoredGroup
@@ -108,27 +108,20 @@ class Signal(asyncio.Event):
         self.clear()
 
 
+@dataclass(eq=False, kw_only=True)
 class RolloutController:
     """Keeps the servers busy within the staleness bound and serves batches. Single-threaded: one event loop."""
 
-    def __init__(
-        self,
-        *,
-        config: RunConfig,
-        source: Source,
-        engine: Engine,
-        rewards: Rewards,
-        payloads: Payloads,
-        ledger: TrajectoryLedger,
-        stop_token_ids: tuple[int, ...],
-    ) -> None:
-        self._config = config
-        self._source = source
-        self._engine = engine
-        self._rewards = rewards
-        self._payloads = payloads
-        self._ledger = ledger
-        self._stop_token_ids = stop_token_ids
+    config: RunConfig
+    source: Source
+    engine: Engine
+    rewards: Rewards
+    payloads: Payloads
+    ledger: TrajectoryLedger
+    stop_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        config = self.config
         self._group_size = config.algorithm.group_size
         self._gate = StalenessGate(
             batch_size=config.rollout.batch_size, depth=config.pipeline_depth, steps=config.training.steps
@@ -159,7 +152,7 @@ class RolloutController:
             updating = tasks.create_task(self._update(), name="update")
             await self._admit(tasks)
             while self._running:  # again, because a request on its way may arrive after the abort
-                await self._engine.abort_all()
+                await self.engine.abort_all()
                 if self._running:  # they may all have ended while the servers were asked
                     await asyncio.wait(self._running.values(), timeout=_ABORT_AGAIN_S)
             updating.cancel()
@@ -170,13 +163,13 @@ class RolloutController:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    if manifest := self._ledger.batch(step):
+                    if manifest := self.ledger.batch(step):
                         return manifest
                     if self._finished is not None:
                         raise RunFinished(self._finished)
-                    admitted = self._ledger.admitted
-                    manifest = self._ledger.fix_batch(step, self._selection)
-                    if self._ledger.admitted != admitted:  # stale groups were dropped: there is room again
+                    admitted = self.ledger.admitted
+                    manifest = self.ledger.fix_batch(step, self._selection)
+                    if self.ledger.admitted != admitted:  # stale groups were dropped: there is room again
                         self._freed.notify()
                     if manifest:
                         return manifest
@@ -187,10 +180,10 @@ class RolloutController:
     def publish(self, version: PolicyVersion) -> str:
         """Record a version that the trainer has published; see TrajectoryLedger.publish. The servers load it as soon as
         they can."""
-        outcome = self._ledger.publish(version)
+        outcome = self.ledger.publish(version)
         if outcome == "replaced":
             logger.warning(
-                "version %d has other weights than before: incarnation %d", version.version, self._ledger.incarnation
+                "version %d has other weights than before: incarnation %d", version.version, self.ledger.incarnation
             )
             self._disown()
         self._notify()
@@ -198,9 +191,9 @@ class RolloutController:
 
     def lose(self, group_id: int) -> None:
         """The payload of a group turned out to be damaged; see TrajectoryLedger.lose."""
-        incarnation = self._ledger.incarnation
-        self._ledger.lose(group_id)
-        if self._ledger.incarnation != incarnation:
+        incarnation = self.ledger.incarnation
+        self.ledger.lose(group_id)
+        if self.ledger.incarnation != incarnation:
             self._disown()
         self._notify()
 
@@ -241,14 +234,14 @@ class RolloutController:
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
         # Those in flight were admitted for the newest version: what an older one samples would be too old.
-        while self._finished is None and self._engine.version < self._ledger.versions.last():
+        while self._finished is None and self.engine.version < self.ledger.versions.last():
             await self._freed.wait()
         if self._finished is None:
-            for group in self._ledger.inflight():
+            for group in self.ledger.inflight():
                 self._start(tasks, group)
         while self._finished is None:
             if self._has_room():
-                self._start(tasks, self._ledger.admit())
+                self._start(tasks, self.ledger.admit())
                 await asyncio.sleep(0)  # let requests go out between two admissions
             else:
                 await self._freed.wait()
@@ -256,14 +249,14 @@ class RolloutController:
     def _has_room(self) -> bool:
         """Whether the gate is open and a server has less to do than it should: its next group may be more than that."""
         self._unsent = [transcript for transcript in self._unsent if not transcript.sent]
-        if self._replaced or self._engine.room <= len(self._unsent) * self._group_size:
+        if self._replaced or self.engine.room <= len(self._unsent) * self._group_size:
             return False
-        return self._gate.admits(self._group_size, admitted=self._ledger.admitted, version=self._engine.version)
+        return self._gate.admits(self._group_size, admitted=self.ledger.admitted, version=self.engine.version)
 
     def _start(self, tasks: asyncio.TaskGroup, group: AdmittedGroup) -> None:
-        prompt = self._source.prompt(group.prompt_index)
+        prompt = self.source.prompt(group.prompt_index)
         rollouts = Rollouts(
-            self._request(group, prompt), self._generate, lambda apart: self._rewards.begin(prompt, apart=apart)
+            self._request(group, prompt), self._generate, lambda apart: self.rewards.begin(prompt, apart=apart)
         )
         self._unsent.append(rollouts.first)
         task = tasks.create_task(self._rollout(group, rollouts), name=f"group-{group.group_id}")
@@ -281,38 +274,38 @@ class RolloutController:
             async with rollouts:
                 outcome = await self._scored(group, rollouts)
             if outcome is None:  # the run ends
-                self._ledger.settle(group.group_id, rollouts.sampled())
+                self.ledger.settle(group.group_id, rollouts.sampled())
                 return
-            place = await self._payloads.append(outcome.payload)  # no other await before it is recorded
+            place = await self.payloads.append(outcome.payload)  # no other await before it is recorded
         except (GenerationError, RewardError) as error:
             self._give_up(group, error, rollouts.sampled())
             return
         except asyncio.CancelledError:
             if group.group_id in self._disowned:
-                self._ledger.settle(group.group_id, rollouts.sampled())
+                self.ledger.settle(group.group_id, rollouts.sampled())
             raise
         if not rollouts.complete:  # the environment has ended without them
             sampled, summary = rollouts.sampled(), outcome.summary
             missed = sampled.tokens - summary.tokens - summary.unused_tokens
-            self._ledger.lose_tokens(group.group_id, replace(sampled, tokens=missed))
+            self.ledger.lose_tokens(group.group_id, replace(sampled, tokens=missed))
         self._failed_in_a_row = 0
         summary = outcome.summary
         self._failures.settled(summary.outcomes, outcome.failure, truncated=sum(summary.truncated))
-        if self._config.rollout.dynamic_sampling and len({*summary.rewards} - {None}) < 2:
+        if self.config.rollout.dynamic_sampling and len({*summary.rewards} - {None}) < 2:
             self._drop_uniform(group, summary)
         else:
-            self._ledger.ready(group.group_id, summary, place, version=self._engine.version)
+            self.ledger.ready(group.group_id, summary, place, version=self.engine.version)
             self._uniform_in_a_row = 0
 
     def _request(self, group: AdmittedGroup, prompt: Prompt) -> GenerationRequest:
         return GenerationRequest(
-            request_id=f"{ROLLOUT}{group.group_id}-{self._ledger.incarnation}",
+            request_id=f"{ROLLOUT}{group.group_id}-{self.ledger.incarnation}",
             token_ids=prompt.token_ids,
             n=self._group_size,
-            max_tokens=self._config.task.max_new_tokens,
-            seed=trajectory_seed(self._config.seed, group.prompt_index, group.requeues),
-            stop_token_ids=self._stop_token_ids,
-            temperature=self._config.generation.temperature,
+            max_tokens=self.config.task.max_new_tokens,
+            seed=trajectory_seed(self.config.seed, group.prompt_index, group.requeues),
+            stop_token_ids=self.stop_token_ids,
+            temperature=self.config.generation.temperature,
         )
 
     async def _scored(self, group: AdmittedGroup, rollouts: Rollouts) -> ScoredGroup | None:
@@ -321,59 +314,59 @@ class RolloutController:
             try:
                 return await rollouts.scored()
             except SessionLostError:
-                self._ledger.lose_tokens(group.group_id, rollouts.take_refused())
+                self.ledger.lose_tokens(group.group_id, rollouts.take_refused())
             except (GenerationError, RewardError) as error:
                 if self._finished is not None:
                     return None
-                tries = self._ledger.failed_try(group.group_id, rollouts.take_refused())
+                tries = self.ledger.failed_try(group.group_id, rollouts.take_refused())
                 if isinstance(error, RewardError):
                     self._failures.failed_try(error)
                 else:
                     logger.warning("group %d, try %d failed: %s", group.group_id, tries, error)
-                if tries >= self._config.rollout.max_tries:
+                if tries >= self.config.rollout.max_tries:
                     raise
 
     async def _generate(self, transcript: Transcript) -> None:
         """Have the unfinished completions of a request finished."""
-        timeout_s = self._config.rollout.request_timeout_s
+        timeout_s = self.config.rollout.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self._engine.generate(transcript)
+                await self.engine.generate(transcript)
         except TimeoutError:
             raise GenerationError(f"rollout.request_timeout_s: no completions within {timeout_s} s") from None
 
     def _give_up(self, group: AdmittedGroup, error: GenerationError | RewardError, sampled: Tally) -> None:
         """Drop a group whose tries are spent. A run in which every group fails must end: after as many drops in a row
         as a batch has groups, the last error is the run's."""
-        self._ledger.settle(group.group_id, sampled)
-        self._ledger.drop(group.group_id, error.drop_reason)
+        self.ledger.settle(group.group_id, sampled)
+        self.ledger.drop(group.group_id, error.drop_reason)
         if isinstance(error, RewardError):
             self._failures.settled({}, str(error))
         self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self._config.groups_per_batch:
+        if self._failed_in_a_row >= self.config.groups_per_batch:
             raise error
 
     def _drop_uniform(self, group: AdmittedGroup, summary: GroupSummary) -> None:
         """Give the place of a group whose rewards are all equal to another prompt (DAPO's dynamic sampling). A run that
         finds no other groups must end."""
-        self._ledger.settle(group.group_id, Tally(tokens=summary.tokens + summary.unused_tokens))
-        self._ledger.drop(group.group_id, "uniform")
+        self.ledger.settle(group.group_id, Tally(tokens=summary.tokens + summary.unused_tokens))
+        self.ledger.drop(group.group_id, "uniform")
         self._uniform_in_a_row += 1
-        if self._uniform_in_a_row >= self._config.rollout.max_uniform_groups and self._finished is None:
+        if self._uniform_in_a_row >= self.config.rollout.max_uniform_groups and self._finished is None:
             raise ConfigError(
                 "rollout.dynamic_sampling: all rewards of a group were equal in each of the last "
                 f"{self._uniform_in_a_row} groups; prompts must be neither too easy nor too hard for the policy"
             )
 
     async def _update(self) -> None:
-        loaded = self._ledger.versions.newest()  # servers that join get it before they get work
+        loaded = self.ledger.versions.newest()  # servers that join get it before they get work
         while True:
-            newest = self._ledger.versions.newest()
+            newest = self.ledger.versions.newest()
             if newest is None or newest == loaded:
                 await self._changed.wait()
                 continue
-            await self._engine.load_version(newest)
+            await self.engine.load_version(newest)
             loaded = newest
-            if newest == self._ledger.versions.newest():
+            if newest == self.ledger.versions.newest():
                 self._replaced = False
             self._notify()

@@ -273,7 +273,7 @@ def test_lines_of_a_process_have_the_runs_format_and_are_forwarded_without_it(ri
     code = READY + "from areal_core.launch import logs; logs.start('role')\nlogs.logger.info('talk')"
     forwarded: list[str] = []
     supervisor = rig.supervisor(code, launch(log_format=log_format), first=3)
-    supervisor._forward = forwarded.append
+    supervisor.forward = forwarded.append
     supervisor.run()
     assert (forwarded, rig.lines) == (["role-3: talk"], [])
     (line,) = rig.run.log_file("role", 3).read_text().splitlines()
@@ -288,7 +288,7 @@ def test_a_log_that_fails_leaves_no_process(rig: Rig) -> None:
 
     code = READY + "print('talk', flush=True); time.sleep(600)"
     supervisor = rig.supervisor(code, launch(), count=2)
-    supervisor._log = broken
+    supervisor.log = broken
     with pytest.raises(BrokenPipeError):
         supervisor.run()
     assert all(gone(pid) for pid in pids(rig))

@@ -126,8 +126,8 @@ def check_ledgers(
     served = [group.group_id for manifest in manifests for group in manifest.groups]
     assert len(served) == len(set(served)), "a group was trained on twice"
     check_tokens(engine, ledger)
-    assert controller._rewards.open == 0
-    completions = controller._rewards.scored
+    assert controller.rewards.open == 0
+    completions = controller.rewards.scored
     scored = [token for _, tokens, _ in completions for token in tokens]
     assert len(set(scored)) == len(scored), "a token is in two completions"
     for prompt, tokens, versions in completions:
@@ -184,7 +184,7 @@ def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, polic
     assert {summary.correct for summary in served} == {1}  # of two completions
     dropped = ledger.dropped()
     assert dropped["uniform"] > 0
-    of_uniform = controller._rewards.uniform_tokens
+    of_uniform = controller.rewards.uniform_tokens
     if not failing and set(dropped) == {"uniform"}:
         assert ledger.tokens().dropped == of_uniform
     else:  # groups that no server took have sampled nothing; unreadable responses are dropped too
@@ -196,7 +196,7 @@ def test_dynamic_sampling_fills_batches_with_mixed_groups_alone(seed, eta, polic
 
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ_without_a_right_one():
     _, rng, _, ledger, controller = build(5, steps=5, eta=1, right=0.3, max_uniform=30)
-    controller._rewards.partial = 0.5
+    controller.rewards.partial = 0.5
     manifests = run_virtual(train(controller, rng, 5))
     served = [summary for manifest in manifests for summary in ledger.summaries(manifest.step)]
     assert {(*summary.rewards, summary.correct) for summary in served} == {(0.5, 1.0, 0)}
@@ -290,7 +290,7 @@ def test_a_run_in_which_every_group_fails_ends_with_the_reason():
 )
 def test_verifier_that_fails_on_every_group_ends_the_run(kind, said, dropped):
     _, _, _, ledger, controller = build(1, steps=5, eta=1, reward=1.0)
-    controller._rewards.failure = kind
+    controller.rewards.failure = kind
     with pytest.raises(ExceptionGroup) as caught:
         run_virtual(controller.run())
     assert caught.group_contains(UserCodeError, match=f"^the verifier broke: .*{said}")
@@ -327,7 +327,7 @@ def test_a_restarted_controller_sends_running_groups_again_under_the_same_seeds(
     before = {group.group_id: group.prompt_index for group in ledger.inflight()}
     assert before
     _, rng, engine, _, controller = build(5, steps=5, eta=1)
-    controller._ledger = ledger
+    controller.ledger = ledger
     ledger.engine_limit = lambda: (engine.version + 2) * 8
     manifests = run_virtual(train(controller, rng, 5))
     consumed = {group.group_id for manifest in manifests for group in manifest.groups}
@@ -416,7 +416,7 @@ def test_completions_that_were_being_scored_at_the_end_are_in_flight():
         await asyncio.sleep(100.0)
         raise RewardError("the verifier broke")
 
-    controller._rewards.score = score
+    controller.rewards.score = score
 
     async def main() -> None:
         running = asyncio.ensure_future(controller.run())
@@ -437,7 +437,7 @@ def test_slow_verifiers_keep_no_server_idle():
         await asyncio.sleep(1000.0)
         raise AssertionError("not reached")
 
-    controller._rewards.score = score
+    controller.rewards.score = score
 
     async def main() -> None:
         running = asyncio.ensure_future(controller.run())
