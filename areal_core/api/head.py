@@ -54,13 +54,8 @@ class Session:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._url = ""  # of the last connection
+        self.url = ""  # of the last connection
         self._connection: http.client.HTTPConnection | None = None
-
-    @property
-    def url(self) -> str:
-        """Of the head node that was asked last."""
-        return self._url
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Status, below 500, and body of a response. Raises AwayError, and ConfigError where the token is refused."""
@@ -70,7 +65,7 @@ class Session:
         except (OSError, http.client.HTTPException) as error:
             raise self._away(error) from None
         if response.status >= 500:
-            raise AwayError(f"{self._url}{path}: {response.status}: {_line(content)}")
+            raise AwayError(f"{self.url}{path}: {response.status}: {_line(content)}")
         return response.status, content
 
     def file(self, path: str, start: int) -> http.client.HTTPResponse:
@@ -80,7 +75,7 @@ class Session:
         if response.status in (200, 206):
             return response
         try:
-            line = f"{self._url}{path}: {response.status}: {_line(response.read())}"
+            line = f"{self.url}{path}: {response.status}: {_line(response.read())}"
         except (OSError, http.client.HTTPException) as error:
             raise self._away(error) from None
         raise AwayError(line) if response.status >= 500 else StorageError(line)
@@ -111,13 +106,13 @@ class Session:
                 if not was_open:  # else the head node may have closed it meanwhile: a new one will tell
                     raise away from None
         if response.status == 401:
-            raise ConfigError(f"--token-file: {self._url} refuses this token: it is not that of its run")
+            raise ConfigError(f"--token-file: {self.url} refuses this token: it is not that of its run")
         return response
 
     def _connect(self) -> http.client.HTTPConnection:
         if self._connection is None:
-            self._url = self._head.url
-            parts = urllib.parse.urlsplit(self._url)
+            self.url = self._head.url
+            parts = urllib.parse.urlsplit(self.url)
             self._connection = http.client.HTTPConnection(
                 parts.hostname or "", parts.port, timeout=self._head.timeout_s
             )
@@ -125,7 +120,7 @@ class Session:
 
     def _away(self, error: Exception) -> AwayError:
         self.close()
-        return AwayError(f"the head node at {self._url} does not answer: {error or type(error).__name__}")
+        return AwayError(f"the head node at {self.url} does not answer: {error or type(error).__name__}")
 
 
 def fetch(head: Head, path: str, target: Path, sha256: str, *, stopped: Callable[[], bool], patience_s: float) -> int:

@@ -32,7 +32,8 @@ def check(config: RunConfig) -> None:
     if config.emulated:
         _check_emulated(config)
     if config.launch.accelerator == "cuda":
-        _check_gpus(config)
+        servers = config.generation_servers * config.devices_per_server
+        _check_devices(config, servers, f"({servers} GPUs generate")
     _check_hosts(config)
 
 
@@ -167,11 +168,6 @@ def _check_emulated(config: RunConfig) -> None:
         raise ConfigError(f"stop.score: must be null where accelerators are emulated, got {config.stop.score}")
     servers = config.generation_servers
     _check_devices(config, servers, f"where accelerators are emulated ({servers} generate")
-
-
-def _check_gpus(config: RunConfig) -> None:
-    servers = config.generation_servers * config.devices_per_server
-    _check_devices(config, servers, f"({servers} GPUs generate")
 
 
 def _check_devices(config: RunConfig, generating: int, who: str) -> None:

@@ -52,7 +52,6 @@ class Footprint:
     """What a run takes of GPUs."""
 
     config: RunConfig
-    memory: float  # bytes of a device
     needs: tuple[Need, ...]
     completions: int  # of full length that the KV cache of one server holds at once
     context: int  # tokens of such a completion, its prompt included
@@ -103,7 +102,6 @@ def footprint(config: RunConfig, spec: ModelSpec, memory_bytes_per_device: float
         needs = (*_shared(config, spec, memory, state, run), _server(config, spec, memory))
     return Footprint(
         config=config,
-        memory=memory,
         needs=needs,
         completions=full_completions(config, spec, memory),
         context=context,

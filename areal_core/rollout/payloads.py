@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS payloads (
@@ -45,10 +45,7 @@ class PayloadIndex:
         return None if row is None else _place(row)
 
     def put(self, group_id: int, place: Place) -> None:
-        self._db.execute(
-            "INSERT INTO payloads VALUES (?, ?, ?, ?, ?)",
-            (group_id, place.segment, place.start, place.bytes, place.crc32),
-        )
+        self._db.execute("INSERT INTO payloads VALUES (?, ?, ?, ?, ?)", (group_id, *astuple(place)))
 
     def forget(self, group_id: int) -> None:
         self._db.execute("DELETE FROM payloads WHERE group_id = ?", (group_id,))

@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from areal_core.api.controller_client import ControllerClient
@@ -33,26 +33,18 @@ class _Server:
     pidfd: int
 
 
+@dataclass(eq=False)
 class ServerRegistration:
     """Registers the servers of this machine, in a thread (`running`). `server_ready` and `wake` are thread-safe."""
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        *,
-        ranks: int,
-        stop: StopSignal,
-        stager: str | None = None,
-        log: Callable[[str], None] = print,
-    ) -> None:
-        """The first servers wait for all `ranks` of the trainer to be ready: RL wall time starts with them, and the
-        start of processes is not part of it. `stager` is the URL of what brings versions onto this machine, where that
-        is needed."""
-        self._run_dir = run_dir
-        self._ranks = ranks
-        self._stager = stager
-        self._stop = stop
-        self._log = log
+    run_dir: RunDir
+    _: KW_ONLY
+    ranks: int  # of the trainer, all ready before the first server joins: RL wall time leaves their start out
+    stop: StopSignal
+    stager: str | None = None  # URL of what brings versions onto this machine, where that is needed
+    log: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
         self._arrivals: queue.SimpleQueue[_Server | None] = queue.SimpleQueue()  # None: look again
         self._ranks_were_ready = False
         self._complaint = ""
@@ -81,7 +73,7 @@ class ServerRegistration:
         try:
             yield
         finally:
-            self._stop.set()
+            self.stop.set()
             self.wake()
             thread.join(patience_s)
             while not self._arrivals.empty():
@@ -89,12 +81,12 @@ class ServerRegistration:
                     os.close(server.pidfd)
 
     def _run(self) -> None:
-        client = ControllerClient(self._run_dir, patience_s=POLL_S, timeout_s=_RESPONSE_S)
+        client = ControllerClient(self.run_dir, patience_s=POLL_S, timeout_s=_RESPONSE_S)
         servers: dict[str, _Server] = {}  # by name
         unregistered: set[str] = set()  # names of servers that the controller does not know yet
         controller: dict[str, Any] | None = None
         try:
-            while not self._stop.is_set():
+            while not self.stop.is_set():
                 with suppress(queue.Empty):
                     if (arrival := self._arrivals.get(timeout=POLL_S)) is not None:
                         _forget(servers, arrival.name)
@@ -102,9 +94,9 @@ class ServerRegistration:
                         unregistered.add(arrival.name)
                 if self._leaving:
                     self._leave(servers)
-                    self._stop.set()
+                    self.stop.set()
                     return
-                now = self._run_dir.ready_info("controller")
+                now = self.run_dir.ready_info("controller")
                 if now != controller:
                     controller, unregistered = now, set(servers)
                     client.close()  # its connection is to the one before
@@ -115,7 +107,7 @@ class ServerRegistration:
                     _forget(servers, lost.name)
                     unregistered.discard(lost.name)
                 for name in sorted(unregistered):
-                    if not self._stop.is_set() and self._register(client, servers[name]):
+                    if not self.stop.is_set() and self._register(client, servers[name]):
                         unregistered.discard(name)
         finally:
             client.close()
@@ -124,7 +116,7 @@ class ServerRegistration:
 
     def _ready(self) -> bool:
         """Whether every rank has been ready once; one that was restarted since is no reason to wait."""
-        files = (self._run_dir.ready_file("trainer", rank) for rank in range(self._ranks))
+        files = (self.run_dir.ready_file("trainer", rank) for rank in range(self.ranks))
         self._ranks_were_ready = self._ranks_were_ready or all(file.exists() for file in files)
         return self._ranks_were_ready
 
@@ -139,16 +131,16 @@ class ServerRegistration:
     def _kill(self, server: _Server) -> None:
         with suppress(ProcessLookupError):  # it has ended by itself
             signal.pidfd_send_signal(server.pidfd, signal.SIGKILL)
-            self._log(f"the generation server at {server.url} was taken out by the controller: killed")
+            self.log(f"the generation server at {server.url} was taken out by the controller: killed")
 
     def _register(self, client: ControllerClient, server: _Server) -> bool:
         """Whether the server has joined; the wait for a slow one must not delay the end of lost ones."""
         try:
-            return client.register(server.name, server.url, timeout_s=POLL_S, stager=self._stager)
+            return client.register(server.name, server.url, timeout_s=POLL_S, stager=self.stager)
         except ArealError as error:  # the controller is being restarted, or the server has died meanwhile
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                self._log(f"{server.name} is not at work yet: {error}")
+                self.log(f"{server.name} is not at work yet: {error}")
             return False
 
     def _leave(self, names: Iterable[str]) -> None:
@@ -160,12 +152,12 @@ class ServerRegistration:
             thread.join(_LEAVE_S)
 
     def _leave_one(self, name: str) -> None:
-        client = ControllerClient(self._run_dir, patience_s=_RESPONSE_S, timeout_s=_LEAVE_S)
+        client = ControllerClient(self.run_dir, patience_s=_RESPONSE_S, timeout_s=_LEAVE_S)
         try:
             client.leave(name)
-            self._log(f"{name} has left the run")
+            self.log(f"{name} has left the run")
         except ArealError as error:
-            self._log(f"{name} ends without having left the run: {error}")
+            self.log(f"{name} ends without having left the run: {error}")
         finally:
             client.close()
 

@@ -64,7 +64,7 @@ class Files:
         self._folder = Path(run.info().model_path)
         self._state: dict[str, Any] = {}
         self._looked_at = float("-inf")
-        self._ended: str | None = None
+        self.ended: str | None = None  # how the run has, IN_ORDER or OTHERWISE
         self.model: asyncio.Future[dict[str, dict[str, Any]]] = asyncio.ensure_future(
             asyncio.to_thread(_listed, self._folder)
         )
@@ -83,10 +83,6 @@ class Files:
             ]
         )
         return app
-
-    def end(self, how: str) -> None:
-        """The run has ended, IN_ORDER or OTHERWISE."""
-        self._ended = how
 
     async def _about(self, _: web.Request) -> web.Response:
         """All that a copy begins with, once the files of the model are hashed."""
@@ -165,7 +161,7 @@ class Files:
         return self._state
 
     def _how_ended(self) -> str | None:
-        return IN_ORDER if self._run.summary.exists() else self._ended
+        return IN_ORDER if self._run.summary.exists() else self.ended
 
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
@@ -256,7 +252,7 @@ async def _told(files: Files, run: RunDir, stop_timeout_s: float) -> None:
     """Tell remote workers how the run has ended, and wait for their last words."""
     patience_s = stop_timeout_s + _LAST_WORDS_S
     if not run.summary.exists():
-        files.end(OTHERWISE)
+        files.ended = OTHERWISE
         patience_s = _SHARE_OF_STOP * stop_timeout_s
     deadline = time.monotonic() + patience_s
     while files.nodes.awaited:

@@ -233,7 +233,7 @@ def test_a_run_that_ends(head_node: HeadNode, node: Callable[..., Node]) -> None
 
 def test_a_run_that_ends_otherwise(head_node: HeadNode, node: Callable[..., Node]) -> None:
     place = node(head_node.head()).take()
-    head_node.files.end("otherwise")
+    head_node.files.ended = "otherwise"
     with pytest.raises(ProcessError, match=r"^run r has ended and left no summary$"):
         wait_for(place.ended)
 
