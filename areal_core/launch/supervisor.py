@@ -177,9 +177,8 @@ class Supervisor:
                 starting = any(child.deadline < math.inf for child in self._children.values())
                 happened = poll(fds, _STARTING_S if starting else _TURN_S)
                 for child in list(self._children.values()):
-                    if child.process.pidfd not in happened:
-                        self._notice_ready(child)
-                        self._forward_log(child)
+                    self._notice_ready(child)
+                    self._forward_log(child)
                 if self.stop.is_set():
                     return
                 self._handle_ends(happened)
