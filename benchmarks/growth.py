@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import tempfile
 import time
@@ -27,6 +26,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from areal_core.config.schema import load
 from areal_core.controller.evaluations import EvaluationSchedule
@@ -96,8 +97,7 @@ class Stopwatch:
 def fill(ledger: TrajectoryLedger, groups: int, per_step: int) -> int:
     """Give a new ledger so many finished groups; returns the last step."""
     database = ledger._db  # a row at a time, its methods would take minutes  # pyright: ignore[reportPrivateUsage]
-    summary = json.dumps({"lengths": _SUMMARY.lengths, "rewards": _SUMMARY.rewards, "outcomes": _SUMMARY.outcomes})
-    summary = summary[:-1] + ', "truncated": [false], "prompt_tokens": 50, "checksums": [2147483648, 2147483648]}'
+    summary = msgspec.json.encode(_SUMMARY)
     steps = itertools.count(per_step)
     rows = [(number, None if number % _DROPPED == 0 else next(steps) // per_step) for number in range(1, groups + 1)]
     last = max(step for _, step in rows if step is not None)
