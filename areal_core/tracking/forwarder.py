@@ -36,13 +36,14 @@ from areal_core.tracking.mlflow_client import (
     shown,
     tag,
 )
-from areal_core.tracking.outbox import Document, LabelKind, Outbox, Refusal
+from areal_core.tracking.outbox import Document, LabelKind, Outbox
 from areal_core.types import MetricRow
 
 _INTERVAL_S = 1.0  # between two looks into the outbox
 _MAX_BACKOFF_S = 5.0
 _REQUEST_S = 5  # for one request of the forwarder
 _SHOWN_REFUSALS = 3
+_MOST = {"metric": MAX_METRICS, "param": MAX_LABELS, "tag": MAX_LABELS}  # in one request
 _STOP_S = 2  # for sending what is left when the process is told to end; also for each request then
 _FINAL_METRICS = (
     "accuracy_before",
@@ -69,8 +70,7 @@ class Forwarder:
         self._flush_timeout_s = flush_timeout_s
         self._opened = False
         self._doubtful = True  # the server may hold points that are marked as attempted only
-        self._metrics = _BatchSize(MAX_METRICS)
-        self._labels = {"param": _BatchSize(MAX_LABELS), "tag": _BatchSize(MAX_LABELS)}
+        self._sizes = dict(_MOST)  # of the next requests
         self._refused = False  # something, since the start
 
     def run(self, wait: Callable[[float], bool]) -> bool:
@@ -150,17 +150,15 @@ class Forwarder:
     def _send_metrics(self) -> None:
         if self._doubtful:
             self._compare()
-        rows = self._outbox.attempt_metrics(self._metrics.now)
+        rows = self._outbox.attempt_metrics(self._sizes["metric"])
         if not rows:
             return
         self._doubtful = True
         points = [Metric(row.key, row.value, int(row.time_s * 1000), row.step) for row in rows]
-        refusal = self._put(self._metrics, metrics=points)
-        if refusal is None:
-            self._outbox.sent_metrics(rows)
-        elif len(rows) == 1:
-            self._outbox.refuse_metric(rows[0], refusal)
-            self._note(Refusal(kind="point", name=rows[0].key, step=rows[0].step, reason=refusal))
+        refusal = self._put("metric", metrics=points)
+        if refusal is None or len(rows) == 1:
+            self._outbox.settle_metrics(rows, refusal)
+            self._note(refusal)
         self._doubtful = False  # what it refuses it does not hold
 
     def _compare(self) -> None:
@@ -168,57 +166,58 @@ class Forwarder:
         rows = self._outbox.attempted_metrics()
         for key in {row.key for row in rows}:
             held = {metric.step for metric in self._client.get_metric_history(self._run_id, key)}
-            self._outbox.sent_metrics(row for row in rows if row.key == key and row.step in held)
+            self._outbox.settle_metrics(row for row in rows if row.key == key and row.step in held)
         self._doubtful = False
 
     def _send_params(self) -> None:
-        params = self._outbox.pending_labels("param", self._labels["param"].now)
+        params = self._outbox.pending_labels("param", self._sizes["param"])
         if not params:
             return
         held = self._client.get_run(self._run_id).data.params  # the server refuses another value for ever
         for name, value in [*params.items()]:
             row = param(name, value)
             if row.key in held and held[row.key] != row.value:
-                self._refuse_label("param", name, params.pop(name), f"it is {held[row.key]!r} there and can't change")
+                refusal = f"it is {held[row.key]!r} there and can't change"
+                self._outbox.settle_labels("param", {name: params.pop(name)}, refusal)
+                self._note(refusal)
         fresh = [row for row in map(param, params, params.values()) if row.key not in held]
         self._send_labels("param", params, params=fresh)
 
     def _send_tags(self) -> None:
-        tags = self._outbox.pending_labels("tag", self._labels["tag"].now)
+        tags = self._outbox.pending_labels("tag", self._sizes["tag"])
         self._send_labels("tag", tags, tags=[*map(tag, tags, tags.values())])
 
     def _send_labels(self, kind: LabelKind, labels: Mapping[str, str], **fresh: list[Any]) -> None:
         """Send those that the server has not; `labels` are all that are sent then."""
-        refusal = self._put(self._labels[kind], **fresh) if any(fresh.values()) else None
-        if refusal is None:
-            self._outbox.sent_labels(kind, labels)
-        elif len(labels) == 1:
-            self._refuse_label(kind, *next(iter(labels.items())), refusal)
+        refusal = self._put(kind, **fresh) if any(fresh.values()) else None
+        if refusal is None or len(labels) == 1:
+            self._outbox.settle_labels(kind, labels, refusal)
+            self._note(refusal)
 
-    def _refuse_label(self, kind: LabelKind, name: str, value: str, refusal: str) -> None:
-        self._outbox.refuse_label(kind, name, value, refusal)
-        self._note(Refusal(kind=kind, name=name, step=None, reason=refusal))
+    def _put(self, kind: str, **batch: list[Any]) -> str | None:
+        """Send a batch. Returns why the server refuses it, None if it does not; raises FAILURES when nobody knows.
 
-    def _put(self, size: _BatchSize, **batch: list[Any]) -> str | None:
-        """Send a batch. Returns why the server refuses it, None if it does not; raises FAILURES when nobody knows."""
+        The next one is half as large when it is refused, which finds the item that the server does not take, and twice
+        as large when it is not."""
         try:
             self._client.log_batch(self._run_id, **batch, synchronous=True)
         except FAILURES as error:
             if not self._is_refused(error):
                 raise
-            size.refused(sum(map(len, batch.values())))
+            self._sizes[kind] = max(1, sum(map(len, batch.values())) // 2)
             return reason(error)
-        size.taken()
+        self._sizes[kind] = min(_MOST[kind], 2 * self._sizes[kind])
         return None
 
     def _is_refused(self, error: BaseException) -> bool:
         """Whether the server does not take just this. A run that is deleted there takes nothing, until restored."""
         return refuses(error) and self._client.get_run(self._run_id).info.lifecycle_stage != "deleted"
 
-    def _note(self, refusal: Refusal) -> None:
-        if not self._refused:
-            _log.warning("tracking: %s refuses %s; it is set aside, others are sent", shown(self._uri), refusal)
-        self._refused = True
+    def _note(self, refusal: str | None) -> None:
+        """Say it once that something was set aside."""
+        if refusal is not None and not self._refused:
+            self._refused, first = True, self._outbox.refusals()[0]
+            _log.warning("tracking: %s refuses %s; it is set aside, others are sent", shown(self._uri), first)
 
     def _say_what_was_refused(self) -> None:
         refusals = self._outbox.refusals()
@@ -231,15 +230,15 @@ class Forwarder:
         document = self._outbox.pending_document()
         if document is None:
             return
+        refusal = None
         try:
             self._put_document(document)
         except FAILURES as error:
             if not self._is_refused(error):
                 raise
-            self._outbox.refuse_document(document, reason(error))
-            self._note(Refusal(kind="document", name=document.kind, step=document.step, reason=reason(error)))
-        else:
-            self._outbox.sent_document(document)
+            refusal = reason(error)
+        self._outbox.settle_document(document, refusal)
+        self._note(refusal)
 
     def _put_document(self, document: Document) -> None:
         if document.kind == "trajectories":
@@ -275,21 +274,6 @@ class Forwarder:
             if error.get_http_status_code() >= 500:  # which connections that fail have, too
                 raise
             _log.warning("tracking: %s registers no model: %s", shown(self._uri), reason(error))
-
-
-class _BatchSize:
-    """How many items go into one request: half as many when the server refuses them, which finds the one that it does
-    not take; twice as many when it takes them."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.now = most
-
-    def refused(self, items: int) -> None:
-        self.now = max(1, items // 2)
-
-    def taken(self) -> None:
-        self.now = min(self._most, 2 * self.now)
 
 
 def _limit_requests(seconds: float) -> None:

@@ -33,7 +33,7 @@ LabelKind = Literal["param", "tag"]
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 _KEY = re.compile(r"[\w\- ][\w\-. /]{0,249}")  # what MLflow takes as a metric's name
-_ATTEMPTED, _SENT, _REFUSED = 1, 2, 3  # states of a row; 0: not attempted yet
+_ATTEMPTED, _SETTLED = 1, 2  # states of a row; 0: not attempted yet
 _MANY = ("trajectories", "staleness_histogram")  # documents of which there is one every few steps
 _MAX_BYTES = 256 << 20  # of documents that wait; beyond it none of these is added. A warning comes at half
 _TABLES = ("metrics", "labels", "documents")
@@ -49,6 +49,10 @@ CREATE TABLE IF NOT EXISTS labels (run TEXT NOT NULL, kind TEXT NOT NULL, name T
 CREATE TABLE IF NOT EXISTS documents (run TEXT NOT NULL, kind TEXT NOT NULL, step INTEGER NOT NULL, data TEXT NOT NULL,
     time_s REAL NOT NULL, state INTEGER NOT NULL DEFAULT 0, reason TEXT, UNIQUE (run, kind, step));
 CREATE TABLE IF NOT EXISTS ends (run TEXT PRIMARY KEY, status TEXT NOT NULL);
+CREATE VIEW IF NOT EXISTS refusals (run, kind, name, step, reason, state) AS
+    SELECT run, 'point', key, step, reason, state FROM metrics UNION ALL
+    SELECT run, kind, name, NULL, reason, state FROM labels UNION ALL
+    SELECT run, 'document', kind, step, reason, state FROM documents;
 """
 
 
@@ -184,15 +188,8 @@ class Outbox:
 
     def refusals(self) -> list[Refusal]:
         """What the server has refused: points, then labels, then documents."""
-        found = [
-            *self._read(
-                f"SELECT 'point', key, step, reason FROM metrics WHERE run = ? AND state = {_REFUSED}", self._run
-            ),
-            *self._read(f"SELECT kind, name, NULL, reason FROM labels WHERE run = ? AND state = {_REFUSED}", self._run),
-            *self._read(
-                f"SELECT 'document', kind, step, reason FROM documents WHERE run = ? AND state = {_REFUSED}", self._run
-            ),
-        ]
+        refused = f"run = ? AND reason NOT NULL AND state = {_SETTLED}"
+        found = self._read(f"SELECT kind, name, step, reason FROM refusals WHERE {refused}", self._run)
         return [Refusal(kind=kind, name=name, step=step, reason=reason) for kind, name, step, reason in found]
 
     def history(self) -> dict[str, list[tuple[int, float]]]:
@@ -232,35 +229,22 @@ class Outbox:
             for key, step, value, time_s in rows
         ]
 
-    def sent_metrics(self, rows: Iterable[MetricRow]) -> None:
+    def settle_metrics(self, rows: Iterable[MetricRow], refusal: str | None = None) -> None:
+        """Points wait no more: the server has them, or refuses them for this reason."""
         self._write(
-            f"UPDATE metrics SET state = {_SENT} WHERE run = ? AND key = ? AND step = ?",
-            [(self._run, row.key, row.step) for row in rows],
-        )
-
-    def refuse_metric(self, row: MetricRow, reason: str) -> None:
-        """Set a point aside that the server does not take."""
-        self._write(
-            f"UPDATE metrics SET state = {_REFUSED}, reason = ? WHERE run = ? AND key = ? AND step = ?",
-            [(reason, self._run, row.key, row.step)],
+            f"UPDATE metrics SET state = {_SETTLED}, reason = ? WHERE run = ? AND key = ? AND step = ?",
+            [(refusal, self._run, row.key, row.step) for row in rows],
         )
 
     def pending_labels(self, kind: LabelKind, limit: int) -> dict[str, str]:
         query = "SELECT name, value FROM labels WHERE run = ? AND kind = ? AND state < 2 ORDER BY rowid LIMIT ?"
         return dict(self._read(query, self._run, kind, limit))
 
-    def sent_labels(self, kind: LabelKind, labels: Mapping[str, str]) -> None:
-        """Mark labels as sent, unless they have another value by now."""
+    def settle_labels(self, kind: LabelKind, labels: Mapping[str, str], refusal: str | None = None) -> None:
+        """Labels wait no more, as `settle_metrics` has it, unless they have another value by now."""
         self._write(
-            f"UPDATE labels SET state = {_SENT} WHERE run = ? AND kind = ? AND name = ? AND value = ?",
-            [(self._run, kind, name, value) for name, value in labels.items()],
-        )
-
-    def refuse_label(self, kind: LabelKind, name: str, value: str, reason: str) -> None:
-        """Set a label aside that the server does not take, unless it has another value by now."""
-        self._write(
-            f"UPDATE labels SET state = {_REFUSED}, reason = ? WHERE run = ? AND kind = ? AND name = ? AND value = ?",
-            [(reason, self._run, kind, name, value)],
+            f"UPDATE labels SET state = {_SETTLED}, reason = ? WHERE run = ? AND kind = ? AND name = ? AND value = ?",
+            [(refusal, self._run, kind, name, value) for name, value in labels.items()],
         )
 
     def pending_document(self) -> Document | None:
@@ -270,30 +254,14 @@ class Outbox:
             return Document(kind=kind, step=step, data=json.loads(data), time_s=time_s)
         return None
 
-    def sent_document(self, document: Document) -> None:
-        """Mark a document as sent, unless it was replaced by now."""
-        self._settle(document, _SENT, None)
-
-    def refuse_document(self, document: Document, reason: str) -> None:
-        """Set a document aside that the server does not take, unless it was replaced by now."""
-        self._settle(document, _REFUSED, reason)
-
-    def _settle(self, document: Document, state: int, reason: str | None) -> None:
-        """A document waits no more; its digest stays, by which the same one is known."""
+    def settle_document(self, document: Document, refusal: str | None = None) -> None:
+        """A document waits no more, as `settle_metrics` has it, unless it was replaced by now. Its digest stays, by
+        which the same one is known."""
+        which = (self._run, document.kind, document.step, document.time_s)
         self._write(
-            "UPDATE documents SET state = ?, reason = ?, data = ? WHERE run = ? AND kind = ? AND step = ? "
-            "AND time_s = ?",
-            [
-                (
-                    state,
-                    reason,
-                    _digest(json.dumps(document.data)),
-                    self._run,
-                    document.kind,
-                    document.step,
-                    document.time_s,
-                )
-            ],
+            f"UPDATE documents SET state = {_SETTLED}, reason = ?, data = ? "
+            "WHERE run = ? AND kind = ? AND step = ? AND time_s = ?",
+            [(refusal, _digest(json.dumps(document.data)), *which)],
         )
 
     def _check_room(self, kind: str) -> None:

@@ -168,8 +168,8 @@ POINTS: list[Point] = [
     *_named(
         "outbox",
         _around("attempt", TRACKER, "areal_core.tracking.outbox:Outbox.attempt_metrics", 2, needs="tracked"),
-        _around("sent", TRACKER, "areal_core.tracking.outbox:Outbox.sent_metrics", 2, needs="tracked"),
-        _around("document-sent", TRACKER, "areal_core.tracking.outbox:Outbox.sent_document", needs="tracked"),
+        _around("sent", TRACKER, "areal_core.tracking.outbox:Outbox.settle_metrics", 2, needs="tracked"),
+        _around("document-sent", TRACKER, "areal_core.tracking.outbox:Outbox.settle_document", needs="tracked"),
     ),
 ]
 

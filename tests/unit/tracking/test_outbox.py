@@ -28,9 +28,9 @@ def test_rows_come_out_in_order_and_once(outbox: Outbox) -> None:
     outbox.log(rows)
 
     first = outbox.attempt_metrics(2)
-    outbox.sent_metrics(first)
+    outbox.settle_metrics(first)
     second = outbox.attempt_metrics(2)
-    outbox.sent_metrics(second)
+    outbox.settle_metrics(second)
 
     assert first == rows[:2]
     assert second == rows[2:]
@@ -46,7 +46,7 @@ def test_last_write_wins_until_the_first_attempt(outbox: Outbox) -> None:
 
     assert attempted == [row(value=2.0, time_s=101.0)]
     assert outbox.attempted_metrics() == attempted
-    outbox.sent_metrics(attempted)
+    outbox.settle_metrics(attempted)
     outbox.log([row(value=4.0)])
     assert outbox.unsent() == 0
 
@@ -103,10 +103,10 @@ def test_tag_changed_while_it_is_sent_is_sent_again(outbox: Outbox) -> None:
     outbox.tags({"a": "1", "b": "1"})
     sending = outbox.pending_labels("tag", 10)
     outbox.tags({"a": "2"})
-    outbox.sent_labels("tag", sending)
+    outbox.settle_labels("tag", sending)
 
     assert outbox.pending_labels("tag", 10) == {"a": "2"}
-    outbox.sent_labels("tag", {"a": "2"})
+    outbox.settle_labels("tag", {"a": "2"})
     outbox.tags({"a": "2"})
     assert outbox.unsent() == 0
 
@@ -116,12 +116,12 @@ def test_documents_are_replaced_until_equal(outbox: Outbox) -> None:
     sending = outbox.pending_document()
     assert sending is not None
     outbox.document("staleness_histogram", 5, {"counts": {"0": 2}})
-    outbox.sent_document(sending)
+    outbox.settle_document(sending)
 
     replaced = outbox.pending_document()
     assert replaced is not None
     assert replaced.data == {"counts": {"0": 2}}
-    outbox.sent_document(replaced)
+    outbox.settle_document(replaced)
     outbox.document("staleness_histogram", 5, {"counts": {"0": 2}})
     assert outbox.pending_document() is None
 
@@ -132,9 +132,9 @@ def test_refused_items_wait_no_more_and_keep_the_reason(outbox: Outbox) -> None:
     outbox.document("config", 0, {"seed": 1})
     document = outbox.pending_document()
     assert document is not None
-    outbox.refuse_metric(row(step=1), "too early")
-    outbox.refuse_label("tag", "a", "1", "too short")
-    outbox.refuse_document(document, "too large")
+    outbox.settle_metrics([row(step=1)], "too early")
+    outbox.settle_labels("tag", {"a": "1"}, "too short")
+    outbox.settle_document(document, "too large")
 
     assert outbox.unsent() == 1
     assert [str(one) for one in outbox.refusals()] == [
@@ -154,7 +154,7 @@ def test_what_was_sent_takes_no_room(outbox: Outbox, tmp_path: Path) -> None:
         outbox.document("trajectories", step, {"rows": ["x" * 100_000]})
         document = outbox.pending_document()
         assert document is not None
-        outbox.sent_document(document)
+        outbox.settle_document(document)
     outbox.close()
 
     assert (tmp_path / "outbox.sqlite").stat().st_size < 500_000
@@ -173,7 +173,7 @@ def test_full_outbox_takes_points_and_no_tables(
     outbox.log([row()])
     outbox.document("summary", 1, {})
     while document := outbox.pending_document():
-        outbox.sent_document(document)
+        outbox.settle_document(document)
     outbox.document("trajectories", 42, {"rows": []})
 
 
