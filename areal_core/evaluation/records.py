@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from areal_core.config.fields import leaves
 from areal_core.errors import ConfigError, StorageError
 from areal_core.types import Outcome
+
+_DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +67,15 @@ class RecordFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 whole = self._read(about)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                if synced or isinstance(error, ConfigError):
+            except _DAMAGED:
+                if synced:
                     raise
                 whole, self._records = list[bytes](), {}
             self._file = path.open("ab")
             self._file.truncate(sum(len(line) + 1 for line in whole))
             if not whole:
                 self._write(about)
-        except ConfigError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, *_DAMAGED) as error:
             raise StorageError(f"{path}: can't be read or written as records: {error}") from error
 
     def __contains__(self, problem: int) -> bool:
@@ -112,12 +113,13 @@ class RecordFile:
         if whole:
             self._check(whole[0], about)
         for line in whole[1:]:
-            record = _parse(line)
+            record = msgspec.json.decode(line, type=Record)
             self._records[record.problem] = record
         return whole
 
     def _check(self, line: bytes, about: Mapping[str, Any]) -> None:
-        before, now = dict(leaves(orjson.loads(line))), dict(leaves(orjson.loads(orjson.dumps(about))))
+        kind = dict[str, Any]
+        before, now = (dict(leaves(msgspec.json.decode(each, type=kind))) for each in (line, orjson.dumps(about)))
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
                 raise ConfigError(
@@ -135,17 +137,8 @@ class RecordFile:
 def read_records(path: Path) -> list[Record]:
     """The whole records of a file, in the order of their problems. Raises StorageError."""
     try:
-        records = [_parse(line) for line in path.read_bytes().split(b"\n")[1:-1] if line]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        lines = path.read_bytes().split(b"\n")[1:-1]
+        records = [msgspec.json.decode(line, type=Record) for line in lines if line]
+    except (OSError, *_DAMAGED) as error:
         raise StorageError(f"{path}: can't be read as records: {error}") from error
     return sorted(records, key=lambda record: record.problem)
-
-
-def _parse(line: bytes) -> Record:
-    value = orjson.loads(line)
-    greedy, samples = value.pop("greedy"), value.pop("samples")
-    return Record(**value, greedy=_sample(greedy), samples=tuple(map(_sample, samples)))
-
-
-def _sample(value: dict[str, Any]) -> Sample:
-    return Sample(**{**value, "outcome": Outcome(value["outcome"])})

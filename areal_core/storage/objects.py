@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -124,9 +124,7 @@ class Storage:
         self._tell("wrote", name, size, started)
 
     def put_bytes(self, name: str, data: bytes) -> None:
-        path = self._path(name)
-        with self._doing("write", name) as attempt:
-            attempt(lambda: self._kind.put_bytes(path, data))
+        self._done("write", name, self._kind.put_bytes, data)
 
     def put_over(self, name: str, data: bytes, mark: str | None) -> str:
         """Store an object in the place of the one that has this `mark`, or, for None, of none at all: in one step,
@@ -135,18 +133,13 @@ class Storage:
         Raises ChangedError where another object is there by now, or none. That one may be what this call has put: where
         an answer was lost on its way, it has tried again. So `data` should say whose it is.
         """
-        path = self._path(name)
-        with self._doing("write", name) as attempt:
-            put = attempt(lambda: self._kind.put_over(path, data, mark))
-        if put is None:
+        if (put := self._done("write", name, self._kind.put_over, data, mark)) is None:
             raise ChangedError(f"storage.url: can't write {self.url}/{name}: somebody else has changed it meanwhile")
         return put
 
     def get_marked(self, name: str) -> tuple[bytes, str]:
         """An object, and the mark by which `put_over` knows it."""
-        path = self._path(name)
-        with self._doing("read", name) as attempt:
-            return attempt(lambda: self._kind.get_marked(path))
+        return self._done("read", name, self._kind.get_marked)
 
     def get_file(self, name: str, local: Path) -> None:
         """Copy an object to a local file, whose folder is made."""
@@ -157,34 +150,24 @@ class Storage:
         self._tell("read", name, size, started)
 
     def get_bytes(self, name: str) -> bytes:
-        path = self._path(name)
-        with self._doing("read", name) as attempt:
-            return attempt(lambda: self._kind.get_bytes(path))
+        return self._done("read", name, self._kind.get_bytes)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
         """Bytes from `start` up to `stop` of an object; fewer where it ends before."""
         assert 0 <= start <= stop, (start, stop)
-        path = self._path(name)
-        with self._doing("read", name) as attempt:
-            return attempt(lambda: self._kind.get_range(path, start, stop))
+        return self._done("read", name, self._kind.get_range, start, stop)
 
     def exists(self, name: str) -> bool:
-        path = self._path(name)
-        with self._doing("look at", name) as attempt:
-            return attempt(lambda: self._kind.exists(path))
+        return self._done("look at", name, self._kind.exists)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of every object below the folder `prefix`, by full name, in the order of names."""
-        path = self._path(prefix)
-        with self._doing("list", prefix) as attempt:
-            found = attempt(lambda: self._kind.sizes(path))
+        found = self._done("list", prefix, self._kind.sizes)
         return {name.removeprefix(self._root).lstrip("/"): size for name, size in sorted(found.items())}
 
     def changed(self, prefix: str = "") -> dict[str, float]:
         """When every object below the folder `prefix` was put, in seconds since 1970 by the store's clock."""
-        path = self._path(prefix)
-        with self._doing("list", prefix) as attempt:
-            found = attempt(lambda: self._kind.changed(path))
+        found = self._done("list", prefix, self._kind.changed)
         return {name.removeprefix(self._root).lstrip("/"): at for name, at in found.items()}
 
     def list(self, prefix: str = "") -> Sequence[str]:
@@ -193,11 +176,9 @@ class Storage:
 
     def delete(self, prefix: str) -> None:
         """Delete the object `prefix`, or all objects below it. Nothing there is fine."""
-        path = self._path(prefix)
-        if path == self._root:
+        if self._path(prefix) == self._root:
             raise StorageError(f"{self.url}: refuses to delete the whole store; name what is to go")
-        with self._doing("delete", prefix) as attempt:
-            attempt(lambda: self._kind.delete(path))
+        self._done("delete", prefix, self._kind.delete)
 
     @contextmanager
     def _probe(self) -> Iterator[str]:
@@ -212,6 +193,12 @@ class Storage:
         if ".." in name.split("/"):
             raise StorageError(f"{self.url}: {name!r} leaves the store")
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
+
+    def _done(self, action: str, name: str, call: Callable[..., T], *arguments: object) -> T:
+        """The result of one call for the path of an object."""
+        path = self._path(name)
+        with self._doing(action, name) as attempt:
+            return attempt(lambda: call(path, *arguments))
 
     @contextmanager
     def _doing(self, action: str, name: str) -> Iterator[Attempt]:

@@ -61,16 +61,12 @@ def publish(
             written = write_tensors(scratch, tensors, dtype=dtype)
         else:
             written = adapters.write_adapter(scratch, tensors, lora, dtype=dtype)
-        made = PolicyVersion(version=version, path=str(path), sha256=written.sha256)
-        if _complete(path) == made:
+        if (known := _complete(path)) and known.sha256 == written.sha256:
             os.replace(scratch, file)  # the same, unless the one there is damaged
-            return made
-        (path / _MANIFEST).unlink(missing_ok=True)  # while the weights change, the version does not exist
-        _place(scratch, file, lora)
-        write_json(path / _MANIFEST, {"version": version, "sha256": made.sha256, "bytes": written.bytes})
+            return known
+        return adopt(folder, version, written.sha256, scratch, lora)
     except OSError as error:
         raise StorageError(f"can't publish version {version} in {path}: {error.strerror}") from error
-    return made
 
 
 def read_manifest(path: Path) -> PolicyVersion:
@@ -99,8 +95,10 @@ def adopt(folder: Path, version: int, sha256: str, scratch: Path, lora: Lora | N
     Raises OSError."""
     path, size = version_folder(folder, version), scratch.stat().st_size
     path.mkdir(parents=True, exist_ok=True)
-    (path / _MANIFEST).unlink(missing_ok=True)
-    _place(scratch, path / (_WEIGHTS if lora is None else adapters.ADAPTER), lora)
+    (path / _MANIFEST).unlink(missing_ok=True)  # while the weights change, the version does not exist
+    if lora is not None:
+        adapters.write_adapter_config(path, lora)
+    os.replace(scratch, path / (_WEIGHTS if lora is None else adapters.ADAPTER))
     write_json(path / _MANIFEST, {"version": version, "sha256": sha256, "bytes": size})
     return PolicyVersion(version=version, path=str(path), sha256=sha256)
 
@@ -161,12 +159,6 @@ def sync(folder: Path) -> None:
 def version_folder(folder: Path, version: int) -> Path:
     """The folder of a version, which may not exist."""
     return folder / f"v{version:06d}"
-
-
-def _place(scratch: Path, file: Path, lora: Lora | None) -> None:
-    if lora is not None:
-        adapters.write_adapter_config(file.parent, lora)
-    os.replace(scratch, file)
 
 
 def _number(path: Path) -> int:
