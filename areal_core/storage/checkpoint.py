@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from areal_core.errors import StorageError
 from areal_core.storage import durable
 from areal_core.storage.objects import DamagedError, MissingError, Storage
@@ -138,15 +140,9 @@ def save(
     problem = _problem(entries, _below(sizes, folder_name(step, number))) or _problem(shared or {}, sizes)
     if problem:
         raise StorageError(f"checkpoint {target.url} is not committed: {problem}")
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "number": number,
-        "files": {name: dataclasses.asdict(entry) for name, entry in entries.items()},
-        "shared": {name: dataclasses.asdict(entry) for name, entry in (shared or {}).items()},
-        "superseded": sorted(superseded),
-        "extra": dict(extra),
-    }
+    parts = {"files": entries, "shared": dict(shared or {})}
+    info = CheckpointInfo(step=step, number=number, **parts, superseded=sorted(superseded), extra=dict(extra))
+    manifest = {"format": FORMAT, **dataclasses.asdict(info)}
     target.put_bytes(_MANIFEST, _text(manifest | {_SEAL: _seal(manifest)}))
 
 
@@ -366,15 +362,12 @@ def _read_manifest(storage: Storage, step: int, number: int) -> CheckpointInfo:
             f"{storage.url}/{folder}: a checkpoint of format {found}, needed is {FORMAT}; "
             "start the run under another id"
         )
-    files, shared = (
-        {name: FileEntry(**entry) for name, entry in manifest[kind].items()} for kind in ("files", "shared")
-    )
-    if unsafe := [name for name in (*files, *shared) if not _NAME.fullmatch(name) or ".." in name.split("/")]:
+    info = msgspec.convert(manifest, CheckpointInfo)
+    if unsafe := [name for name in (*info.files, *info.shared) if not _NAME.fullmatch(name) or ".." in name.split("/")]:
         raise ValueError(f"{unsafe[0]!r} is no name of a file of a checkpoint")
-    if (int(manifest["step"]), int(manifest["number"])) != (step, number):
-        raise ValueError(f"it is of step {manifest['step']} and number {manifest['number']}")
-    superseded, extra = list(manifest["superseded"]), manifest["extra"]
-    return CheckpointInfo(step=step, number=number, files=files, shared=shared, superseded=superseded, extra=extra)
+    if (info.step, info.number) != (step, number):
+        raise ValueError(f"it is of step {info.step} and number {info.number}")
+    return info
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
