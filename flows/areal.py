@@ -17,24 +17,22 @@ folder.
 from __future__ import annotations
 
 import dataclasses
-import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import UUID
 
 from prefect import flow, get_client, get_run_logger
 from prefect.client.schemas.objects import FlowRunPolicy, State
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from prefect.states import Cancelled, Failed
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
-from areal_core.launch.process import die_with_parent
 from areal_core.run import launcher as core
 from areal_core.types import RunSummary
 from flows.compose import configure
 from flows.on_nodes import run_on_nodes
-from flows.page import CancelUnheard, Progress, told
+from flows.page import CancelUnheard, Progress, tie_to_worker, told
 from flows.roles import THREADS, prepare, report, run_roles
 from flows.run_result import tracking_page
 from flows.shared import (
@@ -82,8 +80,7 @@ def areal(
         provision: Where it runs: on this machine (local), on given hosts (static), or on nodes that are made (aws).
         overrides: Any other setting, one a line, as training.learning_rate=1e-4.
     """
-    if deployment.id is not None:
-        die_with_parent(signal.SIGTERM)  # the worker; without it nobody could cancel this run
+    tie_to_worker()
     log = get_run_logger()
     given = {
         "experiment": experiment,

@@ -17,7 +17,6 @@ import base64
 import contextlib
 import functools
 import re
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,12 +30,11 @@ from prefect.artifacts import (
 )
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
 from areal_core.errors import ArealError, TrackingError, one_line
-from areal_core.launch.process import die_with_parent
 from areal_core.run import launcher as core
 from areal_core.run.progress import describe
 from areal_core.types import RunStatus
@@ -44,7 +42,7 @@ from flows.comparison.design import DEFAULT_ARMS, Trial, generated_name
 from flows.comparison.record import Comparison, read_comparison
 from flows.comparison.report import metrics, result_table, result_title, write_report
 from flows.comparison.trials import TrialResult, load_result, run_trial
-from flows.page import Progress, told
+from flows.page import Progress, tie_to_worker, told
 from flows.shared import HOPELESS, PLACES, PROGRESS, RESULT, Experiment, Natural, run_title
 
 if TYPE_CHECKING:
@@ -78,8 +76,7 @@ def areal_compare(
         name: Of the comparison, letters, digits and dashes. A name that exists is continued, with its settings and
             perhaps new arms or seeds; the arms and seeds of this form count as given. Empty: a new one.
     """
-    if deployment.id is not None:
-        die_with_parent(signal.SIGTERM)  # the worker; without it nobody could cancel this run
+    tie_to_worker()
     # The same name in every attempt of this flow run, hence Prefect's "Retry" resumes.
     name = name or generated_name(experiment, flow_run.id[-12:])
     try:

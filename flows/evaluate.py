@@ -7,27 +7,25 @@ The same evaluation asked for again goes on where it ended: see areal_core.run.e
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
 from areal_core.config.schema import RunConfig
 from areal_core.errors import ArealError
 from areal_core.evaluation.scores import problem_row
-from areal_core.launch.process import die_with_parent
 from areal_core.run import evaluation
 from areal_core.run.evaluation import Result
 from areal_core.run.folders import tracking_uri
 from areal_core.tracking.pages import NOTE, run_page
 from flows.benchmarks import benchmark_configs
-from flows.page import Progress, told
+from flows.page import Progress, tie_to_worker, told
 from flows.shared import PLACES, PROGRESS, RESULT, Natural, Positive, run_title
 
 
@@ -52,8 +50,7 @@ def areal_evaluate(
         reference: The name of an earlier evaluation, to compare with problem by problem.
         overrides: Any other setting, one a line, as generation=vllm or task.chat.enabled=true.
     """
-    if deployment.id is not None:
-        die_with_parent(signal.SIGTERM)  # the worker; without it nobody could cancel this run
+    tie_to_worker()
     log = get_run_logger()
     try:
         configs = benchmark_configs(model, benchmarks, samples=samples, seed=seed, overrides=overrides)

@@ -9,25 +9,23 @@ A node that is to be reclaimed leaves the run; the flow that has provisioned it 
 
 from __future__ import annotations
 
-import signal
 from typing import Any, Literal
 from uuid import UUID
 
 from prefect import flow, get_client, get_run_logger
 from prefect.client.schemas.objects import State
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed
 
 from areal_core.errors import ArealError
-from areal_core.launch.process import die_with_parent
 from flows.bootstrap import troubles
 from flows.compose import configure
 from flows.follower import follow
 from flows.head import lead
 from flows.machine import identity, own_address
 from flows.notice import Notice
-from flows.page import CancelUnheard
+from flows.page import CancelUnheard, tie_to_worker
 from flows.provision.request import by_role
 from flows.roles import THREADS
 from flows.shared import HOPELESS
@@ -47,8 +45,7 @@ def areal_node(
         known_by: The flow run that has provisioned the node, which people know the run by.
         run: The parameters of the flow `areal`.
     """
-    if deployment.id is not None:
-        die_with_parent(signal.SIGTERM)  # the worker
+    tie_to_worker()
     log, node, api = get_run_logger().info, identity(), PREFECT_API_URL.value() or ""
     address = own_address(api)
     try:

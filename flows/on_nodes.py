@@ -23,9 +23,6 @@ from prefect import get_client, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
-from prefect.client.schemas.objects import Artifact
-from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
@@ -48,6 +45,7 @@ from flows.provision.terraform import Plan
 from flows.shared import COST, PLAN, PROGRESS, RESULT, SUMMARY, TRACKING
 from flows.shares import FINISH, REAPER, Shares
 from flows.stack import STATE
+from flows.watch import newest_artifact
 
 _LOOK_S = 2.0
 _SEE_S = 20.0  # for nodes to see that their run has ended in order
@@ -317,7 +315,7 @@ def _watch(
 
 def _show_progress(fleet: Fleet, progress: Progress, client: SyncPrefectClient) -> None:
     """The head node's own; before it has any, what is waited for."""
-    if shown := _artifact(client, fleet.leading.id, PROGRESS):
+    if shown := newest_artifact(client, UUID(fleet.leading.id), PROGRESS):
         progress.show(float(str(shown.data)), shown.description or "")
         return
     waits = [share.name for share in fleet.shares if share.seen.node is None]
@@ -327,7 +325,7 @@ def _show_progress(fleet: Fleet, progress: Progress, client: SyncPrefectClient) 
 def _take_over(client: SyncPrefectClient, share: str, log: Log) -> None:
     """The head node's artifacts are this flow run's, too."""
     for key in (TRACKING, SUMMARY, RESULT):
-        if found := told(f"the artifact {key}", partial(_artifact, client, share, key), log):
+        if found := told(f"the artifact {key}", partial(newest_artifact, client, UUID(share), key), log):
             data, text = str(found.data), found.description
             again = (
                 partial(create_table_artifact, json.loads(data), key, text)
@@ -335,12 +333,6 @@ def _take_over(client: SyncPrefectClient, share: str, log: Log) -> None:
                 else partial(create_markdown_artifact, data, key, text)
             )
             told(f"the artifact {key}", again, log)
-
-
-def _artifact(client: SyncPrefectClient, share: str, key: str) -> Artifact | None:
-    chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(share)]), key=ArtifactFilterKey(any_=[key]))
-    found = client.read_artifacts(artifact_filter=chosen, sort=ArtifactSort.UPDATED_DESC, limit=1)
-    return found[0] if found else None
 
 
 def _run_id(config: RunConfig) -> str:

@@ -7,6 +7,7 @@ once, and what has to be told in the end is told again until it does, for `PATIE
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -16,8 +17,10 @@ import httpx
 from prefect import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.objects import StateType
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from areal_core.launch.process import die_with_parent
 
 PATIENCE_S = 3600.0  # with a server that is away at the end of a run, whose processes have ended by then
 _QUICK_S = 5.0  # for a look at the progress
@@ -81,6 +84,12 @@ class Progress:
             elif self._cancelling_since is None:
                 self._cancelling_since = now
         return self._cancelling_since is not None and now - self._cancelling_since >= _UNHEARD_S
+
+
+def tie_to_worker() -> None:
+    """Have this process asked to end once its worker is gone, without which nobody could cancel the flow run."""
+    if deployment.id is not None:
+        die_with_parent(signal.SIGTERM)
 
 
 @contextlib.contextmanager

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 from functools import partial
 
 from prefect import flow, get_client, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
-from prefect.runtime import deployment
 from prefect.states import Completed, Failed
 
 from areal_core.config.groups import ProvisionConfig
 from areal_core.errors import ArealError
-from areal_core.launch.process import die_with_parent
-from flows.page import told
+from flows.page import tie_to_worker, told
 from flows.provision.reaper import reaper_of
 from flows.shares import forget
 from flows.stack import STATE
@@ -31,8 +28,7 @@ def areal_reap(store: str | None = None) -> State:
     Args:
         store: Where the leases are, as s3://bucket. Empty: the bucket that `make control` has made from this machine.
     """
-    if deployment.id is not None:
-        die_with_parent(signal.SIGTERM)  # the worker; what is half done, the next run does
+    tie_to_worker()  # what is half done, the next run does
     log = get_run_logger()
 
     def forget_run(run: str) -> None:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _LOOK_INTERVAL_S = 1.0  # Prefect's API can only be asked
 _CANCEL_TIMEOUT_S = 60.0
-_PATIENCE_S = 86_400.0  # with a server that does not respond: the run goes on meanwhile
 _SILENT = "Prefect's server does not respond. The run continues; progress returns when the server does."
 _NEWS_TIMEOUT_S = 2.0  # a supervisor sees at once what dies
 
@@ -111,9 +110,9 @@ def _run(deployment: str, parameters: dict[str, Any], up: stack.Stack, console: 
             raise
         state = flow_run.state
         assert state is not None
-        if result := _artifact(client, flow_run.id, RESULT):  # a comparison that has failed has one too
+        if result := newest_artifact(client, flow_run.id, RESULT):  # a comparison that has failed has one too
             console.print(_table(result))
-        if places := _artifact(client, flow_run.id, PLACES):
+        if places := newest_artifact(client, flow_run.id, PLACES):
             for place in _rows(places):
                 console.print(_safe(f"{place['what']}: {place['value']}"), soft_wrap=True)
         if not state.is_completed():
@@ -132,7 +131,6 @@ def _python_path() -> str:
 
 def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news: News) -> FlowRun:
     """Show the progress artifact until the flow run has ended; on a terminal as a bar, elsewhere as lines."""
-    patience = _Patience()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("starting", total=100.0)
@@ -140,7 +138,7 @@ def _watch(client: SyncPrefectClient, flow_run_id: UUID, console: Console, news:
         while True:
             for line in news():
                 console.print(_safe(line), soft_wrap=True)
-            look = patience.ask(lambda: (client.read_flow_run(flow_run_id), _artifact(client, flow_run_id, PROGRESS)))
+            look = _asked(lambda: (client.read_flow_run(flow_run_id), newest_artifact(client, flow_run_id, PROGRESS)))
             if (look is None) != silent:
                 silent = look is None
                 console.print(_SILENT if silent else "Prefect's server responds again.", soft_wrap=True)
@@ -164,10 +162,9 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
     from prefect.states import Cancelling
 
     client.set_flow_run_state(flow_run_id, Cancelling())
-    patience = _Patience()
     deadline = time.monotonic() + _CANCEL_TIMEOUT_S
     while time.monotonic() < deadline:
-        flow_run = patience.ask(lambda: client.read_flow_run(flow_run_id))
+        flow_run = _asked(lambda: client.read_flow_run(flow_run_id))
         if flow_run is not None and flow_run.state is not None and flow_run.state.is_final():
             console.print(f"The flow run is {flow_run.state.name}.")
             return
@@ -175,33 +172,20 @@ def _cancel(client: SyncPrefectClient, flow_run_id: UUID, console: Console) -> N
     console.print(f"The flow run has not ended after {_CANCEL_TIMEOUT_S:.0f} s.")
 
 
-class _Patience:
-    """Tolerance of a server that responds with errors, late or not at all, for a while: it is busy, or starts again."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._since: float | None = None  # when the trouble began
-
-    def ask(self, look: Callable[[], _Response]) -> _Response | None:
-        """The response, or None when there is none this time. Raises httpx.HTTPError."""
-        try:
-            response = look()
-        except httpx.HTTPError:
-            now = self._clock()
-            self._since = now if self._since is None else self._since
-            if now - self._since > _PATIENCE_S:
-                raise
-            return None
-        self._since = None
-        return response
+def _asked(look: Callable[[], _Response]) -> _Response | None:
+    """The response; None where the server responds with an error, late or not at all: it is busy, or starts again."""
+    try:
+        return look()
+    except httpx.HTTPError:
+        return None
 
 
-def _artifact(client: SyncPrefectClient, flow_run_id: UUID, key: str) -> Artifact | None:
+def newest_artifact(client: SyncPrefectClient, flow_run_id: UUID, key: str) -> Artifact | None:
+    """The artifact of a flow run with this key: a retry makes another."""
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
     from prefect.client.schemas.sorting import ArtifactSort
 
     chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]), key=ArtifactFilterKey(any_=[key]))
-    # A retry makes another.
     found = client.read_artifacts(artifact_filter=chosen, sort=ArtifactSort.UPDATED_DESC, limit=1)
     return found[0] if found else None
 

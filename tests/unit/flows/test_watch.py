@@ -6,6 +6,7 @@ import io
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 from uuid import UUID, uuid4
 
 import httpx
@@ -20,29 +21,10 @@ _LATE = httpx.ReadTimeout("late", request=_REQUEST)
 _GONE = httpx.ConnectError("refused", request=_REQUEST)
 
 
-class _Server:
-    """Returns each of these in turn; raises those that are errors."""
-
-    def __init__(self, *responses: Any) -> None:
-        self._responses = [*responses]
-
-    def __call__(self) -> Any:
-        response = self._responses.pop(0)
-        if isinstance(response, BaseException):
-            raise response
-        return response
-
-
-def test_errors_are_tolerated_for_a_while_and_forgotten_after_a_response() -> None:
-    now, hours = SimpleNamespace(s=0.0), 3600.0
-    patience, server = watch._Patience(lambda: now.s), _Server(_BUSY, _GONE, "yes", _LATE, _BUSY, _GONE)
-    responses: list[Any] = []
-    for now.s in (0.0, 23 * hours, 25 * hours, 30 * hours, 54 * hours):
-        responses.append(patience.ask(server))
-    assert responses == [None, None, "yes", None, None]
-    now.s += 1.0
-    with pytest.raises(httpx.ConnectError):
-        patience.ask(server)
+@pytest.mark.parametrize("error", [_BUSY, _LATE, _GONE])
+def test_a_server_that_does_not_respond_is_asked_again(error: httpx.HTTPError) -> None:
+    responses = MagicMock(side_effect=[error, "yes"])
+    assert [watch._asked(responses) for _ in range(2)] == [None, "yes"]
 
 
 class _Client:
