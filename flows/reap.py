@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 
 from prefect import flow, get_client, get_run_logger
@@ -45,7 +46,7 @@ def areal_reap(store: str | None = None) -> State:
         return Failed(message=str(error))
     if not reaped:
         return Completed(message="nothing to reap")
-    rows = [one.row() for one in reaped]
+    rows = [{column.replace("_", " "): value or "" for column, value in asdict(one).items()} for one in reaped]
     told("what was reaped", lambda: create_table_artifact(rows, key=REAPED, description="Ended"), log.warning)
     if failed := [one for one in reaped if one.failed]:
         return Failed(message="; ".join(map(str, failed)))

@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from areal_core.config.schema import RunConfig
@@ -22,15 +21,15 @@ Effect = Literal["ratio", "difference"]
 SCORES = (0.5, 0.75, 0.9, 0.95)  # held-out accuracies, one of which is timed where stop.score sets none
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Measure:
     """One row of the report's tables."""
 
     name: str
-    unit: str = ""  # empty where the name says it
+    unit: str  # empty where the name says it
     digits: int | None  # after the point; None: three significant ones
     effect: Effect  # how two arms are compared
-    value: Callable[[TrialResult], float | None]  # None: this trial has none
+    value: Callable[[RunSummary, TrialResult], float | None]  # None: this trial has none
     headline: bool = False  # what most readers come for
     of_all: bool = False  # means nothing of an arm some of whose trials have none
 
@@ -48,14 +47,14 @@ def measures(results: Sequence[TrialResult]) -> list[Measure]:
     """All measures that these trials can have."""
     config, target = results[0].trial.config, common_target(results)
     speed = [
-        _of_summary("effective tokens/s", "", None, "ratio", lambda s, c: s.effective_tokens_per_s, headline=True),
-        _of_summary("generated tokens/s", "", None, "ratio", lambda s, c: s.generated_tokens_per_s),
-        _of_summary("wall time", "s", 1, "ratio", lambda s, c: s.rl_wall_s * time_scale(c)),
+        Measure("effective tokens/s", "", None, "ratio", lambda s, _: s.effective_tokens_per_s, headline=True),
+        Measure("generated tokens/s", "", None, "ratio", lambda s, _: s.generated_tokens_per_s),
+        Measure("wall time", "s", 1, "ratio", lambda s, r: s.rl_wall_s * time_scale(r.trial.config)),
     ]
     waiting = [
-        _of_summary("steps", "", 0, "difference", lambda s, c: s.steps),
-        _of_summary("staleness, mean", "versions", 2, "difference", lambda s, c: s.staleness_mean),
-        _of_summary("staleness, max", "versions", 1, "difference", lambda s, c: s.staleness_max),
+        Measure("steps", "", 0, "difference", lambda s, _: s.steps),
+        Measure("staleness, mean", "versions", 2, "difference", lambda s, _: s.staleness_mean),
+        Measure("staleness, max", "versions", 1, "difference", lambda s, _: s.staleness_max),
         _share("trainer waits", "bubble/trainer_wait"),
         _share("generation idle", "bubble/generation_idle"),
         _share("generation paused for updates", "bubble/generation_paused"),
@@ -64,11 +63,13 @@ def measures(results: Sequence[TrialResult]) -> list[Measure]:
         return [dataclasses.replace(row, unit=f"emulated {row.unit}".strip()) for row in speed] + waiting
     learning: list[Measure] = []
     if target is not None:
-        name, timed = f"time to score {target:g}", partial(time_to_score, target=target)
-        learning.append(Measure(name=name, unit="s", digits=1, effect="ratio", value=timed, headline=True, of_all=True))
+        name = f"time to score {target:g}"
+        learning.append(
+            Measure(name, "s", 1, "ratio", lambda _, r: time_to_score(r, target), headline=True, of_all=True)
+        )
     if config.evaluated:
         name, unit = "final score", "held-out accuracy"
-        learning.append(_of_summary(name, unit, 3, "difference", lambda s, c: s.accuracy_after, headline=True))
+        learning.append(Measure(name, unit, 3, "difference", lambda s, _: s.accuracy_after, headline=True))
     return speed + learning + waiting
 
 
@@ -79,7 +80,9 @@ def succeeded(results: Sequence[TrialResult], arm: str) -> list[TrialResult]:
 
 def values_by_seed(measure: Measure, results: Sequence[TrialResult], arm: str) -> dict[int, float]:
     """Seed -> value, of the arm's trials that have one."""
-    values = {result.trial.seed: measure.value(result) for result in succeeded(results, arm)}
+    values = {
+        r.trial.seed: measure.value(r.summary, r) for r in results if r.summary is not None and r.trial.arm == arm
+    }
     return {seed: value for seed, value in values.items() if value is not None and math.isfinite(value)}
 
 
@@ -144,26 +147,11 @@ def time_scale(config: RunConfig) -> float:
     return config.emulation.speed if config.emulated else 1.0
 
 
-def _of_summary(
-    name: str,
-    unit: str,
-    digits: int | None,
-    effect: Effect,
-    value: Callable[[RunSummary, RunConfig], float | None],
-    *,
-    headline: bool = False,
-) -> Measure:
-    def of(result: TrialResult) -> float | None:
-        return None if result.summary is None else value(result.summary, result.trial.config)
-
-    return Measure(name=name, unit=unit, digits=digits, effect=effect, value=of, headline=headline)
-
-
 def _share(name: str, key: str) -> Measure:
     """The share of time that a curve tells, in percent."""
 
-    def of(result: TrialResult) -> float | None:
+    def of(_: RunSummary, result: TrialResult) -> float | None:
         share = weighted_by_time(result, key)
         return None if share is None else 100.0 * share
 
-    return Measure(name=name, unit="% of time", digits=1, effect="difference", value=of)
+    return Measure(name, "% of time", 1, "difference", of)

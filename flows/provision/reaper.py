@@ -58,21 +58,10 @@ class Reaped:
 
     run: str
     owner: str = "-"
-    since: str = "-"  # when the lease was over
+    over_since: str = "-"  # when the lease was over
     ended: str = ""  # what was ended, and how
     cost: str = "-"
     failed: str | None = None  # why it is to be tried again
-
-    def row(self) -> dict[str, str]:
-        """Of a table."""
-        return {
-            "run": self.run,
-            "owner": self.owner,
-            "over since": self.since,
-            "ended": self.ended,
-            "cost": self.cost,
-            "failed": self.failed or "",
-        }
 
     def __str__(self) -> str:
         done = f"run {self.run}: {self.ended or 'nothing'} ended"
@@ -128,7 +117,8 @@ class Reaper:
             return self._told(Reaped(run=run, failed=str(error)))
         if lease is None or not self._leases.is_over(lease):
             return None
-        known = Reaped(run=run, owner=lease.owner, since=lease.expires if lease.expires_at else "it was put down")
+        since = lease.expires if lease.expires_at else "it was put down"
+        known = Reaped(run=run, owner=lease.owner, over_since=since)
         if unknown := _unknown(lease):
             return self._tried(known, lambda: self._by_cloud(run, unknown))
         return self._tried(known, lambda: self._by_terraform(lease))
@@ -214,7 +204,7 @@ class Reaper:
             its = [each for each in found if each.run == run]
             is_ours = run in known or any(each.near for each in its)  # an account may have several stores
             if is_ours and not self._is_young(its):
-                yield self._tried(Reaped(run=run, since="no lease"), partial(self._by_cloud, run, "no lease"))
+                yield self._tried(Reaped(run=run, over_since="no lease"), partial(self._by_cloud, run, "no lease"))
 
     def _with_states(self) -> list[str]:
         names = self._leases.storage.list(_STATES)

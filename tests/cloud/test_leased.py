@@ -194,7 +194,7 @@ def test_what_is_in_no_state_and_has_no_lease_is_swept(
         store.delete(name)
     reaper = Reaper(Leases(store), state, cloud_of=cloud_of, foundation=foundation, young_s=0.0)
     (reaped,) = reaper.reap()
-    assert (reaped.since, reaped.failed) == ("no lease", None)
+    assert (reaped.over_since, reaped.failed) == ("no lease", None)
     assert reaped.ended.startswith("1 aws_iam_instance_profile, 1 aws_iam_role, 1 aws_instance, 1 aws_launch_template")
     with pytest.raises(MissingError):
         store.get_bytes(STATE)

@@ -249,13 +249,13 @@ def test_nodes_that_are_handed_over_are_ended_by_the_next_reaper(world: World) -
         world.forward(10.0)
         nodes.hand_over()
     (reaped,) = world.reaper("r").reap()
-    assert reaped.row() == {
+    assert dataclasses.asdict(reaped) == {
         "run": RUN,
         "owner": "somebody@example.org",
-        "over since": "it was put down",
+        "over_since": "it was put down",
         "ended": "3 aws_instance, 2 aws_launch_template, 1 aws_security_group",
         "cost": reaped.cost,
-        "failed": "",
+        "failed": None,
     }
     assert float(reaped.cost.removeprefix("$")) >= 30.0  # three nodes, a dollar a second
     assert world.living() == {}
@@ -396,7 +396,7 @@ def test_a_flow_that_is_asked_to_end_hands_its_nodes_over(
         signal.signal(signal.SIGUSR1, before)
     world.plan([])
     (reaped,) = world.reaper("r").reap()
-    assert (reaped.since, reaped.failed) == ("it was put down", None)
+    assert (reaped.over_since, reaped.failed) == ("it was put down", None)
     assert world.living() == {}
 
 
@@ -529,7 +529,7 @@ def test_what_has_no_lease_is_swept(world: World) -> None:
     assert young.reap() == []
     world.forward(301.0)
     (reaped,) = young.reap()
-    assert (reaped.since, reaped.failed) == ("no lease", None)
+    assert (reaped.over_since, reaped.failed) == ("no lease", None)
     assert world.living() == {}
 
 
@@ -585,7 +585,7 @@ def test_nodes_by_hand_live_until_they_expire(
         pass
     world.forward(EXPIRES_AT - world.clock().wall() + 10.0)
     (reaped,) = world.reaper("r").reap()
-    assert reaped.since == "2037-01-31T12:00:00Z"
+    assert reaped.over_since == "2037-01-31T12:00:00Z"
 
 
 def test_nodes_by_hand_are_destroyed(run_nodes: Callable[..., int], world: World) -> None:

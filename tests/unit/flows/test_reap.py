@@ -16,8 +16,12 @@ from areal_core.errors import StorageError
 from flows import reap
 from flows.provision.reaper import Reaped
 
-ENDED = Reaped(run="first", owner="a@example.org", since="2030-01-31T12:00:00Z", ended="1 aws_instance", cost="$1.00")
-FAILED = Reaped(run="second", owner="b@example.org", since="it was put down", ended="", cost="-", failed="no rights")
+ENDED = Reaped(
+    run="first", owner="a@example.org", over_since="2030-01-31T12:00:00Z", ended="1 aws_instance", cost="$1.00"
+)
+FAILED = Reaped(
+    run="second", owner="b@example.org", over_since="it was put down", ended="", cost="-", failed="no rights"
+)
 
 
 class FakeReaper:
