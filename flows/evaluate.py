@@ -113,17 +113,17 @@ def _track(uri: str, model: str, results: Sequence[Result], config: RunConfig) -
         "evaluation": name,
         "areal.flow_run_id": flow_run.id,
     }
-    run_id = mlflow_client.start_run(uri, config.tracking.experiment, name, tags, {"model": model, **config.to_dict()})
+    about = {result.benchmark: result.about["benchmark"] for result in results}
+    inputs = [
+        {"name": benchmark, "digest": its["sha256"], "source": str(its["source"]), "context": "evaluation"}
+        for benchmark, its in about.items()
+    ]
+    params = {"model": model, **config.to_dict()}
+    run_id = mlflow_client.start_run(uri, config.tracking.experiment, name, tags, params, inputs)
     for result in results:
-        mlflow_client.add_benchmark(
-            uri,
-            run_id,
-            benchmark=result.benchmark,
-            digest=result.about["benchmark"]["sha256"],
-            source=str(result.about["benchmark"]["source"]),
-            metrics={f"eval/{result.benchmark}/{key}": value for key, value in result.scores.metrics().items()},
-            rows=[problem_row(record) for record in result.records],
-            files=[result.page, result.records_file],
-        )
+        metrics = {f"eval/{result.benchmark}/{key}": value for key, value in result.scores.metrics().items()}
+        tables = {result.benchmark: [problem_row(record) for record in result.records]}
+        files = [result.page, result.records_file]
+        mlflow_client.add_to_run(uri, run_id, metrics=metrics, step=0, folder="evaluation", files=files, tables=tables)
     mlflow_client.end_run(uri, run_id, "FINISHED")
     return run_page(uri, mlflow_client.experiment_of(uri, run_id), run_id) or uri

@@ -200,7 +200,7 @@ def bill(spent: Meter, summary: RunSummary, store: Storage) -> None:
         for what in ("idle", "stale"):
             metrics[f"cost/{what}_dollars"] = sum((each or {}).get(what, 0.0) for each in parts.values())
     try:
-        add_to_run(info.tracking_uri, info.tracking_run_id, metrics=metrics, step=summary.steps, files=(), folder="")
+        add_to_run(info.tracking_uri, info.tracking_run_id, metrics=metrics, step=summary.steps)
     except TrackingError as error:
         log.warning("MLflow does not know what the run has cost: %s", error)
 

@@ -70,7 +70,7 @@ def start_run(
     inputs: Iterable[Mapping[str, str]] = (),
 ) -> str:
     """Open a run and return its id. `params` is the resolved configuration: parameters with dotted names, config.json;
-    `inputs` are data sets as `add_input` takes them.
+    `inputs` are data sets: name, digest, source, and the context, which is training or evaluation.
 
     What is longer than MLflow takes is cut, with a mark. Raises TrackingError.
     """
@@ -87,8 +87,10 @@ def start_run(
         while chunk := list(islice(flat, MAX_LABELS)):
             client.log_batch(run_id, params=chunk)
         client.log_dict(run_id, dict(params), "config.json")
-    for data_set in inputs:
-        add_input(uri, run_id, **data_set)
+        for each in inputs:
+            name, digest = _cut(each["name"], _MAX_NAME), each["digest"][:_MAX_DIGEST]
+            data_set = Dataset(name=name, digest=digest, source_type="local", source=each["source"])
+            client.log_inputs(run_id, [DatasetInput(data_set, [InputTag("mlflow.data.context", each["context"])])])
     return run_id
 
 
@@ -118,16 +120,26 @@ def label_run(uri: str, run_id: str, tags: Mapping[str, str], params: Mapping[st
 
 
 def add_to_run(
-    uri: str, run_id: str, *, metrics: Mapping[str, float], step: int, files: Iterable[Path], folder: str
+    uri: str,
+    run_id: str,
+    *,
+    metrics: Mapping[str, float],
+    step: int,
+    folder: str = "",
+    files: Iterable[Path] = (),
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> None:
-    """Log metrics of one step and put files among the artifacts of `folder`. Raises TrackingError."""
+    """Log metrics of one step; put files, and rows of tables by their names, among the artifacts of `folder`. Raises
+    TrackingError."""
     client, now_ms = MlflowClient(uri), int(time.time() * 1000)
     with _reporting(uri):
-        rows = iter([Metric(_name(key), value, now_ms, step) for key, value in metrics.items()])
-        while chunk := list(islice(rows, MAX_METRICS)):
+        points = iter([Metric(_name(key), value, now_ms, step) for key, value in metrics.items()])
+        while chunk := list(islice(points, MAX_METRICS)):
             client.log_batch(run_id, metrics=chunk)
         for file in files:
             client.log_artifact(run_id, str(file), folder)
+        for name, rows in (tables or {}).items():
+            put_table(client, run_id, f"{folder}/{name}.json", rows)
 
 
 def put_table(client: MlflowClient, run_id: str, path: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -154,33 +166,6 @@ def append_note(client: MlflowClient, run_id: str, text: str) -> None:
     if text not in before:
         before = _cut(before, _MAX_TAG - len(text) - 2)
         client.set_tag(run_id, NOTE, tag(NOTE, f"{before}\n\n{text}".strip()).value)
-
-
-def add_benchmark(
-    uri: str,
-    run_id: str,
-    *,
-    benchmark: str,
-    digest: str,
-    source: str,
-    metrics: Mapping[str, float],
-    rows: Sequence[Mapping[str, Any]],
-    files: Iterable[Path],
-) -> None:
-    """The scores of a benchmark, its problems as a table, its data set as an input of the run, and files among the
-    artifacts of evaluation/. Raises TrackingError."""
-    client = MlflowClient(uri)
-    add_input(uri, run_id, name=benchmark, digest=digest, source=source, context="evaluation")
-    with _reporting(uri):
-        put_table(client, run_id, f"evaluation/{benchmark}.json", rows)
-    add_to_run(uri, run_id, metrics=metrics, step=0, files=files, folder="evaluation")
-
-
-def add_input(uri: str, run_id: str, *, name: str, digest: str, source: str, context: str) -> None:
-    """A data set as an input of a run; `context` is training or evaluation. Raises TrackingError."""
-    data = Dataset(name=_cut(name, _MAX_NAME), digest=digest[:_MAX_DIGEST], source_type="local", source=source)
-    with _reporting(uri):
-        MlflowClient(uri).log_inputs(run_id, [DatasetInput(data, [InputTag("mlflow.data.context", context)])])
 
 
 def register(client: MlflowClient, run_id: str, model: Mapping[str, Any]) -> None:

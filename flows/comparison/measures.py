@@ -80,9 +80,7 @@ def succeeded(results: Sequence[TrialResult], arm: str) -> list[TrialResult]:
 
 def values_by_seed(measure: Measure, results: Sequence[TrialResult], arm: str) -> dict[int, float]:
     """Seed -> value, of the arm's trials that have one."""
-    values = {
-        r.trial.seed: measure.value(r.summary, r) for r in results if r.summary is not None and r.trial.arm == arm
-    }
+    values = {r.trial.seed: measure.value(r.summary, r) for r in succeeded(results, arm) if r.summary}
     return {seed: value for seed, value in values.items() if value is not None and math.isfinite(value)}
 
 
