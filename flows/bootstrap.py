@@ -7,7 +7,6 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,17 +22,10 @@ _NETWORK_S = 10.0
 _NVIDIA_SMI_S = 60.0  # the first call of a machine loads the driver
 
 
-def troubles(config: RunConfig, nodes: NodesConfig, prefect_api: str) -> Iterator[str]:
+def troubles(config: RunConfig, nodes: NodesConfig, prefect_api: str) -> list[str]:
     """What this node lacks of what the run asks of its role's: driver, GPUs, disk, network, clock. A line each."""
-    looks: tuple[Callable[[], str | None], ...] = (
-        lambda: _gpus(nodes),
-        lambda: _disk(config),
-        lambda: _store(config.storage.endpoint_url),
-        lambda: _clock(prefect_api),
-    )
-    for look in looks:
-        if found := look():
-            yield found
+    found = (_gpus(nodes), _disk(config), _store(config.storage.endpoint_url), _clock(prefect_api))
+    return [each for each in found if each]
 
 
 def _gpus(nodes: NodesConfig) -> str | None:

@@ -54,7 +54,7 @@ def areal_node(
     except ArealError as error:
         return Failed(name=REFUSED, message=str(error))
     _say(f"{NODE}{node}")
-    if wrong := [*troubles(config, by_role(config)[role], api)]:
+    if wrong := troubles(config, by_role(config)[role], api):
         return Failed(name=BAD_NODE, message=f"node {node} ({address}) is no good: {'; '.join(wrong)}")
     _say(CHECKED)
     with Notice(log) as notice:

@@ -10,9 +10,10 @@ Exit status: 0 done; 1 it could not be done, or was not wanted; 2 a setting is w
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +67,14 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold what infra/terraform/run/variables.tf asks for, as name: value")
-    return _plain(values)
+    return json.loads(json.dumps(values, default=_text))
 
 
-def _plain(value: Any) -> Any:
+def _text(value: object) -> str:
     """YAML reads a time where one stands; Terraform wants its text."""
-    if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    if isinstance(value, datetime):
-        return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if value.tzinfo else value.isoformat()
-    return value
+    if isinstance(value, datetime) and value.tzinfo:
+        return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return value.isoformat() if isinstance(value, date) else str(value)
 
 
 def _expiry(request: Mapping[str, Any]) -> float:

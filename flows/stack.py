@@ -34,6 +34,7 @@ from areal_core.errors import ArealError, ConfigError, ProcessError
 from areal_core.launch import children, process
 from areal_core.launch.supervisor import FileLock
 from areal_core.launch.sweeper import end_marked
+from areal_core.run.command import run_command
 from areal_core.storage.rundir import write_json
 from flows.services import GRACE_S, MARK, ORPHAN_GRACE_S, Services, log_file
 
@@ -94,16 +95,12 @@ def running() -> Stack | None:
     return Stack(**remembered) if remembered.get("pid") else None
 
 
-def launch(owner: Owner) -> Launch:
-    """Start a supervisor; returns at once. Raises ConfigError if this checkout has a stack already."""
-    LOGS.mkdir(parents=True, exist_ok=True)
-    return Launch(owner)
-
-
 class Launch:
     """A supervisor that is starting or running, seen from the command that started it."""
 
     def __init__(self, owner: Owner) -> None:
+        """Start it; returns at once."""
+        LOGS.mkdir(parents=True, exist_ok=True)
         reports, report = os.pipe()
         self._reports = open(reports, "rb", buffering=0)  # noqa: SIM115 - for as long as the supervisor lives
         self._mark = secrets.token_hex(8)
@@ -333,7 +330,7 @@ def _up() -> None:
     if stack is not None and stack.owner != "up":
         raise ConfigError(f"`make {stack.owner}` (pid {stack.pid}) runs its own stack; wait for its end")
     if stack is None:
-        stack = launch("up").wait_ready()
+        stack = Launch("up").wait_ready()
     print(f"{stack.pages}\n`make train`, `make compare` and `make evaluate` use these servers. `make down` stops them.")
 
 
@@ -359,12 +356,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.command == "serve":
         return serve(arguments.owner, arguments.report)
-    try:
-        (_up if arguments.command == "up" else _down)()
-    except ArealError as error:
-        print(f"areal: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return run_command(_up if arguments.command == "up" else _down)
 
 
 if __name__ == "__main__":

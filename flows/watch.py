@@ -59,7 +59,7 @@ def run_command(owner: stack.Tied, deployment: str, parameters: Callable[[], dic
                 f"`make {up.owner}` (pid {up.pid}) is running in this checkout; start `make up` first to run several"
             )
         if up is None:
-            launch = stack.launch(owner)
+            launch = stack.Launch(owner)
             up = launch.wait_ready()
         os.environ.update(up.environment)  # Prefect reads it when it is imported
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")  # a server on this machine is there or gone

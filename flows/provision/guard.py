@@ -14,6 +14,7 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 
@@ -28,7 +29,11 @@ def main() -> int:
     signal.set_wakeup_fd(tell)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(signum, lambda *_: None)  # they come by the pipe
-    program = _start(argv)
+    try:
+        program = _start(argv)
+    except OSError as error:
+        print(f"{argv[0]}: {error.strerror}", file=sys.stderr)
+        return 127
     end, asked, said = float("inf"), False, b""
     sources = [right, told]
     while True:
@@ -38,7 +43,7 @@ def main() -> int:
         if told in ready:
             for signum in os.read(told, 64):
                 if signum != signal.SIGCHLD:
-                    os.kill(program, signum)
+                    program.send_signal(signum)
         if right in ready:
             data = os.read(right, 4096)
             said += data
@@ -53,42 +58,32 @@ def main() -> int:
         if _now() >= end:
             _kill(program)
             end = float("inf")
-        ended, status = os.waitpid(program, os.WNOHANG)
-        if ended:
+        if (code := program.poll()) is not None:
             _kill(program)  # the providers of a terraform that was killed
-            return _as(os.waitstatus_to_exitcode(status))
+            return _as(code)
 
 
-def _start(argv: list[str]) -> int:
+def _start(argv: list[str]) -> subprocess.Popen[bytes]:
     """The program, which the kernel asks to end when this process is killed."""
     libc, parent = ctypes.CDLL(None), os.getpid()
-    program = os.fork()
-    if program:
-        return program
-    try:
-        signal.set_wakeup_fd(-1)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(signum, signal.SIG_DFL)
-        os.setpgid(0, 0)
+
+    def tie() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
-        os.closerange(3, 65536)
-        os.execvp(argv[0], argv)
-    except OSError as error:
-        os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
-    os._exit(127)
+
+    return subprocess.Popen(argv, preexec_fn=tie, process_group=0)
 
 
-def _ask(program: int, asked: bool) -> bool:
+def _ask(program: subprocess.Popen[bytes], asked: bool) -> bool:
     if not asked:
-        os.kill(program, signal.SIGTERM)
+        program.terminate()
     return True
 
 
-def _kill(program: int) -> None:
+def _kill(program: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(program, signal.SIGKILL)
+        os.killpg(program.pid, signal.SIGKILL)
 
 
 def _now() -> float:

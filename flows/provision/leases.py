@@ -127,21 +127,34 @@ class Leases:
 
         Raises HeldError.
         """
-        began, first = self.clock.passed(), None
+        waits_since, first = self.clock.passed(), None
         while True:
             found, mark = self._read(run)
-            refusal = found and self._refusal(found, claimant)
-            if refusal is None:
-                held = self._take(run, claimant, length_s, found, mark, request, kept_until)
-                if held is not None:
-                    return held
-                continue  # somebody else was faster
-            assert found is not None
-            first = first or found
-            lives = found.by != "reaper" and found.beat != first.beat  # a reaper is done soon
-            if lives or claimant.by == "reaper" or self.clock.passed() - began >= patience_s:
-                raise HeldError(refusal)
-            self.clock.sleep(_LOOK_S)
+            if found and (refusal := self._refusal(found, claimant)):
+                first = first or found
+                lives = found.by != "reaper" and found.beat != first.beat  # a reaper is done soon
+                if lives or claimant.by == "reaper" or self.clock.passed() - waits_since >= patience_s:
+                    raise HeldError(refusal)
+                self.clock.sleep(_LOOK_S)
+                continue
+            began, now = self.clock.passed(), self.clock.wall()
+            lease = Lease(
+                run=run,
+                owner=found.owner if found and claimant.by == "reaper" else claimant.owner,
+                by=claimant.by,
+                where=claimant.where,
+                holder=claimant.holder,
+                beat=found.beat + 1 if found else 1,
+                taken_at=now,
+                held_until=now + length_s,
+                kept_until=kept_until,
+                ending=claimant.by == "reaper" or (found is not None and found.ending),
+                request=dict(request) if request is not None else found and found.request,
+                spent=found.spent if found else {},
+            )
+            held = Held(self, lease, mark, length_s, began, fresh=found is None)
+            if held.write(lease):  # else somebody else was faster
+                return held
 
     def read(self, run: str) -> Lease | None:
         """The lease of a run; None where there is none, or it was given back. An object that can't be read is told of
@@ -182,35 +195,6 @@ class Leases:
                 "`make nodes ACTION=destroy` ends them"
             )
         return None
-
-    def _take(
-        self,
-        run: str,
-        claimant: Claimant,
-        length_s: float,
-        found: Lease | None,
-        mark: str | None,
-        request: Mapping[str, Any] | None,
-        kept_until: float | None,
-    ) -> Held | None:
-        """None where somebody else has changed it meanwhile."""
-        began, now = self.clock.passed(), self.clock.wall()
-        lease = Lease(
-            run=run,
-            owner=found.owner if found and claimant.by == "reaper" else claimant.owner,
-            by=claimant.by,
-            where=claimant.where,
-            holder=claimant.holder,
-            beat=found.beat + 1 if found else 1,
-            taken_at=now,
-            held_until=now + length_s,
-            kept_until=kept_until,
-            ending=claimant.by == "reaper" or (found is not None and found.ending),
-            request=dict(request) if request is not None else found and found.request,
-            spent=found.spent if found else {},
-        )
-        held = Held(self, lease, mark, length_s, began, fresh=found is None)
-        return held if held.write(lease) else None
 
     def _read(self, run: str) -> tuple[Lease | None, str | None]:
         """The lease, and the mark of its object."""

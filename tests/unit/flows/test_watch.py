@@ -88,7 +88,7 @@ def test_a_second_interrupt_kills_the_servers_of_the_command(
     monkeypatch.setattr("prefect.utilities.urls.url_for", lambda _: None)
     monkeypatch.setattr(watch.signal, "signal", lambda *_: None)
     monkeypatch.setattr(watch.stack, "running", lambda: None)
-    monkeypatch.setattr(watch.stack, "launch", lambda _: launch)
+    monkeypatch.setattr(watch.stack, "Launch", lambda _: launch)
     monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "1")
     assert watch.run_command("train", "areal/train", dict) == 130
     assert stopped == [at_once]
