@@ -33,21 +33,8 @@ from areal_core.types import RunSummary
 from flows.compose import configure
 from flows.on_nodes import run_on_nodes
 from flows.page import CancelUnheard, Progress, tie_to_worker, told
-from flows.roles import THREADS, prepare, report, run_roles
-from flows.run_result import tracking_page
-from flows.shared import (
-    HOPELESS,
-    PROGRESS,
-    TRACKING,
-    Experiment,
-    Minutes,
-    Mode,
-    Natural,
-    Positive,
-    Provision,
-    Share,
-    run_title,
-)
+from flows.roles import THREADS, opened, report, run_roles
+from flows.shared import HOPELESS, PROGRESS, Experiment, Minutes, Mode, Natural, Positive, Provision, Share, run_title
 
 _RETRIES = 1  # of the flow, after the restarts of its processes are spent; it resumes the same run
 
@@ -109,11 +96,8 @@ def _run(config: RunConfig, given: Mapping[str, Any], log: Callable[[str], None]
     with Progress(PROGRESS) as progress:
         if config.provision.kind != "local":
             return run_on_nodes(config, given, progress, log)
-        progress.show(0.0, "preparing")
         # The same id in every attempt of this flow run, hence a retry resumes.
-        run_dir = prepare(config, run_id=f"{config.label}-{flow_run.id[-12:]}")
-        if page := tracking_page(run_dir.info()):
-            progress.link(TRACKING, page, "The run in MLflow, while it goes on")
+        run_dir = opened(config, f"{config.label}-{flow_run.id[-12:]}", progress)
         summary = core.read_summary(run_dir) if run_dir.summary.exists() else run_roles(run_dir, progress, log)
     report(summary, run_dir)
     return summary

@@ -19,9 +19,8 @@ from areal_core.storage.rundir import RunDir
 from areal_core.types import RunSummary
 from flows import whereabouts
 from flows.page import Progress, seen_where_it_answers
-from flows.roles import prepare, report, run_roles
-from flows.run_result import tracking_page
-from flows.shared import PROGRESS, TRACKING
+from flows.roles import opened, report, run_roles
+from flows.shared import PROGRESS
 from flows.shares import FINISH
 
 _PATIENCE_S = 1.0  # with the controller: the next look asks again
@@ -33,12 +32,9 @@ def lead(config: RunConfig, run_id: str, known_by: str, log: Log, reclaimed: Cal
     """Run it to its end. `known_by` is the flow run that people know the run by; `reclaimed` says that this node is to
     be. What people will ask for once the node is gone is put into the store, whatever the end."""
     with Progress(PROGRESS) as progress:
-        progress.show(0.0, "preparing")
         if known := whereabouts.ask(run_id):  # there was another head node
             core.run_folder(config, run_id).keep_token(known.token)
-        run_dir = prepare(config, run_id, known_by)
-        if page := tracking_page(run_dir.info()):
-            progress.link(TRACKING, page, "The run in MLflow, while it goes on")
+        run_dir = opened(config, run_id, progress, known_by)
         try:
             if run_dir.summary.exists():
                 summary = core.read_summary(run_dir)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from prefect import get_client, get_run_logger, task
@@ -82,30 +82,8 @@ def run_on_nodes(config: RunConfig, given: Mapping[str, Any], progress: Progress
     return summary
 
 
-class Supply(Protocol):
-    """Where the nodes of a run come from."""
-
-    def make(self, on_plan: Callable[[Plan], None]) -> list[Host]: ...
-
-    def replace(self, names: Iterable[str]) -> list[Host]: ...
-
-    def check(self) -> None:
-        """Raises what has become of the right to have them."""
-        ...
-
-    def spent(self) -> Meter | None:
-        """What they have cost so far; None where nobody counts."""
-        ...
-
-    def end(self, on_plan: Callable[[Plan], None]) -> None: ...
-
-    def hand_over(self) -> None:
-        """Have somebody else end them, soon: this process has no time for it."""
-        ...
-
-
 class Given:
-    """Hosts that are there: nothing is made, and nothing ended."""
+    """Hosts that are there, in the place of LeasedNodes: nothing is made, replaced, counted or ended."""
 
     def __init__(self, config: RunConfig, shares: Callable[[], Shares]) -> None:
         self._config, self._shares = config, shares
@@ -123,9 +101,6 @@ class Given:
             hosts += there[: nodes.count]
         return hosts
 
-    def replace(self, names: Iterable[str]) -> list[Host]:
-        raise ProvisionError(f"{', '.join(names)}: hosts that are given are not replaced")
-
     def check(self) -> None:
         pass
 
@@ -137,6 +112,9 @@ class Given:
 
     def hand_over(self) -> None:
         pass
+
+
+Supply = LeasedNodes | Given  # where the nodes of a run come from
 
 
 # ---- tasks ----
@@ -252,10 +230,8 @@ def _reaped_where_cancelled() -> Iterator[None]:
 @contextmanager
 def _given_out(config: RunConfig, hosts: list[Host], shares: Shares, supply: Supply, log: Log) -> Iterator[Fleet]:
     """The shares of the run, which all have ended in the end."""
-    terraform = config.provision.kind == "terraform"
-    with Fleet(
-        config.provision, hosts, shares, supply if terraform else None, restarts=config.launch.restarts, log=log
-    ) as fleet:
+    nodes = None if isinstance(supply, Given) else supply
+    with Fleet(config.provision, hosts, shares, nodes, restarts=config.launch.restarts, log=log) as fleet:
         try:
             yield fleet
         except BaseException as error:

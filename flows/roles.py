@@ -30,8 +30,8 @@ from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunSummary
 from flows.alerts import Alerts
 from flows.page import CancelUnheard, Progress, told
-from flows.run_result import result_markdown, result_rows
-from flows.shared import RESULT, SUMMARY
+from flows.run_result import result_markdown, result_rows, tracking_page
+from flows.shared import RESULT, SUMMARY, TRACKING
 
 THREADS: Any = ThreadPoolTaskRunner(max_workers=6)  # Prefect's own annotations do not admit it
 
@@ -63,6 +63,15 @@ def run_roles(
     finally:
         run.stop("the flow run has ended")  # changes nothing where the run has ended by itself
     return run.report()  # raises the failure, if there was one
+
+
+def opened(config: RunConfig, run_id: str, progress: Progress, flow_run_id: str | None = None) -> RunDir:
+    """`prepare` a run, and show what people see of it from then on."""
+    progress.show(0.0, "preparing")
+    run_dir = prepare(config, run_id, flow_run_id)
+    if page := tracking_page(run_dir.info()):
+        progress.link(TRACKING, page, "The run in MLflow, while it goes on")
+    return run_dir
 
 
 @task(cache_policy=NO_CACHE)

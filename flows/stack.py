@@ -182,7 +182,7 @@ def serve(owner: Owner, report: int) -> int:
         return 1
 
     try:
-        with _locked(), Services(cwd=ROOT, logs=LOGS) as services:
+        with _lock(), Services(cwd=ROOT, logs=LOGS) as services:
             try:
                 if owner != "up":
                     process.adopt()
@@ -194,7 +194,7 @@ def serve(owner: Owner, report: int) -> int:
                     say({"news": line})
             except ArealError as error:
                 return fail(error)  # said before everything is ended, which may take a while
-    except ConfigError as error:
+    except ProcessError as error:
         return fail(error)
     return 0
 
@@ -252,16 +252,10 @@ def _mlflow_argv(port: int) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def _locked() -> Iterator[None]:
-    """Hold the lock of this checkout's stack; the kernel releases it when this process ends, however it ends."""
+def _lock() -> FileLock:
+    """The lock of this checkout's stack; the kernel releases it when this process ends, however it ends."""
     busy = "this checkout already runs a stack; `make down` ends what `make up` started"
-    try:
-        lock = FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy)
-    except ProcessError as error:
-        raise ConfigError(str(error)) from None
-    with lock:
-        yield
+    return FileLock(STATE / "stack.lock", timeout_s=_LOOK_S, busy=busy)
 
 
 def _remembered() -> dict[str, Any]:

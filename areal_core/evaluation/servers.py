@@ -12,7 +12,6 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from areal_core.api.controller_client import ControllerClient
 from areal_core.config.schema import RunConfig
@@ -32,20 +31,12 @@ _BORROWED = "borrowed"  # the file that names the server that is borrowed
 _AGAIN_S = 1.0  # between two tries to reach a server
 
 
-class Servers(Protocol):
-    """Servers that load a version and complete prompts with it."""
-
-    async def open(self) -> None:
-        """Put in order what an evaluator that was killed has left."""
-        ...
-
-    async def work_on(self, collector: Collector, version: PolicyVersion) -> None:
-        """Have servers that hold `version` work until all is recorded, or a problem has failed."""
-        ...
-
-
 def open_servers(run: RunDir, config: RunConfig) -> Servers:
-    """As `evaluation.servers` has it. Raises ModelError for a model that the engine can't run."""
+    """As `evaluation.servers` has it. Raises ModelError for a model that the engine can't run.
+
+    `open` puts in order what an evaluator that was killed has left. `work_on` has servers that hold a version work
+    until all is recorded, or a problem has failed.
+    """
     if not config.evaluation.servers:
         return BorrowedServer(run, config)
     if config.evaluation_servers:
@@ -205,6 +196,9 @@ class BorrowedServer:
         except ProcessError as error:
             logger.warning("%s, which was borrowed, has not joined again: %s", server.name, error)
         self._file.unlink(missing_ok=True)
+
+
+Servers = OwnEngine | OwnServers | BorrowedServer
 
 
 def _engine(run: RunDir, config: RunConfig) -> ServedEngine:

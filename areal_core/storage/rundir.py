@@ -82,7 +82,8 @@ class RunDir:
         `kind` is the folder that it lies in: runs, or evaluations, which have servers and no more."""
         run = cls(Path(config.state_dir).absolute() / kind / info.run_id)
         durable.make(run.root)
-        run._make_token()
+        if not run.token_file.exists():  # processes of an earlier launcher may be there still, and other machines
+            run.keep_token(secrets.token_urlsafe(32))
         run.copy_file.unlink(missing_ok=True)
         for folder in (run.ready, run.pulses, run.logs, run.weights, run.timeline):
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,16 +106,9 @@ class RunDir:
         return self.token_file.read_text().strip()
 
     def keep_token(self, token: str) -> None:
-        """Before `create`: the token that other machines of the run know from an earlier head node."""
+        """Write the run's token, unless it has one. Before `create`: the one that other machines of the run know from
+        an earlier head node."""
         durable.make(self.root)
-        self._put_token(token)
-
-    def _make_token(self) -> None:
-        """Once: processes of an earlier launcher may still be there, and those of other machines."""
-        if not self.token_file.exists():
-            self._put_token(secrets.token_urlsafe(32))
-
-    def _put_token(self, token: str) -> None:
         scratch = self.root / f".token.{os.getpid()}"
         with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(f"{token}\n")

@@ -21,7 +21,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from areal_core.errors import ProvisionError, one_line
-from flows.provision.cloud import Found, anybody
+from flows.provision.cloud import Found
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Aws:
     def found(self, run: str | None = None) -> list[Found]:
         return _told(lambda: [*self._ec2_found(run), *self._iam_found(run)])
 
-    def end(self, found: Iterable[Found], confirm: Callable[[], None] = anybody) -> None:
+    def end(self, found: Iterable[Found], confirm: Callable[[], None]) -> None:
         ends = {
             _INSTANCE: lambda id_: self._ec2.terminate_instances(InstanceIds=[id_]),
             _TEMPLATE: lambda id_: self._ec2.delete_launch_template(LaunchTemplateId=id_),

@@ -29,10 +29,6 @@ class Found:
         return f"{self.kind} {self.id}"
 
 
-def anybody() -> None:
-    """Whoever asks may."""
-
-
 class Cloud(Protocol):
     """Raises ProvisionError."""
 
@@ -40,7 +36,7 @@ class Cloud(Protocol):
         """What there is of a run, or of all of them, nodes first. What is about to be gone is left out."""
         ...
 
-    def end(self, found: Iterable[Found], confirm: Callable[[], None] = anybody) -> None:
+    def end(self, found: Iterable[Found], confirm: Callable[[], None]) -> None:
         """End these, in an order in which that can be done, and wait until they are gone. What is gone is fine. Before
         each of them, and while it waits, `confirm` is called, which raises once this process may do so no more."""
         ...

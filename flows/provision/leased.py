@@ -242,7 +242,7 @@ class LeasedNodes:
         self.check()
         self._held.renew()
         self._touched = True
-        self._nodes.apply(plan)
+        self._nodes.terraform.apply(plan)
 
     def _tried(self, change: Callable[[], T]) -> T:
         """What `change` gives; again, and again later, where it fails for reasons that pass."""

@@ -100,9 +100,6 @@ class Nodes:
         """What there is to end."""
         return self.terraform.plan(self.variables, destroy=True)
 
-    def apply(self, plan: Plan) -> None:
-        self.terraform.apply(plan)
-
     def hosts(self) -> list[Host]:
         """Those that Terraform's state holds, by their names."""
         hosts = [Host(**host) for host in self.terraform.outputs().get("hosts", [])]

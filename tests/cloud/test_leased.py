@@ -86,7 +86,9 @@ def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gon
         (host,) = nodes.make()
         assert any(line.startswith(f"run {RUN}: removing the lock of a terraform that has ended") for line in said)
         found = cloud_of(nodes.request["foundation"])
-        found.end(found.found(RUN))  # somebody else does so, of what came later than its answer could, too
+        found.end(
+            found.found(RUN), lambda: None
+        )  # somebody else does so, of what came later than its answer could, too
         nodes.end()
     assert json.loads(cloud.client("s3").get_object(Bucket=BUCKET, Key=STATE)["Body"].read())["resources"] == []
     started = {start.instance for start in cloud.starts if start.run == RUN}

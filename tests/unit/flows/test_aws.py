@@ -129,11 +129,11 @@ def test_what_there_is_of_a_run_is_found_and_ended(account: Account) -> None:
     with pytest.raises(LeaseLostError):
         cloud.end(found, forbid)
     assert {each.kind: each.id for each in cloud.found("first")} == first
-    cloud.end(found)
+    cloud.end(found, lambda: None)
     assert cloud.found("first") == []
     assert {(each.kind, each.id) for each in cloud.found()} == set(second.items())
-    cloud.end(found)  # what is gone is fine
-    cloud.end([])
+    cloud.end(found, lambda: None)  # what is gone is fine
+    cloud.end([], lambda: None)
 
 
 def test_what_belongs_to_no_run_is_not_found(account: Account) -> None:

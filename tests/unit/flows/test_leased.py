@@ -417,7 +417,7 @@ def test_a_terraform_whose_end_is_not_seen_costs_the_margin_of_clocks(
 def test_a_state_that_says_more_than_there_is_keeps_nobody_from_the_end(world: World) -> None:
     with world.nodes("a") as nodes:
         nodes.make()
-        world.cloud().end(world.cloud().found(RUN))
+        world.cloud().end(world.cloud().found(RUN), lambda: None)
         nodes.end()
     assert lease_of(world) is None
 

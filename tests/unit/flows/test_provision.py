@@ -291,7 +291,7 @@ def test_nodes_are_locked_until_the_terraform_of_a_dead_owner_has_ended(
     )
     program = (
         "import json, sys; from pathlib import Path; from flows.provision.nodes import Nodes\n"
-        "with Nodes(json.loads(sys.argv[1]), Path(sys.argv[2])) as nodes: nodes.apply(nodes.plan())"
+        "with Nodes(json.loads(sys.argv[1]), Path(sys.argv[2])) as nodes: nodes.terraform.apply(nodes.plan())"
     )
     command = [sys.executable, "-c", program, json.dumps(REQUEST), str(tmp_path)]
     with subprocess.Popen(command, cwd=Path(terraform.__file__).parents[2]) as owner:

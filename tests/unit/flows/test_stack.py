@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.errors import ConfigError
+from areal_core.errors import ConfigError, ProcessError
 from flows import stack
 from flows.services import Services
 
@@ -133,5 +133,5 @@ def test_a_stack_runs_only_while_its_lock_is_held(state: Path) -> None:
     with (state / "stack.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert stack.running() == stack.Stack(**told)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="already runs a stack"), stack._locked():
+        with pytest.raises(ProcessError, match="already runs a stack"), stack._lock():
             pass
