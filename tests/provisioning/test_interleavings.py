@@ -22,7 +22,7 @@ import pytest
 from areal_core.errors import ArealError, ProvisionError
 from areal_core.storage.objects import ChangedError, MissingError
 from flows.provision import leased
-from flows.provision.cloud import Found, anybody
+from flows.provision.cloud import Found
 from flows.provision.leased import LeasedNodes
 from flows.provision.leases import Clock, Leases, name_of
 from flows.provision.nodes import Host
@@ -143,7 +143,7 @@ class Cloud:
         self._world.call(self._me, "describe")
         return [Found(kind=kind, id=id_, run=RUN, near=True) for kind, id_ in sorted(self._world.there)]
 
-    def end(self, found: Iterable[Found], confirm: Callable[[], None] = anybody) -> None:
+    def end(self, found: Iterable[Found], confirm: Callable[[], None]) -> None:
         for each in found:
             confirm()
             self._world.call(self._me, f"delete {each.kind}")

@@ -13,7 +13,7 @@ from typing import Any
 from areal_core.errors import ProvisionError, StorageError
 from areal_core.storage.objects import Storage
 from flows.provision import terraform
-from flows.provision.cloud import Cloud, Found, anybody
+from flows.provision.cloud import Cloud, Found
 from flows.provision.leased import LeasedNodes
 from flows.provision.leases import Claimant, Clock, Held, Leases
 from flows.provision.reaper import Reaper
@@ -133,7 +133,7 @@ class ScriptedCloud:
             if run is None or each["run"] == run
         ]
 
-    def end(self, found: Iterable[Found], confirm: Callable[[], None] = anybody) -> None:
+    def end(self, found: Iterable[Found], confirm: Callable[[], None]) -> None:
         for each in found:
             faults.strike(self._world, "cloud:end", fail=_fail)
             confirm()
