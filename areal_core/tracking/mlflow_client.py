@@ -85,29 +85,20 @@ def start_run(
     return run_id
 
 
-def resume_run(uri: str, run_id: str) -> bool:
-    """Take a run that was opened before up again; False when it isn't there any more. Raises TrackingError."""
+def resume_run(uri: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, Any]) -> bool:
+    """Take up a run that was opened before, with these tags and this config.json: parameters themselves can't change.
+
+    False when it isn't there any more. Raises TrackingError.
+    """
     _check_scheme(uri)
     client = MlflowClient(uri)
     with _reporting(uri):
         if not _exists(client, run_id):
             return False
         client.update_run(run_id, status="RUNNING")
-    return True
-
-
-def label_run(uri: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, Any] | None = None) -> None:
-    """Set tags of a run, and its config.json where `params` are given: parameters themselves can't change.
-
-    A run that isn't there any more is left alone. Raises TrackingError.
-    """
-    client = MlflowClient(uri)
-    with _reporting(uri):
-        if not _exists(client, run_id):
-            return
         client.log_batch(run_id, tags=[tag(key, value) for key, value in tags.items()])
-        if params is not None:
-            client.log_dict(run_id, dict(params), "config.json")
+        client.log_dict(run_id, dict(params), "config.json")
+    return True
 
 
 def add_to_run(

@@ -75,8 +75,7 @@ def open_parent(comparison: Comparison, trials: Sequence[Trial], tags: Mapping[s
     known = comparison.folder() / "tracking.json"
     if known.exists():
         run_id = json.loads(known.read_text())["run_id"]
-        if mlflow_client.resume_run(uri, run_id):
-            mlflow_client.label_run(uri, run_id, labels, settings)
+        if mlflow_client.resume_run(uri, run_id, labels, settings):
             return _parent(uri, run_id)
     run_id = mlflow_client.start_run(uri, config.tracking.experiment, comparison.name, labels, settings)
     parent = _parent(uri, run_id)
