@@ -52,9 +52,9 @@ def main() -> int:
                 end = float(lines[-1])
             if not data:
                 sources.remove(right)
-                asked = _ask(program, asked)
-        if _now() >= end - grace_s:
-            asked = _ask(program, asked)
+        if not asked and (right not in sources or _now() >= end - grace_s):
+            program.terminate()
+            asked = True
         if _now() >= end:
             _kill(program)
             end = float("inf")
@@ -73,12 +73,6 @@ def _start(argv: list[str]) -> subprocess.Popen[bytes]:
             os._exit(1)
 
     return subprocess.Popen(argv, preexec_fn=tie, process_group=0)
-
-
-def _ask(program: subprocess.Popen[bytes], asked: bool) -> bool:
-    if not asked:
-        program.terminate()
-    return True
 
 
 def _kill(program: subprocess.Popen[bytes]) -> None:
