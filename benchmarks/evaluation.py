@@ -15,7 +15,7 @@ from typing import Any
 from areal_core.run.launcher import execute
 from benchmarks import _harness
 from benchmarks.sync_vs_async import command, shown
-from flows.comparison.intervals import paired
+from flows.comparison.intervals import paired_ratio
 from flows.compose import compose
 
 ARMS = {"off": ["evaluation.enabled=false"], "on": ["evaluation.every=5"]}
@@ -33,8 +33,7 @@ def measure(seeds: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
                 settings = [*scratch, "launch.devices=1", f"seed={seed}", *ARMS[arm], *overrides]
                 summary = execute(compose("cpu-async", settings), run_id=f"{turn}-{arm}", log=_harness.tell)
                 speeds[arm][seed] = summary.effective_tokens_per_s
-    ratio = paired("ratio", speeds["on"], speeds["off"])
-    assert ratio is not None
+    ratio = paired_ratio(speeds["on"], speeds["off"])
     return {
         "on_over_off": round(ratio.median, 3),
         "interval": shown(ratio),

@@ -16,7 +16,6 @@ from typing import Literal
 
 CONFIDENCE = 0.95  # of intervals, where there are values enough: six
 
-Effect = Literal["ratio", "difference"]
 Verdict = Literal["higher", "lower", "no difference"]
 
 
@@ -47,13 +46,18 @@ def median_interval(values: Iterable[float]) -> Interval:
     )
 
 
-def paired(effect: Effect, values: Mapping[int, float], reference: Mapping[int, float]) -> Interval | None:
-    """value / reference, or value - reference, of each seed that has both, as `median_interval` puts it. None where no
-    seed has both, or a ratio is to 0."""
-    pairs = [(values[seed], reference[seed]) for seed in sorted(values.keys() & reference.keys())]
-    if not pairs or (effect == "ratio" and any(base == 0 for _, base in pairs)):
-        return None
-    return median_interval(value / base if effect == "ratio" else value - base for value, base in pairs)
+def paired_ratio(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval:
+    """value / reference of each seed that has both, as `median_interval` puts it. Raises ValueError where no seed has
+    both, or a reference is 0."""
+    pairs = _pairs(values, reference)
+    if zero := [seed for seed, (_, base) in pairs.items() if base == 0]:
+        raise ValueError(f"the reference of seed {zero[0]} is 0: no ratio to it")
+    return median_interval(value / base for value, base in pairs.values())
+
+
+def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Interval:
+    """value - reference of each seed that has both. Raises ValueError where no seed has both."""
+    return median_interval(value - base for value, base in _pairs(values, reference).values())
 
 
 def verdict(interval: Interval, neutral: float) -> Verdict:
@@ -66,3 +70,11 @@ def verdict(interval: Interval, neutral: float) -> Verdict:
 def coverage(n: int, k: int = 1) -> float:
     """Probability that the median lies between the k-th lowest and the k-th highest of n values."""
     return 1.0 - 2.0 * sum(math.comb(n, i) for i in range(k)) / 2**n
+
+
+def _pairs(values: Mapping[int, float], reference: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    """Seed -> (value, reference value), of the seeds that have both."""
+    pairs = {seed: (values[seed], reference[seed]) for seed in sorted(values.keys() & reference.keys())}
+    if not pairs:
+        raise ValueError("no seed has both a value and a reference")
+    return pairs

@@ -9,11 +9,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from areal_core.config.schema import RunConfig
 from areal_core.types import RunSummary
-from flows.comparison.intervals import Effect, Interval, paired
+from flows.comparison.intervals import Interval, paired_difference, paired_ratio
 from flows.comparison.trials import TrialResult
+
+Effect = Literal["ratio", "difference"]
 
 SCORES = (0.5, 0.75, 0.9, 0.95)  # held-out accuracies, one of which is timed where stop.score sets none
 
@@ -98,7 +101,9 @@ def effect_of(measure: Measure, results: Sequence[TrialResult], arm: str, refere
     if any(unreached(measure, results, name) for name in (arm, reference)):
         return None
     values, base = (values_by_seed(measure, results, name) for name in (arm, reference))
-    return paired(measure.effect, values, base)
+    if not values.keys() & base.keys() or (measure.effect == "ratio" and 0.0 in base.values()):
+        return None
+    return (paired_ratio if measure.effect == "ratio" else paired_difference)(values, base)
 
 
 def common_target(results: Sequence[TrialResult]) -> float | None:

@@ -6,10 +6,10 @@ import statistics
 import pytest
 
 from flows.comparison.intervals import (
-    Effect,
     Interval,
     median_interval,
-    paired,
+    paired_difference,
+    paired_ratio,
     verdict,
 )
 
@@ -56,30 +56,28 @@ def test_nothing_and_what_is_not_finite_has_no_median(values: list[float]) -> No
 def test_ratio_is_the_median_of_ratios_and_not_the_ratio_of_medians() -> None:
     reference = {1: 10.0, 2: 100.0, 3: 20.0}
     values = {1: 20.0, 2: 110.0, 3: 30.0}  # 2, 1.1, 1.5
-    interval = paired("ratio", values, reference)
-    assert interval is not None
+    interval = paired_ratio(values, reference)
     assert (interval.median, interval.low, interval.high, interval.n) == (1.5, 1.1, 2.0, 3)
     assert interval.coverage == 0.75
     faster_once = {**values, 1: 40.0}
     assert statistics.median(faster_once.values()) / statistics.median(reference.values()) == 2.0
-    again = paired("ratio", faster_once, reference)
-    assert again is not None
-    assert again.median == 1.5
+    assert paired_ratio(faster_once, reference).median == 1.5
 
 
 def test_seeds_without_a_partner_are_left_out_and_counted() -> None:
-    interval = paired("difference", {1: 5.0, 2: 7.0, 4: 1000.0}, {1: 4.0, 2: 4.0, 3: -1000.0})
-    assert interval is not None
+    interval = paired_difference({1: 5.0, 2: 7.0, 4: 1000.0}, {1: 4.0, 2: 4.0, 3: -1000.0})
     assert (interval.median, interval.low, interval.high, interval.n, interval.coverage) == (2.0, 1.0, 3.0, 2, 0.5)
 
 
-@pytest.mark.parametrize("effect", ["ratio", "difference"])
-def test_without_a_common_seed_there_is_no_effect(effect: Effect) -> None:
-    assert paired(effect, {1: 1.0}, {2: 1.0}) is None
+@pytest.mark.parametrize("compare", [paired_ratio, paired_difference])
+def test_no_common_seed_is_an_error(compare) -> None:
+    with pytest.raises(ValueError, match="no seed"):
+        compare({1: 1.0}, {2: 1.0})
 
 
 def test_no_ratio_to_zero() -> None:
-    assert paired("ratio", {1: 1.0, 2: 1.0}, {1: 1.0, 2: 0.0}) is None
+    with pytest.raises(ValueError, match="seed 2 is 0"):
+        paired_ratio({1: 1.0, 2: 1.0}, {1: 1.0, 2: 0.0})
 
 
 @pytest.mark.parametrize(
