@@ -16,7 +16,6 @@ class Notice:
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
         self._over = threading.Event()
-        self._given = threading.Event()
         self._text: str | None = None
         self._heed: Callable[[str], None] | None = None
         self._thread = threading.Thread(target=self._look, name="notice", daemon=True)

@@ -41,7 +41,7 @@ class Evaluator:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._config = config = run.config()
+        config = run.config()
         model_path = run.info().model_path
         self._tokenizer = Tokenizer.from_folder(model_path)
         self._benchmark = open_benchmark("heldout", config, self._tokenizer, "", engine=config.evaluation_engine)

@@ -163,9 +163,9 @@ def nodes(
         for name, value in (environment | {terraform.PLUGINS: str(mirror())}).items():
             patched.setenv(name, value)
         with Nodes(request, state, lock_timeout_s=1) as made:
-            made.apply(made.plan())
+            made.terraform.apply(made.plan())
             yield made
-            made.apply(made.plan_end())
+            made.terraform.apply(made.plan_end())
             assert made.hosts() == []
     assert cloud.left() == {}
     assert json.loads(cloud.state())["resources"] == []

@@ -60,12 +60,12 @@ def test_a_node_that_was_reclaimed_comes_back_alone(nodes: Nodes, cloud: Cloud) 
     cloud.client("ec2").terminate_instances(InstanceIds=[before["generation-1"]])
     plan = nodes.plan()
     assert made_or_ended(plan) == [Change(address("generation-1"), "create")]
-    nodes.apply(plan)
+    nodes.terraform.apply(plan)
     after = ids(cloud)
     assert sorted(after) == sorted(before)
     assert {name for name in after if after[name] != before[name]} == {"generation-1"}
     with pytest.raises(ProvisionError, match=r"^terraform apply: Saved plan is stale: "):
-        nodes.apply(plan)  # others have changed what it was made for
+        nodes.terraform.apply(plan)  # others have changed what it was made for
 
 
 def test_a_node_that_is_bad_is_replaced_alone(nodes: Nodes) -> None:
@@ -75,7 +75,7 @@ def test_a_node_that_is_bad_is_replaced_alone(nodes: Nodes) -> None:
 def test_a_longer_lease_touches_no_node_that_runs(nodes: Nodes, cloud: Cloud) -> None:
     before, lease = ids(cloud), nodes.variables["lease"]
     nodes.variables["lease"] = lease | {"expires_at": "2037-02-28T12:00:00Z"}
-    nodes.apply(nodes.plan())
+    nodes.terraform.apply(nodes.plan())
     assert ids(cloud) == before
     assert {tags_of(instance)["areal:expires"] for instance in cloud.instances(RUN).values()} == {
         "2037-02-28T12:00:00Z"
