@@ -212,10 +212,10 @@ class LaggedTraining:
         return StepRecord(
             step=step,
             reward=statistics.fmean(reward for group in scored for reward in group.summary.rewards),
-            ess=stats.ess,
-            weight_max=stats.weight_max,
-            clip_fraction=stats.clip_fraction,
-            entropy=stats.entropy,
+            ess=stats.metrics.get("policy/ess", 1.0),
+            weight_max=stats.metrics.get("policy/importance_weight_max", 1.0),
+            clip_fraction=stats.metrics.get("loss/clip_fraction", 0.0),
+            entropy=stats.metrics.get("policy/entropy", 0.0),
         )
 
     def _load(self, version: int) -> None:

@@ -78,6 +78,26 @@ class LossStats:
         held = int(np.searchsorted(self.histogram.cumsum(), rank))
         return math.exp(_UNIT * math.sinh((held - _BINS // 2) * _WIDTH))
 
+    def metrics(self) -> dict[str, float]:
+        """Means, quantiles and the maximum by the names of their curves (docs/metrics.md). Needs a token."""
+        sums = {
+            "loss/clip_fraction": self.clipped_low + self.clipped_high,
+            "loss/clip_low_fraction": self.clipped_low,
+            "loss/clip_high_fraction": self.clipped_high,
+            "loss/cap_fraction": self.capped,
+            "loss/mask_fraction": self.masked,
+            "loss/approx_kl": self.kl,
+            "loss/reference_kl": self.reference_kl,
+            "policy/entropy": self.entropy,
+        }
+        quantiles = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+        return {
+            **{name: total / self.tokens for name, total in sums.items()},
+            **{f"policy/importance_weight_{name}": self.weight_quantile(share) for name, share in quantiles.items()},
+            "policy/importance_weight_max": self.weight_max,
+            "policy/ess": self.ess,
+        }
+
 
 @torch.no_grad()
 def loss_stats(tokens: Tokens, surrogate: Surrogate, *, untouched: bool) -> LossStats:

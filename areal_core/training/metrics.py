@@ -13,6 +13,7 @@ from areal_core.config.schema import RunConfig
 from areal_core.errors import StorageError
 from areal_core.models.spec import ModelSpec
 from areal_core.storage import weights
+from areal_core.training.distributed.ranks import RankGroup
 from areal_core.training.engines.engine import StepStats, TrainingBatch, TrainingEngine
 from areal_core.training.flops import step_flops
 from areal_core.training.hardware import peak_flops_per_s, peak_memory_bytes
@@ -43,12 +44,15 @@ class Measured:
 class StepMeter:
     """Measures the steps of one rank, and makes rank 0's metrics of them."""
 
-    def __init__(self, config: RunConfig, spec: ModelSpec, engine: TrainingEngine, rank: int, store: Path) -> None:
+    def __init__(
+        self, config: RunConfig, spec: ModelSpec, engine: TrainingEngine, ranks: RankGroup, store: Path
+    ) -> None:
         """`store`: the folder of published versions."""
         self._config = config
         self._spec = spec
         self._engine = engine
-        self._reports = rank == 0
+        self._ranks = ranks
+        self._reports = ranks.rank == 0
         self._store = store
         self._device = torch.device(config.launch.accelerator)
         self._peak_flops_per_s = None  # of this rank's device, where it is known
@@ -68,7 +72,7 @@ class StepMeter:
             frozen=config.training.lora.rank is not None,
         )
         tokens = batch.lengths[batch.has_gradient].sum()
-        *total, all_tokens, all_flops = self._engine.all_reduce_sum(np.append(counts, (tokens, flops))).tolist()
+        *total, all_tokens, all_flops = self._ranks.all_reduce_sum(np.append(counts, (tokens, flops))).tolist()
         return Measured(
             staleness=Counter({lag: int(count) for lag, count in enumerate(total) if count}),
             trained_tokens=all_tokens,
@@ -129,7 +133,7 @@ def step_metrics(
     token_mean = sum(lag * count for lag, count in staleness.items()) / max(staleness.total(), 1)
     sampled = sum(sum(group.lengths) for group in manifest.groups)
     queued = sum(sum(group.lengths) * (manifest.step - 1 - group.ready_version) for group in manifest.groups)
-    values: dict[str, float] = {
+    values = {
         "loss/policy": stats.loss,
         "optimizer/grad_norm": stats.grad_norm,
         "optimizer/update_norm": stats.update_norm,
@@ -139,23 +143,8 @@ def step_metrics(
         "staleness/queue_mean": queued / sampled,
         "staleness/in_flight_mean": token_mean - queued / sampled,
         "staleness/token_max": max(staleness, default=0),
+        **stats.metrics,
     }
-    if stats.trained_tokens:
-        values |= {
-            "loss/clip_fraction": stats.clip_fraction,
-            "loss/clip_low_fraction": stats.clip_low_fraction,
-            "loss/clip_high_fraction": stats.clip_high_fraction,
-            "loss/cap_fraction": stats.cap_fraction,
-            "loss/mask_fraction": stats.mask_fraction,
-            "loss/approx_kl": stats.approx_kl,
-            "loss/reference_kl": stats.reference_kl,
-            "policy/entropy": stats.entropy,
-            "policy/ess": stats.ess,
-            "policy/importance_weight_p01": stats.weight_p01,
-            "policy/importance_weight_p50": stats.weight_p50,
-            "policy/importance_weight_p99": stats.weight_p99,
-            "policy/importance_weight_max": stats.weight_max,
-        }
     if mismatch is not None:
         values["mismatch/k3"] = mismatch
     return values

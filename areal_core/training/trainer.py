@@ -86,7 +86,7 @@ class Trainer:
         self.publisher = Publisher(run, self.config, self.storage) if rank == 0 else None
         self.step = self._saved = self._resume()  # the last step done, and the last one with a checkpoint
         self._device = torch.device(self.config.launch.accelerator)
-        self.meter = StepMeter(self.config, self.spec, self.engine, rank, run.weights)
+        self.meter = StepMeter(self.config, self.spec, self.engine, self.ranks, run.weights)
         self._fruitless = 0  # steps in a row without a finite update
         self.timeline = TimelineWriter(run.timeline_file("trainer", rank), cpu=time.process_time)
 
@@ -116,7 +116,7 @@ class Trainer:
                 self._meet()
                 feed.ahead()
         self._finish(reason)
-        self.engine.close()
+        self.ranks.close()
 
     def _published_before(self) -> int:
         """The highest version that was published before this process started: up to there its steps are a replay."""

@@ -4,7 +4,6 @@ batch is cut."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from tests.support.engines import (
     Outcome,
     run,
 )
-from tests.support.training import QWEN3, engine, train, weights
+from tests.support.training import QWEN3, engine, numbers, train, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.dear, pytest.mark.cpu_seconds(40)]
 
@@ -70,10 +69,10 @@ def test_every_engine_takes_the_same_steps(
 ) -> None:
     outcome = groups[size][case]
     assert outcome.stats[0].grad_norm > 1  # so that it is clipped
-    assert astuple(outcome.stats[0]) == pytest.approx(astuple(expected.stats[0]), rel=1e-5, abs=1e-7)
+    assert numbers(outcome.stats[0]) == pytest.approx(numbers(expected.stats[0]), rel=1e-5, abs=1e-7)
     assert_close(expected.gradient, outcome.gradient, 1e-5)
     for stats, alike in zip(outcome.stats, expected.stats, strict=True):
-        assert astuple(stats) == pytest.approx(astuple(alike), rel=1e-3, abs=1e-5)
+        assert numbers(stats) == pytest.approx(numbers(alike), rel=1e-3, abs=1e-5)
     assert_close(expected.weights, outcome.weights, 1e-4)
 
 
@@ -102,7 +101,7 @@ def test_transformers_own_module_takes_the_same_steps(
         return
     assert_close(expected.gradient, outcome.gradient, 1e-5)
     for one, other in zip(expected.stats, outcome.stats, strict=False):
-        assert astuple(one) == pytest.approx(astuple(other), rel=1e-4, abs=1e-6)
+        assert numbers(one) == pytest.approx(numbers(other), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("stage", RECOMPUTED)
@@ -112,7 +111,7 @@ def test_computing_activations_again_changes_nothing(
     computed = groups[2][f"recomputed {stage}"]
     assert_close(expected.gradient, computed.gradient, 1e-5)
     for one, other in zip(expected.stats, computed.stats, strict=False):
-        assert astuple(one) == pytest.approx(astuple(other), rel=1e-4, abs=1e-6)
+        assert numbers(one) == pytest.approx(numbers(other), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -158,7 +157,7 @@ def test_a_run_may_change_engine_stage_and_ranks(groups: dict[int, dict[str, Out
     expected = train(straight, range(1, 9))
     stats = groups[2]["relay 2"].stats + groups[1]["relay 1"].stats
     for one, other in zip(stats, expected, strict=True):
-        assert astuple(one) == pytest.approx(astuple(other), rel=1e-3, abs=1e-5)
+        assert numbers(one) == pytest.approx(numbers(other), rel=1e-3, abs=1e-5)
     assert_close(straight.weights(), groups[1]["relay 1"].weights, 1e-4)
 
 

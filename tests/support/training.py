@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,12 @@ def train(
     return stats
 
 
+def numbers(stats: StepStats) -> dict[str, float | None]:
+    """All that a step reports, by name."""
+    values = asdict(stats)
+    return values.pop("metrics") | values
+
+
 def run_rank(rank: int, world_size: int, minibatches: int, steps: int, folder: Path, device: str = "cpu") -> None:
     """Train some steps as rank `rank`, and leave its weights and stats in `folder`."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -148,7 +154,7 @@ def run_rank(rank: int, world_size: int, minibatches: int, steps: int, folder: P
     )
     stats = train(one, range(1, steps + 1), rank, world_size, minibatches)
     np.savez(folder / f"rank-{rank}.npz", stats=repr(stats), **one.weights())  # type: ignore[arg-type]
-    one.close()
+    one.ranks.close()
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     assert not [name for name in threads if "gloo" in name], "the group's threads outlive it"
 

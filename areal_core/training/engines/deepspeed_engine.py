@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from areal_core.errors import ConfigError
 from areal_core.training.batching.packing import Packed
-from areal_core.training.engines.engine import EngineState
-from areal_core.training.engines.policy_engine import PolicyEngine, check_state, sum_of_squares
+from areal_core.training.engines.policy_engine import MOMENTS, WEIGHT, PolicyEngine, sum_of_squares
 from areal_core.training.engines.policy_module import PolicyModule
 from areal_core.types import Float32Array
 
@@ -42,7 +40,6 @@ from deepspeed.utils import (
 if TYPE_CHECKING:
     from areal_core.training.model.transformers_policy import TransformersPolicy
 
-_WEIGHT, _MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 _BUCKET = 500_000_000  # most elements that are reduced or gathered at once
 
 
@@ -76,7 +73,7 @@ class DeepSpeedEngine(PolicyEngine):
         self._start_moments()
         if self._mixed:
             for name, parameter in self._parameters.items():
-                self._put(parameter, _WEIGHT, weights[name].float())
+                self._put(parameter, WEIGHT, weights[name].float())
         self._before: list[Tensor] = []
         self._change = 0.0  # sum of squares of the change of this rank's weights by an update
         self._optimiser.register_step_pre_hook(self._remember)
@@ -106,6 +103,8 @@ class DeepSpeedEngine(PolicyEngine):
 
     def apply_gradient(self, rate: float, norm: float) -> float:
         self._optimiser.param_groups[0]["lr"] = rate
+        for part in self._parts():
+            self._optimiser.state[part]["step"].fill_(self.updates)
         self._change = 0.0
         for part in self._gradient():  # DeepSpeed would clip by a float32 sum of all squares
             part.mul_(min(1.0, self.training.grad_clip / (norm + 1e-6)))
@@ -114,36 +113,21 @@ class DeepSpeedEngine(PolicyEngine):
 
     # -- what is kept ------------------------------------------------------------------------------------------
 
-    def weights(self) -> dict[str, Float32Array]:
-        return self._gathered(_WEIGHT)
-
-    def state(self) -> EngineState:
-        arrays: dict[str, NDArray[Any]] = {"rng": torch.get_rng_state().numpy()}
-        for kind in (_WEIGHT, *_MOMENTS):
-            arrays |= {f"{kind}/{name}": values for name, values in self._gathered(kind).items()}
-        return EngineState(arrays=arrays if self.ranks.rank == 0 else {}, scalars={"updates": self.updates})
-
     def parts(self) -> dict[str, tuple[int, int]]:
         """All ranks hold the weights up to stage 2, and the moments at stage 0."""
-        kinds = {0: (), 3: (_WEIGHT, *_MOMENTS)}.get(self._stage, _MOMENTS)
+        kinds = {0: (), 3: (WEIGHT, *MOMENTS)}.get(self._stage, MOMENTS)
         return {
             f"{kind}/{name}": self._part(parameter) for kind in kinds for name, parameter in self._parameters.items()
         }
 
-    def load_state(self, state: EngineState) -> None:
-        check_state(state, self.shapes)
+    def put(self, kind: str, values: Mapping[str, Tensor]) -> None:
         if self._stage == 3:
             self._engine.empty_partition_cache()  # layers that were gathered ahead would keep their old weights
-        for kind in (_WEIGHT, *_MOMENTS):
-            for name, parameter in self._parameters.items():
-                self._put(parameter, kind, torch.from_numpy(state.arrays[f"{kind}/{name}"]))
-        self.updates = state.scalars["updates"]
-        for part in self._parts():
-            self._optimiser.state[part]["step"].fill_(self.updates)
-        torch.set_rng_state(torch.from_numpy(state.arrays["rng"]))
+        for name, parameter in self._parameters.items():
+            self._put(parameter, kind, values[name])
 
-    def _gathered(self, kind: str) -> dict[str, Float32Array]:
-        """Collective. All weights or moments, one tensor at a time; empty on ranks other than 0."""
+    def held(self, kind: str) -> dict[str, Float32Array]:
+        """One tensor at a time; empty on ranks other than 0."""
         arrays: dict[str, Float32Array] = {}
         for name, parameter in self._parameters.items():
             whole = self._whole(parameter, kind)
@@ -153,7 +137,7 @@ class DeepSpeedEngine(PolicyEngine):
 
     def _whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
         """Collective where it is partitioned. float32, of the model's shape."""
-        if kind == _WEIGHT:
+        if kind == WEIGHT:
             if self._stage < 3 and not self._mixed:
                 return parameter.detach()
             return _present(safe_get_full_fp32_param(parameter))
@@ -166,7 +150,7 @@ class DeepSpeedEngine(PolicyEngine):
         values = values.to(self.device)
         if self._stage == 3:
             self._put_partition(parameter, kind, values)
-        elif kind == _WEIGHT:
+        elif kind == WEIGHT:
             parameter.data.copy_(values)
             safe_set_full_fp32_param(parameter, values)  # of nothing at stage 0
         elif self._stage == 0:
@@ -195,7 +179,7 @@ class DeepSpeedEngine(PolicyEngine):
         """At stage 3 the last parts are padded with zeros."""
         part = self._own(parameter, values)
         part = nn.functional.pad(part, (0, parameter.ds_tensor.numel() - len(part)))
-        if kind == _WEIGHT:
+        if kind == WEIGHT:
             parameter.ds_tensor.data.copy_(part)
             safe_set_local_fp32_param(parameter, part)
         else:
@@ -290,7 +274,7 @@ class DeepSpeedEngine(PolicyEngine):
 
     def _start_moments(self) -> None:
         for part in self._parts():
-            moments = {moment: torch.zeros_like(part, requires_grad=False) for moment in _MOMENTS}
+            moments = {moment: torch.zeros_like(part, requires_grad=False) for moment in MOMENTS}
             self._optimiser.state[part] = {"step": torch.zeros((), device=part.device), **moments}
         if self._stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # else not before the first step

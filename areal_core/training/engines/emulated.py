@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_core.config.schema import EmulationConfig
+from areal_core.config.schema import RunConfig
 from areal_core.errors import ModelError
 from areal_core.planning.time_model import Pace, TimeModel
 from areal_core.training.engines.engine import EngineState, StepStats, TrainingBatch
@@ -22,27 +22,20 @@ _LOGPROB = -0.1  # nats, of every token: the same as the emulated generation eng
 
 
 class EmulatedTrainingEngine:
-    """`engines.engine.TrainingEngine` in the time of the accelerators that `ranks` devices stand for."""
+    """`engines.engine.TrainingEngine` in the time of the accelerators that the training devices stand for.
 
-    def __init__(
-        self,
-        weights: Mapping[str, Float32Array],
-        emulation: EmulationConfig,
-        *,
-        ranks: int,
-        switches: bool,
-        waits: bool,
-        learning_rate: float,
-        pace: Pace | None = None,
-    ) -> None:
-        """`switches`: the same accelerators generate, so that every step has to change them over and back. `waits`:
-        nothing is generated while a batch's last rewards are computed, which so are part of every step."""
+    Where the same accelerators generate, every step has to change them over and back. With mode=sync nothing is
+    generated while a batch's last rewards are computed, which so are part of every step."""
+
+    def __init__(self, config: RunConfig, weights: Mapping[str, Float32Array], pace: Pace | None = None) -> None:
+        emulation = config.emulation
         self._weights = dict(weights)
         self._time = TimeModel(emulation)
-        self._accelerators = ranks * emulation.replicas * emulation.tensor_parallel
-        self._idle_s = (2 * emulation.switch_s if switches else 0.0) + (emulation.rewards_s if waits else 0.0)
+        self._accelerators = config.training_ranks * emulation.replicas * emulation.tensor_parallel
+        self._idle_s = 2 * emulation.switch_s if config.takes_turns else 0.0
+        self._idle_s += emulation.rewards_s if config.mode == "sync" else 0.0
         self._scale = emulation.tokens_per_token
-        self._learning_rate = learning_rate
+        self._learning_rate = config.training.learning_rate
         self._pace = pace or Pace(emulation.speed)
         self._updates = 0
 
@@ -64,9 +57,6 @@ class EmulatedTrainingEngine:
     def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
         return 0.0, 0
 
-    def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return values
-
     def compute_s(self) -> float:
         return 0.0
 
@@ -86,9 +76,6 @@ class EmulatedTrainingEngine:
             if saved is None or saved.shape != array.shape:
                 raise ModelError(f"weight/{name}: expected shape {list(array.shape)} in the saved state")
         self._updates = state.scalars["updates"]
-
-    def close(self) -> None:
-        pass
 
     def _lengths(self, batch: TrainingBatch, members: Sequence[int]) -> list[int]:
         """Lengths of some of the sequences, prompt and completion, in real tokens."""

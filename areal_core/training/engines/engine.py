@@ -117,21 +117,8 @@ class StepStats:
     skipped: int = 0  # updates left out as their gradient was not finite (training.on_divergence)
     loss_tokens: int
     trained_tokens: int = 0  # of these, the ones of completions that have a gradient
-    clip_fraction: float = 0.0  # tokens whose gradient the clip removed
-    clip_low_fraction: float = 0.0  # of these, those below 1 - eps
-    clip_high_fraction: float = 0.0  # and those above 1 + eps
-    cap_fraction: float = 0.0  # tokens whose weight algorithm.behaviour_cap, or the clip of CISPO, clamped to a bound
-    mask_fraction: float = 0.0  # tokens whose weight was outside algorithm.behaviour_mask_low and behaviour_mask_high
-    entropy: float = 0.0  # nats
-    approx_kl: float = 0.0  # k3 of the token's ratio: pi_theta against pi_prox, or pi_behav where there is none
-    reference_kl: float = 0.0  # k3 of pi_theta against the reference policy; 0 where algorithm.kl_coef is 0
     mismatch_kl: float | None = None  # k3 of trainer against generator; None: no token is of the same version
-    mismatch_tokens: int = 0  # tokens of the same version
-    ess: float = 1.0  # of the weights pi_prox / pi_behav (pi_theta where there is no pi_prox), by the tokens
-    weight_p01: float = 1.0  # quantiles of those weights, before any cap or mask
-    weight_p50: float = 1.0
-    weight_p99: float = 1.0
-    weight_max: float = 1.0  # the largest of them
+    metrics: dict[str, float] = field(default_factory=dict[str, float])  # others, by their names in docs/metrics.md
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +159,6 @@ class TrainingEngine(Protocol):
         that `version` sampled in the first of this rank's sequences that hold any, given that version's `weights`."""
         ...
 
-    def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Collective. The sum over ranks, elementwise."""
-        ...
-
     def compute_s(self) -> float:
         """Seconds that this rank spent in passes over the model and in the optimiser since the last call."""
         ...
@@ -196,10 +179,6 @@ class TrainingEngine(Protocol):
     def load_state(self, state: EngineState) -> None:
         """Go on from a saved state, whose arrays are whole or such parts. Raises ModelError when it is of another
         model."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group of ranks."""
         ...
 
 

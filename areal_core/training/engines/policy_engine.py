@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from areal_core.training.model.transformers_policy import TransformersPolicy
 
 _MISMATCH_SEQUENCES = 16  # a sample is enough to see that two engines disagree
+WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")  # kinds of arrays in a saved state
 _SUMMED = 2**12  # squares that are added up in float32
 
 
@@ -57,16 +58,8 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> float:
     return float(torch.cat(rows).double().square().sum()) if rows else 0.0
 
 
-def check_state(state: EngineState, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError naming the first of the trained weights, by their names and shapes, or of their moments that a
-    saved state lacks or has in another shape."""
-    for kind in ("weight", "exp_avg", "exp_avg_sq"):
-        for name, shape in shapes.items():
-            values = state.arrays.get(f"{kind}/{name}")
-            there = None if values is None else state.shapes.get(f"{kind}/{name}", values.shape)
-            if there != shape:
-                found = "nothing" if there is None else f"shape {list(there)}"
-                raise ModelError(f"{kind}/{name}: expected shape {list(shape)} in the saved state, got {found}")
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)
 
 
 class PolicyEngine(ABC):
@@ -147,16 +140,41 @@ class PolicyEngine(ABC):
         of the weights' change."""
 
     @abstractmethod
-    def weights(self) -> dict[str, Float32Array]: ...
+    def held(self, kind: str) -> dict[str, Float32Array]:
+        """Collective. A copy of the trained weights (WEIGHT) or of one of their MOMENTS, by name; on ranks other than 0
+        it may be empty."""
 
     @abstractmethod
-    def state(self) -> EngineState: ...
-
-    @abstractmethod
-    def load_state(self, state: EngineState) -> None: ...
+    def put(self, kind: str, values: Mapping[str, Tensor]) -> None:
+        """Overwrite what this rank holds of the trained weights, in all their precisions, or of one of their MOMENTS.
+        `values` are whole or the `parts` of this rank."""
 
     def parts(self) -> Mapping[str, tuple[int, int]]:
         return {}
+
+    # -- what is kept ------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Float32Array]:
+        return self.held(WEIGHT)
+
+    def state(self) -> EngineState:
+        arrays: dict[str, NDArray[Any]] = {"rng": torch.get_rng_state().numpy()}
+        for kind in (WEIGHT, *MOMENTS):
+            arrays |= {f"{kind}/{name}": values for name, values in self.held(kind).items()}
+        return EngineState(arrays=arrays, scalars={"updates": self.updates})
+
+    def load_state(self, state: EngineState) -> None:
+        names = {f"{kind}/{name}": shape for kind in (WEIGHT, *MOMENTS) for name, shape in self.shapes.items()}
+        for name, shape in names.items():
+            values = state.arrays.get(name)
+            there = None if values is None else state.shapes.get(name, values.shape)
+            if there != shape:
+                found = "nothing" if there is None else f"shape {list(there)}"
+                raise ModelError(f"{name}: expected shape {list(shape)} in the saved state, got {found}")
+        for kind in (WEIGHT, *MOMENTS):
+            self.put(kind, {name: torch.from_numpy(state.arrays[f"{kind}/{name}"]) for name in self.shapes})
+        self.updates = state.scalars["updates"]
+        torch.set_rng_state(torch.from_numpy(state.arrays["rng"]))
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -201,7 +219,19 @@ class PolicyEngine(ABC):
             norms.append(norm)
             changes.append(change)
         totals = self.all_reduce_sum(np.array(losses, np.float64)).tolist()
-        return self._step_stats(totals, norms, changes, skipped, int(sum(loss_tokens)), self._merged(stats))
+        stats = self._merged(stats)
+        return StepStats(
+            loss=_mean(totals),
+            grad_norm=_mean(norms),
+            update_norm=_mean(changes),
+            learning_rate=learning_rate(self.training, max(self.updates - 1, 0)),
+            updates=len(totals),
+            skipped=skipped,
+            loss_tokens=int(sum(loss_tokens)),
+            trained_tokens=int(stats.tokens),
+            mismatch_kl=stats.mismatch / stats.matched if stats.matched else None,
+            metrics=stats.metrics() if stats.tokens else {},
+        )
 
     @torch.no_grad()
     def mismatch(self, batch: TrainingBatch, weights: Mapping[str, NDArray[Any]], version: int) -> tuple[float, int]:
@@ -229,9 +259,6 @@ class PolicyEngine(ABC):
     def compute_s(self) -> float:
         taken, self._compute_s = self._compute_s, 0.0
         return taken
-
-    def close(self) -> None:
-        self.ranks.close()
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -377,42 +404,6 @@ class PolicyEngine(ABC):
         rows = np.zeros((self.ranks.size, len(values)))
         rows[self.ranks.rank] = values
         return sum((LossStats.from_values(row) for row in self.all_reduce_sum(rows)), LossStats())
-
-    def _step_stats(
-        self,
-        losses: list[float],
-        norms: list[float],
-        changes: list[float],
-        skipped: int,
-        loss_tokens: int,
-        stats: LossStats,
-    ) -> StepStats:
-        updates, tokens = len(losses), max(stats.tokens, 1.0)
-        return StepStats(
-            loss=sum(losses) / max(updates, 1),
-            grad_norm=sum(norms) / max(updates, 1),
-            update_norm=sum(changes) / max(updates, 1),
-            learning_rate=learning_rate(self.training, max(self.updates - 1, 0)),
-            updates=updates,
-            skipped=skipped,
-            loss_tokens=loss_tokens,
-            trained_tokens=int(stats.tokens),
-            clip_fraction=(stats.clipped_low + stats.clipped_high) / tokens,
-            clip_low_fraction=stats.clipped_low / tokens,
-            clip_high_fraction=stats.clipped_high / tokens,
-            cap_fraction=stats.capped / tokens,
-            mask_fraction=stats.masked / tokens,
-            entropy=stats.entropy / tokens,
-            approx_kl=stats.kl / tokens,
-            reference_kl=stats.reference_kl / tokens,
-            mismatch_kl=stats.mismatch / stats.matched if stats.matched else None,
-            mismatch_tokens=int(stats.matched),
-            ess=stats.ess,
-            weight_p01=stats.weight_quantile(0.01),
-            weight_p50=stats.weight_quantile(0.5),
-            weight_p99=stats.weight_quantile(0.99),
-            weight_max=stats.weight_max,
-        )
 
 
 def _all(cuts: Iterable[Iterable[Packed]]) -> list[Packed]:

@@ -58,14 +58,7 @@ def _deepspeed_engine(
 def _emulated_engine(
     config: RunConfig, spec: ModelSpec, weights: Mapping[str, Tensor], ranks: RankGroup
 ) -> TrainingEngine:
-    return EmulatedTrainingEngine(
-        {name: tensor.numpy() for name, tensor in weights.items()},
-        config.emulation,
-        ranks=config.training_ranks,
-        switches=config.takes_turns,
-        waits=config.mode == "sync",
-        learning_rate=config.training.learning_rate,
-    )
+    return EmulatedTrainingEngine(config, {name: tensor.numpy() for name, tensor in weights.items()})
 
 
 _ENGINES: dict[str, MakeEngine] = {

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from areal_core.training.batching.packing import Packed
-from areal_core.training.engines.engine import EngineState
-from areal_core.training.engines.policy_engine import PolicyEngine, check_state, sum_of_squares
+from areal_core.training.engines.policy_engine import MOMENTS, WEIGHT, PolicyEngine, sum_of_squares
 from areal_core.types import Float32Array
 
 
@@ -41,7 +38,7 @@ class TorchEngine(PolicyEngine):
             self._parameters[name].requires_grad_().grad = gradient
         self._frozen = {name: tensor.to(self.device) for name, tensor in frozen.items()}
         self._all = {**self._frozen, **self._parameters}
-        self._moments = {moment: torch.zeros_like(self.flat) for moment in ("exp_avg", "exp_avg_sq")}
+        self._kept = {WEIGHT: self.flat, **{moment: torch.zeros_like(self.flat) for moment in MOMENTS}}  # by kind
         self._steps = torch.zeros((), device=self.device)
         if self.spec.transformers is not None:
             self._transformers.install(self._all)  # what can't be run is refused now
@@ -70,24 +67,14 @@ class TorchEngine(PolicyEngine):
         self._refresh()
         return math.sqrt(sum_of_squares([before.sub_(self.flat)]))
 
-    def weights(self) -> dict[str, Float32Array]:
-        return self._named(self.flat)
+    def held(self, kind: str) -> dict[str, Float32Array]:
+        copy = self._kept[kind].detach().to("cpu", copy=True)
+        return {name: view.numpy() for name, view in _views(copy, self._shapes).items()}
 
-    def state(self) -> EngineState:
-        arrays: dict[str, NDArray[Any]] = {"rng": torch.get_rng_state().numpy()}
-        for kind, flat in self._saved().items():
-            arrays |= {f"{kind}/{name}": values for name, values in self._named(flat).items()}
-        return EngineState(arrays=arrays, scalars={"updates": self.updates})
-
-    def load_state(self, state: EngineState) -> None:
-        check_state(state, self.shapes)
-        for kind, flat in self._saved().items():
-            for name, view in _views(flat, self._shapes).items():
-                view.copy_(torch.from_numpy(state.arrays[f"{kind}/{name}"]))
+    def put(self, kind: str, values: Mapping[str, Tensor]) -> None:
+        for name, view in _views(self._kept[kind], self._shapes).items():
+            view.copy_(values[name])
         self._refresh()
-        self.updates = state.scalars["updates"]
-        self._steps.fill_(self.updates)
-        torch.set_rng_state(torch.from_numpy(state.arrays["rng"]))
 
     def step_optimizer(self, rate: float) -> None:
         """Update `flat`, all weights end to end, by `gradient`, which is clipped; to be overridden by other optimisers.
@@ -97,10 +84,9 @@ class TorchEngine(PolicyEngine):
         adamw(
             [self.flat],
             [self.gradient],
-            [self._moments["exp_avg"]],
-            [self._moments["exp_avg_sq"]],
+            *([self._kept[moment]] for moment in MOMENTS),
             [],
-            [self._steps],
+            [self._steps.fill_(self.updates)],
             fused=True,
             amsgrad=False,
             maximize=False,
@@ -115,13 +101,6 @@ class TorchEngine(PolicyEngine):
         """Copy the weights to those that passes use."""
         if self._working is not self.flat:
             self._working.copy_(self.flat)
-
-    def _saved(self) -> dict[str, Tensor]:
-        return {"weight": self.flat, **self._moments}
-
-    def _named(self, flat: Tensor) -> dict[str, Float32Array]:
-        copy = flat.detach().to("cpu", copy=True)
-        return {name: view.numpy() for name, view in _views(copy, self._shapes).items()}
 
 
 def _views(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

@@ -42,26 +42,14 @@ def completion_logprobs(
     costs nothing in the backward pass. With `recompute_layers` their graph holds the input of each layer alone. Linear
     layers that have an adapter in `weights` (models.adapters) add it, times `lora_scale`.
     """
-    head = weights["model.embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"]
-    hidden = hidden_states(spec, weights, packed, recompute_layers=recompute_layers, lora_scale=lora_scale)
-    return target_logprobs(head, hidden, packed, temperature=temperature)
-
-
-def hidden_states(
-    spec: ModelSpec,
-    weights: Mapping[str, Tensor],
-    packed: Packed,
-    *,
-    recompute_layers: bool = False,
-    lora_scale: float = 1.0,
-) -> Tensor:
-    """The decoder up to the last norm. Returns [T, hidden_size]."""
     x = embed(weights["model.embed_tokens.weight"], packed)
     cos, sin = rotations(spec, packed, x)
     for layer in range(spec.layers):
         inputs = spec, layer_weights(weights, layer), x, cos, sin, packed.blocks, lora_scale
         x = recomputed(decoder_layer, *inputs) if recompute_layers else decoder_layer(*inputs)
-    return rms_norm(x, weights["model.norm.weight"], spec.rms_eps)
+    head = weights["model.embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"]
+    hidden = rms_norm(x, weights["model.norm.weight"], spec.rms_eps)
+    return target_logprobs(head, hidden, packed, temperature=temperature)
 
 
 def recomputed(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_core.config.schema import EmulationConfig
+from areal_core.config.schema import EmulationConfig, GenerationConfig, LaunchConfig, RunConfig, TrainingConfig
 from areal_core.errors import ModelError
 from areal_core.training.engines.emulated import EmulatedTrainingEngine
 from areal_core.training.engines.engine import EngineState
@@ -18,20 +18,24 @@ WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np
 
 
 def engine(
-    clock: Clock, config: EmulationConfig = CONFIG, *, switches: bool = False, waits: bool = False
+    clock: Clock, emulation: EmulationConfig = CONFIG, *, mode: str = "async", devices: int = 4
 ) -> EmulatedTrainingEngine:
-    return EmulatedTrainingEngine(
-        WEIGHTS, config, ranks=2, switches=switches, waits=waits, learning_rate=1e-4, pace=pace(clock)
+    """Of two ranks, beside two generation servers, or in turn with them on two devices."""
+    config = RunConfig(
+        mode=mode,
+        emulation=emulation,
+        generation=GenerationConfig(servers=2),
+        training=TrainingConfig(ranks=2, learning_rate=1e-4),
+        launch=LaunchConfig(devices=devices),
     )
+    return EmulatedTrainingEngine(config, WEIGHTS, pace(clock))
 
 
-@pytest.mark.parametrize(
-    ("switches", "waits", "idle_s"), [(False, False, 0.0), (True, False, 10.0), (False, True, 3.0), (True, True, 13.0)]
-)
-def test_a_step_takes_the_time_of_its_passes(switches: bool, waits: bool, idle_s: float) -> None:
+@pytest.mark.parametrize(("mode", "devices", "idle_s"), [("async", 4, 0.0), ("sync", 4, 3.0), ("sync", 2, 13.0)])
+def test_a_step_takes_the_time_of_its_passes(mode: str, devices: int, idle_s: float) -> None:
     clock, share = Clock(), batch(3)
     config = dataclasses.replace(CONFIG, switch_s=5.0, rewards_s=3.0)
-    trainer = engine(clock, config, switches=switches, waits=waits)
+    trainer = engine(clock, config, mode=mode, devices=devices)
     lengths = [SCALE * length for length in share.lengths.tolist()]
     proximal = trainer.proximal_logprobs(share)
     later = [lengths[index] for index in share.minibatches[1]]

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -162,6 +163,15 @@ def test_prompts_that_are_computed_once_change_nothing(spec: ModelSpec, dtype: t
         assert (one - other).norm() <= tolerance * one.norm()
 
 
+def hidden_states(
+    leaves: Mapping[str, torch.Tensor], packed: Packed, *, recompute_layers: bool = False
+) -> torch.Tensor:
+    """What the pass gives to the head."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "target_logprobs", lambda head, hidden, packed, temperature: (hidden, head))
+        return completion_logprobs(SPEC, leaves, packed, recompute_layers=recompute_layers)[0]
+
+
 @pytest.mark.parametrize("outputs", [(True, False), (False, True), (True, True)], ids=["logprobs", "entropy", "both"])
 def test_gradient_of_the_sliced_head_is_that_of_log_softmax(
     outputs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
@@ -175,7 +185,7 @@ def test_gradient_of_the_sliced_head_is_that_of_log_softmax(
         if sliced:
             made = completion_logprobs(SPEC, leaves, packed)
         else:
-            hidden = forward.hidden_states(SPEC, leaves, packed)[packed.rows]
+            hidden = hidden_states(leaves, packed)[packed.rows]
             scores = (hidden @ leaves["model.embed_tokens.weight"].T).log_softmax(-1)
             logprobs = scores.gather(-1, torch.from_numpy(packed.targets)[:, None])[:, 0]
             made = (logprobs, -(scores.exp() * scores).sum(-1))
@@ -266,7 +276,7 @@ def test_layers_computed_again_keep_their_inputs_alone():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            forward.hidden_states(SPEC, leaves, packed, recompute_layers=recompute)
+            hidden_states(leaves, packed, recompute_layers=recompute)
         return total
 
     assert kept(True) < kept(False) / 4
