@@ -162,7 +162,7 @@ class GenerationClient:
 
     async def load_version(self, version: PolicyVersion, interruption: str) -> None:
         """Have the server load the weights of a version's file. Raises ServerLostError if any phase fails."""
-        async with self._update(version):
+        async with self._in_time(f"version {version.version} was not loaded"):
             if self._adapters and not self.in_place:
                 await self._switch(version, interruption)
             else:
@@ -175,14 +175,14 @@ class GenerationClient:
         if self._adapters:
             await self.load_version(version, "resubmit")
             return
-        async with self._update(version):
+        async with self._in_time(f"version {version.version} was not loaded"):
             there = await self._on_its_machine(version)
             await self._check(there)
             await self._pause("resubmit")
             call = {"method": "reload_weights", "kwargs": {"weights_path": there.path}}
             await self._control("POST", "/collective_rpc", call, timeout_s=None)
             await self.label(version.version)
-            await self._resume_after_update("resubmit")
+            await self._resume_after_update()
 
     async def label(self, version: int) -> None:
         """Set the version that the server reports for its weights."""
@@ -202,13 +202,15 @@ class GenerationClient:
 
     async def sleep(self) -> None:
         """Free the accelerator's memory until `wake_up`; running completions are aborted."""
-        await self._within("/sleep?level=1&mode=abort")
+        async with self._in_time("it was not put to sleep"):
+            await self._control("POST", "/sleep?level=1&mode=abort", timeout_s=None)
 
     async def is_sleeping(self) -> bool:
         return bool(orjson.loads(await self._control("GET", "/is_sleeping"))["is_sleeping"])
 
     async def wake_up(self) -> None:
-        await self._within("/wake_up")
+        async with self._in_time("it was not woken up"):
+            await self._control("POST", "/wake_up", timeout_s=None)
 
     async def load(self) -> ServerLoad:
         completed = self._completed
@@ -236,27 +238,17 @@ class GenerationClient:
             await self._plane.run(lambda _: self._completions.close(), lambda *_: None)
 
     @asynccontextmanager
-    async def _update(self, version: PolicyVersion) -> AsyncIterator[None]:
-        """Raise ServerLostError for a server that fails an update, refuses it or takes too long."""
+    async def _in_time(self, otherwise: str) -> AsyncIterator[None]:
+        """Raise ServerLostError for a server that fails what is within, refuses it or takes too long."""
         try:
             async with patience(self._update_timeout_s):
                 yield
         except TimeoutError:
-            raise ServerLostError(
-                f"{self.url}: version {version.version} was not loaded in {self._update_timeout_s:g} s"
-            ) from None
+            raise ServerLostError(f"{self.url}: {otherwise} in {self._update_timeout_s:g} s") from None
         except ServerLostError:
             raise
         except (GenerationError, OSError) as error:
-            raise ServerLostError(f"{self.url}: version {version.version} was not loaded: {error}") from None
-
-    async def _within(self, path: str) -> None:
-        try:
-            await self._control("POST", path, timeout_s=self._update_timeout_s)
-        except ServerLostError:
-            raise
-        except GenerationError as error:
-            raise ServerLostError(str(error)) from None
+            raise ServerLostError(f"{self.url}: {otherwise}: {error}") from None
 
     async def _stage(self, version: PolicyVersion) -> None:
         """Have the server read the weights, while it goes on decoding."""
@@ -278,7 +270,7 @@ class GenerationClient:
         last, self._model = self._model, name  # before they are handed back, so that interrupted ones name it too
         await self._pause(interruption)
         await self.label(version.version)
-        await self._resume_after_update(interruption)
+        await self._resume_after_update()
         for old in held - {name, last, MODEL_NAME}:
             await self._control("POST", "/v1/unload_lora_adapter", {"lora_name": old})
 
@@ -305,7 +297,7 @@ class GenerationClient:
     async def _swap(self, version: PolicyVersion, interruption: str) -> None:
         await self._pause(interruption)
         await self._control("POST", "/finish_weight_update", {"weight_version": str(version.version)}, timeout_s=None)
-        await self._resume_after_update(interruption)
+        await self._resume_after_update()
 
     async def _pause(self, interruption: str) -> None:
         """Pause generation."""
@@ -319,7 +311,7 @@ class GenerationClient:
         self._completions.share_no_prefix()  # requests from now on run on the new weights
         self._note()
 
-    async def _resume_after_update(self, interruption: str) -> None:
+    async def _resume_after_update(self) -> None:
         if not self.in_place:
             await self._control("POST", "/reset_prefix_cache")
         await self._control("POST", "/resume")

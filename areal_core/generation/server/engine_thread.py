@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import queue
 import threading
 import time
@@ -130,18 +131,13 @@ class EngineThread:
     async def load(self) -> ServerLoad:
         def load(engine: ServedEngine) -> ServerLoad:
             self._account()
-            stats = engine.stats
             return ServerLoad(
                 running=engine.running,
                 waiting=engine.waiting,
-                generated_tokens=stats.generated_tokens,
-                rollout_tokens=stats.rollout_tokens,
                 completion_s=self._completion_s,
                 idle_s=self._doing.seconds("wait"),
                 paused_s=self._doing.seconds("update"),
-                swap_ms=stats.swap_ms,
-                recompute_ms=stats.recompute_ms,
-                recomputed_tokens=stats.recomputed_tokens,
+                **dataclasses.asdict(engine.stats),
             )
 
         return await self.ask(load)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -60,17 +62,11 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def take(values: dict[str, Any], name: str, kind: type[T]) -> T:
     """A required field of one type."""
-    value = values.get(name)
-    if not isinstance(value, kind):
-        raise RequestError(f"must be {_KINDS[kind]}, got {value!r:.80}", param=name)
-    return value
+    return _checked(values, name, lambda value: isinstance(value, kind), _KINDS[kind])
 
 
 def parse_version(values: dict[str, Any], name: str) -> int:
-    label = take(values, name, str)
-    if not (label.isascii() and label.isdigit()):
-        raise RequestError(f"must be a whole number as text, got {label!r:.80}", param=name)
-    return int(label)
+    return int(_checked(values, name, _is_label, "a whole number as text"))
 
 
 def parse_request(
@@ -83,27 +79,26 @@ def parse_request(
     if model not in (None, MODEL_NAME, version):
         held = f"{MODEL_NAME!r}" + (f" and {version!r}" if version != MODEL_NAME else "")
         raise RequestError(f"the model {model!r:.80} does not exist, this is {held}", param="model", status=404)
-    if body.get("stream"):
-        raise RequestError("must be false: responses are sent whole", param="stream")
-    if "request_id" in body:
-        take(body, "request_id", str)
-    params = take(body, "sampling_params", dict) if "sampling_params" in body else {}
+    _checked(body, "stream", lambda value: not value, "false: responses are sent whole")
+    request_id = take({"request_id": default_id, **body}, "request_id", str)
+    params = take({"sampling_params": {}, **body}, "sampling_params", dict)
     _refuse_unknown(params, _SAMPLING_FIELDS)
     for name, neutral in _NEUTRAL.items():
         if name in params and (isinstance(params[name], bool) or params[name] not in neutral):
             raise RequestError(f"must be {neutral[0]} or left out, got {params[name]!r:.80}", param=name)
-    temperature = _temperature(params)
-    ignore_eos = params.get("ignore_eos", False)
-    if not isinstance(ignore_eos, bool):
-        raise RequestError(f"must be true or false, got {ignore_eos!r:.80}", param="ignore_eos")
+    low, high = _TEMPERATURES
+    wanted = f"from {low:g} to {high:g} or, for greedy decoding, 0"
+    temperature = float(_checked(params, "temperature", _is_temperature, wanted, 1.0))
+    ignore_eos = _checked(params, "ignore_eos", lambda value: isinstance(value, bool), "true or false", False)
     stop_token_ids = _tokens(params, "stop_token_ids") if params.get("stop_token_ids") is not None else ()
+    seed = _checked(params, "seed", lambda value: value is None or _is_int(value), "a whole number")
+    completions = f"a whole number from 1 to {_MAX_COMPLETIONS}"
     request = GenerationRequest(
-        request_id=body.get("request_id", default_id),
+        request_id=request_id,
         token_ids=_tokens(body, "token_ids"),
-        n=_count(params, "n", 1, high=_MAX_COMPLETIONS),
-        max_tokens=_count(params, "max_tokens", _DEFAULT_MAX_TOKENS),
-        # Without a seed no two requests may sample alike.
-        seed=_seed(params, default_id),
+        n=_checked(params, "n", lambda value: _is_count(value, _MAX_COMPLETIONS), completions, 1),
+        max_tokens=_checked(params, "max_tokens", _is_count, "a whole number of at least 1", _DEFAULT_MAX_TOKENS),
+        seed=int(default_id, 16) if seed is None else seed,  # without one no two requests may sample alike
         stop_token_ids=stop_token_ids if ignore_eos else tuple(dict.fromkeys((*stop_token_ids, *eos_token_ids))),
         greedy=temperature == 0,
         temperature=temperature or 1.0,
@@ -120,31 +115,13 @@ def _refuse_unknown(values: dict[str, Any], known: set[str]) -> None:
         raise RequestError(f"not supported; known are {', '.join(sorted(known))}", param=", ".join(unknown))
 
 
-def _count(params: dict[str, Any], name: str, default: int, *, high: int | None = None) -> int:
-    value = params.get(name)
-    value = default if value is None else value
-    if not _is_int(value) or value < 1 or (high is not None and value > high):
-        bounds = f"from 1 to {high}" if high else "of at least 1"
-        raise RequestError(f"must be a whole number {bounds}, got {value!r:.80}", param=name)
-    return value
-
-
-def _temperature(params: dict[str, Any]) -> float:
-    value = params.get("temperature", 1.0)
-    low, high = _TEMPERATURES
-    if not isinstance(value, int | float) or isinstance(value, bool) or not (value == 0 or low <= value <= high):
-        raise RequestError(
-            f"must be from {low:g} to {high:g} or, for greedy decoding, 0, got {value!r:.80}", param="temperature"
-        )
-    return float(value)
-
-
-def _seed(params: dict[str, Any], default_id: str) -> int:
-    value = params.get("seed")
-    if value is None:
-        return int(default_id, 16)
-    if not _is_int(value):
-        raise RequestError(f"must be a whole number, got {value!r:.80}", param="seed")
+def _checked(
+    values: dict[str, Any], name: str, is_valid: Callable[[Any], bool], wanted: str, default: Any = None
+) -> Any:
+    """A field, or its default. Raises RequestError for one that is not what is `wanted`."""
+    value = values.get(name, default)
+    if not is_valid(value):
+        raise RequestError(f"must be {wanted}, got {value!r:.80}", param=name)
     return value
 
 
@@ -157,3 +134,16 @@ def _tokens(values: dict[str, Any], name: str) -> tuple[int, ...]:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: object, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _is_label(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isdigit()
+
+
+def _is_temperature(value: object) -> bool:
+    low, high = _TEMPERATURES
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or low <= value <= high)
