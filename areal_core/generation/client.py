@@ -44,7 +44,7 @@ from areal_core.api.wire import (
 from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.completions import Completions, part_ids
 from areal_core.generation.connection import Connection
-from areal_core.generation.data_plane import Here, Plane, Take
+from areal_core.generation.data_plane import DataPlane, Here, Take
 from areal_core.models.spec import weights_sha256
 from areal_core.tracking.timeline import Activity, TimelineWriter
 from areal_core.types import Completion, GenerationRequest, PolicyVersion
@@ -67,7 +67,7 @@ class GenerationClient:
         adapters: bool = False,
         update_timeout_s: float = 120.0,
         timeline: Callable[[], TimelineWriter] | None = None,
-        plane: Plane | None = None,
+        plane: DataPlane | None = None,
     ) -> None:
         """`token` is the run's, where the server wants one; `stager` is the URL of what brings versions onto the
         server's machine, None where it reads them where they were published; `adapters`: versions are adapters to the

@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from areal_core.api.received import Received
 
@@ -20,19 +20,11 @@ Take = Callable[[tuple[int, ...], Received], None]
 Work = Callable[[Take], Coroutine[Any, Any, None]]
 
 
-class Plane(Protocol):
-    """Where completions are requested and come in."""
-
-    async def run(self, work: Work, take: Take) -> None:
-        """Do the work there, and have `take` called here, in order, with what it takes. Returns when all is taken.
-        Raises what the work raises, or `take`; then, and when cancelled, it cancels the work and takes no more."""
-        ...
-
-
 class Here:
     """The loop that asks."""
 
     async def run(self, work: Work, take: Take) -> None:
+        """Do the work here."""
         await work(take)
 
 
@@ -48,6 +40,8 @@ class DataPlane:
         self._called = False  # `_look` is, or will be
 
     async def run(self, work: Work, take: Take) -> None:
+        """Do the work there, and have `take` called here, in order, with what it takes. Returns when all is taken.
+        Raises what the work raises, or `take`; then, and when cancelled, it cancels the work and takes no more."""
         here = self._here = asyncio.get_running_loop()
         job = _Job(self, work, take, here.create_future())
         loop = self._loop or self._start()

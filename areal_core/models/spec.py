@@ -180,9 +180,7 @@ def _own(config: _Config) -> ModelSpec:
 def _by_transformers(config: _Config, why: str) -> ModelSpec:
     if config.get("quantization_config"):
         raise ModelError(f"{config.folder}: quantization_config must be absent: quantised weights can't be trained")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(config.folder):
-        shapes |= header_shapes(file)
+    shapes = _stored_shapes(config.folder)
     size, values = config.size(), dict(config.values)
     if _HEAD in shapes:  # for transformers, which may tie by default
         values["tie_word_embeddings"] = config.tied(default=True)
@@ -293,14 +291,16 @@ def check_folder(folder: str | Path) -> ModelSpec:
     Raises what `read_spec` raises, and ModelError naming the file or the tensor.
     """
     spec = read_spec(folder)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(Path(folder)):
-        shapes |= header_shapes(file)
+    shapes = _stored_shapes(Path(folder))
     try:
         check_shapes(spec, shapes)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
     return spec
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: shape for file in weight_files(folder) for name, shape in header_shapes(file).items()}
 
 
 def header_shapes(file: Path) -> dict[str, tuple[int, ...]]:

@@ -85,11 +85,8 @@ class StepMeter:
     ) -> dict[str, float]:
         """The step's metrics."""
         config = self._config
-        waited_s, busy_s, compute_s = (
-            times.start - times.waiting_since,
-            times.end - times.start,
-            self._engine.compute_s(),
-        )
+        waited_s, busy_s = times.start - times.waiting_since, times.end - times.start
+        compute_s = self._engine.compute_s()
         values = {
             "time/batch_wait_s": waited_s,
             "time/proximal_s": times.recomputed - times.start,

@@ -54,10 +54,13 @@ class Publisher:
         self._publishing.drain()
         self._publishing.submit(lambda: self._publish(step, tensors))
 
-    def again(self, step: int, tensors: Mapping[str, Float32Array]) -> None:
-        """Publish the version that a checkpoint has made once more: it may be damaged, or have been another
-        machine's."""
-        self._announce(step, tensors)
+    def announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Write and announce a version at once; delete those that are no longer needed. The version of a checkpoint is
+        written once more, as it may be damaged, or have been another machine's."""
+        training = self._config.training
+        version = weights.publish(self._run.weights, step, tensors, dtype=training.dtype, lora=training.lora.adapter)
+        self._published[step] = version.sha256
+        weights.release(self._run.weights, self._publishing_controller.announce(version))
 
     def check(self) -> None:
         """Raise the failure of a version or a checkpoint, if one has failed."""
@@ -100,17 +103,10 @@ class Publisher:
 
     def _publish(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         start = time.monotonic()
-        self._announce(step, tensors)
+        self.announce(step, tensors)
         end = time.monotonic()
         self._timeline.span("publish", start, end, step)
         self._publishing_controller.metrics(points(step, {"time/publish_s": end - start}))
-
-    def _announce(self, step: int, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Write and announce a version; delete those that are no longer needed."""
-        training = self._config.training
-        version = weights.publish(self._run.weights, step, tensors, dtype=training.dtype, lora=training.lora.adapter)
-        self._published[step] = version.sha256
-        weights.release(self._run.weights, self._publishing_controller.announce(version))
 
     def _checkpoint(self, step: int, state: EngineState) -> None:
         start = time.monotonic()

@@ -233,7 +233,7 @@ class Trainer:
             logger.info("resumed from the checkpoint of step %d", info.step)
             tensors = self.engine.weights()
             if self.publisher is not None:
-                self.publisher.again(info.step, tensors)
+                self.publisher.announce(info.step, tensors)
             return info.step
         return 0
 

@@ -56,20 +56,15 @@ def embedded_spec(config: RunConfig) -> ModelSpec:
 
 def warm_up(config: RunConfig) -> dict[str, Tensor]:
     """The weights after both stages: a pure function of the configuration on one machine with one thread."""
-    spec, settings = embedded_spec(config), config.warmup
-    weights = {name: tensor.requires_grad_() for name, tensor in init_weights(spec, settings.seed).items()}
-    worked = recipe.batches(
-        config, steps=settings.worked_steps, batch=settings.worked_batch, direct_share=0.0, stream="worked"
-    )
-    _train(spec, weights, "worked", worked, settings.worked_steps, settings.learning_rate)
-    direct = recipe.batches(
-        config,
-        steps=settings.direct_steps,
-        batch=settings.direct_batch,
-        direct_share=settings.direct_share,
-        stream="direct",
-    )
-    _train(spec, weights, "direct", direct, settings.direct_steps, settings.direct_learning_rate)
+    spec, its = embedded_spec(config), config.warmup
+    weights = {name: tensor.requires_grad_() for name, tensor in init_weights(spec, its.seed).items()}
+    stages = {  # steps, sequences in a batch, share of direct completions, peak learning rate
+        "worked": (its.worked_steps, its.worked_batch, 0.0, its.learning_rate),
+        "direct": (its.direct_steps, its.direct_batch, its.direct_share, its.direct_learning_rate),
+    }
+    for stage, (steps, batch, share, peak) in stages.items():
+        data = recipe.batches(config, steps=steps, batch=batch, direct_share=share, stream=stage)
+        _train(spec, weights, stage, data, steps, peak)
     return {name: tensor.detach() for name, tensor in weights.items()}
 
 

@@ -287,10 +287,10 @@ class _Pending:
 
     async def all(self) -> dict[int, Completion]:
         """All completions. Raises what ended the request before."""
-        while self._left and self._error is None:
-            await self._changed.wait()
-            self._changed.clear()
-        return self._take()
+        ended: dict[int, Completion] = {}
+        while more := await self.more():
+            ended |= more
+        return ended
 
     async def more(self) -> dict[int, Completion]:
         """Completions that have ended since the last call, one at least; those that end a moment after the first come
@@ -304,9 +304,6 @@ class _Pending:
                     while self._left and self._error is None:
                         await self._changed.wait()
                         self._changed.clear()
-        return self._take()
-
-    def _take(self) -> dict[int, Completion]:
         if self._left and self._error is not None:
             raise self._error
         ended, self._ended = self._ended, {}

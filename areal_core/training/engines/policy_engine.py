@@ -97,6 +97,7 @@ class PolicyEngine(ABC):
         self.updates = 0  # optimiser updates so far
         self._compute_s = 0.0
         self.lora = training.lora.adapter
+        self.lora_scale = 1.0 if self.lora is None else self.lora.scale
         self.shapes = trained_shapes(spec, self.lora)  # of what is trained
         self._frozen: Mapping[str, Tensor] = {}  # weights that passes compute with and that never change
         self._reference: Mapping[str, Tensor] = {}
@@ -278,10 +279,6 @@ class PolicyEngine(ABC):
             )
         self._transformers.install(weights)
         return self._transformers(packed)
-
-    @property
-    def lora_scale(self) -> float:
-        return 1.0 if self.lora is None else self.lora.scale
 
     def _version_0(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The reference policy, in the dtype of passes, whatever state is loaded later: all of it, on every rank.

@@ -136,18 +136,16 @@ def bounds(blocks: Blocks, device: torch.device) -> Tensor:
 
 
 def causal_kernel(varlen_attn: Callable[..., Any]) -> Kernel:
-    """torch's `varlen_attn` for causal self-attention, with the arguments of the installed version: torch 2.10 has
-    `is_causal` and later ones a window; those that know no `enable_gqa` get a key and a value for every query head."""
-    known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    """torch's `varlen_attn` for causal self-attention. A version that knows no `enable_gqa` gets a key and a value for
+    every query head."""
+    takes_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
-        options, shared = causal, query.shape[1] // key.shape[1]
-        if shared > 1 and "enable_gqa" in known:
-            options = causal | {"enable_gqa": True}
-        elif shared > 1:
+        shared = query.shape[1] // key.shape[1]
+        if shared > 1 and not takes_groups:
             key, value = _spread(key, shared), _spread(value, shared)
-        return varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+        options = {"enable_gqa": True} if shared > 1 and takes_groups else {}
+        return varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), **options)
 
     return attend
 

@@ -94,7 +94,7 @@ def test_what_is_released_goes_when_a_version_is_published_again_too(
     publisher.drain()
     (folder,) = tmp_path.glob("runs/r/weights/v000001")
     controller.released = [1]
-    publisher.again(2, TENSORS)
+    publisher.announce(2, TENSORS)
     assert not folder.exists()
 
 

@@ -42,19 +42,13 @@ def reference(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest
     return torch.cat(outputs)
 
 
-def of_torch_2_10(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-                  is_causal: bool = False, return_aux: Any = None) -> Tensor:  # fmt: skip
-    assert is_causal
-    assert cu_seq_q is cu_seq_k
-    assert max_q == max_k
-    assert query.shape == key.shape == value.shape
-    return reference(query, key, value, cu_seq_q, max_q)
-
-
 def of_torch_2_11(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
                   *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> Tensor:  # fmt: skip
     assert window_size == (-1, 0)
-    return of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=True)
+    assert cu_seq_q is cu_seq_k
+    assert max_q == max_k
+    assert key.shape[1] == query.shape[1]
+    return reference(query, key, value, cu_seq_q, max_q)
 
 
 def of_torch_2_13(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
@@ -66,7 +60,7 @@ def of_torch_2_13(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, c
     return reference(query, key, value, cu_seq_q, max_q)
 
 
-KERNELS = [of_torch_2_10, of_torch_2_11, of_torch_2_13]
+KERNELS = [of_torch_2_11, of_torch_2_13]
 
 
 def use(monkeypatch: pytest.MonkeyPatch, varlen_attn: Any) -> None:
