@@ -5,12 +5,12 @@ from __future__ import annotations
 from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_judge
 from areal_core.environments.source import open_source
-from areal_core.generation.engines.embedded import Engine
 from areal_core.models.arrays import read_arrays
 from areal_core.models.spec import read_spec
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.storage import weights
 from areal_core.types import GenerationRequest, Outcome, PolicyVersion
+from tests.support.offline import OfflineEngine
 
 
 class Scorer:
@@ -21,7 +21,7 @@ class Scorer:
         self._prompts = open_source(config, self._tokenizer).held_out()
         self._judge = open_judge(config.environment, config.task)
         self._spec = read_spec(model_path)
-        self._engine = Engine(
+        self._engine = OfflineEngine(
             self._spec,
             read_arrays(model_path, self._spec),
             slots=config.evaluation.slots,

@@ -40,7 +40,6 @@ from areal_core.api.wire import encode_generation
 from areal_core.config.schema import RunConfig
 from areal_core.environments.source import open_source
 from areal_core.errors import ConfigError
-from areal_core.generation.engines.embedded import Engine
 from areal_core.models.folders import read_weights
 from areal_core.models.spec import read_spec
 from areal_core.models.tokenizer import Tokenizer
@@ -56,6 +55,7 @@ from areal_core.types import GenerationRequest, PolicyVersion
 from benchmarks import _harness
 from benchmarks._scoring import Scorer
 from tests.support.groups import score_group, unpack_group, whole_completions
+from tests.support.offline import OfflineEngine
 
 OBJECTIVES = ("decoupled", "standard")
 _SETTING = ("training.steps=32", "training.learning_rate=5e-6", "evaluation.every=8", "tracking.enabled=false")
@@ -189,7 +189,7 @@ class LaggedTraining:
         self._spec = read_spec(job.model_path)
         base = read_weights(job.model_path, self._spec)
         self._source = open_source(config, Tokenizer.from_folder(job.model_path))
-        self._generator = Engine(
+        self._generator = OfflineEngine(
             self._spec,
             base,
             slots=config.generation.slots,

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from areal_core.errors import ConfigError, ModelError
 from areal_core.models import hub
-from areal_core.models.spec import ModelSpec, open_weights, weight_shapes
-from areal_core.models.tensorfile import Written, read_tensors, write_tensors
+from areal_core.models.spec import ModelSpec, open_weights, stored_tensors, weight_shapes
+from areal_core.models.tensorfile import Written, as_float32, write_tensors
 from areal_core.types import Float32Array, Lora
 
 ADAPTER = "adapter_model.safetensors"
@@ -128,7 +128,7 @@ def own_names(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 def read_adapter(file: Path, spec: ModelSpec, lora: Lora) -> dict[str, Float32Array]:
     """The adapter that a file holds. Raises ModelError naming the tensor that is not the model's."""
-    adapter = {name: array.astype(np.float32, copy=False) for name, array in own_names(_tensors(file)).items()}
+    adapter = {name: as_float32(stored) for name, stored in own_names(stored_tensors(file)).items()}
     try:
         shapes = adapter_shapes(spec, lora)
     except ConfigError as error:
@@ -138,10 +138,3 @@ def read_adapter(file: Path, spec: ModelSpec, lora: Lora) -> dict[str, Float32Ar
         if found is None or wanted is None or found != list(wanted):
             raise ModelError(f"{file}: {name}: expected shape {wanted and list(wanted)}, got {found}")
     return adapter
-
-
-def _tensors(file: Path) -> dict[str, NDArray[Any]]:
-    try:
-        return read_tensors(file.read_bytes())
-    except OSError as error:
-        raise ModelError(f"{file}: not readable ({error.strerror})") from None

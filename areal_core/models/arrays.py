@@ -6,14 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
 
 from areal_core.errors import ModelError
-from areal_core.models.spec import ModelSpec, check_weights, weight_files, weight_shapes
-from areal_core.models.tensorfile import read_tensors
+from areal_core.models.spec import ModelSpec, check_weights, stored_tensors, weight_files, weight_shapes
+from areal_core.models.tensorfile import as_float32
 from areal_core.types import Float32Array
 
 
@@ -23,15 +21,9 @@ def read_arrays(source: str | Path, spec: ModelSpec) -> dict[str, Float32Array]:
     Raises ModelError naming the file or the tensor when something is missing, damaged or of another shape. Tensors that
     the model does not use (a tied lm_head.weight, say) are left out.
     """
-    arrays: dict[str, Any] = {}
-    for file in weight_files(Path(source)):
-        try:
-            arrays |= read_tensors(file.read_bytes())
-        except FileNotFoundError:
-            raise ModelError(f"{file}: no such file") from None
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file}: not a readable safetensors file ({error})") from None
-    found = {name: arrays[name].astype(np.float32, copy=False) for name in weight_shapes(spec) if name in arrays}
+    files = weight_files(Path(source))
+    stored = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
+    found = {name: as_float32(stored[name]) for name in weight_shapes(spec) if name in stored}
     try:
         check_weights(spec, found)
     except ModelError as error:

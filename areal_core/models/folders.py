@@ -15,40 +15,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_core.errors import ModelError
-from areal_core.models.spec import (
-    ModelSpec,
-    check_weights,
-    open_weights,
-    read_json,
-    weight_files,
-    weight_shapes,
-    write_config,
-)
+from areal_core.models.arrays import read_arrays
+from areal_core.models.spec import ModelSpec, check_weights, read_json, weight_shapes, write_config
 from areal_core.models.tokenizer import write_settings
 
 _INIT_STD = 0.02
 _SETTINGS = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
 
-def read_weights(source: str | Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The weights of a model folder (one safetensors file or several with an index) or of one safetensors file.
-
-    Raises ModelError naming the file or the tensor when something is missing, damaged or of another shape. Tensors that
-    the model does not use (a tied lm_head.weight, say) are not read.
-    """
-    weights: dict[str, Tensor] = {}
-    wanted = weight_shapes(spec)
-    for file in weight_files(Path(source)):
-        with open_weights(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                if name in wanted:
-                    weights[name] = tensors.get_tensor(name).to(dtype)
-    try:
-        check_weights(spec, weights)
-    except ModelError as error:
-        raise ModelError(f"{source}: {error}") from None
-    return weights
+def read_weights(source: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
+    """The weights of a model folder or of one safetensors file, as `read_arrays` has them, as float32 tensors."""
+    return {name: torch.from_numpy(array) for name, array in read_arrays(source, spec).items()}
 
 
 def write_model(

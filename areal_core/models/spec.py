@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from areal_core.errors import ModelError
-from areal_core.models.tensorfile import equal_bytes, stored_bytes
+from areal_core.models.tensorfile import equal_bytes, mapped_tensors
 
 MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 _HEAD = "lm_head.weight"
@@ -311,10 +310,8 @@ def header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 def _has_own_head(folder: Path) -> bool:
     """Whether a head is stored that is no copy of another tensor, the embedding."""
-    stored: dict[str, NDArray[np.uint8]] = {}
-    for file in filter(Path.exists, weight_files(folder)):
-        if header_shapes(file):  # it is sound
-            stored |= stored_bytes(file)
+    files = filter(Path.exists, weight_files(folder))
+    stored = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
     head = stored.pop(_HEAD, None)
     return head is not None and not any(equal_bytes(head, other) for other in stored.values())
 
@@ -350,6 +347,12 @@ def open_weights(file: Path, framework: str = "numpy") -> Any:
         raise ModelError(f"{file}: no such file") from None
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: not a readable safetensors file ({error})") from None
+
+
+def stored_tensors(file: Path) -> dict[str, NDArray[Any]]:
+    """`mapped_tensors` of a safetensors file. Raises ModelError when it is missing or damaged."""
+    with open_weights(file):
+        return mapped_tensors(file)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -15,8 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import deserialize
 
-_NAMES = {"float32": "F32", "float64": "F64", "int32": "I32", "int64": "I64", "uint8": "U8", "bool": "BOOL"}
+from areal_core.errors import ModelError
+from areal_core.types import Float32Array
+
+_NAMES = {
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 DTYPES = {kind: np.dtype(name) for name, kind in _NAMES.items()}  # by their names in files
+_STORED = DTYPES | {"BF16": np.dtype(np.uint16)}
 _ALIGNMENT = 8  # of the header, in bytes
 _PIECE = 1 << 24  # elements converted at once
 
@@ -80,19 +92,32 @@ def read_tensors(data: bytes) -> dict[str, NDArray[Any]]:
     return tensors
 
 
-def stored_bytes(file: Path) -> dict[str, NDArray[np.uint8]]:
-    """The bytes of each tensor of a sound safetensors file, mapped: read when they are looked at. Raises OSError."""
+def mapped_tensors(file: Path) -> dict[str, NDArray[Any]]:
+    """The tensors of a sound safetensors file, mapped: read when they are looked at; bfloat16 as uint16. Raises
+    OSError, and ModelError for numbers of another type."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         entries: dict[str, Any] = json.loads(stream.read(size))
-    data = np.memmap(file, np.uint8, "r")[8 + size :]
-    return {name: data[slice(*entry["data_offsets"])] for name, entry in entries.items() if name != "__metadata__"}
+    data, tensors = np.asarray(np.memmap(file, np.uint8, "c"))[8 + size :], {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        if (kind := entry["dtype"]) not in _STORED:
+            raise ModelError(f"{file}: {name} must be of {', '.join(_STORED)}, got {kind}")
+        tensors[name] = data[slice(*entry["data_offsets"])].view(_STORED[kind]).reshape(entry["shape"])
+    return tensors
 
 
-def equal_bytes(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-    """Compares piece by piece, up to the first that differs."""
-    pieces = (slice(at, at + _PIECE) for at in range(0, len(one), _PIECE))
-    return len(one) == len(other) and all(np.array_equal(one[piece], other[piece]) for piece in pieces)
+def as_float32(mapped: NDArray[Any]) -> Float32Array:
+    """The numbers of a mapped tensor; the mapping itself where they are float32."""
+    return from_bfloat16(mapped) if mapped.dtype == np.uint16 else np.require(mapped, np.float32, ["A", "W"])
+
+
+def equal_bytes(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Whether two tensors are stored alike. Compares piece by piece, up to the first that differs."""
+    left, right = (tensor.reshape(-1).view(np.uint8) for tensor in (one, other))
+    pieces = (slice(at, at + _PIECE) for at in range(0, len(left), _PIECE))
+    return len(left) == len(right) and all(np.array_equal(left[piece], right[piece]) for piece in pieces)
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from areal_core.generation.engines.embedded import Engine
-from areal_core.generation.engines.engine import gathered
 from tests.support.generation import SPECS, Reference, request, weights
+from tests.support.offline import OfflineEngine, gathered
 
 
 @pytest.fixture(scope="module", params=SPECS)
@@ -26,7 +25,7 @@ def full_precision():
 
 def test_logprobs_across_an_update_are_those_of_transformers(spec, tmp_path):
     reference = Reference(tmp_path, spec, {0: 1, 1: 2})
-    engine = Engine(spec, weights(spec, 1), slots=32, device="cuda")
+    engine = OfflineEngine(spec, weights(spec, 1), slots=32, device="cuda")
     asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=400, seed=i, stop_token_ids=()) for i in range(8)]
     for item in asked:
         engine.add(item)
@@ -44,7 +43,7 @@ def test_logprobs_across_an_update_are_those_of_transformers(spec, tmp_path):
 
 
 def test_the_same_seed_gives_the_same_completion(spec):
-    engine = Engine(spec, weights(spec, 1), slots=32, device="cuda", deterministic=True)
+    engine = OfflineEngine(spec, weights(spec, 1), slots=32, device="cuda", deterministic=True)
     asked = request("r", n=2, max_tokens=100, seed=3, stop_token_ids=())
     [alone] = engine.generate([asked])
     [among, *_] = engine.generate([asked, *(request(f"o{i}", n=4, max_tokens=60, seed=i) for i in range(6))])

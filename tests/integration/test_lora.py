@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from areal_core.config.schema import AlgorithmConfig, TrainingConfig
-from areal_core.generation.engines.embedded import Engine
 from areal_core.generation.engines.engine import read_version
 from areal_core.models.arrays import read_arrays
 from areal_core.models.folders import write_model
@@ -23,6 +22,7 @@ from areal_core.training.engines.torch_engine import TorchEngine
 from areal_core.types import Float32Array, PolicyVersion
 from tests.support.generation import request
 from tests.support.lora import LORA, adapter, by_peft, form
+from tests.support.offline import OfflineEngine
 from tests.support.training import QWEN3, SPEC, TRAINING, batch, weights
 from tests.support.transformers_models import run_by_transformers
 
@@ -109,7 +109,7 @@ def test_trainers_and_peft_give_the_same_log_probabilities(
 def test_the_embedded_engine_and_peft_give_the_same_log_probabilities(
     spec: ModelSpec, base: Path, version: PolicyVersion
 ) -> None:
-    engine = Engine(spec, read_arrays(base, spec), slots=4, base=base)
+    engine = OfflineEngine(spec, read_arrays(base, spec), slots=4, base=base)
     engine.swap(read_version(engine, Path(version.path), version.sha256), version.version)
     asked = request(n=2, max_tokens=12)
     [completions] = engine.generate([asked])

@@ -8,13 +8,13 @@ import torch
 
 from areal_core.config.groups import ChatConfig
 from areal_core.environments.dialogue import Dialogue
-from areal_core.generation.engines.embedded import Engine
 from areal_core.models.arrays import read_arrays
 from areal_core.models.gguf import convert
 from areal_core.models.spec import read_spec
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import GenerationRequest
 from tests.support.generation import by_transformers
+from tests.support.offline import OfflineEngine
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / ".areal" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -44,7 +44,7 @@ def paragraphs(count):
 
 def test_greedy_completions_are_those_of_transformers(folder):
     spec, tokenizer = read_spec(folder), Tokenizer.from_folder(folder)
-    engine = Engine(spec, read_arrays(folder, spec), slots=16, context=512)
+    engine = OfflineEngine(spec, read_arrays(folder, spec), slots=16, context=512)
     texts = paragraphs(PROMPTS)
     chat, plain = Dialogue(ChatConfig(enabled=True), tokenizer), Dialogue(ChatConfig(), tokenizer)
     prompts = [(chat if index % 2 else plain).prompt(text) for index, text in enumerate(texts)]

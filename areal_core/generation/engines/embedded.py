@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 
 from areal_core.errors import DivergenceError, GenerationError, ModelError
 from areal_core.generation.engines.decoder import CpuDecoder, Decoder
-from areal_core.generation.engines.engine import EngineStats, Generation, check_request, gathered
+from areal_core.generation.engines.engine import EngineStats, Generation, check_request
 from areal_core.generation.engines.slots import STOPPED, Batch, Slots
 from areal_core.models.adapters import merged, read_adapter, read_lora
 from areal_core.models.arrays import check_finite, read_arrays
@@ -120,18 +120,6 @@ class Engine:
         if not len(self._running):
             return []
         return self._postprocess(*self._run())
-
-    def generate(self, requests: Iterable[GenerationRequest]) -> list[list[Completion]]:
-        """Serve requests to their end; returns their completions in the order of the requests."""
-        ids = []
-        for request in requests:
-            self.add(request)
-            ids.append(request.request_id)
-        ended: list[Generation] = []
-        while self.running or self._waiting:
-            ended += self.step()
-        finished = gathered(ended)
-        return [finished[request_id] for request_id in ids]
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Generation]:
         """End requests (None: all of them) now, with what they have; unknown ids are passed over."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,14 +31,6 @@ class EngineStats:
     swap_ms: float = 0.0
     recompute_ms: float = 0.0
     recomputed_tokens: int = 0
-
-
-def gathered(generations: Iterable[Generation]) -> dict[str, list[Completion]]:
-    """The completions of requests that were generated to their ends, in order, by request id."""
-    found: dict[str, dict[int, Completion]] = {}
-    for generation in generations:
-        found.setdefault(generation.request.request_id, {}).update(generation.completions)
-    return {request_id: [ended[index] for index in range(len(ended))] for request_id, ended in found.items()}
 
 
 class ServedEngine(Protocol):

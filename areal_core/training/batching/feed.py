@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 from areal_core.api.controller_client import ControllerClient
+from areal_core.training.background import BackgroundThread
 from areal_core.training.engines.engine import TrainingBatch
 from areal_core.types import BatchManifest
 
@@ -34,9 +34,10 @@ class BatchFeed:
     ) -> None:
         self._controller = controller
         self._build = build
-        self._ready: queue.Queue[Ready | BaseException] = queue.Queue(1)
-        self._wanted = threading.Semaphore(1)  # the first batch
-        threading.Thread(target=self._fetch, args=(range(first, last + 1),), name="feed", daemon=True).start()
+        self._steps = iter(range(first, last + 1))
+        self._ready: queue.SimpleQueue[Ready] = queue.SimpleQueue()
+        self._thread = BackgroundThread("feed", waiting=1)
+        self.ahead()
 
     def next(self, meanwhile: Callable[[], None] = lambda: None) -> Ready:
         """The next batch; waits for it, and calls `meanwhile` now and then. The one after it is fetched from `ahead`
@@ -44,25 +45,17 @@ class BatchFeed:
 
         Raises RunFinished once the run has ended, and what fetching or laying out the batch raised.
         """
-        found = None
-        while found is None:
+        while True:
             meanwhile()
             with suppress(queue.Empty):
-                found = self._ready.get(timeout=_LOOK_S)
-        if isinstance(found, BaseException):
-            self._ready.put(found)  # for later calls
-            raise found
-        return found
+                return self._ready.get(timeout=_LOOK_S)
+            self._thread.check()
 
     def ahead(self) -> None:
         """Fetch the next batch in the background. To be called once for every batch that `next` has returned."""
-        self._wanted.release()
+        if (step := next(self._steps, None)) is not None:
+            self._thread.submit(lambda: self._fetch(step))
 
-    def _fetch(self, steps: range) -> None:
-        try:
-            for step in steps:
-                self._wanted.acquire()
-                manifest = self._controller.batch(step)
-                self._ready.put((manifest, self._build(manifest)))
-        except BaseException as error:  # noqa: BLE001 - raised again by `next`
-            self._ready.put(error)
+    def _fetch(self, step: int) -> None:
+        manifest = self._controller.batch(step)
+        self._ready.put((manifest, self._build(manifest)))

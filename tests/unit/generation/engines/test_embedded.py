@@ -9,10 +9,9 @@ import torch
 
 from areal_core.errors import DivergenceError, GenerationError
 from areal_core.generation.engines import embedded as engine_module
-from areal_core.generation.engines.embedded import Engine
-from areal_core.generation.engines.engine import gathered
 from areal_core.generation.engines.torch_decoder import TorchDecoder
 from tests.support.generation import LLAMA_GQA, QWEN2, QWEN2_GQA, QWEN3, SPECS, Reference, request, weights
+from tests.support.offline import OfflineEngine, gathered
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +22,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-class TorchEngine(Engine):
+class TorchEngine(OfflineEngine):
     """The decoder of other devices, on this one."""
 
     def prepare(self, weights):
         return TorchDecoder(self.spec, weights, self.context, "cpu", deterministic=self._deterministic)
 
 
-KINDS = {"cpu": (Engine, False), "torch": (TorchEngine, False), "torch-deterministic": (TorchEngine, True)}
+KINDS = {"cpu": (OfflineEngine, False), "torch": (TorchEngine, False), "torch-deterministic": (TorchEngine, True)}
 
 
 def engine(spec=QWEN2, seed=1, kind="cpu", **options):

@@ -17,12 +17,13 @@ from safetensors.numpy import save_file
 from areal_core.api.wire import version_spans
 from areal_core.errors import GenerationError, ModelError
 from areal_core.generation.engines.emulated import EmulatedEngine
-from areal_core.generation.engines.engine import Generation, gathered
+from areal_core.generation.engines.engine import Generation
 from areal_core.generation.engines.sampling import stream_seed, uniforms
 from areal_core.planning.time_model import TimeModel, completion_length
 from areal_core.types import Completion, GenerationRequest
 from tests.support.emulation import CONFIG, LIMIT, MODEL, SCALE, Clock, engine, pace, request
 from tests.support.models import SPEC
+from tests.support.offline import gathered
 
 PROMPT = 3 * SCALE  # real tokens of the prompt of `request`
 
