@@ -23,10 +23,6 @@ _REACH = math.asinh(40.0 / _UNIT)  # bins end at 40 nats, those at the ends hold
 _WIDTH = 2 * _REACH / _BINS
 
 
-def _no_weights() -> NDArray[np.float64]:
-    return np.zeros(_BINS)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossStats:
     """Sums over loss tokens: they add up over micro-batches, minibatches and ranks.
@@ -48,7 +44,7 @@ class LossStats:
     weight_max: float = 0.0  # the one maximum among sums
     matched: float = 0.0  # tokens sampled by the version trained on
     mismatch: float = 0.0  # k3 of trainer / generator over matched tokens
-    histogram: NDArray[np.float64] = field(default_factory=_no_weights)  # tokens by their weight
+    histogram: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_BINS))  # tokens by their weight
 
     def __add__(self, other: LossStats) -> LossStats:
         sums: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}

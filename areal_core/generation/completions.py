@@ -40,9 +40,6 @@ class Completions:
     async def one_by_one(self, request: GenerationRequest, model: str, take: Take) -> None:
         """A request for each completion: vLLM makes as many of one, with these seeds, and answers when all have ended.
         Its prefix cache computes their prompt once."""
-        if request.n == 1:
-            await self._one(request, model, 0, take)
-            return
         parts = [
             dataclasses.replace(request, request_id=request_id, n=1, seed=request.seed + index)
             for index, request_id in enumerate(part_ids(request))

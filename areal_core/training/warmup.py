@@ -45,8 +45,6 @@ def embedded_spec(config: RunConfig) -> ModelSpec:
         kv_heads=model.kv_heads,
         head_dim=model.hidden_size // model.heads,
         intermediate_size=model.intermediate_size,
-        rope_theta=10000.0,
-        rms_eps=1e-6,
         qkv_bias=True,
         tie_embeddings=False,
         context=model.context,

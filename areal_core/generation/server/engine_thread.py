@@ -125,9 +125,6 @@ class EngineThread:
 
         return await self.ask(abort)
 
-    async def swap(self, prepared: Any, version: int) -> None:
-        await self.ask(lambda engine: engine.swap(prepared, version, recompute=False))
-
     async def load(self) -> ServerLoad:
         def load(engine: ServedEngine) -> ServerLoad:
             self._account()

@@ -222,7 +222,7 @@ class GenerationServer:
         if self._staged is None:
             raise RequestError("no weights were staged", param="weight_version")
         (staged, sha256), self._staged, self._updating = self._staged, None, False
-        await self._thread.swap(staged, version)
+        await self._thread.ask(lambda engine: engine.swap(staged, version, recompute=False))
         self._label, self._name = version, version_name(PolicyVersion(version=version, path="", sha256=sha256))
         return web.json_response({"message": "weight update finished"})
 

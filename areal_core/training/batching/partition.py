@@ -136,7 +136,10 @@ def allocate(
     held: list[int] = []
     for index in _longest_first(lengths):
         length = lengths[index]
-        _check_fits(length, capacity)
+        if length > capacity:
+            raise ConfigError(
+                f"training.microbatch_tokens: must hold the longest sequence, {length} tokens, got {capacity}"
+            )
         roomy = [i for i, load in enumerate(loads) if load + length <= capacity]
         if len(microbatches) < min_microbatches or not roomy:
             microbatches.append([])
@@ -176,13 +179,6 @@ def allocate_groups(
             room -= length
     cut = allocate(loads, capacity, min_microbatches, [len(item) for item in items])
     return [[items[index] for index in members] for members in cut]
-
-
-def _check_fits(length: int, capacity: int) -> None:
-    if length > capacity:
-        raise ConfigError(
-            f"training.microbatch_tokens: must hold the longest sequence, {length} tokens, got {capacity}"
-        )
 
 
 def _longest_first(lengths: Sequence[float]) -> list[int]:

@@ -145,7 +145,7 @@ class DeepSpeedEngine(PolicyEngine):
             return self._optimiser.state[parameter][kind]
         return _present(safe_get_full_optimizer_state(parameter, kind))
 
-    def _put(self, parameter: nn.Parameter, kind: str, values: Tensor) -> None:
+    def _put(self, parameter: Any, kind: str, values: Tensor) -> None:
         """Overwrite this rank's part of a weight, in all its precisions, or of a moment."""
         values = values.to(self.device)
         if self._stage == 3:
@@ -155,7 +155,7 @@ class DeepSpeedEngine(PolicyEngine):
             safe_set_full_fp32_param(parameter, values)  # of nothing at stage 0
         elif self._stage == 0:
             self._optimiser.state[parameter][kind].copy_(values)
-        elif (mapping := _mapping(parameter)) is not None:
+        elif (mapping := parameter._hp_mapping) is not None:
             mapping.get_hp_fragment(kind).copy_(self._own(parameter, values))
 
     def _part(self, parameter: Any) -> tuple[int, int]:
@@ -164,7 +164,7 @@ class DeepSpeedEngine(PolicyEngine):
         if self._stage == 3:
             size, there = parameter.ds_tensor.numel(), parameter.ds_numel
             return min(size * self.ranks.rank, there), min(size * (self.ranks.rank + 1), there)
-        if (mapping := _mapping(parameter)) is None:
+        if (mapping := parameter._hp_mapping) is None:  # what this rank's optimiser holds of it: nothing
             return 0, 0
         address = mapping.lp_fragment_address
         return address.start, address.start + address.numel
@@ -291,11 +291,6 @@ def _start(device: torch.device) -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-
-
-def _mapping(parameter: Any) -> Any:
-    """Of DeepSpeed's: what this rank's optimiser holds of a parameter at stages 1 and 2; None for nothing."""
-    return parameter._hp_mapping
 
 
 def _present(tensor: Tensor | None) -> Tensor:

@@ -187,12 +187,10 @@ def check_batch(batch: TrainingBatch, spec: ModelSpec) -> None:
     vocabulary, sequences longer than its context, versions that don't exist yet."""
     if not len(batch.tokens):
         return
-    where, token = f"the batch of step {batch.step}", int(batch.tokens.max())
-    if token >= spec.vocab_size or batch.tokens.min() < 0:
-        token = token if token >= spec.vocab_size else int(batch.tokens.min())
-        raise ModelError(
-            f"{where} holds token {token}: must be from 0 to {spec.vocab_size - 1}, the model's vocabulary"
-        )
+    where, last = f"the batch of step {batch.step}", spec.vocab_size - 1
+    for token in (int(batch.tokens.max()), int(batch.tokens.min())):
+        if not 0 <= token <= last:
+            raise ModelError(f"{where} holds token {token}: must be from 0 to {last}, the model's vocabulary")
     if (longest := int(batch.lengths.max())) > spec.context:
         raise ModelError(f"{where} holds a sequence of {longest} tokens: the model's context is {spec.context}")
     if (newest := int(batch.versions.max())) >= batch.step:
