@@ -339,10 +339,10 @@ def weights_sha256(source: Path) -> str:
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def open_weights(file: Path, framework: str = "numpy") -> Any:
+def open_weights(file: Path) -> Any:
     """A safetensors file, open for reading, a context manager. Raises ModelError when it is missing or damaged."""
     try:
-        return safe_open(file, framework=framework)
+        return safe_open(file, framework="numpy")
     except FileNotFoundError:
         raise ModelError(f"{file}: no such file") from None
     except (SafetensorError, OSError) as error:

@@ -18,16 +18,10 @@ from safetensors import deserialize
 from areal_core.errors import ModelError
 from areal_core.types import Float32Array
 
-_NAMES = {
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-DTYPES = {kind: np.dtype(name) for name, kind in _NAMES.items()}  # by their names in files
+_WORDS = {"F": "float", "I": "int", "U": "uint"}
+_NUMBERS = ("F16", "F32", "F64", "I8", "I16", "I32", "I64", "U8", "U32", "U64")  # as files name them
+DTYPES = {"BOOL": np.dtype(bool)} | {kind: np.dtype(_WORDS[kind[0]] + kind[1:]) for kind in _NUMBERS}
+_NAMES = {dtype.name: kind for kind, dtype in DTYPES.items()}
 _STORED = DTYPES | {"BF16": np.dtype(np.uint16)}
 _ALIGNMENT = 8  # of the header, in bytes
 _PIECE = 1 << 24  # elements converted at once

@@ -81,10 +81,12 @@ class TorchEngine(PolicyEngine):
 
         AdamW, as a function: the class brings torch's compiler along, seconds of every start."""
         config = self.training
+        means, squares = (self._kept[moment] for moment in MOMENTS)
         adamw(
             [self.flat],
             [self.gradient],
-            *([self._kept[moment]] for moment in MOMENTS),
+            [means],
+            [squares],
             [],
             [self._steps.fill_(self.updates)],
             fused=True,

@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
+from areal_core.errors import ModelError
 from areal_core.models import tensorfile
-from areal_core.models.tensorfile import read_tensors, to_bfloat16, write_tensors
+from areal_core.models.tensorfile import as_float32, mapped_tensors, read_tensors, to_bfloat16, write_tensors
 
 TENSORS = {
     "rng": np.arange(7, dtype=np.uint8),
@@ -57,3 +59,18 @@ def test_bfloat16_is_rounded_as_torch_rounds(tmp_path: Path, monkeypatch: pytest
 def test_a_nan_stays_one() -> None:
     quiet, full = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
     assert (to_bfloat16(np.array([quiet, full], np.float32)) == 0x7FC0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_mapped_tensor_is_the_one_that_was_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+    saved = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    save_torch({"w": saved, "other": torch.zeros(1)}, tmp_path / "t")
+    found = as_float32(mapped_tensors(tmp_path / "t")["w"])
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, saved.float().numpy())
+
+
+def test_numbers_of_another_type_are_refused_by_name(tmp_path: Path) -> None:
+    save_torch({"w": torch.zeros(2).to(torch.float8_e4m3fn)}, tmp_path / "t")
+    with pytest.raises(ModelError, match=r"t: w must be of .*F32.*, got F8_E4M3"):
+        mapped_tensors(tmp_path / "t")
