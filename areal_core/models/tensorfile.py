@@ -20,7 +20,9 @@ from areal_core.types import Float32Array
 
 _WORDS = {"F": "float", "I": "int", "U": "uint"}
 _NUMBERS = ("F16", "F32", "F64", "I8", "I16", "I32", "I64", "U8", "U32", "U64")  # as files name them
-DTYPES = {"BOOL": np.dtype(bool)} | {kind: np.dtype(_WORDS[kind[0]] + kind[1:]) for kind in _NUMBERS}
+DTYPES: dict[str, np.dtype[Any]] = {"BOOL": np.dtype(bool)} | {
+    kind: np.dtype(_WORDS[kind[0]] + kind[1:]) for kind in _NUMBERS
+}
 _NAMES = {dtype.name: kind for kind, dtype in DTYPES.items()}
 _STORED = DTYPES | {"BF16": np.dtype(np.uint16)}
 _ALIGNMENT = 8  # of the header, in bytes
