@@ -19,6 +19,7 @@ from benchmarks import staleness
 from benchmarks.staleness import Job, LaggedTraining
 from flows.compose import CONF, compose
 from tests.support.models import write_tiny
+from tests.support.training import numbers
 
 PRESETS = sorted(file.stem for file in (CONF / "algorithm").glob("*.yaml"))
 STEPS, LAG = 4, 2
@@ -52,7 +53,7 @@ def test_a_preset_trains(preset: str, tmp_path: Path, monkeypatch: pytest.Monkey
             losses.append(stats.loss)
             assert stats.updates == 2
             assert stats.trained_tokens > 0
-            assert all(np.isfinite(value) for value in dataclasses.asdict(stats).values() if value is not None)
+            assert all(np.isfinite(value) for value in numbers(stats).values() if value is not None)
             return stats
 
     torch.set_num_threads(1)
