@@ -118,8 +118,8 @@ def _refuse_unknown(values: dict[str, Any], known: set[str]) -> None:
 def _checked(
     values: dict[str, Any], name: str, is_valid: Callable[[Any], bool], wanted: str, default: Any = None
 ) -> Any:
-    """A field, or its default. Raises RequestError for one that is not what is `wanted`."""
-    value = values.get(name, default)
+    """A field, or its default for null too. Raises RequestError for one that is not what is `wanted`."""
+    value = default if values.get(name) is None else values[name]
     if not is_valid(value):
         raise RequestError(f"must be {wanted}, got {value!r:.80}", param=name)
     return value
