@@ -19,7 +19,7 @@ class Scorer:
     def __init__(self, config: RunConfig, model_path: str) -> None:
         self._tokenizer = Tokenizer.from_folder(model_path)
         self._prompts = open_source(config, self._tokenizer).held_out()
-        self._judge = open_judge(config.environment, config.task)
+        self._judge = open_judge(config)
         self._spec = read_spec(model_path)
         self._engine = OfflineEngine(
             self._spec,

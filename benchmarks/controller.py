@@ -57,12 +57,12 @@ from areal_core.controller.pool import GenerationPool
 from areal_core.controller.recorder import Recorder
 from areal_core.controller.reward_routes import reward_routes
 from areal_core.controller.routes import Routes
-from areal_core.controller.service import Environments
 from areal_core.models.spec import weights_sha256
 from areal_core.models.tokenizer import char_tokenizer
 from areal_core.rewards.group import Requests
 from areal_core.rewards.messages import ANSWER_BYTES
 from areal_core.rewards.pool import RewardPool
+from areal_core.rewards.worker import advance
 from areal_core.rollout.controller import Engine, Rewards, RolloutController
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
@@ -304,13 +304,13 @@ async def over_http(batches: int, *, remote: bool = False) -> dict[str, Any]:
     config = configured(steps=batches, batch=BATCH, eta=batches)
     with answering(servers=1, hold=False) as (urls, _), tempfile.TemporaryDirectory() as scratch:
         model = write_tiny(Path(scratch) / "model")
-        workers = RewardPool(0 if remote else 1, 600.0)
+        function = functools.partial(advance, config, str(model))
+        workers = RewardPool(0 if remote else 1, 600.0, function=function)
         async with _host(workers, config, model) if remote else nullcontext(workers.pids()) as pids:
             for pid in pids:
                 _elsewhere(pid)
             try:
-                environments = Environments(config, str(model), workers)
-                async with pooled(config, urls, environments) as (run, _):
+                async with pooled(config, urls, workers) as (run, _):
                     await run.controller.batch(1, timeout_s=3600)  # all has begun
                     own, theirs = time.process_time(), _cpu_s(pids)
                     for step in range(2, batches + 1):
@@ -403,7 +403,7 @@ async def to_ranks(completions: int, ranks: int) -> dict[str, Any]:
             record_texts=_nothing,
             run_dir=SimpleNamespace(token=lambda: _TOKEN),
             servers=GenerationPool(completions_per_server=1),
-            rewards=RewardPool(0, 1.0),
+            rewards=RewardPool(0, 1.0, function=len),
         )
         runner = web.AppRunner(Routes(service).app(), access_log=None)  # pyright: ignore[reportArgumentType]
         await runner.setup()

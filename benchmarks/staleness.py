@@ -43,7 +43,6 @@ from areal_core.errors import ConfigError
 from areal_core.models.folders import read_weights
 from areal_core.models.spec import read_spec
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.worker import GroupJob
 from areal_core.rollout.rollouts import trajectory_seed
 from areal_core.run.base_model import base_model
 from areal_core.run.preflight import preflight
@@ -241,14 +240,9 @@ class LaggedTraining:
         completions = self._generator.generate(requests)
         return [
             score_group(
-                GroupJob(
-                    prompt=prompt,
-                    n=len(group),
-                    environment=config.environment,
-                    task=config.task,
-                    algorithm=config.algorithm,
-                    model_path=self._job.model_path,
-                ),
+                config,
+                self._job.model_path,
+                prompt,
                 whole_completions(encode_generation(request, group, logprobs=True), len(group)),
             )
             for prompt, request, group in zip(prompts, requests, completions, strict=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
 import logging
 import signal
 from pathlib import Path
@@ -23,7 +24,6 @@ from aiohttp import web
 
 from areal_core.api import serving
 from areal_core.api.scored_groups import REQUEST_LINE_BYTES
-from areal_core.config.schema import RunConfig
 from areal_core.controller import texts
 from areal_core.controller.best import best_of, export
 from areal_core.controller.card import model_card
@@ -43,8 +43,8 @@ from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError, UserCodeError
 from areal_core.launch import logs, process, pulse
 from areal_core.models.tokenizer import Tokenizer
-from areal_core.rewards.pool import GroupSession, RewardPool
-from areal_core.rewards.worker import GroupJob
+from areal_core.rewards.pool import RewardPool
+from areal_core.rewards.worker import advance
 from areal_core.rollout.controller import RolloutController, Signal
 from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.rollout.notes import Ending
@@ -54,23 +54,11 @@ from areal_core.storage.rundir import RunDir, write_json
 from areal_core.storage.weights import base_version
 from areal_core.tracking.outbox import Outbox
 from areal_core.tracking.timeline import TimelineWriter, read_timeline
-from areal_core.types import BatchManifest, Prompt, RunSummary, TokenLedger
+from areal_core.types import BatchManifest, RunSummary, TokenLedger
 
 logger = logging.getLogger(__name__)
 _CHECK_S = 5.0  # between two looks at the generation servers' health
 _COUNT_TRIES, _COUNT_AGAIN_S = 10, 0.5  # at the end, for the servers' counters to catch up with their responses
-
-
-class Environments:
-    """The reward workers as the rollout core sees them: a session for every group."""
-
-    def __init__(self, config: RunConfig, model_path: str, pool: RewardPool) -> None:
-        self._config = config
-        self._model_path = model_path
-        self._pool = pool
-
-    def begin(self, prompt: Prompt, *, apart: bool) -> GroupSession:
-        return self._pool.begin(GroupJob.of(prompt, self._config, self._model_path), apart=apart)
 
 
 class Service:
@@ -103,6 +91,7 @@ class Service:
         self.rewards = RewardPool(
             workers=self.config.rollout.reward_workers,
             timeout_s=self.config.rollout.reward_timeout_s,
+            function=functools.partial(advance, self.config, self.info.model_path),
             timeline=lambda place: run.timeline_file("rewards", place),
         )
         self.servers = GenerationPool(
@@ -118,7 +107,7 @@ class Service:
             config=self.config,
             source=self.source,
             engine=self.servers,
-            rewards=Environments(self.config, self.info.model_path, self.rewards),
+            rewards=self.rewards,
             payloads=self.payloads,
             ledger=self.ledger,
             stop_token_ids=Dialogue(self.config.task.chat, self.tokenizer).stop_token_ids(self.info.model_path),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from areal_core.config.groups import TASKS
 from areal_core.config.plugins import check_name, find
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments import confinement
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Environment, Setting, Verdict, Verifier
@@ -42,22 +42,18 @@ CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers 
 
 
 def open_environment(
-    environment: EnvironmentConfig,
-    task: TaskConfig,
-    algorithm: AlgorithmConfig,
-    tokenizer: Tokenizer,
-    on_failure: Callable[[str], None] = lambda failure: None,
+    config: RunConfig, tokenizer: Tokenizer, on_failure: Callable[[str], None] = lambda failure: None
 ) -> Environment:
-    """The environment that `environment` names; `on_failure` is told what its verifier fails with. Raises ConfigError,
+    """The environment that `config` names; `on_failure` is told what its verifier fails with. Raises ConfigError,
     naming the field, for one that can't be found."""
-    make = find("environment.name", environment.name, ENVIRONMENTS)
+    make = find("environment.name", config.environment.name, ENVIRONMENTS)
     setting = Setting(
-        environment=environment,
-        task=task,
-        algorithm=algorithm,
+        environment=config.environment,
+        task=config.task,
+        algorithm=config.algorithm,
         tokenizer=tokenizer,
-        dialogue=Dialogue(task.chat, tokenizer),
-        verify=open_verifier(environment, task),
+        dialogue=Dialogue(config.task.chat, tokenizer),
+        verify=open_verifier(config.environment, config.task),
         on_failure=on_failure,
     )
     try:
@@ -74,10 +70,10 @@ def open_verifier(environment: EnvironmentConfig, task: TaskConfig) -> Verifier:
     return CONFIGURED[name](environment) if name in CONFIGURED else find("environment.verifier", name, VERIFIERS)
 
 
-def open_judge(environment: EnvironmentConfig, task: TaskConfig) -> Judge:
+def open_judge(config: RunConfig) -> Judge:
     """The judge of completions outside of an environment. Raises as `open_verifier` does."""
-    verify = open_verifier(environment, task)
-    return Judge(environment.judged_by, verify, verify_truncated=environment.verify_truncated)
+    verify = open_verifier(config.environment, config.task)
+    return Judge(config.environment.judged_by, verify, verify_truncated=config.environment.verify_truncated)
 
 
 def verifier_name(environment: EnvironmentConfig, task: TaskConfig) -> str:

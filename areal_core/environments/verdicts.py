@@ -8,7 +8,6 @@ without a result whose `failure` shows the traceback, the prompt and the complet
 
 from __future__ import annotations
 
-import functools
 import re
 import signal
 import traceback
@@ -129,11 +128,11 @@ def limit(seconds: float | None) -> None:
 
 
 @contextmanager
-def apart(judge: Callable[[float, Prompt, str], Verdict] | None) -> Iterator[None]:
-    """Within, `judge` finds verdicts, within the seconds that it is given; None: the verifier does, here."""
+def apart(judge: Callable[[Prompt, str], Verdict] | None) -> Iterator[None]:
+    """Within, `judge` finds verdicts, and sees to their time; None: the verifier does, here."""
     global _apart
     if judge is not None:
-        _apart = functools.partial(judge, _limit_s or 0.0)
+        _apart = judge
         limit(None)
     try:
         yield

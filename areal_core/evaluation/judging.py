@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.registry import open_judge
 from areal_core.environments.verdicts import Judge, Verdict
@@ -22,8 +22,6 @@ from areal_core.types import Outcome, Prompt
 class _Job:
     """Completions of one problem: their texts, and whether they ran into the length limit."""
 
-    environment: EnvironmentConfig
-    task: TaskConfig
     problem: Prompt
     completions: tuple[tuple[str, bool], ...]
     apart: bool = False
@@ -33,15 +31,13 @@ class Judges:
     """The workers that judge one benchmark's completions. Make and close it as a RewardPool."""
 
     def __init__(self, config: RunConfig, workers: int) -> None:
-        self._config = config
-        self._pool = RewardPool(workers, config.rollout.reward_timeout_s, function=_judged)
+        self._pool = RewardPool(workers, config.rollout.reward_timeout_s, function=functools.partial(_judged, config))
         self._failures = Failures(config.environment.max_no_result)
 
     async def __call__(self, problem: Prompt, completions: Sequence[tuple[str, bool]]) -> list[Verdict]:
         """The verdicts, in order. Completions that cost a worker its process are judged again, each in a process of its
         own. Raises UserCodeError where too many have no result."""
-        config = self._config
-        job = _Job(environment=config.environment, task=config.task, problem=problem, completions=tuple(completions))
+        job = _Job(problem=problem, completions=tuple(completions))
         try:
             found, _ = await self._pool.ask(job)
         except (RewardTimeoutError, RewardWorkerError) as error:
@@ -59,9 +55,9 @@ class Judges:
         await self._pool.close()
 
 
-def _judged(job: _Job) -> list[Verdict]:
-    judge = _judge(job.environment, job.task)
-    with verdicts.apart(functools.partial(apart.judge, job.environment, job.task) if job.apart else None):
+def _judged(config: RunConfig, job: _Job) -> list[Verdict]:
+    judge = _judge(config)
+    with verdicts.apart(functools.partial(apart.judge, config) if job.apart else None):
         return [_verdict(judge, job.problem, *completion) for completion in job.completions]
 
 
@@ -76,6 +72,4 @@ def _verdict(judge: Judge, problem: Prompt, text: str, truncated: bool) -> Verdi
     return Verdict(Outcome.FAILED, None, failure=failure)
 
 
-@functools.lru_cache(maxsize=2)
-def _judge(environment: EnvironmentConfig, task: TaskConfig) -> Judge:
-    return open_judge(environment, task)
+_judge = functools.lru_cache(maxsize=1)(open_judge)

@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 
-from areal_core.config.schema import EnvironmentConfig, TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.registry import open_judge
 from areal_core.environments.verdicts import Verdict
@@ -23,11 +23,11 @@ START_S = 120.0  # for a process to import numpy and tokenizers, on a machine th
 LAST_WORDS_S = 3.0  # beyond its time limit, for a process to say where it hangs
 
 
-def outcome(environment: EnvironmentConfig, task: TaskConfig, limit_s: float, prompt: Prompt, text: str) -> Verdict:
+def outcome(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
     """The verdict on a text. Raises RewardTimeoutError with its stack for a verifier that hangs, VerifierError for one
     that ends its process or can't be imported, and what the verifier raises."""
-    job, command = pickle.dumps((environment, task, limit_s, prompt, text)), [sys.executable, "-m", __name__]
-    name = environment.judged_by
+    job, command = pickle.dumps((config, prompt, text)), [sys.executable, "-m", __name__]
+    name, limit_s = config.environment.judged_by, config.rollout.reward_timeout_s
     try:
         ended = subprocess.run(command, input=job, stdout=subprocess.PIPE, timeout=START_S + limit_s, check=False)
         found: Verdict | ArealError = pickle.loads(ended.stdout)  # from our own code alone
@@ -41,10 +41,10 @@ def outcome(environment: EnvironmentConfig, task: TaskConfig, limit_s: float, pr
     return found
 
 
-def judge(environment: EnvironmentConfig, task: TaskConfig, limit_s: float, prompt: Prompt, text: str) -> Verdict:
+def judge(config: RunConfig, prompt: Prompt, text: str) -> Verdict:
     """The verdict on a text that may have cost a worker its process: one that does so here is wrong."""
     try:
-        return outcome(environment, task, limit_s, prompt, text)
+        return outcome(config, prompt, text)
     except (RewardTimeoutError, VerifierError) as error:
         return Verdict(Outcome.TIMED_OUT, 0.0, failure=str(error))
 
@@ -55,8 +55,8 @@ def main() -> None:
     die_with_parent()
     said = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a verifier prints is no outcome
-    environment, task, limit_s, prompt, text = pickle.load(sys.stdin.buffer)
-    opened = attempt(lambda _: open_judge(environment, task), None)
+    config, prompt, text = pickle.load(sys.stdin.buffer)
+    opened, limit_s = attempt(open_judge, config), config.rollout.reward_timeout_s
 
     async def judged() -> Verdict:  # in an event loop, as environments call it
         return opened(prompt, text, truncated=False)

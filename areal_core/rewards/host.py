@@ -10,6 +10,7 @@ them: the controller is told.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import queue
 import secrets
@@ -25,7 +26,7 @@ from areal_core.errors import ArealError, ConfigError, GenerationError, RewardEr
 from areal_core.launch import logs, process
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.messages import Work, decode_work, encode_outcome
-from areal_core.rewards.worker import Arrived, GroupJob, WorkerProcess, advance
+from areal_core.rewards.worker import WorkerProcess, advance
 from areal_core.storage.rundir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,10 @@ class Host:
         """`count` of them, in the run's places from `first` on. Raises ConfigError where this machine lacks what the
         run's environment needs."""
         self._run = run
-        self._config = config = run.config()
-        self._model_path = run.info().model_path
-        tokenizer = Tokenizer.from_folder(self._model_path)
-        open_environment(config.environment, config.task, config.algorithm, tokenizer)
+        config, model_path = run.config(), run.info().model_path
+        self._limit_s = config.rollout.reward_timeout_s
+        self._function = functools.partial(advance, config, model_path)
+        open_environment(config, Tokenizer.from_folder(model_path))
         self._name = secrets.token_hex(8)  # what incarnations here begin with
         self._happened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # None: a worker is ready
         self._threads = [
@@ -88,7 +89,7 @@ class Host:
 
     def _incarnate(self, controller: ControllerClient, place: int, *, first: bool = False) -> None:
         """One incarnation of a worker, to its end."""
-        worker = WorkerProcess(advance, place, self._run.timeline_file("rewards", place))
+        worker = WorkerProcess(self._function, place, self._run.timeline_file("rewards", place))
         try:
             worker.start()
             if first:
@@ -105,10 +106,8 @@ class Host:
     def _answer(self, worker: WorkerProcess, work: Work) -> bytes:
         """Raises what says nothing of the group: this machine can't do the work."""
         worker.forgotten += work.forgotten
-        job = None if work.prompt is None else GroupJob.of(work.prompt, self._config, self._model_path)
-        message = Arrived(group=work.group, job=job, completions=work.completions(), apart=work.apart)
         try:
-            outcome = worker.ask(message, self._config.rollout.reward_timeout_s)
+            outcome = worker.ask(work.arrived, self._limit_s)
         except RewardError as error:
             return encode_outcome(error, lost=True)
         if isinstance(outcome, ArealError) and not isinstance(outcome, RewardError | GenerationError):

@@ -8,18 +8,19 @@ Prompts go with the first completions of a group. All else that its rollouts nee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
 from areal_core import errors
 from areal_core.api.scored_groups import ScoredGroup
-from areal_core.api.wire import Arrival, SampledCompletion
+from areal_core.api.wire import SampledCompletion
 from areal_core.errors import ArealError, GenerationError, RewardError
 from areal_core.rewards.group import Requests
 from areal_core.rewards.worker import Arrived
-from areal_core.types import Prompt, SampleRequest
+from areal_core.types import SampleRequest
 
 Outcome = Requests | ScoredGroup | ArealError
 
@@ -31,37 +32,13 @@ _ERRORS = {  # that say something of the group
 }
 
 
-class _Completion(msgspec.Struct):
-    request: int
-    index: int
-    segments: list[tuple[int, int]]  # a body's place in Work.bodies, and the place of a choice in it
-    finish_reason: str | None
-
-
 class Work(msgspec.Struct, kw_only=True):
     """A message for a worker."""
 
-    number: int  # 0: no work
-    forgotten: list[int] = []  # groups suspended in it that are given up
-    group: int = 0
-    prompt: Prompt | None = None  # with the first completions of the group
-    ended: list[_Completion] = []
-    bodies: list[bytes] = []
-    apart: bool = False
-
-    def completions(self) -> list[Arrival]:
-        """Completions of one body share it."""
-        return [
-            Arrival(
-                one.request,
-                one.index,
-                SampledCompletion(
-                    segments=tuple((self.bodies[place], choice) for place, choice in one.segments),
-                    finish_reason=one.finish_reason,
-                ),
-            )
-            for one in self.ended
-        ]
+    number: int
+    forgotten: list[int]  # groups suspended in it that are given up
+    arrived: Arrived
+    bodies: dict[bytes, bytes]  # on the way, by the names that completions have in their place: several may share one
 
 
 class _Outcome(msgspec.Struct):
@@ -72,35 +49,34 @@ class _Outcome(msgspec.Struct):
     lost: bool = False  # with it the worker has lost its process, and all groups that were suspended there
 
 
-BEGIN_ANEW = msgspec.msgpack.encode(Work(number=0))  # to a worker whose incarnation is over
+BEGIN_ANEW = msgspec.msgpack.encode(None)  # to a worker whose incarnation is over
 
 
-def encode_work(number: int, forgotten: Sequence[int], arrived: Arrived) -> bytes:
-    """A message for a worker. Several completions of one body carry it once."""
-    bodies: dict[int, tuple[int, bytes]] = {}  # by identity: place and body
-    completions: list[_Completion] = []
+def encode_work(number: int, forgotten: list[int], arrived: Arrived) -> bytes:
+    """A message for a worker."""
+    names: dict[bytes, bytes] = {}
     for one in arrived.completions:
-        segments: list[tuple[int, int]] = []
-        for body, choice in one.completion.segments:
-            place, _ = bodies.setdefault(id(body), (len(bodies), body))
-            segments.append((place, choice))
-        completions.append(_Completion(one.request, one.index, segments, one.completion.finish_reason))
-    work = Work(
-        number=number,
-        forgotten=list(forgotten),
-        group=arrived.group,
-        prompt=None if arrived.job is None else arrived.job.prompt,
-        ended=completions,
-        bodies=[body for _, body in bodies.values()],
-        apart=arrived.apart,
-    )
+        for body, _ in one.completion.segments:
+            names.setdefault(body, str(len(names)).encode())
+    bodies = {name: body for body, name in names.items()}
+    work = Work(number=number, forgotten=forgotten, arrived=_with_bodies(arrived, names), bodies=bodies)
     return msgspec.msgpack.encode(work)
 
 
 def decode_work(data: bytes) -> Work | None:
-    """None for BEGIN_ANEW."""
-    work = msgspec.msgpack.decode(data, type=Work)
-    return work if work.number else None
+    """None for BEGIN_ANEW. Completions of one body share it."""
+    work = msgspec.msgpack.decode(data, type=Work | None)
+    return work and msgspec.structs.replace(work, arrived=_with_bodies(work.arrived, work.bodies))
+
+
+def _with_bodies(arrived: Arrived, bodies: Mapping[bytes, bytes]) -> Arrived:
+    """The same completions, with others in the place of their bodies."""
+
+    def exchanged(one: SampledCompletion) -> SampledCompletion:
+        return replace(one, segments=tuple((bodies[body], choice) for body, choice in one.segments))
+
+    completions = [replace(one, completion=exchanged(one.completion)) for one in arrived.completions]
+    return replace(arrived, completions=completions)
 
 
 def encode_outcome(outcome: Outcome, *, lost: bool = False) -> bytes:

@@ -26,7 +26,8 @@ from areal_core.errors import ArealError, RewardWorkerError, SessionLostError
 from areal_core.rewards.group import Requests
 from areal_core.rewards.messages import BEGIN_ANEW
 from areal_core.rewards.remote import RemoteWorker
-from areal_core.rewards.worker import Arrived, GroupJob, WorkerProcess, advance
+from areal_core.rewards.worker import Arrived, WorkerProcess
+from areal_core.types import Prompt
 
 logger = logging.getLogger(__name__)
 _lost = functools.partial(SessionLostError, "the reward worker that this group was suspended in is gone")
@@ -42,13 +43,13 @@ class RewardPool:
         workers: int,
         timeout_s: float,
         *,
-        function: Callable[[Any], Any] | None = None,
+        function: Callable[[Any], Any],
         timeline: Callable[[int], Path] | None = None,
     ) -> None:
-        """`workers` of this machine, whose places are 0 to `workers - 1`. `function`: what they do with a message, if
-        not a group's rollouts. `timeline`: the file of a worker's timeline, by its place."""
+        """`workers` of this machine, whose places are 0 to `workers - 1`. `function`: what they do with a message.
+        `timeline`: the file of a worker's timeline, by its place."""
         self._timeout_s = timeout_s
-        self._function = function or advance
+        self._function = function
         self._timeline = timeline
         self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="reward")
         self._here = workers
@@ -60,10 +61,10 @@ class RewardPool:
         self._groups = itertools.count(1)
         self._closed = False
 
-    def begin(self, job: GroupJob, *, apart: bool = False) -> GroupSession:
+    def begin(self, prompt: Prompt, *, apart: bool = False) -> GroupSession:
         """A group that waits for its first completions. `apart`: each of its verdicts is found in a process of its
         own, since one of them has cost a worker its own."""
-        return GroupSession(self, job, next(self._groups), apart=apart)
+        return GroupSession(self, prompt, next(self._groups), apart=apart)
 
     async def ask(self, message: Any, wanted: _Worker | None = None) -> tuple[Any, _Worker]:
         """Send a message to a free worker, or to the `wanted` one. Returns the result and that worker. Raises
@@ -199,9 +200,9 @@ class RewardPool:
 class GroupSession:
     """The rollouts of one group, in the worker that began them."""
 
-    def __init__(self, pool: RewardPool, job: GroupJob, group: int, apart: bool) -> None:
+    def __init__(self, pool: RewardPool, prompt: Prompt, group: int, apart: bool) -> None:
         self._pool = pool
-        self._job = job
+        self._prompt = prompt
         self._group = group
         self._apart = apart
         self._worker: _Worker | None = None  # where it is suspended
@@ -209,8 +210,8 @@ class GroupSession:
     async def advance(self, arrived: Sequence[Arrival]) -> Requests | ScoredGroup:
         """As `rollouts.Session` has it. Raises GenerationError for a response that holds no completions, and
         RewardError when rollouts fail or can't be scored, take longer than the timeout, or lose their worker."""
-        job = self._job if self._worker is None else None
-        message = Arrived(group=self._group, job=job, completions=arrived, apart=self._apart)
+        prompt = self._prompt if self._worker is None else None
+        message = Arrived(group=self._group, prompt=prompt, completions=arrived, apart=self._apart)
         worker, self._worker = self._worker, None  # after an error nothing of it is left there
         try:
             outcome, worker = await self._pool.ask(message, worker)

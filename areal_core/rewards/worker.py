@@ -28,11 +28,10 @@ from typing import Any
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig, TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments import verdicts
 from areal_core.environments.environment import Environment
 from areal_core.environments.registry import open_environment
-from areal_core.environments.verdicts import Verdict
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, VerifierError
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards import apart
@@ -45,35 +44,11 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupJob:
-    """A group, and all that its rollouts need beside completions."""
-
-    prompt: Prompt
-    n: int  # G
-    environment: EnvironmentConfig
-    task: TaskConfig
-    algorithm: AlgorithmConfig
-    model_path: str  # folder that holds the tokenizer
-
-    @classmethod
-    def of(cls, prompt: Prompt, config: RunConfig, model_path: str) -> GroupJob:
-        """A group of a run."""
-        return cls(
-            prompt=prompt,
-            n=config.algorithm.group_size,
-            environment=config.environment,
-            task=config.task,
-            algorithm=config.algorithm,
-            model_path=model_path,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
     """Completions of a group that have ended."""
 
     group: int  # its id in the worker
-    job: GroupJob | None  # with the first ones
+    prompt: Prompt | None  # with the first ones
     completions: Sequence[Arrival]
     apart: bool = False  # each verdict is found in a process of its own
 
@@ -181,7 +156,7 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
             return
         for group in forgotten:
             if group in _suspended:
-                _suspended.pop(group)[0].close()
+                _suspended.pop(group).close()
         tell: Callable[[Any], None] = lambda found: pipe.send((found, time.process_time()))  # noqa: E731
         with limited(tell, limit_s, time_limit(message, limit_s)):
             result = attempt(function, message)
@@ -232,8 +207,7 @@ def _waiting() -> str:
     return stacks.getvalue()
 
 
-_Judge = Callable[[float, Prompt, str], Verdict]
-_suspended: dict[int, tuple[GroupRollout, _Judge]] = {}  # in a worker: groups that wait for the policy
+_suspended: dict[int, GroupRollout] = {}  # in a worker: groups that wait for the policy
 _loop = functools.cache(asyncio.new_event_loop)  # in a worker: where their coroutines live
 
 
@@ -246,19 +220,28 @@ async def _readable(pipe: Connection) -> None:
         loop.remove_reader(pipe.fileno())
 
 
-def advance(message: Arrived) -> Requests | ScoredGroup:
-    """In a worker: begin or resume the rollouts of a group, until they wait for completions or are done."""
+def advance(config: RunConfig, model_path: str, message: Arrived) -> Requests | ScoredGroup:
+    """In a worker: begin or resume the rollouts of a group, until they wait for completions or are done. The tokenizer
+    is in the folder `model_path`."""
     global _running
-    rollout, judge = _suspended.pop(message.group) if message.job is None else _rollout(message.job)
+    if message.prompt is None:
+        rollout = _suspended.pop(message.group)
+    else:
+        rollout = GroupRollout(
+            _environment(config, model_path),
+            message.prompt,
+            n=config.algorithm.group_size,
+            max_new_tokens=config.task.max_new_tokens,
+        )
     _running = rollout
     try:
-        with verdicts.apart(judge if message.apart else None):
+        with verdicts.apart(functools.partial(apart.judge, config) if message.apart else None):
             outcome = _loop().run_until_complete(rollout.advance(message.completions))
     except RewardError as error:
         raise error if rollout.failure is None else VerifierError(rollout.failure) from error
     if isinstance(outcome, ScoredGroup):
         return replace(outcome, failure=rollout.failure)
-    _suspended[message.group] = rollout, judge
+    _suspended[message.group] = rollout
     return outcome
 
 
@@ -270,24 +253,6 @@ def _failed(failure: str) -> None:
         _running.failure = failure
 
 
-def _rollout(job: GroupJob) -> tuple[GroupRollout, _Judge]:
-    """The rollouts of a group, and who judges apart."""
-    rollout = GroupRollout(
-        _environment(job.environment, job.task, job.algorithm, job.model_path),
-        job.prompt,
-        n=job.n,
-        max_new_tokens=job.task.max_new_tokens,
-    )
-    return rollout, functools.partial(apart.judge, job.environment, job.task)
-
-
-@functools.lru_cache(maxsize=2)
-def _environment(
-    environment: EnvironmentConfig, task: TaskConfig, algorithm: AlgorithmConfig, model_path: str
-) -> Environment:
-    return open_environment(environment, task, algorithm, _tokenizer(model_path), _failed)
-
-
-@functools.lru_cache(maxsize=2)
-def _tokenizer(model_path: str) -> Tokenizer:
-    return Tokenizer.from_folder(model_path)
+@functools.lru_cache(maxsize=1)
+def _environment(config: RunConfig, model_path: str) -> Environment:
+    return open_environment(config, Tokenizer.from_folder(model_path), _failed)

@@ -132,7 +132,7 @@ def _check_engines(config: RunConfig, folder: Path, why: str) -> None:
 def _check_task(config: RunConfig, tokenizer: Tokenizer, log: Log) -> PromptSource:
     """Prompts, environment and verifier must be there and go with the tokenizer. Returns the prompts. Raises
     UserCodeError for a verifier that fails on the first one."""
-    open_environment(config.environment, config.task, config.algorithm, tokenizer)
+    open_environment(config, tokenizer)
     source = open_source(config, tokenizer)
     held_out = source.held_out()
     trains = config.task.name != "rows" or config.task.path is not None

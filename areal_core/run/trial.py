@@ -13,9 +13,8 @@ from areal_core.types import Prompt
 def try_verifier(config: RunConfig, task: Prompt, log: Callable[[str], None]) -> None:
     """Have the verifier judge the gold answer of a prompt, in a process of its own. Raises UserCodeError with the
     traceback, the prompt and the completion where it raises, returns no score from 0 to 1, hangs or dies."""
-    limit_s = config.rollout.reward_timeout_s
     try:
-        found = apart.outcome(config.environment, config.task, limit_s, task, task.answer)
+        found = apart.outcome(config, task, task.answer)
     except (VerifierError, RewardTimeoutError) as error:
         raise UserCodeError(str(error)) from None
     except RewardError as error:

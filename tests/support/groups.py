@@ -8,22 +8,24 @@ from collections.abc import Sequence
 
 from areal_core.api.scored_groups import ScoredGroup, read_group
 from areal_core.api.wire import Arrival, SampledCompletion
+from areal_core.config.schema import RunConfig
 from areal_core.environments.registry import open_environment
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.rewards.group import GroupRollout
-from areal_core.rewards.worker import GroupJob
-from areal_core.types import BatchGroup, GroupPayload, GroupSummary
+from areal_core.types import BatchGroup, GroupPayload, GroupSummary, Prompt
 
 _tokenizer = functools.lru_cache(Tokenizer.from_folder)
 
 
-def score_group(job: GroupJob, completions: Sequence[SampledCompletion]) -> ScoredGroup:
+def score_group(
+    config: RunConfig, model_path: str, prompt: Prompt, completions: Sequence[SampledCompletion]
+) -> ScoredGroup:
     """Score a group that requests no more than its first completions. Raises as `GroupRollout.advance`."""
-    environment = open_environment(job.environment, job.task, job.algorithm, _tokenizer(job.model_path))
-    rollout = GroupRollout(environment, job.prompt, n=job.n, max_new_tokens=job.task.max_new_tokens)
+    environment = open_environment(config, _tokenizer(model_path))
+    rollout = GroupRollout(environment, prompt, n=len(completions), max_new_tokens=config.task.max_new_tokens)
     with asyncio.Runner() as runner:
         outcome = runner.run(rollout.advance([Arrival(0, index, one) for index, one in enumerate(completions)]))
-    assert isinstance(outcome, ScoredGroup), f"{job.environment.name} requests more completions"
+    assert isinstance(outcome, ScoredGroup), f"{config.environment.name} requests more completions"
     return outcome
 
 

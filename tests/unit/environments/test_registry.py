@@ -1,6 +1,6 @@
 import pytest
 
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.schema import EnvironmentConfig, RunConfig, TaskConfig
 from areal_core.environments.registry import open_environment, open_verifier, verifier_name
 from areal_core.environments.single_turn import SingleTurn
 from areal_core.environments.two_turn import TwoTurn
@@ -10,7 +10,7 @@ from areal_core.models.tokenizer import char_tokenizer
 
 
 def opened(**settings):
-    return open_environment(EnvironmentConfig(**settings), TaskConfig(), AlgorithmConfig(), char_tokenizer())
+    return open_environment(RunConfig(environment=EnvironmentConfig(**settings)), char_tokenizer())
 
 
 def test_environments_go_by_name_or_by_import_path():

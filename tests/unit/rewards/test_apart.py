@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from areal_core.config.schema import EnvironmentConfig, TaskConfig
+from areal_core.config.schema import EnvironmentConfig, RunConfig, load
 from areal_core.environments.verdicts import Verdict
 from areal_core.errors import ConfigError, RewardError, RewardTimeoutError, VerifierError
 from areal_core.rewards import apart
 from areal_core.types import Outcome, Prompt
 
 PROMPT = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=(1,), answer="2")
-CONFIG = EnvironmentConfig(verifier=f"{__name__}:verify")
+CONFIG = load({"environment": {"verifier": f"{__name__}:verify"}, "rollout": {"reward_timeout_s": 1.0}})
 
 
 def verify(task: Prompt, text: str) -> Verdict:
@@ -33,8 +33,8 @@ def verify(task: Prompt, text: str) -> Verdict:
     return Verdict.of(Outcome.RIGHT, text)
 
 
-def outcome(text: str, config: EnvironmentConfig = CONFIG) -> Verdict:
-    return apart.outcome(config, TaskConfig(), 1.0, PROMPT, text)
+def outcome(text: str, config: RunConfig = CONFIG) -> Verdict:
+    return apart.outcome(config, PROMPT, text)
 
 
 def test_verdicts_are_those_of_the_verifier() -> None:
@@ -52,13 +52,13 @@ def test_verdicts_are_those_of_the_verifier() -> None:
     ],
 )
 def test_answer_that_costs_its_process_is_incorrect(text: str, error: type[RewardError], said: str) -> None:
-    with pytest.raises(error, match=f"^environment.verifier {CONFIG.verifier}: {said}"):
+    with pytest.raises(error, match=f"^environment.verifier {CONFIG.environment.verifier}: {said}"):
         outcome(text)
-    verdict = apart.judge(CONFIG, TaskConfig(), 1.0, PROMPT, text)
+    verdict = apart.judge(CONFIG, PROMPT, text)
     assert (verdict.outcome, verdict.score) == (Outcome.TIMED_OUT, 0.0)
     assert f"completion:\n        {text}" in str(verdict.failure)
 
 
 def test_module_that_can_not_be_imported_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^environment\.verifier: nowhere:verify can't be imported"):
-        outcome("1", replace(CONFIG, verifier="nowhere:verify"))
+        outcome("1", replace(CONFIG, environment=EnvironmentConfig(verifier="nowhere:verify")))

@@ -42,7 +42,8 @@ class Failing:
 
 
 def test_errors_of_groups_are_told_and_others_are_this_machines(run: RunDir) -> None:
-    host, work = Host(run, 1, 1), Work(number=1, forgotten=[4], group=5)
+    arrived = Arrived(group=5, prompt=None, completions=[])
+    host, work = Host(run, 1, 1), Work(number=1, forgotten=[4], arrived=arrived, bodies={})
 
     def answer(error: ArealError, *, dies: bool = False) -> bytes:
         worker = Failing(error, dies=dies)

@@ -9,17 +9,13 @@ import pytest
 
 from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, SampledCompletion
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.errors import ConfigError, GenerationError, RewardError, RewardTimeoutError
 from areal_core.rewards import messages
 from areal_core.rewards.messages import BEGIN_ANEW, decode_outcome, decode_work, encode_outcome, encode_work
-from areal_core.rewards.worker import Arrived, GroupJob
+from areal_core.rewards.worker import Arrived
 from areal_core.types import GroupSummary, Outcome, Prompt, SampleRequest
 
 PROMPT = Prompt(index=3, prompt_id="ab", text="½ + ½ =\n", token_ids=(5, 6), answer="1")
-JOB = GroupJob(
-    prompt=PROMPT, n=2, environment=EnvironmentConfig(), task=TaskConfig(), algorithm=AlgorithmConfig(), model_path=""
-)
 COMMON, OTHER = b'{"a":\n1}', b"\n\0"
 ARRIVALS = [
     Arrival(0, 1, SampledCompletion(segments=((COMMON, 0), (OTHER, 2)), finish_reason="length")),
@@ -43,16 +39,15 @@ def scored(rewards: tuple[float | None, ...] = (0.1 + 0.2, None)) -> ScoredGroup
     )
 
 
-@pytest.mark.parametrize("job", [JOB, None], ids=["the first ones", "later ones"])
-def test_work(job: GroupJob | None) -> None:
-    message = encode_work(7, [1, 2], Arrived(group=9, job=job, completions=ARRIVALS))
+@pytest.mark.parametrize("prompt", [PROMPT, None], ids=["the first ones", "later ones"])
+def test_work(prompt: Prompt | None) -> None:
+    arrived = Arrived(group=9, prompt=prompt, completions=ARRIVALS)
+    message = encode_work(7, [1, 2], arrived)
     assert message.count(COMMON) == 1  # two completions have it in common
     work = decode_work(message)
     assert work is not None
-    assert (work.number, work.forgotten, work.group) == (7, [1, 2], 9)
-    assert work.prompt == (None if job is None else PROMPT)
-    first, second = completions = work.completions()
-    assert completions == ARRIVALS
+    assert (work.number, work.forgotten, work.arrived) == (7, [1, 2], arrived)
+    first, second = work.arrived.completions
     assert first.completion.segments[0][0] is second.completion.segments[0][0]
 
 

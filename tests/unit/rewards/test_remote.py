@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from areal_core.api.wire import Arrival, SampledCompletion
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
 from areal_core.errors import ArealError, RewardError, RewardTimeoutError, RewardWorkerError, SessionLostError
 from areal_core.rewards import remote
 from areal_core.rewards.messages import BEGIN_ANEW, Work, decode_work, encode_outcome
 from areal_core.rewards.pool import GroupSession, RewardPool
-from areal_core.rewards.worker import GroupJob
 from areal_core.types import Prompt, SampleRequest
 
 LIMIT_S = 30.0
@@ -65,16 +63,7 @@ class Played:
 
 
 def begun(pool: RewardPool, answer: str = "") -> GroupSession:
-    return pool.begin(
-        GroupJob(
-            prompt=Prompt(index=0, prompt_id="", text="", token_ids=(1,), answer=answer),
-            n=1,
-            environment=EnvironmentConfig(),
-            task=TaskConfig(),
-            algorithm=AlgorithmConfig(),
-            model_path="",
-        )
-    )
+    return pool.begin(Prompt(index=0, prompt_id="", text="", token_ids=(1,), answer=answer))
 
 
 def arrived(body: bytes = b"body") -> list[Arrival]:
@@ -96,12 +85,12 @@ async def test_groups_are_worked_on_and_go_on_where_they_were_suspended(pool: Re
     sessions = [begun(pool, answer) for answer in "xy"]
     advancing = [asyncio.create_task(session.advance(arrived())) for session in sessions]
     works = [await here.works(), await there.works()]
-    assert [work.prompt.answer for work in works if work.prompt] == ["x", "y"]
+    assert [work.arrived.prompt.answer for work in works if work.arrived.prompt] == ["x", "y"]
     assert pool.remote == 2
     asking = [asyncio.create_task(worker.works(REQUESTS)) for worker in (here, there)]
     assert await asyncio.gather(*advancing) == [REQUESTS, REQUESTS]
     going_on = [asyncio.create_task(session.advance(arrived(b"more"))) for session in reversed(sessions)]
-    assert [work.group for work in await asyncio.gather(*asking)] == [works[0].group, works[1].group]
+    assert [work.arrived.group for work in await asyncio.gather(*asking)] == [work.arrived.group for work in works]
     last = [asyncio.create_task(worker.asks(())) for worker in (here, there)]
     assert await asyncio.gather(*going_on) == [(), ()]
     await pool.close()
@@ -177,7 +166,7 @@ async def test_an_error(pool: RewardPool, lost: bool) -> None:
     else:
         work = decode_work(await answer or b"")
         assert work is not None
-        assert (work.number, work.prompt) == (3, None)
+        assert (work.number, work.arrived.prompt) == (3, None)
         going_on.cancel()
 
 
@@ -194,7 +183,7 @@ async def test_a_new_incarnation_loses_what_the_one_before_had(pool: RewardPool)
         await session.advance(arrived(b"more"))
     again = asyncio.create_task(session.advance(arrived()))
     work = await fresh
-    assert work.prompt is not None
+    assert work.arrived.prompt is not None
     assert await worker.is_given_up(())
     again.cancel()
 
@@ -306,7 +295,7 @@ async def test_one_that_asks_again_and_again_is_not_missed(pool: RewardPool, mon
     for _ in range(15):
         assert await worker.asks(wait_s=0.1) is None
     going_on = asyncio.create_task(session.advance(arrived(b"more")))
-    assert (await worker.works()).group == 1  # the same incarnation
+    assert (await worker.works()).arrived.group == 1  # the same incarnation
     going_on.cancel()
 
 

@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import functools
 import os
 import select
 import signal
@@ -13,13 +14,12 @@ import pytest
 
 from areal_core.api.scored_groups import ScoredGroup, pack_group
 from areal_core.api.wire import Arrival, SampledCompletion, encode_generation
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig
 from areal_core.environments.environment import given, sampled, side_by_side
 from areal_core.errors import GenerationError, RewardError, RewardTimeoutError, RewardWorkerError, SessionLostError
 from areal_core.models.tokenizer import EOS, char_tokenizer
 from areal_core.rewards import worker
 from areal_core.rewards.pool import RewardPool
-from areal_core.rewards.worker import GroupJob
 from areal_core.tracking.timeline import read_timeline
 from areal_core.types import Completion, GenerationRequest, GroupSummary, Outcome, Prompt, Trajectory
 from tests.support.groups import score_group, unpack_group, whole_completions
@@ -58,16 +58,15 @@ async def score(pool, message):
     return (await pool.ask(message))[0]
 
 
-def job(n=1, *, gold="3", model_path="", environment=None, **algorithm):
+def asked(gold="3"):
     text = "1-1-7="
-    return GroupJob(
-        prompt=Prompt(index=0, prompt_id="0", text=text, token_ids=char_tokenizer().encode(text), answer=gold),
-        n=n,
-        environment=environment or EnvironmentConfig(),
-        task=TaskConfig(),
-        algorithm=AlgorithmConfig(**algorithm),
-        model_path=str(model_path),
-    )
+    return Prompt(index=0, prompt_id="0", text=text, token_ids=char_tokenizer().encode(text), answer=gold)
+
+
+def group_pool(model, n=1, *, workers=1, environment=None, function=worker.advance):
+    """Workers that run the rollouts of groups."""
+    config = RunConfig(environment=environment or EnvironmentConfig(), algorithm=AlgorithmConfig(group_size=n))
+    return RewardPool(workers, 30.0, function=functools.partial(function, config, str(model)))
 
 
 @pytest.fixture
@@ -79,16 +78,16 @@ def model(tmp_path):
 # Verifiers of the pool's tests; `gold` says what to do. They are found by name in the worker processes.
 
 
-def obey(job):
-    if job.prompt.answer == "hang":
+def obey(said):
+    if said == "hang":
         time.sleep(600)
-    if job.prompt.answer == "die":
+    if said == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    if job.prompt.answer == "busy":
+    if said == "busy":
         end_s = time.process_time() + BUSY_S
         while time.process_time() < end_s:
             pass
-    if job.prompt.answer == "raise":
+    if said == "raise":
         raise ZeroDivisionError("by zero")
     return ScoredGroup(payload=str(os.getpid()).encode(), summary=SUMMARY)
 
@@ -98,7 +97,9 @@ def obey(job):
 
 def test_a_group_is_scored_and_packed(model):
     group = whole(completion("1-1=0;0-7=3#3", [4] * 9 + [5] * 5), completion("#7", [5, 5, 5]))
-    scored = score_group(job(2, model_path=model, reward_correct=5.0, reward_wrong=-5.0), group)
+    scored = score_group(
+        RunConfig(algorithm=AlgorithmConfig(reward_correct=5.0, reward_wrong=-5.0)), model, asked(), group
+    )
     payload = unpack_group(scored.payload, scored.summary)
     assert payload.lengths.tolist() == [14, 3]
     assert payload.truncated.tolist() == [False, False]
@@ -127,7 +128,7 @@ def test_the_segments_of_an_interrupted_completion_are_scored_as_one(model):
         body(completion("0-7=3#3", [5] * 8)),
     )
     interrupted = SampledCompletion(segments=((parts[0], 0), (parts[1], 0)))
-    scored = score_group(job(2, model_path=model), (interrupted, SampledCompletion(segments=((parts[0], 1),))))
+    scored = score_group(RunConfig(), model, asked(), (interrupted, SampledCompletion(segments=((parts[0], 1),))))
     payload = unpack_group(scored.payload, scored.summary)
     assert payload.lengths.tolist() == [14, 3]
     assert payload.versions.tolist() == [4] * 6 + [5] * 8 + [4] * 3
@@ -137,7 +138,7 @@ def test_the_segments_of_an_interrupted_completion_are_scored_as_one(model):
 
 def test_a_truncated_completion_is_flagged_and_wrong_even_if_its_text_is_right(model):
     scored = score_group(
-        job(2, model_path=model), whole(completion("#3", [0, 0], "length"), completion("#3", [0, 0, 0]))
+        RunConfig(), model, asked(), whole(completion("#3", [0, 0], "length"), completion("#3", [0, 0, 0]))
     )
     payload = unpack_group(scored.payload, scored.summary)
     assert payload.truncated.tolist() == [True, False]
@@ -148,12 +149,12 @@ def test_a_truncated_completion_is_flagged_and_wrong_even_if_its_text_is_right(m
 @pytest.mark.parametrize("unfinished", [completion("#3", [0, 0], "abort"), completion("", [], "length")])
 def test_an_unfinished_completion_is_not_scored(model, unfinished):
     with pytest.raises(RewardError, match="a completion is not finished"):
-        score_group(job(2, model_path=model), whole(completion("#3", [0, 0, 0]), unfinished))
+        score_group(RunConfig(), model, asked(), whole(completion("#3", [0, 0, 0]), unfinished))
 
 
 def test_a_body_without_completions_is_refused(model):
     with pytest.raises(GenerationError):
-        score_group(job(model_path=model), whole_completions(b"{}", 1))
+        score_group(RunConfig(), model, asked(), whole_completions(b"{}", 1))
 
 
 # RewardPool
@@ -169,10 +170,10 @@ async def pool():
 
 
 async def test_the_pool_scores_in_processes_of_its_own(model):
-    pool = RewardPool(workers=1, timeout_s=30.0)
-    scored = await pool.begin(job(model_path=model)).advance(arrivals(completion("#3", [0, 0, 0])))
+    pool = group_pool(model)
+    scored = await pool.begin(asked()).advance(arrivals(completion("#3", [0, 0, 0])))
     with pytest.raises(GenerationError):  # an error of its own comes back as it is
-        await pool.begin(job(model_path=model)).advance([Arrival(0, 0, whole_completions(b"{}", 1)[0])])
+        await pool.begin(asked()).advance([Arrival(0, 0, whole_completions(b"{}", 1)[0])])
     await pool.close()
     assert scored.summary.correct == 1
 
@@ -181,7 +182,7 @@ async def test_what_workers_do_is_written_down_with_what_it_cost(tmp_path):
     pool = RewardPool(
         workers=2, timeout_s=30.0, function=obey, timeline=lambda place: tmp_path / f"rewards-{place}.jsonl"
     )
-    await asyncio.gather(*(score(pool, job(gold="busy")) for _ in range(6)))
+    await asyncio.gather(*(score(pool, "busy") for _ in range(6)))
     await pool.close()
     spans = read_timeline(tmp_path)
     assert {span.process for span in spans} <= {"rewards-0", "rewards-1"}
@@ -192,12 +193,12 @@ async def test_what_workers_do_is_written_down_with_what_it_cost(tmp_path):
 
 
 async def test_more_jobs_than_workers_all_come_back(pool):
-    scored = await asyncio.gather(*(score(pool, job()) for _ in range(20)))
+    scored = await asyncio.gather(*(score(pool, "") for _ in range(20)))
     assert {int(s.payload) for s in scored} <= set(pool.pids())
 
 
 async def test_a_killed_worker_costs_only_the_job_that_it_held(pool):
-    jobs = [job(gold="die" if i == 3 else "") for i in range(10)]
+    jobs = ["die" if i == 3 else "" for i in range(10)]
     results = await asyncio.gather(*(score(pool, each) for each in jobs), return_exceptions=True)
     assert [type(r) for r in results] == [RewardWorkerError if i == 3 else ScoredGroup for i in range(10)]
     assert "died" in str(results[3])
@@ -205,13 +206,13 @@ async def test_a_killed_worker_costs_only_the_job_that_it_held(pool):
 
 
 async def test_idle_workers_that_were_killed_cost_nothing(pool):
-    await asyncio.gather(*(score(pool, job()) for _ in range(4)))
+    await asyncio.gather(*(score(pool, "") for _ in range(4)))
     killed = pool.pids()
     workers = Watch(killed)
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
     assert workers.all_end()
-    scored = await asyncio.gather(*(score(pool, job()) for _ in range(4)))
+    scored = await asyncio.gather(*(score(pool, "") for _ in range(4)))
     assert not {int(s.payload) for s in scored} & set(killed)
 
 
@@ -219,12 +220,12 @@ async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced():
     pool = RewardPool(workers=1, timeout_s=0.5, function=obey)
     workers = Watch(pool.pids())
     with pytest.raises(RewardTimeoutError, match=r"no verdict within 0\.5 s \(rollout\.reward_timeout_s\)") as hung:
-        await score(pool, job(gold="hang"))
+        await score(pool, "hang")
     first, where, what = str(hung.value).split("\n")
     assert first.endswith(f"({__file__}:{obey.__code__.co_firstlineno + 2})"), first
     assert (where.strip().split(", ")[-1], what.strip()) == ("in obey", "time.sleep(600)")
     assert workers.all_end()
-    assert int((await score(pool, job())).payload) in pool.pids()
+    assert int((await score(pool, "")).payload) in pool.pids()
     await pool.close()
 
 
@@ -246,26 +247,26 @@ async def test_a_stopped_worker_is_given_up_and_replaced(size):
 async def test_a_failing_verifier_is_named_and_its_worker_lives_on(pool):
     before = set(pool.pids())
     with pytest.raises(RewardError, match="ZeroDivisionError: by zero"):
-        await score(pool, job(gold="raise"))
+        await score(pool, "raise")
     assert set(pool.pids()) == before
 
 
 async def test_a_cancelled_score_frees_its_worker():
     pool = RewardPool(workers=1, timeout_s=600.0, function=obey)
-    await score(pool, job())  # it is up
-    hanging = asyncio.create_task(score(pool, job(gold="hang")))
+    await score(pool, "")  # it is up
+    hanging = asyncio.create_task(score(pool, "hang"))
     await asyncio.sleep(0)  # the job is under way
     hanging.cancel()
     with pytest.raises(asyncio.CancelledError):
         await hanging
-    await score(pool, job())
+    await score(pool, "")
     await pool.close()
 
 
 async def test_closing_ends_what_is_under_way():
     pool = RewardPool(workers=1, timeout_s=600.0, function=obey)
-    await score(pool, job())
-    jobs = [asyncio.create_task(score(pool, job(gold="hang"))) for _ in range(3)]
+    await score(pool, "")
+    jobs = [asyncio.create_task(score(pool, "hang")) for _ in range(3)]
     await asyncio.sleep(0)
     await pool.close()
     for scoring in jobs:
@@ -281,8 +282,8 @@ TALKING = EnvironmentConfig(name="two_turn")
 
 async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
     """Three groups in turn, in two workers, each with a request of its own."""
-    pool = RewardPool(workers=2, timeout_s=30.0)
-    sessions = [pool.begin(job(model_path=model, environment=TALKING)) for _ in range(3)]
+    pool = group_pool(model, workers=2, environment=TALKING)
+    sessions = [pool.begin(asked()) for _ in range(3)]
     requests = await asyncio.gather(
         *(session.advance(arrivals(completion(f"#{place}", [0, 0, 0]))) for place, session in enumerate(sessions))
     )
@@ -297,8 +298,8 @@ async def test_suspended_groups_go_on_in_the_worker_that_has_them(model):
 
 
 async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(model):
-    pool = RewardPool(workers=1, timeout_s=30.0)
-    session = pool.begin(job(model_path=model, environment=TALKING))
+    pool = group_pool(model, environment=TALKING)
+    session = pool.begin(asked())
     await session.advance(arrivals(completion("#0", [0, 0, 0])))
     [pid] = pool.pids()
     workers = Watch([pid])
@@ -313,8 +314,8 @@ async def test_a_suspended_group_is_lost_with_its_worker_and_others_go_on(model)
 
 async def test_a_group_that_waits_for_completions_takes_no_worker(model):
     """One worker, three groups of two completions that end in turn: each is judged as it comes."""
-    pool = RewardPool(workers=1, timeout_s=30.0)
-    sessions = [pool.begin(job(2, model_path=model)) for _ in range(3)]
+    pool = group_pool(model, n=2)
+    sessions = [pool.begin(asked()) for _ in range(3)]
     for session in sessions:
         assert await session.advance(arrivals(completion("#3", [0, 0, 0]))) == ()
     for session in reversed(sessions):
@@ -326,9 +327,9 @@ async def test_a_group_that_waits_for_completions_takes_no_worker(model):
 async def test_what_a_suspended_group_does_beside_the_policy_goes_on(model, monkeypatch):
     """Its worker is asked nothing meanwhile."""
     monkeypatch.setenv("NOTED", str(model / "noted"))
-    pool = RewardPool(workers=1, timeout_s=30.0)
     environment = EnvironmentConfig(name="tests.unit.rewards.test_worker:Noting")
-    session = pool.begin(job(2, model_path=model, environment=environment))
+    pool = group_pool(model, n=2, environment=environment)
+    session = pool.begin(asked())
     assert await session.advance(arrivals(completion("#3", [0, 0, 0]))) == ()
     async with asyncio.timeout(30):
         while not (model / "noted").exists():  # noqa: ASYNC110
@@ -355,9 +356,9 @@ class Noting:
 
 
 async def test_a_group_that_is_given_up_leaves_its_worker(model):
-    pool = RewardPool(workers=1, timeout_s=30.0, function=count_suspended)
+    pool = group_pool(model, environment=TALKING, function=count_suspended)
     for _ in range(3):
-        session = pool.begin(job(model_path=model, environment=TALKING))
+        session = pool.begin(asked())
         await session.advance(arrivals(completion("#0", [0, 0, 0])))
         session.close()
     suspended, _ = await pool.ask("how many")
@@ -365,8 +366,8 @@ async def test_a_group_that_is_given_up_leaves_its_worker(model):
     await pool.close()
 
 
-def count_suspended(message):
-    return len(worker._suspended) if message == "how many" else worker.advance(message)
+def count_suspended(config, model_path, message):
+    return len(worker._suspended) if message == "how many" else worker.advance(config, model_path, message)
 
 
 def test_workers_do_not_outlive_their_controller(tmp_path):
@@ -374,11 +375,11 @@ def test_workers_do_not_outlive_their_controller(tmp_path):
     script.write_text(
         "import asyncio, sys\n"
         f"sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
-        "from test_worker import RewardPool, job, obey, score\n"
+        "from test_worker import RewardPool, obey, score\n"
         "async def main():\n"
         "    pool = RewardPool(workers=2, timeout_s=600.0, function=obey)\n"
-        "    await asyncio.gather(*(score(pool, job()) for _ in range(2)))\n"
-        "    jobs = [asyncio.create_task(score(pool, job(gold='hang'))) for _ in range(2)]\n"
+        "    await asyncio.gather(*(score(pool, '') for _ in range(2)))\n"
+        "    jobs = [asyncio.create_task(score(pool, 'hang')) for _ in range(2)]\n"
         "    print(*pool.pids(), flush=True)\n"
         "    await asyncio.wait(jobs)\n"
         "if __name__ == '__main__':\n"
