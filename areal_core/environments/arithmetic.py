@@ -11,6 +11,7 @@ import hashlib
 import random
 from dataclasses import dataclass
 
+from areal_core.config.schema import RunConfig
 from areal_core.environments.held_out import is_held_out
 from areal_core.errors import ConfigError
 from areal_core.models.tokenizer import Tokenizer
@@ -89,27 +90,21 @@ def held_out_chains(count: int, max_operations: int, decay: float) -> list[Chain
 class ArithmeticSource:
     """Prompts of the embedded task, an endless stream."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        seed: int,
-        max_operations: int,
-        decay: float,
-        held_out: int,
-        max_prompt_tokens: int,
-    ) -> None:
-        if 2 * max_operations + 2 > max_prompt_tokens:
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        task = config.task
+        longest = 2 * task.max_operations + 2
+        if longest > task.max_prompt_tokens:
             raise ConfigError(
-                f"task.max_prompt_tokens: must be at least {2 * max_operations + 2} with "
-                f"task.max_operations={max_operations}, got {max_prompt_tokens}"
+                f"task.max_prompt_tokens: must be at least {longest} with "
+                f"task.max_operations={task.max_operations}, got {task.max_prompt_tokens}"
             )
-        self._tokenizer = tokenizer
-        self._seed, self._max_operations, self._decay = seed, max_operations, decay
-        self._held_out = [self._prompt(i, c) for i, c in enumerate(held_out_chains(held_out, max_operations, decay))]
+        self._tokenizer, self._task, self._seed = tokenizer, task, config.seed
+        chains = held_out_chains(task.held_out, task.max_operations, task.length_decay)
+        self._held_out = [self._prompt(index, chain) for index, chain in enumerate(chains)]
 
     def prompt(self, index: int) -> Prompt:
-        return self._prompt(index, training_chain(self._seed, index, self._max_operations, self._decay))
+        task = self._task
+        return self._prompt(index, training_chain(self._seed, index, task.max_operations, task.length_decay))
 
     def held_out(self) -> list[Prompt]:
         return list(self._held_out)

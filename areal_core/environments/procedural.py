@@ -13,7 +13,7 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
-from areal_core.config.schema import TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.environment import Verdict
 from areal_core.environments.fork_server import ForkServer
@@ -33,10 +33,10 @@ class ProceduralSource:
     """Prompts of one data set of reasoning-gym, an endless stream. Raises ConfigError for one that does not exist, or
     not so."""
 
-    def __init__(self, task: TaskConfig, tokenizer: Tokenizer, *, seed: int) -> None:
-        assert task.dataset is not None  # config.load sees to it
-        self._task, self._dialogue = task, Dialogue(task.chat, tokenizer)
-        self._training_seed = int.from_bytes(hashlib.sha256(f"training/{seed}".encode()).digest()[:4])
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        assert config.task.dataset is not None  # config.load sees to it
+        self._task, self._dialogue = config.task, Dialogue(config.task.chat, tokenizer)
+        self._training_seed = int.from_bytes(hashlib.sha256(f"training/{config.seed}".encode()).digest()[:4])
         self._held_out = self._draw_held_out()
 
     def prompt(self, index: int) -> Prompt:

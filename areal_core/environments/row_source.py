@@ -13,11 +13,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from areal_core.config.schema import TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments.census import Census, FileCensus
 from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.dialogue import Dialogue, as_text
 from areal_core.environments.prompt_file import PromptFile
+from areal_core.environments.registry import verifier_name
 from areal_core.environments.row_filters import SuccessRates
 from areal_core.environments.row_schema import Field, Schema, question
 from areal_core.environments.rows import read_rows
@@ -31,13 +32,14 @@ _BENCHMARK_FIELDS = ("question", "problem", "prompt")  # what a benchmark asks, 
 class RowSource:
     """Training prompts of one file, in an order shuffled anew every epoch; held-out prompts of another, as it has them.
 
-    `verifier` is the name of the one that the gold answers are for. A training prompt that the held-out file or a
+    Gold answers are read for the verifier that judges. A training prompt that the held-out file or a
     benchmark also has is left out. Bad rows are skipped and counted, the first of them named in the log; with
     task.bad_rows=refuse the first raises ConfigError naming file and row, as a file of nothing else always does.
     Without task.path there is nothing to train on, and `prompt` is not to be called.
     """
 
-    def __init__(self, task: TaskConfig, tokenizer: Tokenizer, *, verifier: str, seed: int) -> None:
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        task, verifier = config.task, verifier_name(config.environment, config.task)
         assert task.held_out_path is not None  # config.load sees to it
         dialogue = Dialogue(task.chat, tokenizer)
         schema, held_out_schema = (Schema.of(task, verifier, held_out=held_out) for held_out in (False, True))
@@ -56,7 +58,7 @@ class RowSource:
         self.digests = {"task.held_out_path": prompts_digest(self._held_out)}
         if task.path is not None:
             self.digests["task.path"] = prompts_digest(self._prompts)
-        self._seed = seed
+        self._seed = config.seed
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def prompt(self, index: int) -> Prompt:

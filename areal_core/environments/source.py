@@ -9,7 +9,6 @@ from areal_core.config.plugins import find
 from areal_core.config.schema import RunConfig
 from areal_core.environments.arithmetic import ArithmeticSource
 from areal_core.environments.procedural import ProceduralSource
-from areal_core.environments.registry import verifier_name
 from areal_core.environments.row_source import RowSource
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Prompt
@@ -37,29 +36,8 @@ def open_source(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     return find("task.name", config.task.name, SOURCES)(config, tokenizer)
 
 
-def _arithmetic(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
-    task = config.task
-    return ArithmeticSource(
-        tokenizer,
-        seed=config.seed,
-        max_operations=task.max_operations,
-        decay=task.length_decay,
-        held_out=task.held_out,
-        max_prompt_tokens=task.max_prompt_tokens,
-    )
-
-
-def _rows(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
-    verifier = verifier_name(config.environment, config.task)
-    return RowSource(config.task, tokenizer, verifier=verifier, seed=config.seed)
-
-
-def _reasoning_gym(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
-    return ProceduralSource(config.task, tokenizer, seed=config.seed)
-
-
 SOURCES: dict[str, Callable[[RunConfig, Tokenizer], PromptSource]] = {
-    "arithmetic": _arithmetic,
-    "rows": _rows,
-    "reasoning_gym": _reasoning_gym,
+    "arithmetic": ArithmeticSource,
+    "rows": RowSource,
+    "reasoning_gym": ProceduralSource,
 }

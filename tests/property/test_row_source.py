@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_core.config.schema import TaskConfig
+from areal_core.config.schema import RunConfig, TaskConfig
 from areal_core.environments.row_source import RowSource
 from tests.support.words import word_tokenizer
 
@@ -16,7 +16,7 @@ def source(folder: Path, count: int, seed: int) -> RowSource:
     for name, rows in (("train", [f"question {i}" for i in range(count)]), ("test", ["another"])):
         (folder / name).write_text("".join(json.dumps({"question": row, "answer": 1}) + "\n" for row in rows))
     task = TaskConfig(name="rows", path=str(folder / "train"), held_out_path=str(folder / "test"))
-    return RowSource(task, word_tokenizer(), verifier="mathematics", seed=seed)
+    return RowSource(RunConfig(task=task, seed=seed), word_tokenizer())
 
 
 @given(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.config.schema import TaskConfig
+from areal_core.config.schema import RunConfig, TaskConfig
 from areal_core.environments.fork_server import ForkServer, Reply
 from areal_core.environments.held_out import is_held_out
 from areal_core.environments.procedural import ProceduralSource, entry, procedural, reading
@@ -31,7 +31,8 @@ def tokenizer(tmp_path):
 
 def source(tokenizer, seed=1, **settings):
     task = {"dataset": "needle_haystack", "dataset_options": SHORT, "held_out": 20, "max_prompt_tokens": 300}
-    return ProceduralSource(TaskConfig(name="reasoning_gym", **{**task, **settings}), tokenizer, seed=seed)
+    config = RunConfig(task=TaskConfig(name="reasoning_gym", **{**task, **settings}), seed=seed)
+    return ProceduralSource(config, tokenizer)
 
 
 def test_a_prompt_is_a_function_of_seed_and_index(tokenizer):

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_core.config.groups import ChatConfig, TaskConfig
+from areal_core.config.groups import ChatConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.schema import RunConfig
 from areal_core.environments.census import Reason
 from areal_core.environments.row_source import RowSource
 from areal_core.errors import ConfigError
@@ -32,7 +33,8 @@ def task(path=SAMPLES / "questions.jsonl", held_out=SAMPLES / "questions_held_ou
 
 
 def opened(tokenizer, *arguments, seed=1, verifier="mathematics", **settings):
-    return RowSource(task(*arguments, **settings), tokenizer, verifier=verifier, seed=seed)
+    environment = EnvironmentConfig(verifier=verifier)
+    return RowSource(RunConfig(task=task(*arguments, **settings), environment=environment, seed=seed), tokenizer)
 
 
 def write(path, *rows):
