@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -40,15 +39,18 @@ class LeftOut(Exception):  # noqa: N818 - what becomes of a row, not of a run
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class FileCensus:
     """The rows of one file."""
 
     path: str
-    rows: int  # empty lines are none
-    prompts: int
-    left_out: Mapping[Reason, int]  # rows - prompts in all
-    bad: tuple[str, ...]  # bad rows in the order of the file, the first few: place, and what is wrong
+    rows: int = 0  # empty lines are none
+    prompts: int = 0
+    left_out: dict[Reason, int] = field(default_factory=dict)  # rows - prompts in all
+    bad: list[str] = field(default_factory=list)  # bad rows as they come, the first few: place, and what is wrong
+
+    def leave_out(self, reason: Reason, count: int = 1) -> None:
+        self.left_out[reason] = self.left_out.get(reason, 0) + count
 
     def __str__(self) -> str:
         """One line: "train.jsonl: 7,473 rows: 7,401 prompts; left out: 72 duplicate"."""

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,30 +41,19 @@ class ControlGroup:
 @contextmanager
 def control_group(memory_bytes: int, processes: int) -> Iterator[ControlGroup | None]:
     """Removed at the end, when no process is left in it."""
-    made = _made(memory_bytes, processes)
-    try:
-        yield made
-    finally:
-        for folder in made.folders if made is not None else ():
-            _remove(folder)
-
-
-def _made(memory_bytes: int, processes: int) -> ControlGroup | None:
     name = f"areal-{os.getpid()}-{secrets.token_hex(4)}"
     made: list[Path] = []
-    try:
-        for parent, limits in _parents(str(memory_bytes), str(processes)).items():
-            (folder := parent / name).mkdir()
-            made.append(folder)
-            for file, value in limits.items():
-                (folder / file).write_text(value)
-        if made:
-            return ControlGroup(tuple(made))
-    except OSError:  # read-only, another user's, or without these controllers
-        pass
-    for folder in made:
-        _remove(folder)
-    return None
+    with ExitStack() as stack:
+        try:
+            for parent, limits in _parents(str(memory_bytes), str(processes)).items():
+                (folder := parent / name).mkdir()
+                stack.callback(_remove, folder)
+                for file, value in limits.items():
+                    (folder / file).write_text(value)
+                made.append(folder)
+        except OSError:  # read-only, another user's, or without these controllers
+            made.clear()
+        yield ControlGroup(tuple(made)) if made else None
 
 
 def _parents(memory: str, processes: str) -> Mapping[Path, Mapping[str, str]]:

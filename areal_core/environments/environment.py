@@ -77,6 +77,15 @@ class Setting:
             raise RewardError(f"the verifier found no result: {verdict.outcome}")
         return verdict
 
+    def trajectory(self, segments: Sequence[Segment], verdict: Verdict, last: Completion) -> Trajectory:
+        """A trajectory that ends with this completion, and with the reward for this verdict."""
+        return Trajectory(
+            segments=tuple(segments),
+            reward=self.reward(verdict.score),
+            outcome=verdict.outcome,
+            truncated=last.finish_reason == "length",
+        )
+
     @functools.cached_property
     def _judge(self) -> Judge:
         return Judge(self.environment.judged_by, self.verify, verify_truncated=self.environment.verify_truncated)

@@ -14,6 +14,7 @@ still lie about its own answer: scorers refuse answers that are no plain express
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib
 import itertools
@@ -26,7 +27,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -94,37 +94,32 @@ class ForkServer:
         limits = {"cpu_s": cpu_s, "prepare_cpu_s": prepare_cpu_s, "wall_s": self._wall_s}
         self._settings = json.dumps({"scorer": scorer, "confined": isolation != "none", **limits})
         self._lock, self._numbers = threading.Lock(), itertools.count()
-        self._known: OrderedDict[tuple[str, str], Reply] = OrderedDict()  # completions of a group often agree
+        self._known = functools.lru_cache(_KNOWN)(self._reply)  # completions of a group often agree
         self._pipe: Connection | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
     def ask(self, task: Any, answer: str) -> Reply:
         """Judge an answer. Raises RewardError where the process ends, does not reply, or has no use for the task."""
-        key = json.dumps(task), answer
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-            reply = self._exchange(task, answer)
-            if reply.status in ("stalled", "died"):
-                reply = self._exchange(task, answer)
-            reply = replace(reply, status="timed_out") if reply.status == "stalled" else reply
-            if len(answer) <= _KEPT:
-                self._known[key] = reply
-                if len(self._known) > _KNOWN:
-                    self._known.popitem(last=False)
-        return reply
+        reply = self._known if len(answer) <= _KEPT else self._reply
+        return reply(json.dumps(task), answer)
 
     def prepared(self, task: Any) -> Any:
         """What the scorer prepares for a task. Raises RewardError as `ask` does."""
         with self._lock:
-            return self._exchange(task, None).value
+            return self._exchange(json.dumps(task), None).value
 
     def close(self) -> None:
         with self._lock:
             self._end()
 
-    def _exchange(self, task: Any, answer: str | None) -> Reply:
+    def _reply(self, task: str, answer: str) -> Reply:
+        with self._lock:
+            reply = self._exchange(task, answer)
+            if reply.status in ("stalled", "died"):
+                reply = self._exchange(task, answer)
+        return replace(reply, status="timed_out") if reply.status == "stalled" else reply
+
+    def _exchange(self, task: str, answer: str | None) -> Reply:
         number = next(self._numbers)
         try:
             pipe = self._pipe or self._started()
@@ -199,7 +194,7 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
         if number % _COLLAPSE_EVERY == 0:
             _join_pages(heap)
         try:
-            prepared = _prepared(scorer, task, settings["prepare_cpu_s"])
+            prepared = _prepared(scorer, json.loads(task), settings["prepare_cpu_s"])
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a data set raises for its own task
             status, value = "failed", f"{type(error).__name__}: {error}"
         else:

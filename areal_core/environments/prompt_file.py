@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,15 +45,12 @@ class PromptFile:
         *,
         rates: SuccessRates | None = None,
     ) -> None:
-        self._name, self._path = name, path
+        self._name, self._census = name, FileCensus(path)
         self._task, self._schema, self._dialogue, self._rates = task, schema, dialogue, rates
-        self._rows = 0
-        self._left_out: Counter[Reason] = Counter()
-        self._bad: list[str] = []
         self._seen: set[bytes] = set()  # hashes of texts and gold answers
         self.entries: list[Entry] = []
         for row in read_rows(name, path):
-            self._rows += 1
+            self._census.rows += 1
             try:
                 self.entries.append(self._prompt(row))
             except LeftOut as found:
@@ -63,31 +59,27 @@ class PromptFile:
     def leave_out_overlapping(self, reserved: Iterable[str]) -> None:
         """Leave out what equals one of these texts, or shares a run of words with one."""
         overlaps = overlapping([entry.question for entry in self.entries], reserved)
-        self._left_out += Counter({Reason.OVERLAPPING: sum(overlaps)})
+        if any(overlaps):
+            self._census.leave_out(Reason.OVERLAPPING, sum(overlaps))
         self.entries = [entry for entry, overlaps in zip(self.entries, overlaps, strict=True) if not overlaps]
 
     def close(self) -> FileCensus:
         """Say in one line of the log what the file has come to. Raises ConfigError where that is not one prompt."""
-        census = FileCensus(
-            path=self._path,
-            rows=self._rows,
-            prompts=len(self.entries),
-            left_out=dict(self._left_out),
-            bad=tuple(self._bad),
-        )
+        census = self._census
+        census.prompts = len(self.entries)
         if not self.entries:
             raise ConfigError(f"{self._name}: there is no prompt in {census}")
-        logger.log(logging.WARNING if self._bad else logging.INFO, "%s: %s", self._name, census)
+        logger.log(logging.WARNING if census.bad else logging.INFO, "%s: %s", self._name, census)
         return census
 
     def _leave_out(self, row: Row, found: LeftOut) -> None:
-        self._left_out[found.reason] += 1
+        self._census.leave_out(found.reason)
         if not found.reason.is_bad:
             return
         if self._task.bad_rows == "refuse":
-            raise ConfigError(f"{self._name}: {self._path}, {row.place}: {found}") from found
-        if len(self._bad) < _NAMED:
-            self._bad.append(f"{row.place}: {found}")
+            raise ConfigError(f"{self._name}: {self._census.path}, {row.place}: {found}") from found
+        if len(self._census.bad) < _NAMED:
+            self._census.bad.append(f"{row.place}: {found}")
 
     def _prompt(self, row: Row) -> Entry:
         """The prompt of a row. Raises LeftOut. What costs least is asked first: a file may repeat itself many times."""

@@ -19,9 +19,4 @@ class SingleTurn:
     async def _rollout(self, task: Prompt, policy: Policy) -> Trajectory:
         [completion] = await policy.sample(task.token_ids)
         verdict = self._setting.judge(task, completion)
-        return Trajectory(
-            segments=(given(task.token_ids), sampled(completion)),
-            reward=self._setting.reward(verdict.score),
-            outcome=verdict.outcome,
-            truncated=completion.finish_reason == "length",
-        )
+        return self._setting.trajectory([given(task.token_ids), sampled(completion)], verdict, completion)

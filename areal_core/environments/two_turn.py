@@ -8,7 +8,7 @@ The first try stays in the trajectory, and in the loss: the reward is the trajec
 from __future__ import annotations
 
 from areal_core.environments.environment import Policy, Setting, Verdict, given, sampled, side_by_side
-from areal_core.types import Completion, Outcome, Prompt, Segment, Trajectory
+from areal_core.types import Outcome, Prompt, Trajectory
 
 
 class TwoTurn:
@@ -28,22 +28,14 @@ class TwoTurn:
         segments = [given(task.token_ids), sampled(first)]
         verdict = self._setting.judge(task, first)
         if verdict.outcome is Outcome.RIGHT or verdict.score is None:
-            return self._ended(segments, verdict, first)
+            return self._setting.trajectory(segments, verdict, first)
         message = self._setting.dialogue.message(self._message, first.token_ids.tolist())
         text = (*task.token_ids, *first.token_ids.tolist(), *message)
         if policy.room(text) < 1:
-            return self._ended(segments, verdict, first)
+            return self._setting.trajectory(segments, verdict, first)
         [second] = await policy.sample(text)
         again = self._setting.judge(task, second)
         if again.score is not None:
             score = max(verdict.score, self._setting.environment.retry_score * again.score)
             again = Verdict(again.outcome, score)
-        return self._ended([*segments, given(message), sampled(second)], again, second)
-
-    def _ended(self, segments: list[Segment], verdict: Verdict, last: Completion) -> Trajectory:
-        return Trajectory(
-            segments=tuple(segments),
-            reward=self._setting.reward(verdict.score),
-            outcome=verdict.outcome,
-            truncated=last.finish_reason == "length",
-        )
+        return self._setting.trajectory([*segments, given(message), sampled(second)], again, second)

@@ -53,7 +53,7 @@ def main() -> None:
     from areal_core.rewards.worker import attempt, limited
 
     die_with_parent()
-    said = os.fdopen(os.dup(1), "wb")
+    said = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a verifier prints is no outcome
     config, prompt, text = pickle.load(sys.stdin.buffer)
     opened, limit_s = attempt(open_judge, config), config.rollout.reward_timeout_s
@@ -61,16 +61,11 @@ def main() -> None:
     async def judged() -> Verdict:  # in an event loop, as environments call it
         return opened(prompt, text, truncated=False)
 
-    def tell(found: Verdict | ArealError) -> None:
-        said.write(pickle.dumps(found))
-        said.flush()
-
-    if isinstance(opened, ArealError):
-        tell(opened)
-        return
-    with limited(tell, limit_s, limit_s):
-        found = attempt(lambda _: asyncio.run(judged()), None)
-    tell(found)
+    found = opened
+    if not isinstance(opened, ArealError):
+        with limited(lambda error: pickle.dump(error, said), limit_s, limit_s):
+            found = attempt(lambda _: asyncio.run(judged()), None)
+    pickle.dump(found, said)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Attacked:
 
     def judged(self, task: Any, answer: str) -> Reply:
         """By a new fork: no reply that is kept."""
-        self.server._known.clear()
+        self.server._known.cache_clear()
         return self.server.ask(task, answer)
 
     def contained(self, task: Any, answer: str) -> bool:

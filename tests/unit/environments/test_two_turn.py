@@ -1,6 +1,6 @@
 import asyncio
 
-from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, TaskConfig
+from areal_core.config.schema import AlgorithmConfig, EnvironmentConfig, RunConfig
 from areal_core.environments.registry import open_environment
 from areal_core.types import Prompt, Trajectory
 from tests.support.policies import END, TOKENIZER, ScriptedPolicy, completion
@@ -9,9 +9,10 @@ TASK = Prompt(index=0, prompt_id="0", text="1+1=", token_ids=TOKENIZER.encode("1
 
 
 def roll_out(policy: ScriptedPolicy, n: int, **settings: object) -> list[Trajectory]:
-    environment = open_environment(
-        EnvironmentConfig(name="two_turn", **settings), TaskConfig(), AlgorithmConfig(reward_wrong=-1.0), TOKENIZER
+    config = RunConfig(
+        environment=EnvironmentConfig(name="two_turn", **settings), algorithm=AlgorithmConfig(reward_wrong=-1.0)
     )
+    environment = open_environment(config, TOKENIZER)
     return asyncio.run(environment.rollout_group(TASK, policy, n))
 
 
