@@ -96,10 +96,9 @@ def confine(settings: dict[str, Any]) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
-    if settings["processes"] is not None:
+    if "processes" in settings:
         limits[resource.RLIMIT_NPROC] = settings["processes"]
-    if settings["uid"] is not None:
-        user = settings["uid"]
+    if (user := settings.get("uid")) is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)

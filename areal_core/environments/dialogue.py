@@ -22,9 +22,11 @@ class Dialogue:
     ModelError for one that fails."""
 
     def __init__(self, chat: ChatConfig, tokenizer: Tokenizer) -> None:
+        if chat.enabled and tokenizer.chat is None:
+            raise ConfigError("task.chat.enabled: must be false, the model's folder has no chat template; got true")
         self._chat = chat
         self._tokenizer = tokenizer
-        self._template = _template(chat, tokenizer)
+        self._template = tokenizer.chat if chat.enabled else None
 
     def prompt(self, asked: Asked) -> tuple[int, ...]:
         """The tokens of what a task asks, up to where the policy speaks. Messages that begin with a system prompt keep
@@ -76,14 +78,6 @@ class Dialogue:
 def as_text(asked: Asked) -> str:
     """The text alone, or what all messages say, with an empty line between two."""
     return asked if isinstance(asked, str) else "\n\n".join(message["content"] for message in asked)
-
-
-def _template(chat: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    if not chat.enabled:
-        return None
-    if tokenizer.chat is None:
-        raise ConfigError("task.chat.enabled: must be false, the model's folder has no chat template; got true")
-    return tokenizer.chat
 
 
 def _user(text: str) -> Message:

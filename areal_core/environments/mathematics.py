@@ -437,28 +437,23 @@ def _name(text: str) -> str | None:
 def _same_relation(gold: tuple[Parts, Parts], answer: tuple[Parts, Parts]) -> bool:
     (ours, signs), (theirs, others) = gold, answer
     if not {*signs, *others} <= {"=", r"\approx"}:
-        return _same_inequality(gold, answer)
+        kinds = {_BRACKETS.get(sign) for sign in (*signs, *others)}
+        is_alike = len(kinds) == 1 and None not in kinds
+        return is_alike and _factor(ours, theirs) == (1 if signs == others else -1)
     name, last = ours[0], ours[-1]
     if len(ours) > 1 and not _is_named(name, last):
-        return len(ours) == len(theirs) == 2 and algebra.factor((name, last), (theirs[0], theirs[1])) != 0
+        return _factor(ours, theirs) != 0
     if len(ours) > 1 and len(theirs) > 1 and _tight(theirs[0]) != _tight(name):
-        if _tight(theirs[1]) == _tight(name):
-            return len(theirs) == 2 and _same(last, theirs[0])
         if algebra.symbols(last):
-            return len(theirs) == 2 and algebra.factor((name, last), (theirs[0], theirs[1])) != 0
+            return _factor(ours, theirs) != 0
         if _VARIABLE.fullmatch(name) and _VARIABLE.fullmatch(theirs[0]):
             return False
     return _concludes(last, theirs, others)
 
 
-def _same_inequality(gold: tuple[Parts, Parts], answer: tuple[Parts, Parts]) -> bool:
-    """Whether two inequalities of two sides are the same, up to a factor."""
-    (ours, signs), (theirs, others) = gold, answer
-    if len(ours) != 2 or len(theirs) != 2 or not {*signs, *others} <= {*_BRACKETS}:
-        return False
-    sign = 1 if signs == others else -1
-    alike = _BRACKETS[signs[0]] == _BRACKETS[others[0]]
-    return alike and algebra.factor((ours[0], ours[1]), (theirs[0], theirs[1])) == sign
+def _factor(ours: Parts, theirs: Parts) -> int:
+    """The sign of `algebra.factor`, for two equations or inequalities of two sides; 0 for longer ones."""
+    return algebra.factor((ours[0], ours[1]), (theirs[0], theirs[1])) if len(ours) == len(theirs) == 2 else 0
 
 
 def _is_named(name: str, last: str) -> bool:

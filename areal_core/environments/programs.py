@@ -19,7 +19,7 @@ import json
 import logging
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -94,25 +94,17 @@ class Programs:
             return Verdict.of(Outcome.FAILED)
         block = last_block(completion)
         source = completion if block is None else block
-        tries = (self._outcome(source, tests) for _ in range(2))  # the wall time of one may be a busy machine's
+        judged_by = {Scripts: self._scripts, Calls: self._calls, Check: self._check}
+        run: Callable[..., Outcome | None] = judged_by[type(tests)]
+        readings = [source, textwrap.dedent(source), source.strip()]
+        tries = (run(readings, tests) for _ in range(2))  # the wall time of one may be a busy machine's
         found = next((outcome for outcome in tries if outcome is not None), Outcome.TIMED_OUT)
         if found is Outcome.UNPARSABLE and block is None and not _BLOCK.search(completion):
             found = Outcome.NO_ANSWER  # prose; a block of another language is an answer
         return Verdict.of(found)
 
-    def _outcome(self, source: str, tests: Scripts | Calls | Check) -> Outcome | None:
-        """None: it is out of wall time."""
-        sources = [source, textwrap.dedent(source), source.strip()]
-        match tests:
-            case Scripts():
-                return self._scripts(sources, tests)
-            case Calls():
-                return self._calls(sources, tests)
-            case Check():
-                return self._check(sources, tests)
-
     def _scripts(self, sources: Sequence[str], tests: Scripts) -> Outcome | None:
-        """One sandbox a test, one budget for all."""
+        """One sandbox a test, one budget for all. None, here and below: it is out of wall time."""
         wall_s = cpu_s = 0.0
         source, *others = sources
         for given, expected in zip(tests.inputs, tests.outputs, strict=True):

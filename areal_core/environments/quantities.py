@@ -96,10 +96,7 @@ def unit_at_start(text: str) -> str:
 
 def measured(text: str) -> tuple[str, Unit | None]:
     """The value of a quantity, and its unit. One in plain letters counts behind a number alone, and is no product."""
-    text = _PRICE.sub(
-        "\\1\\3 \x1f\\2",
-        re.sub(r"\b(km|m)ph\b", lambda found: f"{found[1].replace('m', 'mi') if found[1] == 'm' else 'km'}/h", text),
-    )
+    text = _PRICE.sub("\\1\\3 \x1f\\2", re.sub(r"\bmph\b", "mi/h", re.sub(r"\bkmph\b", "km/h", text)))
     found = _MEASURED.fullmatch(text)
     if found is None or not found["value"].strip():
         return text, None

@@ -39,7 +39,7 @@ def read_rows(name: str, path: str) -> Iterator[Row]:
         elif path.endswith(".parquet"):
             yield from _numbered(_parquet(path))
         elif path.endswith(".json"):
-            yield from _listed(path)
+            yield from _numbered(_listed(path))
         else:
             yield from _lines(path)
     except ConfigError as error:
@@ -71,7 +71,7 @@ def _object(place: str, value: object) -> Row:
     return Row(place, value) if isinstance(value, dict) else Row(place, wrong="must be a JSON object")
 
 
-def _listed(path: str) -> Iterator[Row]:
+def _listed(path: str) -> list[Any]:
     try:
         rows = json.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -80,13 +80,12 @@ def _listed(path: str) -> Iterator[Row]:
         raise ConfigError(f"must be JSON, or end on .jsonl if it holds an object a line: {error}") from error
     if not isinstance(rows, list):
         raise ConfigError("must hold a list of JSON objects")
+    return rows
+
+
+def _numbered(rows: Iterable[object]) -> Iterator[Row]:
     for number, row in enumerate(rows, start=1):
         yield _object(f"row {number}", row)
-
-
-def _numbered(rows: Iterable[Mapping[str, object]]) -> Iterator[Row]:
-    for number, row in enumerate(rows, start=1):
-        yield Row(f"row {number}", row)
 
 
 def _parquet(path: str) -> Iterator[Mapping[str, object]]:

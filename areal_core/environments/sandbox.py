@@ -124,8 +124,6 @@ class Sandbox:
                 "cpu_s": math.ceil(limits.cpu_s),
                 "memory_bytes": self._memory,
                 "file_bytes": bubblewrap.FOLDER_BYTES,
-                "processes": None,
-                "uid": None,
                 "packages": [str(path.parent) for path in bubblewrap.packages()],
             }
             if self._isolation == "none":

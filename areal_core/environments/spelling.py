@@ -57,10 +57,6 @@ _NAMES = {
 _COMMANDS = {name: spelling for spelling, names in _NAMES.items() for name in names.split()}
 
 
-def _command(found: re.Match[str]) -> str:
-    return _COMMANDS.get(found[1], found.group())
-
-
 _SPELLINGS = tuple(
     (re.compile(pattern), spelling)
     for pattern, spelling in (
@@ -77,7 +73,7 @@ _SPELLINGS = tuple(
         (r"(?<![\d.])(\d+) (\d+/\d+)$", r"(\1+\2)"),
         (r"\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?", r"\\R "),
         (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])", r"^\\circ "),
-        (r"(?<!\\)\\([a-zA-Z]+)", _command),
+        (r"(?<!\\)\\([a-zA-Z]+)", lambda found: _COMMANDS[found[1]] if found[1] in _COMMANDS else found[0]),
         (r"\\\\(?:\s*\[[^\]]*\])?", "\n"),  # the end of a row
         (r"\\[,;:!> ]|~|\\[hv]space\s*\{[^{}]*\}", " "),
         (r"\\(?:(?:text)?color|tag)\*?\s*\{[^{}]*\}", ""),

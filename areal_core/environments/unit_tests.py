@@ -53,9 +53,8 @@ def _tests(value: object, fields: Mapping[str, object]) -> dict[str, object]:
     if isinstance(tests, dict):
         return _table(tests)
     public = fields.get("public_test_cases")
-    if public is None or public == value:
-        return _cases(_listed(tests), fields.get("metadata"))
-    return _cases([*_listed(_decoded(public)), *_listed(tests)], fields.get("metadata"))
+    first = [] if public is None or public == value else _listed(_decoded(public))
+    return _cases([*first, *_listed(tests)], fields.get("metadata"))
 
 
 def _listed(tests: Any) -> list[Any]:

@@ -85,8 +85,14 @@ class Judge:
             return Verdict.of(Outcome.WRONG)
         if _apart is not None:
             return _apart(task, text)
-        with _judging(self._name, task, text):
+        global _now
+        _now = self._name, task, text
+        limit(_limit_s)
+        try:
             return self._called(task, text)
+        finally:
+            _now = None
+            limit(_limit_s)
 
     def _called(self, task: Prompt, text: str) -> Verdict:
         failure = None
@@ -105,18 +111,6 @@ class Judge:
 _now: tuple[str, Prompt, str] | None = None  # name of the verifier, task and text that this process is judging
 _limit_s: float | None = None  # of a verdict, and of what happens between two; None: there is no limit here
 _apart: Callable[[Prompt, str], Verdict] | None = None  # finds verdicts elsewhere; None: they are found here
-
-
-@contextmanager
-def _judging(name: str, task: Prompt, text: str) -> Iterator[None]:
-    global _now
-    _now = name, task, text
-    limit(_limit_s)
-    try:
-        yield
-    finally:
-        _now = None
-        limit(_limit_s)
 
 
 def limit(seconds: float | None) -> None:

@@ -83,9 +83,7 @@ class GroupRollout:
 
     def _scored(self, trajectories: Sequence[Trajectory]) -> ScoredGroup:
         prompt = _common_prompt(trajectories, self._n)
-        rests = [_joined(trajectory.segments[1:]) for trajectory in trajectories]
-        for trajectory, rest in zip(trajectories, rests, strict=True):
-            _check(trajectory, rest)
+        rests = [_rest(trajectory) for trajectory in trajectories]
         rewards = [_reward(trajectory) for trajectory in trajectories]
         if all(reward is None for reward in rewards):
             raise RewardError("the verifier found no result for any completion of the group")
@@ -203,9 +201,13 @@ def _common_prompt(trajectories: Sequence[Trajectory], n: int) -> Int32Array:
     return first
 
 
-def _joined(segments: Sequence[Segment]) -> Segment:
-    if not segments:
+def _rest(trajectory: Trajectory) -> Segment:
+    """What follows a trajectory's prompt, as one segment."""
+    segments = trajectory.segments[1:]
+    if not any((segment.versions >= 0).any() for segment in segments):
         raise RewardError("environment: a trajectory must hold tokens that the policy sampled")
+    if any((segment.loss_mask & (segment.versions < 0)).any() for segment in segments):
+        raise RewardError("environment: loss_mask must be False where the policy did not sample")
     return Segment(
         token_ids=np.concatenate([segment.token_ids for segment in segments]).astype(np.int32),
         loss_mask=np.concatenate([segment.loss_mask for segment in segments]),
@@ -225,10 +227,3 @@ def _reward(trajectory: Trajectory) -> float | None:
     if not math.isfinite(reward):
         raise RewardError(f"environment: a reward must be a finite number or None, got {trajectory.reward!r:.200}")
     return reward
-
-
-def _check(trajectory: Trajectory, rest: Segment) -> None:
-    if not (rest.versions >= 0).any():
-        raise RewardError("environment: a trajectory must hold tokens that the policy sampled")
-    if (rest.loss_mask & (rest.versions < 0)).any():
-        raise RewardError("environment: loss_mask must be False where the policy did not sample")
