@@ -37,7 +37,7 @@ from areal_core.controller.restore import forget_damaged, restore
 from areal_core.controller.retention import Retention
 from areal_core.controller.routes import Routes
 from areal_core.controller.snapshots import Snapshots
-from areal_core.environments.datasets import check_digests, held_out_set
+from areal_core.environments.datasets import check_digests, data_set
 from areal_core.environments.dialogue import Dialogue
 from areal_core.environments.source import PromptSource, digests, open_source
 from areal_core.errors import ArealError, ProcessError, StorageError, TokenLedgerError, UserCodeError
@@ -288,7 +288,7 @@ class Service:
             except (StorageError, ProcessError) as error:
                 logger.warning("the best version is not kept: %s", error)
                 return
-        held_out = held_out_set(self.config)
+        held_out = data_set(self.config, "evaluation")
         data = {"name": f"areal-{self.config.name}", "url": url, "run": self.info.run_id, "held_out": held_out.digest}
         self.recorder.document("model", best.version, {**data, "version": best.version, "accuracy": best.accuracy})
 

@@ -53,7 +53,8 @@ def command(settings: Mapping[str, Any], processes: int) -> Iterator[Command]:
         settings = {**settings, "processes": counted, "uid": uid, "packages": ["/packages"]}
         words = _bubblewrapped(settings, script, refused, told.fileno())
         if group is not None:
-            words = ["/bin/sh", "-c", _ENTER, "sh", *map(str, group.members), "--", *words]
+            members = [str(folder / "cgroup.procs") for folder in group.folders]  # to which a process writes its id
+            words = ["/bin/sh", "-c", _ENTER, "sh", *members, "--", *words]
         yield Command(words, (script, refused, told.fileno()), info, group)
 
 

@@ -24,11 +24,6 @@ _MOUNTED = Path("/sys/fs/cgroup")
 class ControlGroup:
     folders: tuple[Path, ...]  # one of version 2, or one of each controller of version 1
 
-    @property
-    def members(self) -> tuple[Path, ...]:
-        """The files that a process writes its id to when it enters."""
-        return tuple(folder / "cgroup.procs" for folder in self.folders)
-
     def ran_out(self) -> bool:
         """Whether the kernel has killed one of its processes for memory."""
         for file in (folder / name for folder in self.folders for name in ("memory.events", "memory.oom_control")):

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import orjson
 
@@ -24,17 +25,10 @@ class DataSet:
     context: str  # training or evaluation
 
 
-def training_set(config: RunConfig) -> DataSet:
-    return _data_set(config, config.task.path, "training")
-
-
-def held_out_set(config: RunConfig) -> DataSet:
-    """The prompts that versions are scored on."""
-    return _data_set(config, config.task.held_out_path, "evaluation")
-
-
-def _data_set(config: RunConfig, path: str | None, context: str) -> DataSet:
+def data_set(config: RunConfig, context: Literal["training", "evaluation"]) -> DataSet:
+    """The prompts that a run trains on, or those that its versions are scored on."""
     task = config.task
+    path = task.path if context == "training" else task.held_out_path
     made = f"{task.name} {task.dataset or ''} {task.dataset_options}".strip()
     name = (task.dataset or task.name) if path is None else Path(path).name
     content = hashlib.sha256()

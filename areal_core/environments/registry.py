@@ -23,21 +23,17 @@ from areal_core.models.tokenizer import Tokenizer
 ENVIRONMENTS: dict[str, Callable[[Setting], Environment]] = {"single_turn": SingleTurn, "two_turn": TwoTurn}
 
 
-def _confined(verify: Callable[..., Verdict]) -> Callable[[EnvironmentConfig], Verifier]:
+def _confined(verify: Callable[..., Verdict], environment: EnvironmentConfig) -> Verifier:
     """A verifier whose scorer interprets what it reads, as environment.sandbox says. Raises ConfigError where this
     kernel can't."""
-
-    def configured(environment: EnvironmentConfig) -> Verifier:
-        confinement.check(environment.sandbox)
-        return functools.partial(verify, isolation=environment.sandbox)
-
-    return configured
+    confinement.check(environment.sandbox)
+    return functools.partial(verify, isolation=environment.sandbox)
 
 
 CONFIGURED: dict[str, Callable[[EnvironmentConfig], Verifier]] = {  # verifiers that have settings
     "code": Programs,
-    "reasoning_gym": _confined(procedural),
-    "reasoning_gym_share": _confined(procedural_share),
+    "reasoning_gym": functools.partial(_confined, procedural),
+    "reasoning_gym_share": functools.partial(_confined, procedural_share),
 }
 
 

@@ -142,7 +142,7 @@ class Sandbox:
                 start_new_session=True,
             )
             running = Running(process, limits, command, self._own_cpu_s)
-            stack.callback(running.close)
+            stack.callback(lambda: running.result)
             yield running
 
 
@@ -189,11 +189,7 @@ class Running:
         while self._more():
             pass
         self._awaited(self._ended, select.POLLIN)  # it may go on without output
-        return self.close()
-
-    def close(self) -> Result:
-        """How it ended; it is killed where it has not. No process of it is left."""
-        return self._result
+        return self.result
 
     def _more(self) -> bool:
         """Read some of its output. False where there is none to come."""
@@ -234,7 +230,8 @@ class Running:
         return {number for number, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)}
 
     @functools.cached_property
-    def _result(self) -> Result:
+    def result(self) -> Result:
+        """How it ended; it is killed where it has not. No process of it is left."""
         killed = not select.select([self._ended], [], [], 0)[0]
         if killed:
             self._kill()

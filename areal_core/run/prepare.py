@@ -18,7 +18,7 @@ from typing import Any
 
 from areal_core.config.fields import check_file_name, leaves
 from areal_core.config.schema import RunConfig
-from areal_core.environments.datasets import check_digests, held_out_set, training_set
+from areal_core.environments.datasets import check_digests, data_set
 from areal_core.errors import ConfigError
 from areal_core.run.base_model import base_model
 from areal_core.run.folders import Log, run_folder, tracking_uri
@@ -133,8 +133,9 @@ def _start_tracking(config: RunConfig, run_id: str, tags: Mapping[str, str]) -> 
         return None, None
     from areal_core.tracking.mlflow_client import experiment_of, start_run  # seconds of imports
 
-    data_sets = (training_set(config), *([held_out_set(config)] if config.evaluated else []))
-    inputs = [dataclasses.asdict(data_set) for data_set in data_sets]
+    inputs = [dataclasses.asdict(data_set(config, "training"))]
+    if config.evaluated:
+        inputs.append(dataclasses.asdict(data_set(config, "evaluation")))
     opened = start_run(uri, config.tracking.experiment, run_id, tags, config.to_dict(), inputs)
     return experiment_of(uri, opened), opened
 
