@@ -63,7 +63,7 @@ class FileCensus:
         return "; ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Census:
     """The rows of a task's files."""
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from areal_core.config.schema import RunConfig
-from areal_core.environments.census import Census, FileCensus
+from areal_core.environments.census import Census
 from areal_core.environments.datasets import prompts_digest
 from areal_core.environments.dialogue import Dialogue, as_text
 from areal_core.environments.prompt_file import PromptFile
@@ -32,10 +32,10 @@ _BENCHMARK_FIELDS = ("question", "problem", "prompt")  # what a benchmark asks, 
 class RowSource:
     """Training prompts of one file, in an order shuffled anew every epoch; held-out prompts of another, as it has them.
 
-    Gold answers are read for the verifier that judges. A training prompt that the held-out file or a
-    benchmark also has is left out. Bad rows are skipped and counted, the first of them named in the log; with
-    task.bad_rows=refuse the first raises ConfigError naming file and row, as a file of nothing else always does.
-    Without task.path there is nothing to train on, and `prompt` is not to be called.
+    Gold answers are read for the verifier that judges. A training prompt that the held-out file or a benchmark also has
+    is left out. Bad rows are skipped and counted, the first of them named in the log; with task.bad_rows=refuse the
+    first raises ConfigError naming file and row, as a file of nothing else always does. Without task.path there is
+    nothing to train on, and `prompt` is not to be called.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -44,19 +44,16 @@ class RowSource:
         dialogue = Dialogue(task.chat, tokenizer)
         schema, held_out_schema = (Schema.of(task, verifier, held_out=held_out) for held_out in (False, True))
         held_out = PromptFile("task.held_out_path", task.held_out_path, held_out_schema, task, dialogue)
-        held_out_census = held_out.close()
+        self.census = Census(training=None, held_out=held_out.close())
         self._held_out = [entry.prompt for entry in held_out.entries[: task.held_out]]
         self._prompts: list[Prompt] = []
-        training_census: FileCensus | None = None
+        self.digests = {"task.held_out_path": prompts_digest(self._held_out)}
         if task.path is not None:
             training = PromptFile("task.path", task.path, schema, task, dialogue, rates=SuccessRates(task))
             questions = [entry.question for entry in held_out.entries]
             training.leave_out_overlapping([*questions, *_benchmarks(task.benchmark_paths, schema, held_out_schema)])
-            training_census = training.close()
+            self.census.training = training.close()
             self._prompts = [entry.prompt for entry in training.entries]
-        self.census = Census(training_census, held_out_census)
-        self.digests = {"task.held_out_path": prompts_digest(self._held_out)}
-        if task.path is not None:
             self.digests["task.path"] = prompts_digest(self._prompts)
         self._seed = config.seed
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)

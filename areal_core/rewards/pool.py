@@ -116,11 +116,6 @@ class RewardPool:
                 worker.kill(left=True)
                 self._lose(worker)
 
-    @property
-    def remote(self) -> int:
-        """How many workers of other machines there are."""
-        return len(self._remote)
-
     def pids(self) -> list[int]:
         """Of the processes here."""
         here = (worker.process.pid for worker in self._workers if isinstance(worker, WorkerProcess))

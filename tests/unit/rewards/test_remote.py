@@ -86,7 +86,7 @@ async def test_groups_are_worked_on_and_go_on_where_they_were_suspended(pool: Re
     advancing = [asyncio.create_task(session.advance(arrived())) for session in sessions]
     works = [await here.works(), await there.works()]
     assert [work.arrived.prompt.answer for work in works if work.arrived.prompt] == ["x", "y"]
-    assert pool.remote == 2
+    assert len(pool._remote) == 2
     asking = [asyncio.create_task(worker.works(REQUESTS)) for worker in (here, there)]
     assert await asyncio.gather(*advancing) == [REQUESTS, REQUESTS]
     going_on = [asyncio.create_task(session.advance(arrived(b"more"))) for session in reversed(sessions)]
@@ -162,7 +162,7 @@ async def test_an_error(pool: RewardPool, lost: bool) -> None:
         with pytest.raises(SessionLostError, match="suspended"):
             await going_on
         assert await answer == BEGIN_ANEW
-        assert pool.remote == 0
+        assert len(pool._remote) == 0
     else:
         work = decode_work(await answer or b"")
         assert work is not None
@@ -192,7 +192,7 @@ async def test_a_worker_that_an_earlier_controller_knew_begins_anew(pool: Reward
     worker = Played(pool)
     worker.answered = 4
     assert await worker.is_given_up(REQUESTS)
-    assert pool.remote == 0
+    assert len(pool._remote) == 0
 
 
 async def test_workers_that_leave_cost_no_group_a_try(pool: RewardPool) -> None:
@@ -203,7 +203,7 @@ async def test_workers_that_leave_cost_no_group_a_try(pool: RewardPool) -> None:
     waiting = asyncio.create_task(stays.asks())
     await asyncio.sleep(0)
     pool.leave("a")
-    assert pool.remote == 1
+    assert len(pool._remote) == 1
     with pytest.raises(SessionLostError, match="gone with its machine"):
         await working
     with pytest.raises(SessionLostError, match="suspended"):
@@ -282,7 +282,7 @@ async def test_a_silent_worker_is_missed(pool: RewardPool, busy: bool, monkeypat
     else:
         assert await worker.asks(wait_s=0.0) is None
         async with asyncio.timeout(LIMIT_S):
-            while pool.remote:  # noqa: ASYNC110
+            while pool._remote:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
