@@ -73,6 +73,7 @@ _CLIENT = "areal_core.api.controller_client:ControllerClient"
 STORE = "areal_core.storage.objects:Storage"
 _SERVERS = "areal_core.generation.client:GenerationClient"
 _ENGINE = "areal_core.generation.server.engine_thread:EngineThread"
+_SWAP = "areal_core.generation.engines.embedded:Engine.swap"
 
 POINTS: list[Point] = [
     *_named(
@@ -113,7 +114,7 @@ POINTS: list[Point] = [
     *_named(
         "server",
         _around("pause", SERVER, f"{_ENGINE}.pause", 2),
-        _around("swap", SERVER, f"{_ENGINE}.swap", 2),
+        _around("swap", SERVER, _SWAP, 2),
         _around("resume", SERVER, f"{_ENGINE}.resume", 2),
     ),
     *_named("reward", _around("result", REWARD, "areal_core.rewards.group:GroupRollout.advance", 5)),
@@ -127,7 +128,7 @@ POINTS: list[Point] = [
         "publish",
         _around("announce", TRAINER, f"{_CLIENT}.announce", 3),
         _around("metrics", TRAINER, f"{_CLIENT}.metrics", 3),
-        _around("again", TRAINER, "areal_core.training.publisher:Publisher.again", needs="resumed"),
+        _around("version", TRAINER, "areal_core.training.publisher:Publisher.announce"),
     ),
     *_named(
         "checkpoint",
@@ -164,7 +165,7 @@ POINTS: list[Point] = [
         _around("record", EVALUATOR, "areal_core.evaluation.records:RecordFile.add", 3, needs="scored"),
         _around("score", EVALUATOR, f"{_CLIENT}.evaluated", needs="scored"),
     ),
-    *_named("evaluation", _around("swap", EVALUATION, f"{_ENGINE}.swap", needs="scored")),
+    *_named("evaluation", _around("swap", EVALUATION, _SWAP, needs="scored")),
     *_named(
         "outbox",
         _around("attempt", TRACKER, "areal_core.tracking.outbox:Outbox.attempt_metrics", 2, needs="tracked"),

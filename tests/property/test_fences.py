@@ -81,7 +81,7 @@ class Actor:
                 self._save(store, self.step + EVERY, number, payloads)
             self.step += EVERY
             checkpoint.prune(store, self.keep, number=number, kept_too=_milestones)
-            complete = list(checkpoint._complete(store))
+            complete = list(checkpoint._complete(store, checkpoint._sizes(store)))
             if complete[0].number == number:
                 kept = [info for info in complete if info.step % MILESTONE == 0]
                 self.in_force = {info.folder: info for info in complete[: self.keep] + kept}

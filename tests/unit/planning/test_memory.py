@@ -182,7 +182,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pass_and_an_update_of_the_torch_engine() -> None:
     chosen = config(engine="torch", ranks=1)
     engine = TorchEngine(REAL, init_weights(REAL, 0), chosen.training, chosen.algorithm)
-    known = (engine.flat, engine.gradient, *engine._saved().values())
+    known = (engine.flat, engine.gradient, *engine._kept.values())
     assert sum(tensor.nbytes for tensor in dict.fromkeys(known)) == sum(training_state(chosen, REAL).values())
     with LiveMemory(*known) as a_pass:
         engine.start_gradient()
@@ -200,7 +200,7 @@ def test_a_pass_and_an_update_of_the_torch_engine() -> None:
 def test_a_pass_and_an_update_of_an_adapter(checkpointed: bool) -> None:
     chosen = config(engine="torch", ranks=1, lora={"rank": 3}, checkpoint_activations=checkpointed)
     engine = TorchEngine(REAL, init_weights(REAL, 0), chosen.training, chosen.algorithm)
-    known = (engine.flat, engine.gradient, *engine._frozen.values(), *engine._saved().values())
+    known = (engine.flat, engine.gradient, *engine._frozen.values(), *engine._kept.values())
     assert sum(tensor.nbytes for tensor in dict.fromkeys(known)) == sum(training_state(chosen, REAL).values())
     with LiveMemory(*known) as a_pass:
         engine.start_gradient()
