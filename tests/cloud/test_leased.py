@@ -77,18 +77,16 @@ def test_a_terraform_that_is_killed_half_way_is_put_right_and_nodes_that_are_gon
     def log(line: str) -> None:
         said.append(line)
         if line.endswith(creating) and sum(each.endswith(creating) for each in said) == 1:
-            while cloud.faults():  # until its request has come; it is carried out later
+            while cloud.faults():  # until its request has come, which is carried out before what it needs is ended
                 time.sleep(0.05)
             kill_terraform()
 
-    cloud.fault("RunInstances", "delay", delay_s=3.0)
+    cloud.fault("RunInstances", "delay", delay_s=0.5)
     with LeasedNodes(request_, state, log=log) as nodes:
         (host,) = nodes.make()
         assert any(line.startswith(f"run {RUN}: removing the lock of a terraform that has ended") for line in said)
         found = cloud_of(nodes.request["foundation"])
-        found.end(
-            found.found(RUN), lambda: None
-        )  # somebody else does so, of what came later than its answer could, too
+        found.end(found.found(RUN), lambda: None)  # somebody else does so, of what came too late for an answer, too
         nodes.end()
     assert json.loads(cloud.client("s3").get_object(Bucket=BUCKET, Key=STATE)["Body"].read())["resources"] == []
     started = {start.instance for start in cloud.starts if start.run == RUN}
