@@ -20,7 +20,7 @@ from areal_core.evaluation.records import Record, RecordFile, Sample
 from areal_core.models.tokenizer import Tokenizer
 from areal_core.types import Completion, GenerationRequest, Prompt
 
-JudgeAll = Callable[[Prompt, Sequence[tuple[str, bool]]], Awaitable[list[Verdict]]]
+JudgeAll = Callable[[Prompt, Sequence[tuple[str, bool]]], Awaitable[Sequence[Verdict]]]
 """The verdicts on completions of a prompt: their texts, and whether they ran into the length limit."""
 
 
