@@ -6,6 +6,7 @@ python -m areal_core.rewards.apart    # a job on stdin, its outcome on stdout; b
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import pickle
 import subprocess
@@ -63,7 +64,8 @@ def main() -> None:
 
     found = opened
     if not isinstance(opened, ArealError):
-        with limited(lambda error: pickle.dump(error, said), limit_s, limit_s):
+        faulthandler.dump_traceback_later(limit_s + LAST_WORDS_S / 2)  # of native code that takes no signal
+        with limited(lambda error: pickle.dump(error, said), limit_s):
             found = attempt(lambda _: asyncio.run(judged()), None)
     pickle.dump(found, said)
 

@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,6 +41,7 @@ from areal_core.tracking.timeline import TimelineWriter
 from areal_core.types import Prompt
 
 _spawn = multiprocessing.get_context("spawn")
+_STACK, _STACK_S = signal.SIGUSR1, 0.5  # asks a worker for its stack, which it writes within this time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,7 @@ class WorkerProcess:
             self._pipe.send((forgotten, limit_s, message))
             result = self._receive(deadline)
         except BlockingIOError:
+            self._tell_stack()
             raise RewardTimeoutError(
                 f"the reward worker did not respond in {whole_s:g} s (rollout.reward_timeout_s); the log of the "
                 "controller or the evaluator has its stack"
@@ -122,6 +124,13 @@ class WorkerProcess:
         self.process.kill()
         self.process.join()
         self._socket.close()
+
+    def _tell_stack(self) -> None:
+        """Have the process write its stack to its log, which it does within native code too, and give it time."""
+        if self.process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, _STACK)
+            self.process.join(_STACK_S)
 
     def _receive(self, deadline: float) -> Any:
         self._limit(deadline)
@@ -146,6 +155,7 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
     logs.start("reward", place)
     die_with_parent()
     faulthandler.enable()
+    faulthandler.register(_STACK)
     pipe.send((None, time.process_time()))
     while True:
         if _suspended:
@@ -158,7 +168,7 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], place: int) -> None
             if group in _suspended:
                 _suspended.pop(group).close()
         tell: Callable[[Any], None] = lambda found: pipe.send((found, time.process_time()))  # noqa: E731
-        with limited(tell, limit_s, time_limit(message, limit_s)):
+        with limited(tell, limit_s):
             result = attempt(function, message)
         tell(result)
 
@@ -179,9 +189,9 @@ def attempt(function: Callable[[Any], Any], message: Any) -> Any:
 
 
 @contextmanager
-def limited(tell: Callable[[RewardTimeoutError], None], limit_s: float, whole_s: float) -> Iterator[None]:
-    """Within, a process whose verdict takes more than `limit_s` tells where it hangs, and ends. One that native code
-    keeps from that leaves its stack in its log, after `whole_s`."""
+def limited(tell: Callable[[RewardTimeoutError], None], limit_s: float) -> Iterator[None]:
+    """Within, a process whose verdict takes more than `limit_s` tells where it hangs, and ends. Native code may keep it
+    from that."""
 
     def end(_: int, frame: FrameType | None) -> None:
         tell(RewardTimeoutError(verdicts.hung(frame, limit_s, _waiting())))
@@ -189,12 +199,10 @@ def limited(tell: Callable[[RewardTimeoutError], None], limit_s: float, whole_s:
 
     signal.signal(signal.SIGALRM, end)
     verdicts.limit(limit_s)
-    faulthandler.dump_traceback_later(whole_s + LAST_WORDS_S / 2)
     try:
         yield
     finally:
         verdicts.limit(None)
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _waiting() -> str:

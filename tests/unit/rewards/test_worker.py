@@ -229,6 +229,19 @@ async def test_a_hanging_verifier_is_given_up_and_its_worker_replaced():
     await pool.close()
 
 
+def add_natively(numbers: int) -> None:
+    sum(range(numbers))  # a loop in C, which looks for no signals
+
+
+async def test_a_worker_that_hangs_in_native_code_leaves_its_stack_in_the_log(capfd):
+    pool = RewardPool(workers=1, timeout_s=0.5, function=add_natively)
+    async with asyncio.timeout(30):
+        with pytest.raises(RewardTimeoutError, match=r"did not respond in 0\.5 s .*the log of .* has its stack"):
+            await pool.ask(10**12)
+    await pool.close()
+    assert "in add_natively" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("size", [10, 5_000_000], ids=["what the pipe holds", "more than that"])
 async def test_a_stopped_worker_is_given_up_and_replaced(size):
     """The limit covers what is sent: a worker that is stopped takes nothing in."""
