@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ class Measured:
     trained_tokens: float  # of the sequences that were trained on, prompts included
     flops: float  # model FLOPs
     mismatch: float | None  # k3 of trainer against generator, nats a token; None: not measured
+    summing_s: float  # seconds of the sums over ranks: nearly all of it is waiting for ranks that still compute
 
 
 class StepMeter:
@@ -72,8 +74,11 @@ class StepMeter:
             frozen=config.training.lora.rank is not None,
         )
         tokens = batch.lengths[batch.has_gradient].sum()
+        start = time.perf_counter()
         *total, all_tokens, all_flops = self._ranks.all_reduce_sum(np.append(counts, (tokens, flops))).tolist()
+        summing_s = time.perf_counter() - start
         return Measured(
+            summing_s=summing_s,
             staleness=Counter({lag: int(count) for lag, count in enumerate(total) if count}),
             trained_tokens=all_tokens,
             flops=all_flops,
@@ -86,7 +91,7 @@ class StepMeter:
         """The step's metrics."""
         config = self._config
         waited_s, busy_s = times.start - times.waiting_since, times.end - times.start
-        compute_s = self._engine.compute_s()
+        compute_s = self._engine.compute_s() + measured.summing_s
         values = {
             "time/batch_wait_s": waited_s,
             "time/proximal_s": times.recomputed - times.start,
