@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def test_run_without_its_leftovers_resumes_and_is_deleted_once_it_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny(tmp_path, training={"steps": 60, "checkpoint_every": 2}, evaluation={"enabled": False})
+    config = tiny(tmp_path, training={"steps": 40, "checkpoint_every": 2}, evaluation={"enabled": False})
     given = [f"state_dir={config.state_dir}", f"storage.url={config.storage.url}"]
 
     def prune(*options: str) -> tuple[int, str, str]:

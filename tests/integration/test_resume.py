@@ -148,7 +148,9 @@ def test_an_adapter_to_another_base_model_is_refused(adapted: RunConfig) -> None
         assert "is an adapter to a model with sha256" in resumed.output()
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on a new machine"])
+@pytest.mark.parametrize(
+    "elsewhere", [pytest.param(False, marks=pytest.mark.dear, id="here"), pytest.param(True, id="on a new machine")]
+)
 def test_a_finished_run_goes_on_to_a_later_step(config: RunConfig, elsewhere: bool) -> None:
     """From the checkpoint of its last step. What was aborted at its first end starts again, and is counted once."""
     with Launched(replace(config, training=replace(config.training, steps=5)), "r") as run:
