@@ -171,7 +171,6 @@ def test_whoever_is_stopped_before_any_call_deletes_nothing_that_is_in_force(
             check(files, (a, b), f"stop {stop}, {late} late")
 
 
-@pytest.mark.dear
 def test_two_who_are_stopped_one_upon_the_other(tmp_path: Path, seen: Seen) -> None:
     """The first is stopped at any deletion, the second at any call, a third commits; then the second goes on, then the
     first."""
