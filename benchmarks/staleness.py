@@ -10,9 +10,9 @@ random numbers; all start from the same base model. The accuracy is greedy, over
 step. At lag 0 both objectives are the same but for rounding, which is there to be seen in the table.
 
 The setting is the default base model and batch (512 completions, groups of 16, 4 minibatches) at a tenth of the default
-learning rate. A lag costs what the policy moves in as many steps, so learning must outlast the longest lag: at the
-default rate the decoupled objective has learned the task within 4 steps, while a lag of 8 still means batches of the
-base model. At the lower rate it takes most of 32 steps, and every lag counts. Standard PPO is slowed, not kept from
+learning rate. A lag costs what the policy moves in as many steps, so learning must outlast the longest lag. At the
+default rate the decoupled objective has learned the task within 4 steps. A lag of 8 still means batches of the base
+model then. At the lower rate it takes most of 32 steps, and every lag counts. Standard PPO is slowed, not kept from
 learning: it may only move so far from a policy that is `lag` versions old, and given enough steps it arrives as well.
 At four times the default rate both objectives lose again what they have learned: nothing to compare either.
 """

@@ -1,7 +1,7 @@
 """The page of a flow run, for as long as Prefect's server is there to show it.
 
-A server that is down, stopped or busy costs the view and stops nothing: progress is shown where the server answers at
-once, and what has to be told in the end is told again until it does, for `PATIENCE_S`.
+A server that is down, stopped or busy costs the view and stops nothing. Progress is shown where the server answers at
+once. What has to be told in the end is told again until the server answers, for `PATIENCE_S`.
 """
 
 from __future__ import annotations

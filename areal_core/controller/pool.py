@@ -13,7 +13,7 @@ import functools
 import logging
 import sqlite3
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_core.api.patience import patience
@@ -45,7 +45,9 @@ class GenerationPool:
     adapters: bool = False  # versions are adapters to the base model
     patience_s: float = 120.0  # for an update, and for a server to join
     timeline: Callable[[str], TimelineWriter] | None = None  # of a named server, for those that write none themselves
-    counters: ServerCounters | None = None  # keep what the servers have counted
+    counters: ServerCounters = field(  # of what the servers have sampled
+        default_factory=lambda: ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
+    )
     token: str | None = None  # what servers want every request to carry
 
     def __post_init__(self) -> None:
@@ -57,7 +59,6 @@ class GenerationPool:
         self._tasks: set[asyncio.Task[None]] = set()  # work that goes on when its caller is cancelled
         self._open: dict[Transcript, dict[str, Server]] = {}  # servers of open requests, by request id
         self._given_up: set[Transcript] = set()  # of these, the ones that are not continued
-        self._counters = self.counters or ServerCounters(sqlite3.connect(":memory:", isolation_level=None))
         self._plane = DataPlane()
         self._ending = False  # what is aborted is not continued
 
@@ -155,10 +156,10 @@ class GenerationPool:
             self._given_up.discard(transcript)
 
     async def _reported(self, servers: Iterable[Server]) -> list[ServerLoad]:
-        accounted = self._counters.accounted()
+        accounted = self.counters.accounted()
         loads = await self.registry.ask(servers, lambda server: server.client.load())
         for server, load in loads.items():
-            self._counters.report(server.name, load.rollout_tokens, accounted)
+            self.counters.report(server.name, load.rollout_tokens, accounted)
         return list(loads.values())
 
     async def _continue(self, transcript: Transcript, index: int) -> None:
@@ -227,7 +228,7 @@ class GenerationPool:
             for call in server.calls:
                 call.cancel()
             if before in (ServerState.SERVING, ServerState.UPDATING, ServerState.LEAVING) and not self._closed:
-                self._counters.end(server.name, uncounted=server.client.unreported_tokens)
+                self.counters.end(server.name, uncounted=server.client.unreported_tokens)
             self._start(server.client.close())
 
     # -- versions ----------------------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ class GenerationPool:
             await self._serve(server, counted)
 
     async def _serve(self, server: Server, counted: int) -> None:
-        self._counters.join(server.name, server.url, counted)
+        self.counters.join(server.name, server.url, counted)
         if self._asleep:
             await server.client.sleep()
         self.registry.apply(server, "serve")

@@ -3,7 +3,7 @@
 Instances, launch templates and security groups are deleted by ids, which are never given twice. Roles, instance
 profiles and placement groups can be deleted by name alone; their names end in the epoch of the lease under which they
 were made. So a call that comes late, from somebody who has lost the lease, hits nothing that was made since. It can hit
-what was there before; who takes over from somebody who was ending a run keeps nothing of that (leased.py).
+what was there before. Therefore a process that takes over a run which was being ended keeps nothing of it (leased.py).
 
 Beside flows.machine the only user of boto3, whose credentials and endpoints are those of AWS's tools.
 """

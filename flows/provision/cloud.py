@@ -1,4 +1,4 @@
-"""What a cloud itself holds of runs, beside Terraform's states: what was made and never came into one, or came out.
+"""What a cloud holds of runs that no state of Terraform has: it was made and never entered one, or it was removed.
 
 `flows.provision.aws` is the one for AWS; another cloud has its own.
 """

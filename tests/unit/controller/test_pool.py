@@ -180,7 +180,7 @@ async def test_a_request_that_waits_for_a_server_is_cancelled_at_once(pool):
 
 async def test_a_server_that_hands_nothing_over_is_taken_out(servers, pool, monkeypatch):
     monkeypatch.setattr(module, "_HAND_OVER_S", 0.05)
-    counters = pool._counters
+    counters = pool.counters
     await pool.join("a", servers[0].url, lambda: version(0))
     servers[0].release.clear()
     servers[0].hanging.add("/abort_requests")
@@ -197,7 +197,7 @@ async def test_a_server_that_hands_nothing_over_is_taken_out(servers, pool, monk
 
 
 async def test_what_servers_count_is_kept_when_they_leave_and_when_they_are_lost(servers, pool):
-    counters = pool._counters
+    counters = pool.counters
     for name, server, counted in zip("ab", servers, (100, 4), strict=True):
         server.counted = counted  # before it joined: none of the run's
         await pool.join(name, server.url, lambda: version(0))
