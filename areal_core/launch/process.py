@@ -12,15 +12,19 @@ parent's side.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from areal_core.launch import pulse
 from areal_core.storage.rundir import write_json
@@ -71,6 +75,27 @@ def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
+
+
+def end_with(main: Callable[[], int | None]) -> NoReturn:
+    """Run a process's main function and end with its exit status, without tearing the interpreter down.
+
+    For processes that use torch. Its threads, gloo's and our daemon threads may still run native code at the end. One
+    that then asks for an interpreter which is being torn down aborts the process. Exit functions run and streams are
+    flushed; threads are not waited for.
+    """
+    try:
+        status = main() or 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - reported as at every other end
+        sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]
+        status = 1
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # the launcher's end of a stream is gone, or it is closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def boot_id() -> str:

@@ -332,4 +332,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    process.end_with(main)

@@ -130,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    process.end_with(main)

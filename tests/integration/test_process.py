@@ -158,3 +158,47 @@ def test_a_lifeline_that_nobody_holds_any_more_ends_the_process() -> None:
     )
     assert child.returncode == 128 + signal.SIGTERM
     assert (child.stdout, child.stderr) == ("", "areal: the lifeline is gone, this process ends\n")
+
+
+# A thread inside torch's native code, which wants the interpreter back while that is being torn down.
+IN_NATIVE_CODE = """
+import threading, time
+from datetime import timedelta
+from torch.distributed import HashStore
+threading.Thread(target=HashStore().wait, args=(["never"], timedelta(seconds=0.5)), daemon=True).start()
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+slow = Slow()
+time.sleep(0.1)
+def main():
+    print("done")
+    return 3
+"""
+
+
+def ended(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+def test_threads_of_torch_abort_no_process_that_ends() -> None:
+    child = ended(f"{IN_NATIVE_CODE}\nfrom areal_core.launch import process; process.end_with(main)")
+    assert (child.returncode, child.stdout, child.stderr) == (3, "done\n", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("pass", 0, ""),
+        ("return 2", 2, ""),
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(4)", 4, ""),
+        ("raise ValueError('a bug')", 1, "ValueError: a bug"),
+    ],
+)
+def test_end_with_keeps_the_exit_status_and_what_was_said(body: str, status: int, said: str) -> None:
+    code = f"import atexit; from areal_core.launch import process; atexit.register(print, 'end')\ndef main(): {body}\n"
+    child = ended(f"{code}process.end_with(main)")
+    assert (child.returncode, child.stdout) == (status, "end\n")
+    assert said in child.stderr

@@ -16,7 +16,6 @@ import dataclasses
 import logging
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -437,4 +436,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.end_with(main)
