@@ -50,7 +50,7 @@ evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## score a mod
 	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(SETUP) extras ## run the standard tests: WORKERS= ARGS="pytest arguments"
-	$(PYTEST) -m 'not gpu and not s3 and not cloud and not vllm and not chaos and not hosts and not recovery and not attacks and not dear and not pretrained' $(ARGS)
+	$(PYTEST) -m 'not gpu and not s3 and not cloud and not vllm and not chaos and not hosts and not recovery and not attacks and not nightly and not pretrained' $(ARGS)
 
 test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## also run tests of failures, hostile programs, vLLM on a CPU and several machines (as root): ARGS=
 	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not cloud and not chaos' -rs $(ARGS)

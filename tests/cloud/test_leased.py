@@ -26,7 +26,7 @@ from tests.emulated_cloud import EmulatedCloud
 from tests.support.cloud import BUCKET
 from tests.support.terraform import CREDENTIALS, Root, mirror
 
-pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.dear, pytest.mark.cpu_seconds(60)]
+pytestmark = [pytest.mark.cloud, pytest.mark.slow, pytest.mark.nightly, pytest.mark.cpu_seconds(60)]
 
 RUN = "leased-0123456789ab"
 STATE = f"terraform/runs/{RUN}.tfstate"

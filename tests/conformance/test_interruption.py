@@ -119,7 +119,7 @@ async def test_an_update_that_waits_mixes_no_versions(client, server, pool_of, p
 
 
 @pytest.mark.parametrize("interruption", EXACTLY)
-@pytest.mark.dear
+@pytest.mark.nightly
 async def test_a_completion_that_has_stopped_does_not_go_on(client, server, pool_of, published, interruption):
     pool = await pool_of(interruption)
     # Completions are short: an update finds others running than the one before.
@@ -142,7 +142,7 @@ async def test_a_completion_that_has_stopped_does_not_go_on(client, server, pool
 
 
 @pytest.mark.parametrize("interruption", EXACTLY)
-@pytest.mark.dear
+@pytest.mark.nightly
 async def test_the_context_ends_a_completion_that_was_interrupted(client, server, pool_of, published, interruption):
     pool = await pool_of(interruption)
     asked = [request("r", [2 + i % 20 for i in range(CONTEXT - LENGTH)], n=4, max_tokens=LONG, stop_token_ids=())]

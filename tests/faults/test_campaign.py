@@ -73,14 +73,14 @@ def test_messages_that_are_lost_late_and_repeated(tmp_path: Path) -> None:
     assert set(found.faults) == {"request lost", "response lost", "late", "repeated late"}
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_checkpoints_in_a_store_that_fails(tmp_path: Path) -> None:
     found = [objects.strike(tmp_path / str(seed), seed) for seed in range(30)]
     assert problems([one.findings for one in found]) == []
     assert set(sum((one.faults for one in found), Counter[str]())) == set(objects.KINDS)
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_books_under_damage(tmp_path: Path) -> None:
     found = [books.strike(tmp_path / str(seed), seed, steps=10) for seed in range(12)]
     assert problems([one.findings for one in found]) == []

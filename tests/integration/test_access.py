@@ -53,7 +53,7 @@ def routes() -> list[tuple[str, str]]:
     return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_the_token_is_its_users_alone(run: Launched) -> None:
     file = run.run.token_file
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -109,7 +109,7 @@ def test_version_0_is_the_base_model(run: Launched) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_what_is_no_request_at_all_ends_no_service(run: Launched, service: str) -> None:
     pid, where = run.pid(service), urllib.parse.urlsplit(run.url(service))
 
@@ -130,7 +130,7 @@ def test_what_is_no_request_at_all_ends_no_service(run: Launched, service: str) 
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["without the token", "with the token"])
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_whatever_is_sent_the_controller_serves_on(run: Launched, known: bool) -> None:
     pid = run.pid("controller")
     asked = [route for route in routes() if not (known and route[1] in ENDS)]

@@ -120,7 +120,7 @@ def test_whatever_is_sent_the_files_are_served_on(run: Launched, known: bool) ->
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["without the token", "with the token"])
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_whatever_is_sent_a_stager_serves_on(run: Launched, known: bool) -> None:
     where = stager(run)
 

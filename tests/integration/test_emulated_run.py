@@ -42,7 +42,7 @@ def emulated(root: Path, **fields: Any) -> RunConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.dear)])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.nightly)])
 def test_an_emulated_run_ends_with_a_balanced_token_ledger_and_says_what_it_is(tmp_path: Path, mode: str) -> None:
     config = emulated(tmp_path, mode=mode)
     put_base_model(config)

@@ -84,7 +84,7 @@ def test_killed_and_asked_for_again_it_comes_to_the_same(state):
     assert not any(psutil.pid_exists(json.loads(each.read_text())["pid"]) for each in ready)
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_one_that_has_ended_is_not_done_again_and_can_be_compared_with(state):
     log: list[str] = []
     [before] = evaluate({"chains": config(state)}, name="whole", log=log.append)

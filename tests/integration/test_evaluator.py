@@ -55,7 +55,7 @@ def own_engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, RunCon
     return scored_run(tmp_path_factory.mktemp("own"), servers=1)
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 @pytest.mark.parametrize("servers", [pytest.param(2, id="servers of its own"), pytest.param(0, id="a lent one")])
 def test_scores_do_not_depend_on_what_they_are_from(
     own_engine: tuple[RunDir, RunConfig], tmp_path: Path, servers: int
@@ -70,7 +70,7 @@ def test_scores_do_not_depend_on_what_they_are_from(
     assert (run.ready_info("evaluation", 1) is not None) == (servers == 2)
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_where_servers_sleep_every_version_that_is_due_is_scored_at_the_end(
     own_engine: tuple[RunDir, RunConfig], tmp_path: Path
 ) -> None:
@@ -84,7 +84,7 @@ def test_where_servers_sleep_every_version_that_is_due_is_scored_at_the_end(
     assert min(span.start_s for span in spans if span.kind == "evaluate") > trained
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_every_version_has_its_scores_a_table_and_a_page(own_engine: tuple[RunDir, RunConfig]) -> None:
     run, config = own_engine
     scored = evaluations(run, config)

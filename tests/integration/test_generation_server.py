@@ -55,7 +55,7 @@ async def http(server):
         yield session
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 async def test_running_completions_keep_their_slots_through_updates(client, server, published):
     asked = [request(f"r{i}", range(2, 5 + i), n=4, max_tokens=1500, seed=i, stop_token_ids=()) for i in range(5)]
     with server.slowed():

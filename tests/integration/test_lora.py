@@ -83,7 +83,7 @@ def expected(base: Path, folder: Path, tokens: np.ndarray, prompt: int) -> np.nd
         "torch by transformers",
         "zero 3",
         *(
-            pytest.param(kind, marks=pytest.mark.dear)
+            pytest.param(kind, marks=pytest.mark.nightly)
             for kind in ("zero 0", "zero 1", "zero 2", "zero 2 by transformers")
         ),
     ],

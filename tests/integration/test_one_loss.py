@@ -23,7 +23,7 @@ from tests.support.engines import (
 )
 from tests.support.training import QWEN3, engine, numbers, train, weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.dear, pytest.mark.cpu_seconds(40)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.cpu_seconds(40)]
 
 BFLOAT16 = 2**-8  # between two numbers next to each other, relative
 CASES = [(size, f"torch {cut}") for size in SHARED for cut in CUTS] + [

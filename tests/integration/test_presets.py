@@ -39,7 +39,7 @@ def every_second_rewarded(scored: list[ScoredGroup]) -> list[ScoredGroup]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_a_preset_trains(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[TrainingBatch] = []
     proximals: list[bool] = []

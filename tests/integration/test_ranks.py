@@ -108,7 +108,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_a_rank_that_hangs_is_named_by_all_others(ranks: Ranks) -> None:
     for rank in range(3):
         ranks.start(rank, 3)
@@ -160,7 +160,7 @@ def test_ranks_find_each_other_at_a_rendezvous_that_listens_on_its_address_alone
 
 
 @pytest.mark.parametrize("ends", [pytest.param(signal.SIGSTOP, marks=pytest.mark.recovery), signal.SIGKILL])
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_a_rendezvous_that_is_lost_too_holds_nobody_up(
     ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path, ends: signal.Signals
 ) -> None:
@@ -182,7 +182,7 @@ def test_rendezvous_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("machines", ["one", "several"])
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_a_rank_that_waits_for_the_store_is_waited_for(
     ranks: Ranks, rendezvous: subprocess.Popen[bytes], tmp_path: Path, machines: str
 ) -> None:
@@ -196,7 +196,7 @@ def test_a_rank_that_waits_for_the_store_is_waited_for(
 
 
 @pytest.mark.parametrize("held_up", [False, True], ids=["silent", "held up, and stopped"])
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_a_rank_that_can_not_say_that_it_waits_is_named(ranks: Ranks, held_up: bool) -> None:
     """As one whose machine is cut off while it waits for the store."""
     for rank in range(2):

@@ -149,7 +149,7 @@ def test_an_adapter_to_another_base_model_is_refused(adapted: RunConfig) -> None
 
 
 @pytest.mark.parametrize(
-    "elsewhere", [pytest.param(False, marks=pytest.mark.dear, id="here"), pytest.param(True, id="on a new machine")]
+    "elsewhere", [pytest.param(False, marks=pytest.mark.nightly, id="here"), pytest.param(True, id="on a new machine")]
 )
 def test_a_finished_run_goes_on_to_a_later_step(config: RunConfig, elsewhere: bool) -> None:
     """From the checkpoint of its last step. What was aborted at its first end starts again, and is counted once."""

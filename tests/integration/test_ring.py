@@ -42,7 +42,7 @@ def small(root: Path, *, warm: bool = True, **groups: dict[str, Any]) -> RunConf
     return tiny(root / "state", warm=warm, **merged)
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 @pytest.mark.cpu_seconds(80)
 def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Path) -> None:
     training = {"engine": "deepspeed", "zero_stage": 3, "ranks": 2, "checkpoint_every": 1}
@@ -64,7 +64,7 @@ def test_ranks_that_partition_the_model_publish_and_save_all_of_it(tmp_path: Pat
         assert f"trainer-0: resumed from the checkpoint of step {steps - 1}" in lines
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_a_run_whose_token_ledger_does_not_balance_fails_once_its_model_is_safe(tmp_path: Path) -> None:
     """A request from outside the run has an id like those of its groups, so that its tokens are counted."""
     with Launched(runs.tiny(tmp_path, training={"steps": 4}), "unbalanced") as run:
@@ -83,7 +83,7 @@ def test_a_run_whose_token_ledger_does_not_balance_fails_once_its_model_is_safe(
         assert "model.safetensors" in store.child("final").sizes()
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_from_nothing_to_s3_and_on_from_there_on_a_new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")

@@ -122,7 +122,7 @@ def test_an_agent_that_is_spent_leaves_the_round_open(rendezvous: Rendezvous) ->
 
 
 @pytest.mark.slow
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_ranks_follow_the_numbers_of_machines(rendezvous: Rendezvous) -> None:
     tells = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
     outputs = {node: rendezvous.agent(tells, node=node) for node in (1, 0)}  # torchrun goes by address and process id
@@ -134,7 +134,7 @@ def test_ranks_follow_the_numbers_of_machines(rendezvous: Rendezvous) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_two_machines_of_one_number_make_no_round(rendezvous: Rendezvous) -> None:
     outputs = [rendezvous.agent(WORKS, node=0) for _ in range(2)]
     line = "--node: two machines say that they are number 0"

@@ -101,7 +101,7 @@ OPERATIONS: dict[str, tuple[Callable[[Storage, Path], Any], Any]] = {
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "reset", "close"])
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_a_server_that_fails_for_a_while(
     server: FaultyServer,
     store: Storage,
@@ -203,7 +203,7 @@ def assert_open_fails(url: str, endpoint: str, reason: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_closed_port_is_refused() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -211,7 +211,7 @@ def test_closed_port_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_silent_endpoint_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert_open_fails("s3://bucket/x", f"http://127.0.0.1:{silent.getsockname()[1]}", "no response in time")

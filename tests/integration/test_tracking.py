@@ -106,7 +106,7 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
     assert "responds again" in log
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_what_the_server_refuses_costs_only_itself(
     server: Server, run: Run, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,9 +129,9 @@ def test_what_the_server_refuses_costs_only_itself(
 
 
 @pytest.mark.parametrize(
-    "fault", ["fail", *(pytest.param(fault, marks=pytest.mark.dear) for fault in ("lose", "repeat", "late"))]
+    "fault", ["fail", *(pytest.param(fault, marks=pytest.mark.nightly) for fault in ("lose", "repeat", "late"))]
 )
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_no_gap_and_no_double_over_a_network_that_fails(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:

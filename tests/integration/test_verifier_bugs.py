@@ -68,7 +68,7 @@ def test_bug_ends_the_run_without_a_restart(
         assert not run.run.logs.exists()  # no process of the run was started
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_verifier_that_fails_now_and_then_costs_its_rollouts_alone(tmp_path: Path, verifiers: str) -> None:
     """And one that gives no full score has groups that can be learnt from."""
     config = tiny(tmp_path, environment={"verifier": f"{verifiers}:now_and_then"}, training={"steps": 8})

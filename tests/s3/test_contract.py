@@ -19,7 +19,7 @@ from areal_core.storage.bucket import PART_BYTES
 from areal_core.storage.objects import ChangedError, DamagedError, MissingError, Storage
 from tests.s3.conftest import Place
 
-_SERVERS = (pytest.param("moto", marks=pytest.mark.dear), pytest.param("radosgw", marks=pytest.mark.s3))
+_SERVERS = (pytest.param("moto", marks=pytest.mark.nightly), pytest.param("radosgw", marks=pytest.mark.s3))
 every_kind = pytest.mark.parametrize("place", ["folder", *_SERVERS], indirect=True)
 every_server = pytest.mark.parametrize("place", _SERVERS, indirect=True)
 

@@ -61,7 +61,7 @@ def test_deployment_has_a_form_and_a_pool(up: Up) -> None:
     assert set(properties) == {*("experiment", "arms", "seeds", "overrides", "name")}
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0, first.stdout + first.stderr
     folder = up.state / "comparisons" / "first"
@@ -74,7 +74,7 @@ def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subpro
     assert "first: trial 2 of 2: async-1 seed 1" in first.stdout
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_comparison_leaves_artifacts_and_a_task_a_trial(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0
     flow_run = up.newest()
@@ -93,7 +93,7 @@ def test_comparison_leaves_artifacts_and_a_task_a_trial(up: Up, first: subproces
     }
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_trials_are_children_of_the_comparison_in_mlflow(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0
     parent = _parent(up, "first")
@@ -110,7 +110,7 @@ def test_trials_are_children_of_the_comparison_in_mlflow(up: Up, first: subproce
     assert {"time/elapsed_s", "ledger/consumed_tokens", "heldout/accuracy", "final/accuracy_after"} <= keys[0] & keys[1]
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_curves_over_time_show_the_speeds_of_the_report(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     """From a run's start, the score of version 0, to that of its last version, the curves take the wall time that the
     report compares."""
@@ -126,7 +126,7 @@ def test_curves_over_time_show_the_speeds_of_the_report(up: Up, first: subproces
     assert curves[sync] / curves[other] == pytest.approx(reported[sync] / reported[other], rel=0.02)
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_continued_comparison_runs_only_what_is_new_and_survives_a_failing_arm(
     up: Up, first: subprocess.CompletedProcess[str]
 ) -> None:

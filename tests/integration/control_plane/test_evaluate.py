@@ -27,7 +27,7 @@ def model(up: Up) -> str:
     return str(write_tiny(up.state / "tiny-model"))
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_an_evaluation_is_shown_and_tracked(up: Up, model: str) -> None:
     asked = ("--model", model, "--benchmarks", "arithmetic", "--samples", "2", "--name", "before")
     done = _evaluate(up.state, *asked)
@@ -56,7 +56,7 @@ def test_an_evaluation_is_shown_and_tracked(up: Up, model: str) -> None:
     assert {"prompt", "greedy", "verdict", "samples right"} <= set(table["columns"])
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_the_same_model_compared_with_itself(up: Up, model: str) -> None:
     asked = ("--model", model, "--benchmarks", "arithmetic", "--samples", "2", "tracking.enabled=false")
     assert _evaluate(up.state, *asked, "--name", "reference").returncode == 0

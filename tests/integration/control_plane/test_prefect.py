@@ -134,7 +134,7 @@ def test_interrupted_train_cancels_its_run_and_leaves_the_servers_that_were_up(u
     assert json.loads((up.state / "stack.json").read_text()) == up.told
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_run_that_a_schedule_starts_is_cancelled_and_leaves_no_process(up: Up) -> None:
     due = datetime.now(UTC) + timedelta(seconds=_DUE_S)
     hourly = {"interval": 3600, "anchor_date": due.isoformat(), "timezone": "UTC"}
@@ -185,7 +185,7 @@ def test_unknown_experiment_is_refused_with_the_known_ones(up: Up) -> None:
     assert "cpu-async" in refused.value.response.text
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_a_run_that_is_unwell_is_cancelled_by_an_automation(up: Up) -> None:
     overrides = ["training.steps=10000", "health.max_step_s=0.001", *emulated(up.state)]
     flow_run_id = up.start(DEPLOYMENT, overrides=overrides)
@@ -227,7 +227,7 @@ def test_schedules_stay_as_users_left_them(up: Up) -> None:
     assert made(schedule=daily, active=True) == others
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_down_and_up_keep_what_users_changed_in_deployments(tmp_path: Path) -> None:
     with brought_up(tmp_path) as up:
         deployment = up.deployment(DEPLOYMENT)

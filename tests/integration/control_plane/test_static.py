@@ -17,7 +17,7 @@ from flows.stack import ROOT
 from tests.support.control import emulated, environment
 from tests.support.stack import Up
 
-pytestmark = [pytest.mark.slow, pytest.mark.dear]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 _NODES = ("provision.generation.count=1", "provision.trainer.count=1", f"provision.software={ROOT}")
 

@@ -28,6 +28,6 @@ def test_an_update_interrupts_all_that_run_and_they_run_again() -> None:
     assert 0 < found["worst_loop_stall_ms"] < 1000 * found["update_8192_s"]
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_all_ranks_get_the_batch() -> None:
     assert asyncio.run(controller.to_ranks(64, 5))["batch_mb"] > 0

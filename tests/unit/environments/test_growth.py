@@ -57,7 +57,7 @@ def test_completions_are_read_in_linear_time(act: Callable[[str], object]) -> No
             assert growth < 3 * LONGER, (atom, other)  # 8 in proportion, 64 by the square
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 @pytest.mark.parametrize("gold", ["3", r"\frac{1}{2}", r"\{1,2\}", "(1,2]", "x+1"])
 def test_answers_are_compared_in_polynomial_time(gold: str) -> None:
     for atom in UNITS:

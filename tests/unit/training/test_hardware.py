@@ -31,7 +31,7 @@ def test_a_gpu_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_flops_per_s(torch.device("cuda"), torch.float32) == 67e12
 
 
-@pytest.mark.dear
+@pytest.mark.nightly
 def test_peak_memory_is_the_processes_own() -> None:
     """In a process of its own: what it once held counts after it is gone, and what its parent held does not."""
     program = """
