@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where pip looks for torch besides its usual index: PyTorch publishes one of CPU builds.
 TORCH_INDEX ?=
 
-.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-gpu chaos mutants lint extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
+.PHONY: help train compare evaluate test test-all test-vllm test-hosts test-s3 test-cloud test-nightly test-gpu chaos mutants lint extras reasoning sandbox radosgw up down doctor plan advise bench control nodes reap prune cloud clean
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
@@ -50,22 +50,25 @@ evaluate: $(SETUP) $(if $(findstring vllm,$(ARGS)),$(VLLM_SETUP)) ## score a mod
 	  $(if $(SAMPLES),--samples '$(SAMPLES)') $(if $(SEED),--seed '$(SEED)') $(if $(NAME),--name '$(NAME)') $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(SETUP) extras ## run the standard tests: WORKERS= ARGS="pytest arguments"
-	$(PYTEST) -m 'not gpu and not s3 and not cloud and not vllm and not chaos and not hosts and not recovery and not attacks and not nightly and not pretrained' $(ARGS)
+	$(PYTEST) -m 'not gpu and not s3 and not cloud and not vllm and not chaos and not hosts and not recovery and not attacks and not pretrained and not end_to_end and not nightly' $(ARGS)
 
 test-all: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) extras ## also run tests of failures, hostile programs, vLLM on a CPU and several machines (as root): ARGS=
-	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not cloud and not chaos' -rs $(ARGS)
+	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m 'not gpu and not s3 and not cloud and not chaos and not nightly' -rs $(ARGS)
 
 test-vllm: $(SETUP) $(VLLM_SETUP) ## test against the vLLM server on a CPU: ARGS=
-	AREAL_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m 'vllm and not chaos' $(ARGS)
+	AREAL_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m 'vllm and not chaos and not nightly' $(ARGS)
 
 test-hosts: $(SETUP) ## test one run across several machines, each a network namespace (as root): ARGS=
-	$(BIN)/python -m pytest -m hosts -rs tests/hosts $(ARGS)
+	$(BIN)/python -m pytest -m 'hosts and not nightly' -rs tests/hosts $(ARGS)
 
 test-s3: $(SETUP) radosgw ## test storage on a real S3 server, Ceph RADOS Gateway (as root): ARGS=
-	AREAL_REQUIRE_S3=1 $(BIN)/python -m pytest -m s3 -rs tests/s3 $(ARGS)
+	AREAL_REQUIRE_S3=1 $(BIN)/python -m pytest -m 's3 and not nightly' -rs tests/s3 $(ARGS)
 
 test-cloud: $(SETUP) $(CHECKOV_SETUP) ## test real Terraform against an emulated cloud: ARGS=
-	$(BIN)/python -m pytest -n 3 -m cloud -rs tests/cloud $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m 'cloud and not nightly' -rs tests/cloud $(ARGS)
+
+test-nightly: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) $(CHECKOV_SETUP) radosgw extras ## run the slow tests that `.ci/run` leaves out (as root): ARGS=
+	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m '(nightly or chaos) and not gpu' -rs $(ARGS)
 
 test-gpu: $(SETUP) ## test the CUDA path on a machine with a GPU: ARGS=
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

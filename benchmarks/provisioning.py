@@ -1,14 +1,11 @@
 """Nodes of runs under faults: does anything go on costing, or end, that shouldn't, and can every run go on?
 
-    make bench NAME=provisioning ARGS="--scripted 2000 --parts scripted"
+    make bench NAME=provisioning ARGS="--faults 2000"
 
-**scripted**: the code that makes, leases, replaces, ends and reaps nodes, with a terraform and a cloud by script, and
-owners and reapers that are real processes: errors of every kind, answers that are lost, terraform, owner and reaper
-killed and stopped, in every phase and several at once; stores that fail; clocks that are off (tests/provisioning). By
-seed; which moment a fault meets is the machine's.
-
-**emulated**: whole flows on an emulated cloud, with the real terraform (tests/provisioning/emulated.py); left out where
-that can't be had.
+The code that makes, leases, replaces, ends and reaps nodes runs with a scripted Terraform and a scripted cloud. Owners
+and reapers are real processes. Faults are errors of every kind, lost answers, failing stores and clocks that are off.
+Terraform, owners and reapers are killed and stopped in every phase (tests/provisioning). The seed chooses the faults;
+the machine decides which moment each of them meets.
 
 After the faults the reaper looks, twice at most. `leaked`: things of a run that nobody has. `wrongly_destroyed`: things
 that were ended by another one than the holder of the lease, while there was one, or by one who had it from somebody who
@@ -22,52 +19,33 @@ import argparse
 import logging
 import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import _harness
-from tests.emulated_cloud.cloud import missing as no_cloud
-from tests.provisioning import campaign, emulated
-from tests.support.terraform import missing as no_terraform
+from tests.provisioning import campaign
 
-PARTS = ("scripted", "emulated")
 _NAMED = 30
 _MEMORY = Path("/dev/shm")  # where it is there: what is written here need not outlive anything
 
 
 def main() -> None:
     parser = _harness.parser(__doc__, overrides=False)
-    parser.add_argument("--scripted", type=_harness.positive, default=600, metavar="N", help="faults by script")
+    parser.add_argument("--faults", type=_harness.positive, default=600, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parts", type=_harness.some_of(PARTS), default=list(PARTS), metavar=",".join(PARTS))
-    scenes = list(emulated.SCENES)
-    parser.add_argument("--scenes", type=_harness.some_of(scenes), default=scenes, metavar=",".join(scenes))
     parser.add_argument("--keep", type=Path, help="a new folder for scenes in which something was found")
     options = parser.parse_args()
     _harness.report(lambda: measure(options))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    found = {"faults_real": 0, "faults_scripted": 0, "leaked": 0, "wrongly_destroyed": 0, "unfinished_states": 0}
-    result: dict[str, Any] = {**found, "reclaimed_spot_survived": None, "seconds": {}}
-    for part in options.parts:
-        _harness.tell(part)
-        began = time.monotonic()
-        for name, value in (_scripted(options) if part == "scripted" else _emulated(options)).items():
-            result[name] = result[name] + value if name in found else value
-        result["seconds"][part] = round(time.monotonic() - began)
-    return result
-
-
-def _scripted(options: argparse.Namespace) -> dict[str, Any]:
     logging.disable()  # renewals that fail are told by the hundred
     with tempfile.TemporaryDirectory(
         prefix="areal-bench-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None
     ) as own:
-        outcomes = campaign.run(options.keep or Path(own), options.scripted, options.seed, _harness.tell)
+        outcomes = campaign.run(options.keep or Path(own), options.faults, options.seed, _harness.tell)
     logging.disable(logging.NOTSET)
     struck = Counter(one for outcome in outcomes for one in outcome.struck)
     known = {(fault["kind"], f"{fault['actor']} {fault['place']}") for fault in campaign.faults()}
@@ -88,14 +66,6 @@ def _scripted(options: argparse.Namespace) -> dict[str, Any]:
         "intruders": sum(len(each.intruders) for each in findings),
         "unfinished_states": sum(len(each.unfinished) + len(each.hung) for each in findings),
     }
-
-
-def _emulated(options: argparse.Namespace) -> dict[str, Any]:
-    if lack := no_terraform() or no_cloud():
-        _harness.tell(f"  left out: {lack}")
-        return {}
-    found = emulated.campaign(options.seed, options.scenes, _harness.tell)
-    return {"faults_real": found.pop("emulated_faults"), **found}
 
 
 def _counted(each: Iterable[tuple[str, int]]) -> str:

@@ -93,24 +93,6 @@ def test_a_run_survives_the_death_of_every_process(state: Path) -> None:
         assert scored == [*due[: len(scored) - 1], summary.steps]
 
 
-def test_a_generation_server_that_hangs_is_started_again(state: Path) -> None:
-    with Launched(tiny(state, rollout={"request_timeout_s": 6.0}), "hang") as run:
-        server = run.pid("generation")
-        run.until_step(1)
-        os.kill(server, signal.SIGSTOP)
-        run.finished()
-        assert "was taken out by the controller: killed" in run.output()
-
-
-@pytest.mark.parametrize("role", ["generation", "controller", "trainer"])
-def test_without_restarts_a_death_ends_the_run(state: Path, role: str) -> None:
-    with Launched(tiny(state, training={"steps": 40}, launch={"restarts": 0}), f"no-restart-{role}") as run:
-        pid = run.pid(role)
-        run.until_step(1)
-        os.kill(pid, signal.SIGKILL)
-        assert f"{role}-0 was killed by SIGKILL; {run.run.log_file(role)} ends: " in run.failed()
-
-
 def test_an_evaluator_that_dies_when_all_wait_for_it(state: Path) -> None:
     with Launched(tiny(state), "evaluator") as run:
         evaluator = run.pid("evaluator")
@@ -130,48 +112,12 @@ def test_a_rank_that_dies_takes_its_gang_along(state: Path) -> None:
         assert all(run.last_pid("trainer", rank) != ranks[rank] for rank in range(2))
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_launcher_that_is_told_to_stop(state: Path, signum: signal.Signals, status: int) -> None:
-    with Launched(tiny(state, training={"steps": 40}), f"stop-{status}") as run:
-        run.until_step(1)
-        run.launcher.send_signal(signum)
-        assert run.end() == status
-        assert run.output().rstrip().splitlines()[-1] == "areal: stopped"
-        assert not run.run.summary.exists()
-
-
 def test_a_launcher_that_is_told_to_stop_while_it_makes_the_base_model(state: Path) -> None:
     with Launched(tiny(state, warm=False, warmup={"worked_steps": 100_000}), "warming") as run:
         run.wait_for("the warm-up is under way", lambda: "completions, step 200 of" in run.output())
         run.launcher.send_signal(signal.SIGINT)
         assert run.end() == 130
         assert not run.run.root.exists()
-
-
-def test_a_launcher_that_dies_leaves_nothing_and_its_run_goes_on_later(state: Path) -> None:
-    config = tiny(state, training={"steps": 8})
-    with Launched(config, "resumed") as run:
-        run.until_step(5)
-        run.launcher.kill()
-        run.gone()
-        assert not run.run.summary.exists()
-    with Launched(config, "resumed") as run:
-        run.finished()
-        assert re.search(r"trainer-0: resumed from the checkpoint of step [36]\n", run.output())
-
-
-def test_a_launcher_that_dies_leaves_nothing_although_every_process_of_its_run_is_stopped(state: Path) -> None:
-    config = tiny(state, tracking={"enabled": True}, evaluation={"servers": 2}, launch={"stop_timeout_s": 3.0})
-    with Launched(config, "all-stopped") as run:
-        for role in ("tracker", "evaluator", "evaluation", "trainer"):
-            run.pid(role)
-        for pid in run.processes():
-            if pid != run.launcher.pid:
-                os.kill(pid, signal.SIGSTOP)
-        run.launcher.kill()
-        run.gone()
-    with Launched(config, "all-stopped") as run:
-        run.finished()
 
 
 def test_a_store_that_can_be_written_no_more_ends_the_run(state: Path) -> None:

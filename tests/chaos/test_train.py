@@ -3,7 +3,6 @@ says in one line what died; never a hang, a process that nobody owns, or a failu
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -15,12 +14,9 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, TypeVar
-from uuid import UUID
 
 import pytest
 from mlflow import MlflowClient
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.states import Cancelling
 
 from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir
@@ -223,37 +219,9 @@ def test_make_train_itself_dies(state: Path) -> None:
         assert train.tracked() == "KILLED"
 
 
-def test_trainer_dies_and_is_started_again(state: Path) -> None:
-    with Train(state, _STEPS, "launch.restarts=1") as train:
-        train.until_step(2)
-        train.kill("training.trainer")
-        train.completed()
-        assert train.tracked() == "FINISHED"
-
-
 def test_trainer_dies_and_the_flow_is_tried_again(state: Path) -> None:
     with Train(state, _STEPS, "launch.restarts=0") as train:
         train.until_step(2)
         train.kill("training.trainer")
         train.completed(attempts=2)
         assert train.tracked() == "FINISHED"
-
-
-def test_trainer_dies_once_more_than_it_may(state: Path) -> None:
-    with Train(state, _ENDLESS, "launch.restarts=0") as train:
-        train.until_step(2)
-        first = train.kill("training.trainer")
-        train.kill("training.trainer", but=first)
-        train.failed("Failed: trainer-0 was killed by SIGKILL")
-        assert train.flow_runs()[-1] == Recorded("Failed", 2)
-        assert train.tracked() == "FAILED"
-
-
-def test_cancelled_by_somebody_else(state: Path) -> None:
-    with Train(state, _ENDLESS) as train:
-        train.until_step(2)
-        with SyncPrefectClient(json.loads((state / "stack.json").read_text())["prefect_api"]) as client:
-            client.set_flow_run_state(UUID(train.run.info().flow_run_id), Cancelling())
-        train.failed("Cancelled: ")
-        assert train.flow_runs()[-1] == Recorded("Cancelled", 1)
-        assert train.tracked() == "KILLED"

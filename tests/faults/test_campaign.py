@@ -29,8 +29,8 @@ def problems(found: list[Findings]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.recovery
 @pytest.mark.cpu_seconds(120)
+@pytest.mark.nightly
 def test_a_run_under_kills_and_stops_of_its_processes(tmp_path: Path) -> None:
     points = [
         point
@@ -45,8 +45,8 @@ def test_a_run_under_kills_and_stops_of_its_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.recovery
 @pytest.mark.cpu_seconds(60)
+@pytest.mark.nightly
 def test_a_run_whose_processes_are_killed_makes_the_same_weights(tmp_path: Path) -> None:
     struck, same = processes.repeat(tmp_path, 3, 4, steps=16)
     assert struck.findings.problems() == [], struck.output
@@ -55,9 +55,9 @@ def test_a_run_whose_processes_are_killed_makes_the_same_weights(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.recovery
 @pytest.mark.cpu_seconds(60)
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+@pytest.mark.nightly
 def test_a_run_that_loses_power(tmp_path: Path) -> None:
     found = power_offs.lose_power(tmp_path / "run", 1, 2)
     assert found.findings.problems() == [], found.output
@@ -65,8 +65,8 @@ def test_a_run_that_loses_power(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.recovery
 @pytest.mark.cpu_seconds(40)
+@pytest.mark.nightly
 def test_messages_that_are_lost_late_and_repeated(tmp_path: Path) -> None:
     found = messages.strike(tmp_path / "run", 1, steps=20)
     assert found.findings.problems() == []

@@ -31,6 +31,7 @@ def missed(host: str) -> str:
     return f"rank {rank} (host {ADDRESSES[host]}) did not reach "
 
 
+@pytest.mark.nightly
 def test_a_run_across_machines_of_which_those_that_generate_and_judge_are_cut_off_and_return(cluster: Cluster) -> None:
     ranks = [cluster.pid("trainer", rank) for rank in range(2)]
     assert ranks[0] in cluster.pids(FIRST)
@@ -65,6 +66,7 @@ def test_a_run_across_machines_of_which_those_that_generate_and_judge_are_cut_of
     assert {"final/config.json", "final/model.safetensors", "final/tokenizer.json"} <= set(model)
 
 
+@pytest.mark.nightly
 def test_each_training_machine_is_cut_off_and_returns(cluster: Cluster) -> None:
     for cut, left in ((SECOND, FIRST), (FIRST, SECOND)):
         cluster.until_step(cluster.step() + 2)
@@ -74,6 +76,7 @@ def test_each_training_machine_is_cut_off_and_returns(cluster: Cluster) -> None:
     cluster.finished()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_and_one_that_hangs(cluster: Cluster) -> None:
     cluster.until_step(2)
     ranks = [cluster.pid("trainer", rank) for rank in range(2)]
@@ -91,6 +94,7 @@ def test_a_rank_that_dies_and_one_that_hangs(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("cluster", [60], indirect=True)  # steps: torchrun's agents need a second to notice
+@pytest.mark.nightly
 def test_the_rendezvous_dies_and_a_machines_command_is_killed(cluster: Cluster) -> None:
     cluster.until_step(2)
     ranks = [cluster.pid("trainer", rank) for rank in range(2)]

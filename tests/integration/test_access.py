@@ -4,7 +4,6 @@ ends one of them."""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import stat
@@ -106,27 +105,6 @@ def test_version_0_is_the_base_model(run: Launched) -> None:
     body = b'{"version": 0, "path": "/", "sha256": "x"}'
     status, text = ask(run, "controller", "POST", "/versions", body, token(run))
     assert (status, text) == (400, "version: must be 1 or more, as version 0 is the base model, got 0")
-
-
-@pytest.mark.parametrize("service", SERVICES)
-@pytest.mark.nightly
-def test_what_is_no_request_at_all_ends_no_service(run: Launched, service: str) -> None:
-    pid, where = run.pid(service), urllib.parse.urlsplit(run.url(service))
-
-    @FUZZED
-    @given(
-        sent=st.binary(max_size=200) | st.binary(max_size=60).map(lambda data: b"POST /versions HTTP/1.1\r\n" + data)
-    )
-    def fuzz(sent: bytes) -> None:
-        with socket.create_connection((str(where.hostname), where.port or 0), timeout=30) as connection:
-            connection.sendall(sent)
-            connection.shutdown(socket.SHUT_WR)
-            answer = connection.recv(100)
-            assert not answer or answer.split()[1] in (b"400", b"401"), answer
-
-    fuzz()
-    assert run.last_pid(service) == pid
-    assert os.path.exists(f"/proc/{pid}")
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["without the token", "with the token"])

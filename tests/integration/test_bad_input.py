@@ -138,14 +138,6 @@ def test_folders_that_can_t_be_written(refused: Callable[..., str], tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_servers_that_do_not_listen(refused: Callable[..., str], closed_port: int) -> None:
-    url = f"http://127.0.0.1:{closed_port}"
-    assert refused(f"tracking.uri={url}") == f"tracking.uri: can't use MLflow at {url}: Connection refused"
-    error = refused("storage.url=s3://bucket/prefix", f"storage.endpoint_url={url}")
-    assert error.startswith(f"storage.url: can't use s3://bucket/prefix at {url} (storage.endpoint_url): ")
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("variable", "setting", "named"),
     [

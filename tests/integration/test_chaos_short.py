@@ -31,6 +31,7 @@ def test_a_run_recovers_from_the_death_of_each_of_its_processes(tmp_path: Path) 
             assert run.output().count(f"{role}-0 was killed by SIGKILL: restart 1 of 2") == 1
 
 
+@pytest.mark.nightly
 def test_a_controller_that_was_stopped_takes_out_no_healthy_server(tmp_path: Path) -> None:
     """The server stands still until a health check waits for it, and goes on while the controller stands still: what it
     responds lies there, later than the check may take, when the controller goes on."""

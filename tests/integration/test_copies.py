@@ -103,6 +103,7 @@ def held(config: RunConfig, run: RunDir) -> dict[int, str]:
         ledger.close()
 
 
+@pytest.mark.nightly
 def test_servers_without_a_common_folder_die_leave_and_are_replaced(tmp_path: Path, start: Start) -> None:
     launch = COPIES | {"remote_roles": "generation"}
     evaluation = {"every": 12, "servers": 0}  # which borrows one, and has it load versions
@@ -160,6 +161,7 @@ def test_servers_without_a_common_folder_die_leave_and_are_replaced(tmp_path: Pa
         assert [span for span in spans if span.process == f"generation-{index}"] == own
 
 
+@pytest.mark.nightly
 def test_ranks_without_a_common_folder(tmp_path: Path, start: Start) -> None:
     launch, training = COPIES | {"remote_roles": "both"}, {"ranks": 2, "hosts": 2, "steps": 24}
     config = tiny(tmp_path / "head", training=training, launch=launch, evaluation={"enabled": False})
@@ -228,6 +230,7 @@ def test_another_head_node_goes_on_with_the_machines_of_one_that_is_lost(tmp_pat
     assert (run.run.timeline / "generation-0.jsonl").read_bytes() == here
 
 
+@pytest.mark.nightly
 def test_what_is_judged_elsewhere_makes_the_same_weights(tmp_path: Path, start: Start) -> None:
     def config(machine: str) -> RunConfig:
         return learning(

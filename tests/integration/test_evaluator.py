@@ -17,7 +17,6 @@ from areal_core.rollout.ledger import TrajectoryLedger
 from areal_core.run.launcher import execute, run_folder
 from areal_core.storage.rundir import RunDir
 from areal_core.tracking.outbox import Outbox
-from areal_core.tracking.timeline import read_timeline
 from areal_core.types import Evaluation
 from tests.support.runs import Launched, tiny
 
@@ -34,7 +33,7 @@ def records(run: RunDir) -> dict[str, list[bytes]]:
     return {file.name: sorted(file.read_bytes().splitlines()) for file in run.evaluations.glob("*.jsonl")}
 
 
-def scored_run(folder: Path, servers: int, *, sleep: bool = False) -> tuple[RunDir, RunConfig]:
+def scored_run(folder: Path, servers: int) -> tuple[RunDir, RunConfig]:
     """A synchronous run, which is reproducible to the bit."""
     evaluation: dict[str, Any] = {"servers": servers, "samples": 3, "every": 1}
     config = tiny(
@@ -44,7 +43,6 @@ def scored_run(folder: Path, servers: int, *, sleep: bool = False) -> tuple[RunD
         environment={"verifier": "tests.support.verifiers:ends"},
         training={"steps": 2},
         evaluation=evaluation,
-        generation={"sleep": sleep},
     )
     execute(config, run_id="r", log=print)
     return run_folder(config, "r"), config
@@ -56,35 +54,19 @@ def own_engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, RunCon
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("servers", [pytest.param(2, id="servers of its own"), pytest.param(0, id="a lent one")])
-def test_scores_do_not_depend_on_what_they_are_from(
-    own_engine: tuple[RunDir, RunConfig], tmp_path: Path, servers: int
+def test_lent_server_scores_as_the_evaluators_own_engine_does(
+    own_engine: tuple[RunDir, RunConfig], tmp_path: Path
 ) -> None:
-    run, _ = scored_run(tmp_path, servers)
+    run, _ = scored_run(tmp_path, servers=0)
     own, other = records(own_engine[0]), records(run)
     both = own.keys() & other.keys()  # the base and the last version, and the one between if there was time
     assert {name.split("-")[0] for name in both} >= {"v000000", "v000002"}
     assert [own[name] for name in both] == [other[name] for name in both]
     assert all(len(lines) == 13 for lines in own.values())  # what was evaluated, and a line a problem
     assert own_engine[0].ready_info("evaluation", 0) is None  # one engine on a core needs no process
-    assert (run.ready_info("evaluation", 1) is not None) == (servers == 2)
 
 
-@pytest.mark.nightly
-def test_where_servers_sleep_every_version_that_is_due_is_scored_at_the_end(
-    own_engine: tuple[RunDir, RunConfig], tmp_path: Path
-) -> None:
-    run, config = scored_run(tmp_path, 0, sleep=True)
-    assert [evaluation.version for evaluation in evaluations(run, config)] == [0, 1, 2]
-    own, lent = records(own_engine[0]), records(run)
-    assert len(lent) == 3
-    assert [own[name] for name in own] == [lent[name] for name in own]
-    spans = read_timeline(run.timeline)
-    trained = max(span.end_s for span in spans if span.kind == "train")
-    assert min(span.start_s for span in spans if span.kind == "evaluate") > trained
-
-
-@pytest.mark.nightly
+@pytest.mark.end_to_end
 def test_every_version_has_its_scores_a_table_and_a_page(own_engine: tuple[RunDir, RunConfig]) -> None:
     run, config = own_engine
     scored = evaluations(run, config)

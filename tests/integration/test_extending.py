@@ -21,7 +21,7 @@ STEPS = 2
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.end_to_end
 def test_the_examples_of_the_page_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = PAGE.read_text()
     examples = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", text, re.S | re.M)

@@ -55,6 +55,7 @@ IS_FULL = (
     ("min_mib", "left_mib", "status", "why"),
     [pytest.param(8, 4, 2, ENDS_AT_THE_BOUND, id="bound"), pytest.param(0, 0, 1, IS_FULL, id="full")],
 )
+@pytest.mark.nightly
 def test_a_run_on_a_full_disk_ends_in_order_and_goes_on_later(
     disk: Path, min_mib: float, left_mib: float, status: int, why: str
 ) -> None:

@@ -46,6 +46,7 @@ def start() -> Iterator[Start]:
         one.wait()
 
 
+@pytest.mark.nightly
 def test_a_run_of_remote_workers_goes_on_after_one_of_them_was_ended(tmp_path: Path, start: Start) -> None:
     launch = {"remote_roles": "both", "devices": 3, "stop_timeout_s": 10.0}
     training = {"ranks": 2, "hosts": 2, "steps": 24}

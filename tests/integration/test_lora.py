@@ -82,10 +82,7 @@ def expected(base: Path, folder: Path, tokens: np.ndarray, prompt: int) -> np.nd
         "torch",
         "torch by transformers",
         "zero 3",
-        *(
-            pytest.param(kind, marks=pytest.mark.nightly)
-            for kind in ("zero 0", "zero 1", "zero 2", "zero 2 by transformers")
-        ),
+        pytest.param("zero 2 by transformers", marks=pytest.mark.nightly),
     ],
 )
 def test_trainers_and_peft_give_the_same_log_probabilities(
@@ -119,9 +116,7 @@ def test_the_embedded_engine_and_peft_give_the_same_log_probabilities(
         np.testing.assert_allclose(completion.logprobs, wanted, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "kind", ["torch by transformers", "zero 0", "zero 1", "zero 2", "zero 3", "zero 3 by transformers"]
-)
+@pytest.mark.parametrize("kind", ["torch by transformers", "zero 0", "zero 2", "zero 3", "zero 3 by transformers"])
 def test_every_engine_takes_the_same_steps(kind: str) -> None:
     outcomes = []
     for one in ("torch", kind):
@@ -140,7 +135,7 @@ def test_every_engine_takes_the_same_steps(kind: str) -> None:
         assert np.linalg.norm(found[name] - array) <= 1e-3 * np.linalg.norm(array), name
 
 
-@pytest.mark.parametrize("kind", ["torch", "torch by transformers", "zero 0", "zero 2", "zero 3"])
+@pytest.mark.parametrize("kind", ["torch", "torch by transformers", "zero 3"])
 def test_the_reference_is_the_base_model_also_after_a_resume(kind: str) -> None:
     engine = made(kind, SPEC, algorithm=AlgorithmConfig(kl_coef=0.1))
     share = batch()
@@ -168,7 +163,7 @@ def test_a_version_that_is_compared_with_its_server_is_its_adapter_on_the_base_m
     engine.ranks.close()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_passes_in_bfloat16_keep_an_adapter_in_float32(stage: int) -> None:
     engine = made(f"zero {stage}", SPEC, replace(ADAPTED, dtype="bfloat16"))
     exact = made("torch", SPEC)

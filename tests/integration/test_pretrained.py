@@ -19,7 +19,7 @@ from tests.support.offline import OfflineEngine
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / ".areal" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 TIE = 1e-4  # nats between the two most probable tokens, below which rounding decides
-PROMPTS, NEW = 24, 24  # completions, and tokens of each
+PROMPTS, NEW = 8, 16  # completions, and tokens of each
 
 pytestmark = [
     pytest.mark.pretrained,
@@ -69,7 +69,7 @@ def test_greedy_completions_are_those_of_transformers(folder):
         ties, tokens = ties + int((behind > 0).sum()), tokens + len(behind)
         deviations.append((torch.from_numpy(completion.logprobs) - chosen).abs())
     assert tokens > PROMPTS * NEW / 2
-    assert ties <= 2
+    assert ties <= 1
     deviation = torch.cat(deviations)
     assert deviation.quantile(0.99) < 1e-4
     assert deviation.max() < 3e-4  # thirty layers of float32 round by as much, here and there

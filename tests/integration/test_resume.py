@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -104,18 +103,7 @@ def adapted(config: RunConfig) -> RunConfig:
     return replace(config, training=training, algorithm=replace(config.algorithm, entropy_coef=0.01))
 
 
-@pytest.mark.recovery
-def test_a_run_with_an_adapter_goes_on_after_its_newest_version_was_damaged(adapted: RunConfig) -> None:
-    run = killed(adapted, 4)
-    with closing(TrajectoryLedger(run.ledger, group_size=adapted.algorithm.group_size)) as ledger:
-        newest = ledger.versions.newest()
-    assert newest is not None
-    file = Path(newest.path) / ADAPTER
-    file.write_bytes(_flipped(file.read_bytes()))
-    assert f"version {newest.version} is damaged: " in finished(adapted)
-
-
-@pytest.mark.recovery
+@pytest.mark.nightly
 def test_a_run_with_an_adapter_goes_on_on_a_new_machine(adapted: RunConfig) -> None:
     """Its version comes from the checkpoint, and what it adds to from the base model that is there. The final model is
     that with the adapter beside it."""
@@ -132,7 +120,7 @@ def test_a_run_with_an_adapter_goes_on_on_a_new_machine(adapted: RunConfig) -> N
     assert json.loads((store / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
-@pytest.mark.recovery
+@pytest.mark.nightly
 def test_an_adapter_to_another_base_model_is_refused(adapted: RunConfig) -> None:
     run = killed(adapted, 4)
     file = Path(run.info().model_path) / "model.safetensors"
@@ -148,21 +136,7 @@ def test_an_adapter_to_another_base_model_is_refused(adapted: RunConfig) -> None
         assert "is an adapter to a model with sha256" in resumed.output()
 
 
-@pytest.mark.parametrize(
-    "elsewhere", [pytest.param(False, marks=pytest.mark.nightly, id="here"), pytest.param(True, id="on a new machine")]
-)
-def test_a_finished_run_goes_on_to_a_later_step(config: RunConfig, elsewhere: bool) -> None:
-    """From the checkpoint of its last step. What was aborted at its first end starts again, and is counted once."""
-    with Launched(replace(config, training=replace(config.training, steps=5)), "r") as run:
-        run.finished()
-    if elsewhere:
-        shutil.rmtree(run.run.root)
-    with Launched(config, "r") as run:
-        run.finished(rewound=elsewhere)
-        assert "resumed from the checkpoint of step 5" in run.output()
-
-
-@pytest.mark.recovery
+@pytest.mark.nightly
 def test_a_ledger_that_is_older_than_the_store_gives_way_to_the_checkpoints(config: RunConfig, tmp_path: Path) -> None:
     """As when a disk was put back, or the run had gone on elsewhere."""
     run = killed(config, 2)
@@ -178,34 +152,19 @@ def test_a_ledger_that_is_older_than_the_store_gives_way_to_the_checkpoints(conf
 
 
 @pytest.mark.recovery
-def test_a_ledger_that_cannot_be_read_gives_way_to_the_checkpoints(config: RunConfig) -> None:
-    run = killed(config, 4)
-    run.ledger.with_name(run.ledger.name + "-wal").unlink(missing_ok=True)
-    run.ledger.write_bytes(b"not a database" * 1000)
-    assert "restored the ledger from the checkpoint of step" in finished(config)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda data: data[: len(data) // 2], id="torn"),
-        pytest.param(lambda data: _flipped(data), id="flipped"),
-    ],
-)
-@pytest.mark.recovery
-def test_the_newest_version_is_damaged(config: RunConfig, damage: Callable[[bytes], bytes]) -> None:
+def test_resume_makes_a_damaged_version_again(config: RunConfig) -> None:
     run = killed(config, 4)
     with closing(TrajectoryLedger(run.ledger, group_size=config.algorithm.group_size)) as ledger:
         newest = ledger.versions.newest()  # the folder may hold one more, that was not announced any more
     assert newest is not None
     file = Path(newest.path) / "model.safetensors"
-    file.write_bytes(damage(file.read_bytes()))
+    file.write_bytes(_flipped(file.read_bytes()))
     output = finished(config)
     assert f"version {newest.version} is damaged: " in output
     assert "taken out" not in output  # no server was given it
 
 
-@pytest.mark.recovery
+@pytest.mark.nightly
 def test_groups_wait_until_every_damaged_version_is_made_again(config: RunConfig) -> None:
     """Those in flight were admitted for the newest one; whatever an older one sampled for them would be too old."""
     config = replace(config, training=replace(config.training, steps=12, checkpoint_every=6))
@@ -223,13 +182,12 @@ def test_groups_wait_until_every_damaged_version_is_made_again(config: RunConfig
 @pytest.mark.parametrize(
     ("file", "elsewhere"),
     [
-        pytest.param(checkpoint.WEIGHTS, False, id="weights"),
+        pytest.param(checkpoint.WEIGHTS, False, marks=pytest.mark.nightly, id="weights"),
         pytest.param(checkpoint.OPTIMIZER, True, id="optimizer, on a new machine"),
-        pytest.param("ledger", False, id="ledger"),
-        pytest.param("ledger", True, id="ledger, on a new machine"),
+        pytest.param("ledger", True, marks=pytest.mark.nightly, id="ledger, on a new machine"),
     ],
 )
-def test_the_newest_checkpoint_is_damaged(config: RunConfig, file: str, elsewhere: bool) -> None:
+def test_resume_takes_the_checkpoint_before_a_damaged_one(config: RunConfig, file: str, elsewhere: bool) -> None:
     run = killed(config, 4)
     newest = checkpoint.newest(_store(config))
     assert newest is not None
@@ -239,12 +197,11 @@ def test_the_newest_checkpoint_is_damaged(config: RunConfig, file: str, elsewher
     if elsewhere:
         shutil.rmtree(run.root)
     output = finished(config)
-    if file != newest.ledger or elsewhere:
-        assert f"{newest.folder}/{file} is damaged" in output
-        assert f"resumed from the checkpoint of step {newest.step - 2}" in output
+    assert f"{newest.folder}/{file} is damaged" in output
+    assert f"resumed from the checkpoint of step {newest.step - 2}" in output
 
 
-@pytest.mark.recovery
+@pytest.mark.nightly
 def test_a_payload_of_a_fixed_batch_is_damaged(config: RunConfig) -> None:
     """The batch is put together anew, and the run goes on. Groups that were READY are in a batch by its end."""
     run = killed(config, 4)
@@ -271,7 +228,7 @@ def test_two_launchers_of_one_run_on_two_machines(config: RunConfig, tmp_path: P
         first.until_step(first.step() + 2)
 
 
-@pytest.mark.recovery
+@pytest.mark.nightly
 def test_a_launcher_that_was_stopped_while_another_took_the_run_over(config: RunConfig, tmp_path: Path) -> None:
     elsewhere = replace(config, state_dir=str(tmp_path / "elsewhere"))
     put_base_model(elsewhere)

@@ -83,7 +83,7 @@ def test_a_run_whose_token_ledger_does_not_balance_fails_once_its_model_is_safe(
         assert "model.safetensors" in store.child("final").sizes()
 
 
-@pytest.mark.nightly
+@pytest.mark.recovery
 def test_from_nothing_to_s3_and_on_from_there_on_a_new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")

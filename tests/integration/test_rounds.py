@@ -94,7 +94,7 @@ def works(output: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.recovery
+@pytest.mark.nightly
 def test_a_round_forms_again_after_the_store_did_not_answer(rendezvous: Rendezvous) -> None:
     outputs = [rendezvous.agent(WORKS, restarts=1) for _ in range(2)]
     rendezvous.wait_for(lambda: all(works(output) for output in outputs))
@@ -152,6 +152,7 @@ class Command:
         return os.system, (self._text,)
 
 
+@pytest.mark.attacks
 def test_a_state_that_somebody_else_has_written_is_not_unpickled(rendezvous: Rendezvous, tmp_path: Path) -> None:
     address, _, port = rendezvous.where.partition(":")
     attack = pickle.dumps(Command(f"touch {tmp_path}/taken-over"))

@@ -188,8 +188,8 @@ async def test_a_connection_that_the_server_may_be_closing_is_not_used_again(mon
 
 
 @pytest.mark.slow
-@pytest.mark.recovery
 @pytest.mark.cpu_seconds(45)
+@pytest.mark.nightly
 def test_a_server_that_was_started_by_hand_joins_a_run_and_leaves_it(tmp_path: Path) -> None:
     config = audited(tmp_path, servers=1, interruption="recompute", steps=24)
     ready, model = tmp_path / "by-hand-ready.json", tmp_path / "cache" / cache_key(config)

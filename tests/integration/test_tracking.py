@@ -128,9 +128,7 @@ def test_what_the_server_refuses_costs_only_itself(
     assert "has refused 4 items: point early of step 0: INVALID_PARAMETER_VALUE" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "fault", ["fail", *(pytest.param(fault, marks=pytest.mark.nightly) for fault in ("lose", "repeat", "late"))]
-)
+@pytest.mark.parametrize("fault", ["fail", "lose", "repeat", "late"])
 @pytest.mark.nightly
 def test_no_gap_and_no_double_over_a_network_that_fails(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
@@ -160,7 +158,7 @@ def test_no_gap_and_no_double_over_a_network_that_fails(
     assert {fault, "refuse", None} <= {*proxy.seen}
 
 
-@pytest.mark.recovery
+@pytest.mark.nightly
 def test_server_that_never_answers_holds_up_the_end_for_its_bound_only(server: Server, tmp_path: Path) -> None:
     """What it was sent meanwhile lies in its socket: it takes that when it goes on, and gets the same again."""
     run = Run(tmp_path, server.uri, start_run(server.uri, "areal", "test", {}, {}), flush_timeout_s=8.0)
@@ -182,8 +180,8 @@ def test_server_that_never_answers_holds_up_the_end_for_its_bound_only(server: S
     assert server.held(tracking_id(run)) == expected(range(500))
 
 
-@pytest.mark.recovery
 @pytest.mark.cpu_seconds(40)  # a run, and the process that sends what it left
+@pytest.mark.nightly
 def test_run_does_not_notice_a_server_that_never_answers(server: Server, client: MlflowClient, tmp_path: Path) -> None:
     tracking = {"enabled": True, "uri": server.uri, "flush_timeout_s": 5.0}
     config = tiny(tmp_path, tracking=tracking, training={"steps": 6}, evaluation={"enabled": False})

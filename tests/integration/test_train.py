@@ -18,8 +18,8 @@ from tests.support.control import emulated, environment, processes_of, run_pytho
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.recovery
 @pytest.mark.cpu_seconds(40)
+@pytest.mark.nightly
 def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -> None:
     train = subprocess.Popen(
         [sys.executable, "-m", "flows.train", "--steps", "10000", *emulated(tmp_path)],

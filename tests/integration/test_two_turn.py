@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 
 
-@pytest.mark.nightly
+@pytest.mark.end_to_end
 def test_two_turns_are_sampled_masked_and_trained_on(tmp_path: Path) -> None:
     config = tiny(
         tmp_path,

@@ -43,7 +43,10 @@ def verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ("first_call", 5, "KeyError: 'anwser'", ""),
         ("completions", None, "ValueError: a verifier returns a score from 0 to 1, or a Verdict; got 2.0", "no result"),
-        ("hangs", 12, "no verdict within 1 s (rollout.reward_timeout_s)", "3 tries in a row"),
+        pytest.param(
+            *("hangs", 12, "no verdict within 1 s (rollout.reward_timeout_s)", "3 tries in a row"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_bug_ends_the_run_without_a_restart(

@@ -99,6 +99,7 @@ async def test_a_qwen2_model_is_updated_and_a_wrapper_that_is_killed_takes_vllm_
 
 @pytest.mark.vllm
 @pytest.mark.cpu_seconds(60)  # two processes import vLLM
+@pytest.mark.nightly
 async def test_a_tensor_parallel_process_reads_its_shard_of_an_update(tmp_path):
     """What is replicated every rank reads, of all else each rank its half; one of them checks the file for both."""
     published = publish(tmp_path / "model", replace(QWEN2, kv_heads=2, vocab_size=128), {0: 11, 1: 12})
@@ -126,6 +127,7 @@ async def test_a_tensor_parallel_process_reads_its_shard_of_an_update(tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly
 async def test_a_vllm_that_is_killed_ends_its_wrapper_with_one_line(qwen2, tmp_path):
     """What vLLM had started is left behind, in the wrapper's group, which the launcher kills."""
     with vllm(qwen2.base, tmp_path / "ready.json") as server:

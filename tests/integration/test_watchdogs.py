@@ -30,6 +30,7 @@ def test_stopped_processes_do_not_outlive_a_killed_launcher_and_the_run_goes_on_
         run.finished()
 
 
+@pytest.mark.nightly
 def test_a_stopped_process_of_each_role_is_started_again(tmp_path: Path) -> None:
     """Also the evaluator's server, which nobody else would miss."""
     config = tiny(
@@ -53,6 +54,7 @@ def test_a_stopped_process_of_each_role_is_started_again(tmp_path: Path) -> None
             assert re.search(rf"{diagnosis}.*; its stacks can't be told: killed: restart 1 of 2", run.output())
 
 
+@pytest.mark.nightly
 def test_an_evaluation_that_takes_longer_than_the_stall_timeout_fails_no_run_whose_steps_are_done(
     tmp_path: Path,
 ) -> None:

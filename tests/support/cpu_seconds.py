@@ -1,16 +1,23 @@
-"""CPU seconds of each test, of its own process and of those that it started: wall time says more of the machine's other
-work than of the test. A plugin of pytest; with xdist its workers measure, and the process that reports adds up."""
+"""A pytest plugin that measures the CPU seconds of each test: of its own process and of the processes that it started.
+
+Wall time says more of the machine's other work than of the test. With xdist its workers measure, and the process that
+reports adds up.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import pytest
 
 BUDGET_S = 20.0  # of a test without the marker `cpu_seconds`; machines differ by 2 to 3 times
 _LISTED = 15
+_FILE = "AREAL_CPU_SECONDS"  # names a file for the seconds of all tests, as JSON
 
 
 @dataclass
@@ -48,12 +55,14 @@ class CpuSeconds:
         spent.budget_s = report.budget_s
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """The dearest tests, and those beyond their budget: told, not failed, as machines differ."""
+        """List the most expensive tests and those beyond their budget. None fails: machines differ."""
         ranked = sorted(self._tests.items(), key=lambda test: -test[1].cpu_s)
         if not ranked:
             return
+        if file := os.environ.get(_FILE):
+            Path(file).write_text(json.dumps({name: asdict(spent) for name, spent in ranked}, indent=1))
         in_all = sum(spent.cpu_s for _, spent in ranked)
-        terminalreporter.section(f"dearest of {len(ranked)} tests, {in_all:.0f} CPU seconds in all")
+        terminalreporter.section(f"most expensive of {len(ranked)} tests, {in_all:.0f} CPU seconds in all")
         for name, spent in ranked[:_LISTED]:
             terminalreporter.line(f"{spent.cpu_s:6.1f} CPU s {spent.wall_s:6.1f} s  {name}")
         for name, spent in ranked:

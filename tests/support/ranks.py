@@ -29,13 +29,13 @@ def summing(rank: int, size: int, where: str, go: Path, join_s: float) -> None:
         sys.exit(f"{error}")
 
 
-def meeting(rank: int, size: int, where: str, go: Path, join_s: float, held_up: bool) -> None:
-    """A rank that meets the others before it sums. Rank 0 comes once `go` exists, and may say so until then."""
+def meeting(rank: int, size: int, where: str, go: Path, join_s: float) -> None:
+    """A rank that meets the others before it sums. Rank 0 comes once `go` exists, and says so until then."""
     try:
         rendezvous = where if where.count(":") else Path(where)
         group = RankGroup(rank, size, rendezvous=rendezvous, timeout_s=TIMEOUT_S, join_s=join_s)
         print("here")
-        with group.held_up() if held_up and rank == 0 else nullcontext():
+        with group.held_up() if rank == 0 else nullcontext():
             while rank == 0 and not go.exists():
                 time.sleep(0.01)
         group.meet()

@@ -16,7 +16,7 @@ from prefect.states import Cancelling
 from tests.support.control import emulated, run_python, tiny
 from tests.support.stack import Up
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
 DEPLOYMENT = "areal-compare/compare"
 _ARMS = ("--arm", "sync: mode=sync", "--arm", "async-1: mode=async rollout.max_staleness=1")
@@ -61,7 +61,6 @@ def test_deployment_has_a_form_and_a_pool(up: Up) -> None:
     assert set(properties) == {*("experiment", "arms", "seeds", "overrides", "name")}
 
 
-@pytest.mark.nightly
 def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0, first.stdout + first.stderr
     folder = up.state / "comparisons" / "first"
@@ -74,7 +73,6 @@ def test_comparison_completes_and_says_where_its_report_is(up: Up, first: subpro
     assert "first: trial 2 of 2: async-1 seed 1" in first.stdout
 
 
-@pytest.mark.nightly
 def test_comparison_leaves_artifacts_and_a_task_a_trial(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0
     flow_run = up.newest()
@@ -93,7 +91,6 @@ def test_comparison_leaves_artifacts_and_a_task_a_trial(up: Up, first: subproces
     }
 
 
-@pytest.mark.nightly
 def test_trials_are_children_of_the_comparison_in_mlflow(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0
     parent = _parent(up, "first")
@@ -110,7 +107,6 @@ def test_trials_are_children_of_the_comparison_in_mlflow(up: Up, first: subproce
     assert {"time/elapsed_s", "ledger/consumed_tokens", "heldout/accuracy", "final/accuracy_after"} <= keys[0] & keys[1]
 
 
-@pytest.mark.nightly
 def test_curves_over_time_show_the_speeds_of_the_report(up: Up, first: subprocess.CompletedProcess[str]) -> None:
     """From a run's start, the score of version 0, to that of its last version, the curves take the wall time that the
     report compares."""

@@ -13,7 +13,7 @@ from tests.support.control import run_python
 from tests.support.models import write_tiny
 from tests.support.stack import Up
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
 
 def _evaluate(state: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +27,6 @@ def model(up: Up) -> str:
     return str(write_tiny(up.state / "tiny-model"))
 
 
-@pytest.mark.nightly
 def test_an_evaluation_is_shown_and_tracked(up: Up, model: str) -> None:
     asked = ("--model", model, "--benchmarks", "arithmetic", "--samples", "2", "--name", "before")
     done = _evaluate(up.state, *asked)

@@ -26,7 +26,7 @@ from flows.worker import make_schedules
 from tests.support.control import emulated, environment, run_python
 from tests.support.stack import Up, brought_up
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
 DEPLOYMENT = "areal/train"
 _DUE_S = 6.0  # until the first run of a schedule; the server looks for new schedules every 2 s here
@@ -45,7 +45,7 @@ def test_up_again_finds_what_is_there(up: Up) -> None:
     assert json.loads((up.state / "stack.json").read_text()) == up.told
 
 
-@pytest.mark.parametrize("content_type", ["application/json", "text/plain", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain"])
 def test_a_page_of_another_site_has_nothing_done(up: Up, content_type: str) -> None:
     """What a browser on this machine sends for it: with a body of JSON it asks first."""
     site, body = (
@@ -89,6 +89,7 @@ def test_run_from_the_command_line_completes_with_artifacts_and_a_tracked_run(up
     )
 
 
+@pytest.mark.nightly
 def test_a_run_finds_the_modules_of_the_command_that_starts_it(up: Up, tmp_path: Path) -> None:
     """One is in its working directory, one on its PYTHONPATH; the worker was started elsewhere."""
     (tmp_path / "lib").mkdir()
