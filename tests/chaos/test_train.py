@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
-_TIMEOUT_S = 90.0  # for whatever a test waits for
+_TIMEOUT_S = 240.0  # for whatever a test waits for
 _ENDLESS = 10_000  # steps of a run that only what is done to it ends
 _STEPS = 60  # some seconds
 

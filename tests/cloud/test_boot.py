@@ -23,7 +23,7 @@ from tests.support.terraform import CREDENTIALS, Root
 
 pytestmark = [pytest.mark.cloud, pytest.mark.slow]
 
-_TIMEOUT_S = 90.0
+_TIMEOUT_S = 240.0
 
 
 class Node:

@@ -30,7 +30,7 @@ pytestmark = [
     ),
 ]
 
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 # Postgres refuses to run as root: in a user namespace root is somebody else.
 _AS_ANOTHER = ["unshare", "--user", "--map-user=1", "--map-group=1"] if os.geteuid() == 0 else []
 

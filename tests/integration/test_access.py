@@ -1,12 +1,16 @@
-"""The services of a run at work: nobody without its token is served, whatever he sends, and nothing that anybody sends
-ends one of them."""
+"""A run whose generation is on a machine without a common folder: its services serve nobody without the token, and no
+request ends one of them."""
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,46 +18,113 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from hypothesis import given
+from aiohttp import web
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_core.api.access import authorization
+from areal_core.api.controller_client import ControllerClient
 from areal_core.controller.routes import Routes
 from areal_core.rollout.ledger import TrajectoryLedger
-from tests.support.access import BODIES, CROSS_SITE, FUZZED, PLACES, ask, token
+from areal_core.run.remote.files import Files
 from tests.support.runs import Launched, tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cpu_seconds(40)]
 
-SERVICES = ("controller", "generation")
-ENDS = ("/finish", "/stop")  # of the controller: with the token they end the run
+ROLES = ("controller", "files", "generation", "publisher", "rewards", "stager", "trainer")
+ENDS = ("/finish", "/stop")  # routes of the controller that end the run
+# What a page of another site can have a browser send, without asking first.
+CROSS_SITE = {"Origin": "https://example.org", "Content-Type": "text/plain", "Cookie": "token=x"}
+REFUSED = pytest.mark.parametrize(
+    "headers", [{}, authorization("of-another-run"), CROSS_SITE], ids=["none", "another", "site"]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = (
+    *("version", "path", "sha256", "name", "url", "stager", "rows", "kind", "step", "data", "job", "timeout_s"),
+    *("update_info", "role", "first", "count", "address", "over", "ready", "pulses"),
+)
+BODIES = st.binary(max_size=64) | (JSON | st.dictionaries(st.sampled_from(FIELDS), JSON)).map(
+    lambda value: json.dumps(value).encode()
+)
+PLACES = st.sampled_from(("0", "1", "-1", "999999", "x", "%00", "..%2F..", "1e9")) | st.text(
+    "0123456789abc.-_", min_size=1
+)
+FUZZED = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     folder = tmp_path_factory.mktemp("access")
-    config = tiny(folder, training={"steps": 100_000}, evaluation={"enabled": False}, launch={"restarts": 0})
+    launch = {"restarts": 0, "remote_roles": "generation", "copies": True}
+    config = tiny(folder / "head", training={"steps": 100_000}, evaluation={"enabled": False}, launch=launch)
     with Launched(config, "r") as launched:
-        launched.until_step(1)
-        for service in SERVICES:
-            launched.pid(service)
-        yield launched
-        step = launched.step()
-        launched.until_step(step + 2)  # it goes on
-        launched.launcher.send_signal(signal.SIGINT)
-        assert launched.end() == 130, launched.output()
+        launched.pid("files")
+        where = ("--head", launched.url("files"), "--token-file", launched.run.token_file, "--folder", folder / "node")
+        command = ("-m", "areal_core.run.remote_worker", "generation", *where, "--address", "127.0.0.1")
+        node = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL)
+        try:
+            launched.until_step(1)
+            yield launched
+            step = launched.step()
+            launched.until_step(step + 2)  # the run continues, with versions that the stager brings
+            launched.launcher.send_signal(signal.SIGINT)
+            assert launched.end() == 130, launched.output()
+            assert node.wait(240) == 1
+        finally:
+            node.kill()
+            node.wait()
         with closing(TrajectoryLedger(launched.run.ledger, group_size=config.algorithm.group_size)) as ledger:
             assert ledger.incarnation == 0
 
 
-def routes() -> list[tuple[str, str]]:
-    """Those of the controller."""
-    app = Routes(MagicMock()).app()
-    return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
+def ask(
+    run: Launched, service: str, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """Status and text of an answer; `service` is a role, whose process has a ready file, or a URL."""
+    where = urllib.parse.urlsplit(service if "://" in service else run.url(service))
+    connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=240)
+    try:
+        connection.request(method, path, body, headers or {})
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    finally:
+        connection.close()
 
 
-@pytest.mark.nightly
-def test_the_token_is_its_users_alone(run: Launched) -> None:
+def token(run: Launched) -> dict[str, str]:
+    return authorization(run.run.token())
+
+
+def routes(service: type[Routes | Files]) -> list[tuple[str, str]]:
+    async def listed() -> list[tuple[str, str]]:
+        app: web.Application = service(MagicMock()).app()
+        return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
+
+    return asyncio.run(listed())
+
+
+def stager(run: Launched) -> str:
+    """Its URL."""
+    client = ControllerClient(run.run)
+    try:
+        return client.servers()[0]["stager"]
+    finally:
+        client.close()
+
+
+def files(run: Launched) -> list[str]:
+    """What a node may append to, without what the run's own processes begin in their own time."""
+    names = {path.name for folder in (run.run.logs, run.run.timeline) for path in folder.iterdir()}
+    return sorted(name for name in names if name.partition("-0.")[0] not in ROLES)
+
+
+def test_only_the_owner_can_read_the_token(run: Launched) -> None:
     file = run.run.token_file
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(run.run.token()) >= 40
@@ -63,22 +134,28 @@ def test_the_token_is_its_users_alone(run: Launched) -> None:
     assert [path for path in texts if run.run.token().encode() in path.read_bytes()] == []
 
 
-@pytest.mark.parametrize("headers", [{}, authorization("of-another-run"), CROSS_SITE], ids=["none", "another", "site"])
-def test_no_route_of_the_controller_takes_a_request_without_it(run: Launched, headers: dict[str, str]) -> None:
-    for method, path in (*routes(), ("GET", "/unknown"), ("OPTIONS", "/versions")):
-        asked = path.replace("{step}", "999999").replace("{group_id}", "1").replace("{name}", "generation-0")
-        status, text = ask(run, "controller", method, asked, b'{"version": 0, "path": "/", "sha256": "x"}', headers)
-        assert status == 401, (method, path, text)
-    assert ask(run, "controller", "GET", "/status", headers=token(run))[0] == 200
+@REFUSED
+def test_services_refuse_requests_without_the_token(run: Launched, headers: dict[str, str]) -> None:
+    body = b'{"version": 0, "path": "/", "sha256": "x"}'
+    values = {"{name}": "x", "{version}": "1", "{node}": "n", "{kind}": "logs", "{step}": "999999", "{group_id}": "1"}
+    values["{segment}"] = "000001-000001"
+    asked = {
+        "controller": [*routes(Routes), ("GET", "/unknown"), ("OPTIONS", "/versions")],
+        "files": [*routes(Files), ("GET", "/unknown"), ("PUT", "/run")],
+        "generation": [("GET", "/health"), ("POST", "/pause")],
+        stager(run): [("POST", "/stage"), ("GET", "/stage"), ("GET", "/unknown")],
+    }
+    for service, places in asked.items():
+        for method, path in places:
+            for name, value in values.items():
+                path = path.replace(name, value)
+            assert ask(run, service, method, path, body, headers)[0] == 401, (service, method, path)
+    for service, path in (("controller", "/status"), ("files", "/run"), ("generation", "/health")):
+        assert ask(run, service, "GET", path, headers=token(run))[0] == 200
+    assert ask(run, stager(run), "GET", "/stage", headers=token(run))[0] == 405
 
 
-def test_the_servers_of_a_run_want_it_too(run: Launched) -> None:
-    assert ask(run, "generation", "GET", "/health")[0] == 401
-    assert ask(run, "generation", "POST", "/pause")[0] == 401
-    assert ask(run, "generation", "GET", "/health", headers=token(run))[0] == 200
-
-
-def test_the_controller_is_not_made_to_call_others(run: Launched) -> None:
+def test_a_stranger_has_the_controller_call_nobody(run: Launched) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(1.0)
         body = json.dumps({"name": "x", "url": f"http://127.0.0.1:{listening.getsockname()[1]}"}).encode()
@@ -87,46 +164,85 @@ def test_the_controller_is_not_made_to_call_others(run: Launched) -> None:
             listening.accept()
 
 
-def test_parts_of_thousands_of_completions_may_be_asked_for(run: Launched) -> None:
-    spans = ",".join(f"{at}-{at + 1}" for at in range(10_000))
-    status, text = ask(run, "controller", "GET", f"/groups/999999?spans={spans}", headers=token(run))
-    assert (status, text) == (400, "group_id: no payload is kept for group 999999")
+@pytest.mark.parametrize(
+    ("method", "path", "body", "error"),
+    [
+        ("GET", f"/groups/999999?spans={'7-8,' * 9999}7-8", b"", "group_id: no payload is kept for group 999999"),
+        ("POST", "/versions", b"[" * 200_000, "body: is nested too deeply"),
+        (
+            *("POST", "/versions", b'{"version": 0, "path": "/", "sha256": "x"}'),
+            "version: must be 1 or more, as version 0 is the base model, got 0",
+        ),
+    ],
+    ids=["spans", "brackets", "version 0"],
+)
+def test_the_controller_refuses_bad_requests(run: Launched, method: str, path: str, body: bytes, error: str) -> None:
+    assert ask(run, "controller", method, path, body, token(run)) == (400, error)
 
 
-def test_a_body_of_brackets_is_refused(run: Launched) -> None:
-    status, text = ask(run, "controller", "POST", "/versions", b"[" * 200_000, token(run))
-    assert (status, text) == (400, "body: is nested too deeply")
+def test_a_generation_server_refuses_deeply_nested_json(run: Launched) -> None:
     status, text = ask(run, "generation", "POST", "/inference/v1/generate", b"[" * 200_000, token(run))
     assert status == 400
     assert "the body is not JSON: " in text
 
 
-def test_version_0_is_the_base_model(run: Launched) -> None:
-    body = b'{"version": 0, "path": "/", "sha256": "x"}'
-    status, text = ask(run, "controller", "POST", "/versions", body, token(run))
-    assert (status, text) == (400, "version: must be 1 or more, as version 0 is the base model, got 0")
-
-
-@pytest.mark.parametrize("known", [False, True], ids=["without the token", "with the token"])
 @pytest.mark.nightly
-def test_whatever_is_sent_the_controller_serves_on(run: Launched, known: bool) -> None:
+def test_no_request_ends_the_controller(run: Launched) -> None:
     pid = run.pid("controller")
-    asked = [route for route in routes() if not (known and route[1] in ENDS)]
 
     @FUZZED
-    @given(route=st.sampled_from(asked), place=PLACES, body=BODIES)
+    @given(
+        route=st.sampled_from([route for route in routes(Routes) if route[1] not in ENDS]), place=PLACES, body=BODIES
+    )
     def fuzz(route: tuple[str, str], place: str, body: bytes) -> None:
         method, path = route
-        if known and path in ("/servers/{name}", "/batch/{step}", "/checkpoints/{step}"):
+        if path in ("/servers/{name}", "/batch/{step}", "/checkpoints/{step}"):
             place = "x"  # else a server would leave, or a batch be waited for
         for name in ("{step}", "{group_id}", "{name}"):
             path = path.replace(name, urllib.parse.quote(place, safe="%"))
-        status, text = ask(run, "controller", method, f"{path}?timeout_s=0", body, token(run) if known else {})
-        if known:
-            assert status != 500, (route, place, body, text)
-        else:
-            assert status == 401, (route, place, body, text)
+        status, text = ask(run, "controller", method, f"{path}?timeout_s=0", body, token(run))
+        assert status != 500, (route, place, body, text)
 
     fuzz()
     assert run.last_pid("controller") == pid
     assert ask(run, "controller", "GET", "/status", headers=token(run))[0] == 200
+
+
+@pytest.mark.nightly
+def test_no_request_ends_the_file_server_or_makes_files(run: Launched) -> None:
+    pid, before = run.pid("files"), files(run)
+
+    @FUZZED
+    @given(
+        route=st.sampled_from(routes(Files)),
+        places=st.lists(PLACES, min_size=3, max_size=3),
+        segment=PLACES | st.just("000001-000001"),
+        body=BODIES,
+    )
+    def fuzz(route: tuple[str, str], places: list[str], segment: str, body: bytes) -> None:
+        method, path = route
+        for name, place in zip(("{name}", "{node}", "{kind}"), places, strict=True):
+            path = path.replace(name, urllib.parse.quote(place, safe="%"))
+        path = path.replace("{version}", urllib.parse.quote(places[0], safe="%")).replace("{segment}", segment)
+        query = f"offset={places[1]}&spans={places[1]}-{places[2]}"
+        status, text = ask(run, "files", method, f"{path}?{query}", body, token(run))
+        assert status < 500, (route, places, body, text)
+
+    fuzz()
+    assert run.last_pid("files") == pid
+    assert files(run) == before
+    assert ask(run, "files", "GET", "/run", headers=token(run))[0] == 200
+
+
+@pytest.mark.nightly
+def test_no_request_ends_a_stager(run: Launched) -> None:
+    where = stager(run)
+
+    @FUZZED
+    @given(body=BODIES)
+    def fuzz(body: bytes) -> None:
+        status, text = ask(run, where, "POST", "/stage", body, token(run))
+        assert status == 400, (body, text)
+
+    fuzz()
+    assert ask(run, where, "GET", "/stage", headers=token(run))[0] == 405

@@ -288,7 +288,7 @@ def test_a_prompt_file_that_is_absent(refused: Callable[..., str], model: Path, 
 
 def test_the_command_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "areal_core", f"state_dir={tmp_path}/state", "training.stepz=5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "areal: error: training.stepz: no such field; did you mean training.steps?\n"
     assert not (tmp_path / "state").exists()

@@ -57,7 +57,7 @@ def test_killed_and_asked_for_again_it_comes_to_the_same(state):
     file = state / "evaluations" / "killed" / "chains.jsonl"
     process = spawn.Process(target=_evaluate, args=(state, "killed"))
     process.start()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while lines(file) < 6:
         assert process.is_alive()
         assert time.monotonic() < deadline

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_core.environments.verdicts import Judge, Verdict
-from areal_core.errors import DivergenceError, GenerationError, ModelError, ServerLostError
+from areal_core.errors import DivergenceError, ServerLostError
 from areal_core.evaluation.records import RecordFile
 from areal_core.evaluation.sampling import Collector, Sampling
 from areal_core.evaluation.servers import OwnEngine
@@ -128,7 +128,7 @@ def collect_here(file, engine, version=BASE):
 
     async def run(records):
         collector = Collector(PROBLEMS, records, SAMPLING, TOKENIZER, judge(verify), version=version.version)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await OwnEngine(engine, slots=8).work_on(collector, version)
             await collector.finished()
 
@@ -147,12 +147,6 @@ def test_an_engine_in_the_same_process_scores_as_servers_do(engine, alone, model
     assert collect_here(tmp_path / "b.jsonl", engine) == alone
     version = dataclasses.replace(base_version(str(model)), version=7)
     assert collect_here(tmp_path / "c.jsonl", engine, version) == alone
-
-
-def test_an_engine_loads_what_the_version_says_and_nothing_else(engine, model, tmp_path):
-    version = dataclasses.replace(base_version(str(model)), version=7, sha256="0" * 64)
-    with pytest.raises(ModelError, match=r"sha256: .* the update names 0000"):
-        collect_here(tmp_path / "b.jsonl", engine, version)
 
 
 def test_an_engine_that_fails_ends_the_evaluation(model, tmp_path):
@@ -205,15 +199,3 @@ def test_a_verifier_that_fails_costs_its_verdict_alone(servers, alone, tmp_path)
     assert ended
     assert all((sample.outcome, sample.score) == (Outcome.FAILED, None) for sample in ended)
     assert [record for record in found if record.problem != 3] == [record for record in alone if record.problem != 3]
-
-
-def test_a_request_that_is_refused_ends_the_evaluation(servers, tmp_path):
-    long = dataclasses.replace(PROBLEMS[0], token_ids=PROBLEMS[0].token_ids * 100)
-    with pytest.raises(GenerationError, match="context"):
-        collect(tmp_path / "b.jsonl", [servers[0].url], problems=[long])
-
-
-def test_without_samples_there_is_the_greedy_completion_alone(servers, alone, tmp_path):
-    greedy = dataclasses.replace(SAMPLING, samples=0)
-    found = collect(tmp_path / "b.jsonl", [servers[0].url], sampling=greedy)
-    assert found == [dataclasses.replace(record, samples=()) for record in alone]

@@ -19,7 +19,7 @@ from areal_core.errors import GenerationError, ServerLostError
 from areal_core.generation.client import GenerationClient
 from areal_core.types import PolicyVersion
 from tests.support.generation import LLAMA_GQA, request
-from tests.support.live_servers import SEEDS, SLOTS, body, get, post, publish, serving, start, until, url_of
+from tests.support.live_servers import SEEDS, SLOTS, get, post, publish, serving, start, until, url_of
 
 # vLLM has no attention for heads this small.
 SPEC = dataclasses.replace(LLAMA_GQA, context=32768, eos_token_ids=(1,))
@@ -89,64 +89,12 @@ async def test_an_update_that_waits_for_running_completions_does_not_wait_for_ot
         published.reference.check(asked, completion)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        body([2.5]),
-        body([2] * SPEC.context),
-        body(temperature=0.001),
-        body(temperature=101),
-        body() | {"stream": True},
-        body(best_of=2),
-    ],
-)
-async def test_a_refusal_is_one_line_that_starts_with_the_field(http, value):
-    status, reply = await post(http, "/inference/v1/generate", value)
-    assert status == 400
-    assert reply["error"]["message"].startswith(f"{reply['error']['param']}: ")
-    assert "\n" not in reply["error"]["message"]
-
-
 async def test_an_id_is_served_once_at_a_time(client):
     first = asyncio.ensure_future(client.complete(request(max_tokens=LONG, stop_token_ids=())))
     await until(client, lambda load: load.running == 1)
     with pytest.raises(GenerationError, match="already being served"):
         await client.complete(request())
     assert not first.done()
-
-
-async def test_ids_that_are_not_served_are_not_counted(client, http):
-    call = asyncio.ensure_future(client.complete(request("known", max_tokens=LONG, stop_token_ids=())))
-    await until(client, lambda load: load.running == 1)
-    reply = await post(http, "/abort_requests", {"request_ids": ["known", "unknown"]})
-    assert reply == (200, {"status": "aborted", "aborted": 1})
-    assert (await call)[0].finish_reason == "abort"
-
-
-async def test_a_bad_update_is_refused_while_decoding_goes_on(client, http, tmp_path):
-    await post(http, "/start_weight_update")
-    info = {"path": str(tmp_path / "nowhere"), "sha256": "0"}
-    status, reply = await post(http, "/update_weights", {"update_info": info})
-    assert status == 400
-    assert "\n" not in reply["error"]["message"]
-    status, _ = await post(http, "/finish_weight_update", {"weight_version": "1"})
-    assert status == 400
-    assert await get(http, "/weight_info") == (200, {"weight_version": "0"})
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "param"),
-    [
-        ("/update_weights", {"update_info": {"path": "x"}}, "sha256"),
-        ("/finish_weight_update", {"weight_version": "seven"}, "weight_version"),
-        ("/finish_weight_update", {"weight_version": "7"}, "weight_version"),
-        ("/abort_requests", {"request_ids": "r"}, "request_ids"),
-        ("/sleep?level=2", None, "level"),
-    ],
-)
-async def test_control_routes_refuse_by_field(http, path, value, param):
-    status, reply = await post(http, path, value)
-    assert (status, reply["error"]["param"]) == (400, param)
 
 
 async def test_the_other_routes(client, http):
@@ -182,7 +130,7 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
         stack.callback(dying.communicate)
         stack.callback(dying.kill)
         other = stack.enter_context(serving("embedded", published.base, tmp_path / "b.json", "--slots", 4))
-        pool = GenerationPool(completions_per_server=8, patience_s=20)
+        pool = GenerationPool(completions_per_server=8, patience_s=60)
         pool.registry.subscribe(lambda server, before: changes.append(len(pool.registry.at_work)))
         base = PolicyVersion(version=0, path=str(published.base), sha256="not looked at")
         await pool.join("a", url_of(dying, tmp_path / "a.json"), lambda: base)
@@ -193,7 +141,7 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
 
         transcripts = [Transcript(request(f"r{i}", n=2, max_tokens=LONG, stop_token_ids=())) for i in range(2)]
         calls = [asyncio.ensure_future(pool.generate(transcript)) for transcript in transcripts]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while [load.running for load in await pool.loads()] != [2, 2]:  # noqa: ASYNC110 - other processes' state
                 await asyncio.sleep(0.01)
         os.kill(dying.pid, signal.SIGKILL)
@@ -212,7 +160,7 @@ async def test_the_pool_loads_into_all_servers_and_takes_out_one_that_dies(publi
 
 def test_a_model_that_does_not_load_is_one_line_and_status_2(tmp_path):
     process = start("embedded", tmp_path / "nowhere", tmp_path / "ready.json")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 2
     assert errors.count("\n") == 1
     assert str(tmp_path / "nowhere") in errors
@@ -223,7 +171,7 @@ def test_a_port_in_use_is_one_line_that_names_it_and_status_2(published, tmp_pat
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = start("embedded", published.base, tmp_path / "ready.json", "--port", str(port))
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
     assert process.returncode == 2
     assert errors.count("\n") == 1
     assert f"127.0.0.1:{port}" in errors
@@ -238,4 +186,4 @@ async def test_sigterm_fails_running_requests_and_ends_with_status_0(published, 
         with pytest.raises(ServerLostError):
             await call
         await client.close()
-        await asyncio.to_thread(server.process.wait, 30)  # a second signal would meet Python on its way out
+        await asyncio.to_thread(server.process.wait, 240)  # a second signal would meet Python on its way out

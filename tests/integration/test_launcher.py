@@ -6,7 +6,6 @@ import concurrent.futures
 import dataclasses
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -19,16 +18,15 @@ from typing import Any
 import pytest
 
 from areal_core.config.schema import RunConfig, load
-from areal_core.errors import ProcessError, StorageError
+from areal_core.errors import ProcessError
 from areal_core.launch.supervisor import RoleSpec
 from areal_core.run import launcher as run_module
 from areal_core.run.launcher import Run
 from areal_core.run.roles import role_specs
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
-from areal_core.tracking.outbox import Outbox
 from areal_core.types import RunSummary, TokenLedger
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def config(root: Path, **fields: Any) -> RunConfig:
@@ -60,7 +58,7 @@ SUMMARY = RunSummary(
 STAND_IN = """
 import http.server, json, os, sys, threading, time
 from pathlib import Path
-from areal_core.launch import process, pulse
+from areal_core.launch import process
 from areal_core.storage.rundir import RunDir, write_json
 from areal_core.tracking.outbox import Outbox
 role, index, run, plan = sys.argv[1], int(sys.argv[2]), RunDir(Path(sys.argv[3])), json.loads(sys.argv[4])
@@ -109,11 +107,7 @@ if role == "controller":
     threading.Thread(target=server.serve_forever, daemon=True).start()
     process.announce_ready(run.ready_file(role, index), f"http://127.0.0.1:{server.server_port}")
     wait_for(trained.exists)
-    if plan.get("early summary"):
-        write_json(run.summary, plan["summary"])
-        time.sleep(600)
-    if not plan.get("no summary"):
-        write_json(run.summary, plan["summary"])
+    write_json(run.summary, plan["summary"])
     sys.exit()
 if role == "trainer" and plan.get("trainer") == "starts late":
     time.sleep(1.0)
@@ -128,16 +122,7 @@ elif role == "trainer":
     if plan.get("trainer") == "fails":
         sys.exit("the loss is not finite")
     wait_for(lambda: plan.get("trainer") != "hangs")
-    for step in range(plan.get("replays", 0)):
-        pulse.say(f"step {step}: training")
-        time.sleep(1.0)
-    if plan.get("trainer") == "never ends its step":
-        pulse.say("step 1: training")
-        time.sleep(600)
     trained.touch()
-    if plan.get("trainer") == "fails late":
-        wait_for(run.summary.exists)
-        sys.exit("too late")
 elif role == "evaluator":
     wait_for(run.summary.exists)
 elif role == "tracker":
@@ -235,19 +220,6 @@ def test_the_first_failure_is_the_one_that_every_role_reports(stage: Callable[..
     assert nothing_left(played)
 
 
-def test_a_failed_run_leaves_no_summary_even_if_it_was_written(stage: Callable[..., Stage]) -> None:
-    played = stage({"trainer": "fails late", "early summary": True})
-    played.play()
-    with pytest.raises(ProcessError, match="too late"):
-        played.run.report()
-    assert not played.dir.summary.exists()
-
-
-def test_a_controller_without_a_summary_has_failed(stage: Callable[..., Stage]) -> None:
-    played = stage({"no summary": True})
-    assert str(played.play()["rollout"]) == "controller-0 exited with code 0 and left no summary.json"
-
-
 def test_a_run_without_progress_fails(stage: Callable[..., Stage]) -> None:
     played = stage({"trainer": "hangs", "stall": True}, launch={"stall_timeout_s": 0.5})
     error = played.play()["train"]
@@ -257,22 +229,6 @@ def test_a_run_without_progress_fails(stage: Callable[..., Stage]) -> None:
         f"stacks are in {played.dir.logs}"
     )
     assert "wait_for" in played.dir.log_file("trainer").read_text()
-    assert nothing_left(played)
-
-
-def test_a_replay_that_takes_longer_than_the_stall_timeout_is_progress(stage: Callable[..., Stage]) -> None:
-    """No version is new meanwhile."""
-    played = stage({"replays": 6, "stall": True}, launch={"stall_timeout_s": 3.0})
-    assert set(played.play().values()) == {None}
-
-
-def test_a_trainer_that_hangs_is_named_in_the_failure_of_the_run(stage: Callable[..., Stage]) -> None:
-    played = stage({"trainer": "never ends its step"}, launch={"stall_timeout_s": 2.0})
-    assert re.match(
-        r"trainer-0 has made no progress for 2 s \(launch\.stall_timeout_s\): S \(sleeping\); step 1: training since "
-        r"\d s; its stacks are in .*trainer-0\.log: killed; .*trainer-0\.log ends: ",
-        str(played.play()["train"]),
-    )
     assert nothing_left(played)
 
 
@@ -288,18 +244,6 @@ def test_a_run_goes_on_with_the_servers_that_it_has(stage: Callable[..., Stage])
 
     error = played.play(meanwhile)["generate"]
     assert str(error).startswith("generation-0 was killed by SIGKILL; ")
-
-
-def test_a_run_whose_disk_is_nearly_full_ends_in_order(stage: Callable[..., Stage], tmp_path: Path) -> None:
-    played = stage({"trainer": "hangs"}, launch={"disk_min_gib": 2.0**40, "disk_low_gib": 2.0**40})
-    error = played.play()["rollout"]
-    assert isinstance(error, StorageError)
-    assert re.fullmatch(
-        rf"state_dir: {played.dir.root} has \d+\.\d\d GiB left, less than \S+ \(launch\.disk_min_gib\): the run ends; "
-        r"with more room it can be resumed",
-        str(error),
-    )
-    assert nothing_left(played)
 
 
 def test_servers_take_work_once_the_trainer_is_there(stage: Callable[..., Stage]) -> None:
@@ -357,13 +301,6 @@ def test_a_tracker_that_fails_stops_nothing(stage: Callable[..., Stage]) -> None
     assert set(played.play().values()) == {None}
     assert played.run.report() == SUMMARY
     assert any("the run goes on untracked" in line for line in played.lines)
-
-
-def test_a_tracker_that_does_not_end_is_stopped(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Outbox, "end", lambda self, status: None)
-    played = stage(tracking={"flush_timeout_s": 0.1}, launch={"stop_timeout_s": 1.0})
-    assert set(played.play().values()) == {None}
-    assert nothing_left(played)
 
 
 def test_ready_files_of_earlier_processes_are_removed(tmp_path: Path) -> None:

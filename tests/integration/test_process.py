@@ -15,7 +15,7 @@ import pytest
 
 from areal_core.launch import process
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 # A parent that starts a child, which calls `{call}` and then sleeps; the parent prints the child's pid once it is tied.
 PARENT = """

@@ -21,7 +21,7 @@ from tests.support.ranks import TIMEOUT_S, meeting, summing
 
 pytestmark = pytest.mark.slow  # they wait for one another in vain
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Ranks:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 # One of two agents; its one rank runs the given code.
 AGENT = f"""
 import sys

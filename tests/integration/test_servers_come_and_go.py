@@ -88,14 +88,14 @@ async def servers(models: list[PolicyVersion]) -> AsyncIterator[list[Served]]:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[GenerationPool]:
-    pool = GenerationPool(completions_per_server=8, patience_s=20)
-    async with asyncio.timeout(30):
+    pool = GenerationPool(completions_per_server=8, patience_s=60)
+    async with asyncio.timeout(240):
         yield pool
     await pool.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

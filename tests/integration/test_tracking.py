@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -98,7 +97,7 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
     run.log(range(3500, 4000))
     run.outbox.end("FINISHED")
 
-    _, log = forwarder.communicate(timeout=120)
+    _, log = forwarder.communicate(timeout=240)
 
     assert forwarder.returncode == 0, log
     assert server.held(tracking_id(run)) == expected(range(4000))
@@ -169,7 +168,7 @@ def test_server_that_never_answers_holds_up_the_end_for_its_bound_only(server: S
     try:
         run.log(range(10, 500))
         run.outbox.end("FINISHED")
-        _, log = forwarder.communicate(timeout=120)
+        _, log = forwarder.communicate(timeout=240)
     finally:
         server.signal(signal.SIGCONT)
 
@@ -224,7 +223,7 @@ def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: Ml
     run.log(range(5, 10))
     forwarder.terminate()
 
-    _, log = forwarder.communicate(timeout=30)
+    _, log = forwarder.communicate(timeout=240)
 
     assert forwarder.returncode == 143, log
     assert client.get_run(tracking_id(run)).info.status == "KILLED"
@@ -233,17 +232,6 @@ def test_forwarder_that_is_told_to_end_marks_the_run_killed(run: Run, client: Ml
     run.outbox.end("FAILED")  # another forwarder takes over
     assert run.forward_here()
     assert client.get_run(tracking_id(run)).info.status == "FAILED"
-
-
-def test_signal_during_the_start_is_not_lost(run: Run, client: MlflowClient) -> None:
-    forwarder = run.forward()
-    until(lambda: "SigBlk:\t0000000000004002" in Path(f"/proc/{forwarder.pid}/status").read_text(), "blocked signals")
-    forwarder.terminate()
-
-    _, log = forwarder.communicate(timeout=60)
-
-    assert forwarder.returncode == 143, log
-    assert client.get_run(tracking_id(run)).info.status == "KILLED"
 
 
 def test_orphan_marks_the_run_killed(run: Run, client: MlflowClient) -> None:
@@ -300,25 +288,6 @@ def test_start_run_records_the_configuration(
     assert json.loads(saved.read_text()) == config
 
 
-def test_long_and_odd_names_do_not_fail(server: Server, client: MlflowClient) -> None:
-    params = {"p" * 400: "v" * 7000, "a:b\n/../c": "x", "empty": "", **{f"many.{i}": str(i) for i in range(250)}}
-
-    run_id = start_run(server.uri, "e" * 600, "n" * 600, {"t" * 400: "v" * 9000}, params)
-
-    stored = client.get_run(run_id).data.params
-    assert len(stored) == 253
-    [long] = [name for name in stored if name.startswith("ppp")]
-    assert (len(long), len(stored[long])) == (250, 6000)
-    assert stored["empty"] == ""
-
-
-def test_deleted_experiment_is_named(server: Server, client: MlflowClient) -> None:
-    client.delete_experiment(client.create_experiment("gone"))
-
-    with pytest.raises(TrackingError, match=r"^tracking\.experiment: 'gone' was deleted"):
-        start_run(server.uri, "gone", "x", {}, {})
-
-
 def test_sqlite_needs_no_server(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     check_reachable(uri)
@@ -338,33 +307,6 @@ def test_database_behind_a_server_is_refused(server: Server) -> None:
 
     with pytest.raises(TrackingError, match=r"^tracking\.uri: the artifacts of 'areal' belong to an MLflow server"):
         start_run(f"sqlite:///{server.folder}/mlflow.db", "areal", "x", {}, {})
-
-
-def assert_unreachable(uri: str, reason: str) -> None:
-    with pytest.raises(
-        TrackingError, match=rf"^tracking\.uri: can't (use MLflow at|write to) .*: .*{reason}"
-    ) as caught:
-        check_reachable(uri)
-    assert "\n" not in str(caught.value)
-
-
-def test_reachable_server_passes(server: Server) -> None:
-    check_reachable(server.uri)
-
-
-def test_closed_port_is_named() -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        assert_unreachable(f"http://127.0.0.1:{closed.getsockname()[1]}", "Connection refused")
-
-
-def test_silent_server_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert_unreachable(f"http://127.0.0.1:{silent.getsockname()[1]}", "no response in time")
-
-
-def test_unusable_database_is_named() -> None:
-    assert_unreachable("sqlite:////proc/areal/mlflow.db", "(unable to open database file|No such file or directory)")
 
 
 def test_what_is_longer_than_mlflow_takes_is_cut_with_a_mark(server: Server, client: MlflowClient) -> None:

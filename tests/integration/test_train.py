@@ -33,7 +33,7 @@ def test_interrupted_train_cancels_its_run_and_ends_everything(tmp_path: Path) -
         if line.startswith("step") and not line.startswith("step 0/"):
             break
     train.send_signal(signal.SIGINT)
-    rest, _ = train.communicate(timeout=120)
+    rest, _ = train.communicate(timeout=240)
     assert train.returncode == 130
     assert "The flow run is Cancelled." in rest
     assert processes_of(tmp_path) == {}

@@ -34,7 +34,7 @@ STATE = f"terraform/runs/{RUN}.tfstate"
 INSTANCE, ROLE, GROUP = "aws_instance", "aws_iam_role", "aws_security_group"
 WANTED = {"group": GROUP, "role": ROLE, "trainer-0": INSTANCE}
 REQUEST = {"run": RUN, "foundation": {"bucket": "areal", "region": "us-east-1", "vpc_id": "vpc-1"}}
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 Key = tuple[str, str]  # kind and id
 

@@ -18,7 +18,7 @@ from areal_core.launch.supervisor import FileLock
 from areal_core.storage.rundir import RunDir, RunInfo, write_json
 from areal_core.types import RunStatus
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class HeadNode:

@@ -42,8 +42,8 @@ VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 REQUIRE_VLLM = "AREAL_REQUIRE_VLLM"
 _MODULES = {"embedded": "tests.support.slow", "vllm": "areal_core.generation.vllm.server"}
 _SLOW_VLLM = "--logits-processors tests.support.slow_vllm:Slow"
-_START_S = {"embedded": 60, "vllm": 300}
-_END_S = 30
+_START_S = {"embedded": 240, "vllm": 600}
+_END_S = 120
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ async def sample(http: aiohttp.ClientSession, value: dict[str, Any]) -> dict[str
 
 
 async def until(client: GenerationClient, condition: Callable[[ServerLoad], bool]) -> ServerLoad:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not condition(load := await client.load()):  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(0.01 if client.in_place else 0.1)  # vLLM takes long to write its metrics
     return load

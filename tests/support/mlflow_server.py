@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 PAUSE = threading.Event()  # never set: `PAUSE.wait` is the pause between two looks
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 240.0
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = _TIMEOUT_S) -> None:

@@ -16,7 +16,7 @@ from ipaddress import IPv4Address
 from pathlib import Path
 
 PREFIX = "areal"
-TIMEOUT_S = 120.0  # for whatever a test waits for; what fails to come fails there
+TIMEOUT_S = 300.0  # for whatever a test waits for; what fails to come fails there
 _NAMED = Path("/run/netns")
 _CLONE_NEWNET, _CLONE_NEWPID = 0x40000000, 0x20000000
 

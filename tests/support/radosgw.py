@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGES = "radosgw ceph-mon ceph-osd"  # of Debian
 REQUIRE_S3 = "AREAL_REQUIRE_S3"  # set: a machine that lacks them fails these tests instead of skipping them
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0
 _COMMANDS = ("setpriv", "monmaptool", "ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
 _OWNER = "areal"
 _CONFIGURATION = """

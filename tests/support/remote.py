@@ -18,7 +18,7 @@ from areal_core.storage import weights
 from areal_core.storage.rundir import RunDir, RunInfo
 from areal_core.types import PolicyVersion
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Served:

@@ -25,7 +25,7 @@ from tests.support.models import put_base_model
 T = TypeVar("T")
 
 MARK = "AREAL_TEST_RUN"  # in the environment of everything that a launcher starts, however deep
-TIMEOUT_S = 90.0  # for whatever a test waits for; what fails to come fails there
+TIMEOUT_S = 240.0  # for whatever a test waits for; what fails to come fails there
 TINY: dict[str, Any] = {
     "tracking": {"enabled": False},
     "model": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate_size": 32},

@@ -90,7 +90,7 @@ class FakeServer:
 
     async def started(self, *request_ids: str) -> None:
         """Return once these requests have come."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not set(request_ids) <= self.requests.keys():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
@@ -99,7 +99,7 @@ class FakeServer:
         """A request that has come, and is let go at the end."""
         known = len(self.requests)
         task = asyncio.ensure_future(call)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.requests) == known:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         yield task

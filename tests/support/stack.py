@@ -23,7 +23,7 @@ from tests.support.control import environment, processes_of, run_python
 
 T = TypeVar("T")
 
-_TIMEOUT_S = 120.0  # for whatever a test waits for
+_TIMEOUT_S = 300.0  # for whatever a test waits for
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from areal_core.storage.objects import Storage
 
-_PATIENCE_S = 30.0  # real ones, for a thread to take its turn
+_PATIENCE_S = 120.0  # real ones, for a thread to take its turn
 
 
 class Turns:

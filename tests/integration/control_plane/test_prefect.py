@@ -127,7 +127,7 @@ def test_interrupted_train_cancels_its_run_and_leaves_the_servers_that_were_up(u
     flow_run = up.newest()
     pids = up.roles_of(f"emulated-cpu-async-{str(flow_run.id)[-12:]}")
     train.send_signal(signal.SIGINT)
-    rest, _ = train.communicate(timeout=120)
+    rest, _ = train.communicate(timeout=240)
     assert train.returncode == 130
     assert "The flow run is Cancelled." in rest
     assert up.client.read_flow_run(flow_run.id).state_name == "Cancelled"
