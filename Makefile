@@ -68,7 +68,10 @@ test-cloud: $(SETUP) $(CHECKOV_SETUP) ## test real Terraform against an emulated
 	$(BIN)/python -m pytest -n 2 -m 'cloud and not nightly' -rs tests/cloud $(ARGS)
 
 test-nightly: $(SETUP) $(VLLM_SETUP) $(SMOLLM2) $(CHECKOV_SETUP) radosgw extras ## run the slow tests that `.ci/run` leaves out (as root): ARGS=
-	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m '(nightly or chaos) and not gpu' -rs $(ARGS)
+	@failed=0; \
+	$(BIN)/python -m pytest -n 2 -m 'nightly and cloud' -rs tests/cloud $(ARGS) || failed=1; \
+	AREAL_REQUIRE_VLLM=1 $(PYTEST) -m '(nightly or chaos) and not gpu and not cloud' -rs $(ARGS) || failed=1; \
+	exit $$failed
 
 test-gpu: $(SETUP) ## test the CUDA path on a machine with a GPU: ARGS=
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

@@ -122,8 +122,6 @@ class AskedToEndError(BaseException):
     ("phase", "what", "line"),
     [
         ("make", "main thread", 'aws_instance.node["trainer-0"]: Creating...'),
-        ("replace", "another thread", 'aws_instance.node["trainer-0"]: Destroying...'),
-        ("replace", "another thread", 'aws_instance.node["trainer-0"]: Creating...'),
         ("replace", "another thread", "trying again in"),
         ("end", "main thread", 'aws_instance.node["trainer-0"]: Destroying...'),
     ],

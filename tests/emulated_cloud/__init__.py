@@ -8,6 +8,6 @@
 - `metadata` is the service that tells a machine what it is
 """
 
-from tests.emulated_cloud.cloud import ApiCall, EmulatedCloud, Start, missing
+from tests.emulated_cloud.cloud import EmulatedCloud, Start, missing
 
-__all__ = ["ApiCall", "EmulatedCloud", "Start", "missing"]
+__all__ = ["EmulatedCloud", "Start", "missing"]

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import psutil
 
 from flows.stack import ROOT
 from tests.emulated_cloud import init
-from tests.emulated_cloud.daemon import ADDRESS, CALLS, CONTROL, CONTROL_HOST, PORT, STARTS, Options
+from tests.emulated_cloud.daemon import ADDRESS, CONTROL, CONTROL_HOST, PORT, STARTS, Options
 from tests.emulated_cloud.faults import Fault, Kind
 from tests.support import namespaces
 from tests.support.cloud import RUN, Cloud
@@ -66,19 +65,7 @@ class Start:
     address: str
     started_at: float  # seconds since 1970
     ended_at: float | None
-    why: str | None  # terminated, powered off, reclaimed, lost, crashed, the cloud ends
-
-
-@dataclass(frozen=True)
-class ApiCall:
-    """One call that came to the API."""
-
-    at: float  # when it was answered, in seconds since 1970
-    caller: str  # address
-    service: str
-    call: str  # as in `EmulatedCloud.fault`
-    fault: Kind | None
-    status: int | None  # None: no answer
+    why: str | None  # terminated, powered off, reclaimed, crashed, the cloud ends
 
 
 class EmulatedCloud(Cloud):
@@ -108,7 +95,7 @@ class EmulatedCloud(Cloud):
     **The API** is moto's, and what a launch template says is put into RunInstances, which moto leaves out for
     interfaces, profile, metadata options, behaviour at shutdown, zone and market. ClientToken is heeded.
 
-    Files in `folder`: logs/INSTANCE.log, calls.jsonl, starts.jsonl, moto.log, daemon.log, and the socket `control` that
+    Files in `folder`: logs/INSTANCE.log, starts.jsonl, moto.log, daemon.log, and the socket `control` that
     takes what is asked for here, for curl.
     """
 
@@ -177,38 +164,14 @@ class EmulatedCloud(Cloud):
     # Faults.
 
     def fault(
-        self,
-        call: str,
-        kind: Kind,
-        *,
-        code: str = "InternalError",
-        status: int | None = None,
-        delay_s: float = 0.0,
-        count: int | None = 1,
-        probability: float = 1.0,
-        seed: int = 0,
+        self, call: str, kind: Kind, *, code: str = "InternalError", delay_s: float = 0.0, count: int | None = 1
     ) -> None:
-        """Spoil the next `count` calls (None: all) that match `call`, each with `probability`.
+        """Spoil the next `count` calls (None: all) that match `call`.
 
-        `call` is a pattern of names: `RunInstances`, `Describe*`, `GetParameters`; of S3 `PUT /bucket/key*`. Kinds:
-
-        - refuse: with AWS's error `code`, by `status` or the usual one
-        - delay: carried out after `delay_s`
-        - drop: not carried out, and the connection is closed without an answer
-        - lose: carried out, and the connection is closed without an answer
-        - twice: carried out twice, and answered with the second answer (once where the call has a ClientToken)
+        `call` is a pattern of names: `RunInstances`, `Describe*`; of S3 `PUT /bucket/key*`. Kinds: `refuse` with AWS's
+        error `code` (of EC2 and S3), `delay` by `delay_s`.
         """
-        fault = Fault(
-            call=call,
-            kind=kind,
-            code=code,
-            status=status,
-            delay_s=delay_s,
-            count=count,
-            probability=probability,
-            seed=seed,
-        )
-        self._ask("fault", **msgspec.to_builtins(fault))
+        self._ask("fault", **msgspec.to_builtins(Fault(call=call, kind=kind, code=code, delay_s=delay_s, count=count)))
 
     def faults(self) -> list[Fault]:
         """Those that have not all been met."""
@@ -218,41 +181,13 @@ class EmulatedCloud(Cloud):
         """No more faults of calls and of boots."""
         self._ask("clear")
 
-    def boot_delay(self, delay_s: float, count: int | None = 1) -> None:
-        """The next `count` machines (None: all) are powered on so much later than their instance runs."""
-        self._ask("boots", how="late", delay_s=delay_s, count=count)
-
     def boot_never(self, count: int | None = 1) -> None:
-        """The next machines run nothing: they are on the network, and that is all."""
-        self._ask("boots", how="never", count=count)
-
-    def boot_fails(self, count: int | None = 1) -> None:
-        """The user data of the next machines ends at once, with status 1."""
-        self._ask("boots", how="fails", count=count)
+        """The next `count` machines (None: all) run nothing: they are on the network, and that is all."""
+        self._ask("boot_never", count=count)
 
     def reclaim(self, instance: str, notice_s: float = 120.0) -> None:
         """The machine's metadata tells of its end, which comes after `notice_s`."""
         self._ask("reclaim", instance=instance, notice_s=notice_s)
-
-    def lose(self, instance: str) -> None:
-        """The machine is gone at once, and its instance terminated."""
-        self._ask("lose", instance=instance)
-
-    def freeze(self, instance: str, *, cut: bool = True) -> None:
-        """The machine is there and computes nothing; with `cut` nothing reaches it either, otherwise its network still
-        takes connections. Its own `shutdown` stands still as well."""
-        self._ask("freeze", instance=instance, cut=cut)
-
-    def thaw(self, instance: str) -> None:
-        """It goes on, and is reached."""
-        self._ask("thaw", instance=instance)
-
-    def cut(self, instance: str) -> None:
-        """Nothing reaches the machine or comes from it; its metadata service is still there."""
-        self._ask("cut", instance=instance)
-
-    def join(self, instance: str) -> None:
-        self._ask("join", instance=instance)
 
     # What there is.
 
@@ -280,14 +215,6 @@ class EmulatedCloud(Cloud):
             with self.inside():
                 self._image = super().image()
         return self._image
-
-    def calls(self, pattern: str = "*") -> list[ApiCall]:
-        """What came to the API, in the order of the answers."""
-        lines = [json.loads(line) for line in (self.folder / CALLS).read_text().splitlines()]
-        calls = [
-            ApiCall(**{"caller" if key == "from" else key: value for key, value in line.items()}) for line in lines
-        ]
-        return [call for call in calls if fnmatchcase(call.call, pattern)]
 
     @property
     def starts(self) -> list[Start]:

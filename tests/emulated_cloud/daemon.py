@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -35,9 +35,8 @@ from tests.support.namespaces import Switch
 
 ADDRESS, PORT = "10.64.255.1", 4566  # of the control host, and of the API on it
 CONTROL_HOST = "control"
-CONTROL, STARTS, CALLS = "control", "starts.jsonl", "calls.jsonl"  # files in the cloud's folder
+CONTROL, STARTS = "control", "starts.jsonl"  # files in the cloud's folder
 _LOOK_S = 1.0  # between two looks at moto's instances, where no call may have changed them
-_DIES = '#!/bin/sh\necho "the boot fails, as the test has asked for"\nexit 1\n'
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,14 +44,6 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     folder: str
     minute_s: float
     power_off_s: float
-
-
-class Boot(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How the next `count` machines boot, or all."""
-
-    how: Literal["late", "never", "fails"]
-    delay_s: float = 0.0
-    count: int | None = 1
 
 
 class _RefusedError(Exception):
@@ -73,14 +64,13 @@ class Daemon:
         self._ec2, self._iam = moto.client("ec2"), moto.client("iam")
         self._machines: dict[str, Machine] = {}
         self._started = 0
-        self._boots: list[Boot] = []
+        self._never: int | None = 0  # machines that run nothing: the next ones; None: all
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
         self._stop = asyncio.Event()
         self._starts = (self._folder / STARTS).open("a", buffering=1)
         self._proxy = Proxy(
             moto.endpoint,
-            self._folder / CALLS,
             describe=self._ec2.describe_launch_template_versions,
             changed=self._look.set,
         )
@@ -125,11 +115,12 @@ class Daemon:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), _LOOK_S)
             self._look.clear()
+            stopped = {instance for instance, machine in self._machines.items() if machine.stopped and machine.gone}
             running = await asyncio.to_thread(self._running)
             for instance, described in running.items():
-                if instance in self._machines:
+                if instance in self._machines and instance not in stopped:
                     self._machines[instance].tell(described)
-                else:
+                else:  # new, or started again since its machine powered off
                     self._add(described)
             for instance, machine in list(self._machines.items()):
                 if instance not in running:
@@ -147,27 +138,19 @@ class Daemon:
         self._started += 1
         machine = Machine(self._site, self._started, described, self._has_ended)
         self._machines[machine.instance] = machine
-        self._spawn(self._boot(machine, self._next_boot()))
+        self._spawn(self._boot(machine, never=self._next_never()))
 
-    def _next_boot(self) -> Boot | None:
-        if not self._boots:
-            return None
-        boot = self._boots[0]
-        if boot.count is not None:
-            boot.count -= 1
-            if boot.count == 0:
-                del self._boots[0]
-        return boot
+    def _next_never(self) -> bool:
+        if self._never:
+            self._never -= 1
+            return True
+        return self._never is None
 
-    async def _boot(self, machine: Machine, boot: Boot | None) -> None:
-        if boot is not None and boot.how == "late":
-            await asyncio.sleep(boot.delay_s)
+    async def _boot(self, machine: Machine, *, never: bool) -> None:
         user_data, role = await asyncio.to_thread(self._given, machine.described)
-        if boot is not None and boot.how != "late":
-            user_data = None if boot.how == "never" else _DIES
         if machine.why is None:
             try:
-                await machine.start(user_data, role)
+                await machine.start(None if never else user_data, role)
                 self._begins(machine)
             except BaseException:
                 machine.end("crashed", at_once=True)
@@ -201,16 +184,17 @@ class Daemon:
         self._look.set()
         self._spawn(machine.unplug())
         if machine.why == "powered off":
-            self._spawn(asyncio.to_thread(self._powered_off, machine.instance))
+            self._spawn(asyncio.to_thread(self._powered_off, machine))
 
-    def _powered_off(self, instance: str) -> None:
+    def _powered_off(self, machine: Machine) -> None:
         """From inside: what becomes of the instance is as it was started with."""
-        name = "instanceInitiatedShutdownBehavior"
+        name, instance = "instanceInitiatedShutdownBehavior", machine.instance
         found = self._ec2.describe_instance_attribute(InstanceId=instance, Attribute=name)
         if found["InstanceInitiatedShutdownBehavior"].get("Value") == "terminate":
             self._terminate(instance)
         else:
             self._ec2.stop_instances(InstanceIds=[instance])
+        machine.stopped = True
 
     def _terminate(self, instance: str) -> None:
         try:
@@ -239,17 +223,12 @@ class Daemon:
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
         asked: dict[str, Callable[..., Any]] = {
-            "fault": lambda **fault: self._proxy.faults.add(msgspec.convert(fault, Fault)),
+            "fault": lambda **fault: self._proxy.faults.pending.append(msgspec.convert(fault, Fault)),
             "faults": lambda: msgspec.to_builtins(self._proxy.faults.pending),
             "clear": self._clear,
-            "boots": lambda **boot: self._boots.append(msgspec.convert(boot, Boot)),
+            "boot_never": self._boot_never,
             "machines": self._tell,
             "reclaim": self._reclaim,
-            "lose": self._lose,
-            "freeze": self._freeze,
-            "thaw": self._thaw,
-            "cut": lambda instance: self._machine(instance).cut(),
-            "join": lambda instance: self._machine(instance).join(),
         }
         name = request.path.lstrip("/")
         try:
@@ -278,8 +257,11 @@ class Daemon:
         }
 
     def _clear(self) -> None:
-        self._proxy.faults.clear()
-        self._boots.clear()
+        self._proxy.faults.pending.clear()
+        self._never = 0
+
+    def _boot_never(self, count: int | None) -> None:
+        self._never = count
 
     def _reclaim(self, instance: str, notice_s: float) -> None:
         machine = self._machine(instance)
@@ -292,19 +274,6 @@ class Daemon:
         if machine.why is None:
             machine.end("reclaimed", at_once=False)
             await asyncio.to_thread(self._terminate, machine.instance)
-
-    async def _lose(self, instance: str) -> None:
-        self._machine(instance).end("lost", at_once=True)
-        await asyncio.to_thread(self._terminate, instance)
-
-    async def _freeze(self, instance: str, cut: bool) -> None:
-        if cut:
-            self._machine(instance).cut()
-        await self._machine(instance).freeze()
-
-    def _thaw(self, instance: str) -> None:
-        self._machine(instance).thaw()
-        self._machine(instance).join()
 
 
 def _unix_socket(path: Path) -> socket.socket:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from aiohttp import web
 
 from flows.stack import ROOT
@@ -25,7 +23,6 @@ from tests.support.namespaces import Switch
 PREFIX = 16
 _PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")  # instances outside of the control host's network
 _KILL_AFTER_S = 3.0  # beyond what the first process takes to power off in order
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 @dataclass(frozen=True)
@@ -55,12 +52,13 @@ class Machine:
         self.described = described
         self.why: str | None = None  # it ends or has ended
         self.noted = False  # that it has started
+        self.stopped = False  # its instance was stopped after it had powered off
         self._site, self._port, self._ended = site, str(number), ended
         self._up = asyncio.Event()
         self._namespace = f"{site.own}-{self.instance}"
         self._servers: tuple[asyncio.Server, web.Server] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._plugged_in = self._frozen = False
+        self._plugged_in = False
         self._down = asyncio.Event()
 
     @property
@@ -182,38 +180,11 @@ class Machine:
     def end(self, why: str, *, at_once: bool) -> None:
         """Power it off, in order unless `at_once`: whichever comes first says why."""
         self.why = self.why or why
-        if at_once or self._frozen:
+        if at_once:
             self._send(signal.SIGKILL)
         else:
             self._send(signal.SIGTERM)
             asyncio.get_running_loop().call_later(self._site.power_off_s + _KILL_AFTER_S, self._send, signal.SIGKILL)
-
-    def cut(self) -> None:
-        self._site.switch.cut(self._port)
-
-    def join(self) -> None:
-        self._site.switch.join(self._port)
-
-    async def freeze(self) -> None:
-        """Nothing of it computes any more, its first process included."""
-        self._frozen = True
-        while running := [each for each in self._processes() if not _is_stopped(each)]:
-            for process in running:
-                _signal(process, signal.SIGSTOP)
-            await asyncio.sleep(0.01)
-
-    def thaw(self) -> None:
-        self._frozen = False
-        for process in self._processes():
-            _signal(process, signal.SIGCONT)
-
-    def _processes(self) -> list[psutil.Process]:
-        """All of them: those that its own forget are its first process's children."""
-        try:
-            first = psutil.Process(self.pid) if self.pid is not None else None
-            return [first, *first.children(recursive=True)] if first else []
-        except psutil.NoSuchProcess:
-            return []
 
     def _send(self, signum: signal.Signals) -> None:
         if self._process is not None and not self._down.is_set():
@@ -227,15 +198,3 @@ def _kept() -> list[str]:
     needed = {str(ROOT), *(str(Path(folder).resolve()) for folder in (ROOT, sys.prefix, sys.base_prefix))}
     apart = mounted | set(init.FRESH)
     return sorted(path for path in needed if any(path == place or path.startswith(f"{place}/") for place in apart))
-
-
-def _is_stopped(process: psutil.Process) -> bool:
-    try:
-        return process.status() in _STOPPED
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _signal(process: psutil.Process, signum: signal.Signals) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(signum)

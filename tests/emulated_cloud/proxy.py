@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, web
 from multidict import CIMultiDict
@@ -35,13 +32,12 @@ Answer = tuple[int, CIMultiDict[str], bytes]
 
 
 class Proxy:
-    """`changed` is called when a call may have changed instances; every call becomes a line of the file `ledger`."""
+    """`changed` is called when a call may have changed instances."""
 
-    def __init__(self, moto: str, ledger: Path, *, describe: Describe, changed: Callable[[], None]) -> None:
+    def __init__(self, moto: str, *, describe: Describe, changed: Callable[[], None]) -> None:
         self.faults = Faults()
         self._moto = moto
         self._describe, self._changed = describe, changed
-        self._ledger = ledger.open("a", buffering=1)
         self._carried_out: dict[tuple[str, str], asyncio.Task[Answer]] = {}  # by the call's name and its token
         self._session: ClientSession | None = None
         self._server: asyncio.Server | None = None
@@ -58,7 +54,6 @@ class Proxy:
             self._server.close()
         if self._session is not None:
             await self._session.close()
-        self._ledger.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
@@ -67,30 +62,16 @@ class Proxy:
         call = call_of(request.method, request.raw_path, request.headers, body)
         fault = self.faults.of(call)
         answer = await self._answer(call, fault, request, body)
-        line = {"at": time.time(), "from": request.remote, "service": call.service, "call": call.name}
-        line |= {"fault": fault and fault.kind, "status": answer and answer[0]}
-        self._ledger.write(json.dumps(line) + "\n")
-        if answer is None or (fault and fault.kind == "lose"):
-            if request.transport is not None:
-                request.transport.abort()
-            return web.Response()  # which finds nobody
         status, headers, content = answer
         return web.Response(status=status, headers=headers, body=content)
 
-    async def _answer(self, call: Call, fault: Fault | None, request: web.BaseRequest, body: bytes) -> Answer | None:
-        """What moto says of it, or the fault; None where the call is not carried out and nothing is said."""
-        match fault and fault.kind:
-            case "drop":
-                return None
-            case "refuse":
-                assert fault is not None
-                status, kind, content = error(call, fault)
-                return status, CIMultiDict({"Content-Type": kind}), content
-            case "delay":
-                assert fault is not None
-                await asyncio.sleep(fault.delay_s)
-            case "twice":
-                await self._carry_out(call, request, body)
+    async def _answer(self, call: Call, fault: Fault | None, request: web.BaseRequest, body: bytes) -> Answer:
+        """What moto says of it, or the fault."""
+        if fault is not None and fault.kind == "refuse":
+            status, content = error(call, fault)
+            return status, CIMultiDict({"Content-Type": "text/xml"}), content
+        if fault is not None:
+            await asyncio.sleep(fault.delay_s)
         return await self._carry_out(call, request, body)
 
     async def _carry_out(self, call: Call, request: web.BaseRequest, body: bytes) -> Answer:

@@ -1,6 +1,5 @@
 """Tracking against a real MLflow server on SQLite, which is killed and started again while a run is forwarded."""
 
-import itertools
 import json
 import os
 import signal
@@ -16,12 +15,11 @@ from mlflow import MlflowClient
 from areal_core.config.schema import load
 from areal_core.errors import TrackingError
 from areal_core.storage.rundir import RunDir, RunInfo
-from areal_core.tracking import forwarder as module
 from areal_core.tracking.forwarder import Forwarder
-from areal_core.tracking.mlflow_client import check_reachable, start_run
+from areal_core.tracking.mlflow_client import start_run
 from areal_core.tracking.outbox import Outbox
 from areal_core.types import MetricRow
-from tests.support.mlflow_server import PAUSE, Fault, Proxy, Server, until
+from tests.support.mlflow_server import PAUSE, Server, until
 from tests.support.runs import Launched, tiny
 
 pytestmark = pytest.mark.slow
@@ -103,58 +101,6 @@ def test_no_gap_and_no_double_over_a_killed_server(server: Server, run: Run) -> 
     assert server.held(tracking_id(run)) == expected(range(4000))
     assert "points wait" in log
     assert "responds again" in log
-
-
-@pytest.mark.nightly
-def test_what_the_server_refuses_costs_only_itself(
-    server: Server, run: Run, client: MlflowClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    """MLflow takes no times before 1970, and no other value of a parameter; the batch with one of them is refused."""
-    client.log_param(tracking_id(run), "held", "1")
-    run.log(range(1500))
-    run.outbox.log([MetricRow(key="early", step=step, value=1.0, time_s=-1.0) for step in range(3)])
-    run.log(range(1500, 1600))
-    run.outbox.params({"held": "2", "other": "3"})
-    run.outbox.end("FINISHED")
-
-    assert run.forward_here()
-
-    assert server.held(tracking_id(run)) == expected(range(1600))
-    assert client.get_run(tracking_id(run)).data.params == {"held": "1", "other": "3"}
-    assert [(one.name, one.step) for one in run.outbox.refusals()] == [
-        *(("early", step) for step in range(3)), ("held", None),
-    ]  # fmt: skip
-    assert "has refused 4 items: point early of step 0: INVALID_PARAMETER_VALUE" in caplog.text
-
-
-@pytest.mark.parametrize("fault", ["fail", "lose", "repeat", "late"])
-@pytest.mark.nightly
-def test_no_gap_and_no_double_over_a_network_that_fails(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
-    """Every other batch that comes; one point is refused besides, so that batches of all sizes meet the fault."""
-    monkeypatch.setattr(module, "MAX_METRICS", 100)
-    monkeypatch.setattr(module, "_REQUEST_S", 1)
-    batches = itertools.count()
-
-    def decide(path: str, body: bytes) -> Fault | None:
-        if not path.endswith("/log-batch"):
-            return None
-        if b'"bad"' in body:
-            return "refuse"
-        return fault if next(batches) % 2 == 0 else None
-
-    with Proxy(server, decide, late_s=1.5) as proxy:
-        run = Run(tmp_path, proxy.uri, start_run(proxy.uri, "areal", "test", {}, {}))
-        run.log(range(100))
-        run.outbox.log([MetricRow(key="bad", step=1, value=1.0, time_s=1.7e9)])
-        run.log(range(100, 150))
-        run.outbox.end("FINISHED")
-        assert run.forward_here()
-
-    assert server.held(tracking_id(run)) == expected(range(150))
-    assert [one.name for one in run.outbox.refusals()] == ["bad"]
-    assert {fault, "refuse", None} <= {*proxy.seen}
 
 
 @pytest.mark.nightly
@@ -288,20 +234,6 @@ def test_start_run_records_the_configuration(
     assert json.loads(saved.read_text()) == config
 
 
-def test_sqlite_needs_no_server(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    check_reachable(uri)
-    run = Run(tmp_path, uri, start_run(uri, "areal", "x", {}, {"seed": 1}))
-    run.log(range(3))
-    run.outbox.end("FINISHED")
-    assert run.forward_here()
-
-    client = MlflowClient(uri)
-    assert client.get_run(tracking_id(run)).info.status == "FINISHED"
-    assert len(client.get_metric_history(tracking_id(run), "reward")) == 3
-    assert list((tmp_path / "artifacts").rglob("config.json"))
-
-
 def test_database_behind_a_server_is_refused(server: Server) -> None:
     start_run(server.uri, "areal", "x", {}, {})
 
@@ -319,23 +251,3 @@ def test_what_is_longer_than_mlflow_takes_is_cut_with_a_mark(server: Server, cli
         assert [(len(name), name[239:242]) for name in found] == [(250, "...")] * 2
         assert all(text.startswith(value * 4000) and text.endswith("...") for text in found.values())
     assert run.info.run_name == "r" * 247 + "..."
-
-
-def test_a_list_of_tables_that_the_server_has_cut_ends_nothing(
-    server: Server, run: Run, client: MlflowClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As a note that is full of text: what bounded the run is added all the same."""
-    listed = [{"path": f"{'t' * 100}/{number}.json", "type": "table"} for number in range(100)]
-    client.set_tag(tracking_id(run), "mlflow.loggedArtifacts", json.dumps(listed))
-    client.set_tag(tracking_id(run), "mlflow.note.content", "n" * 7900)
-    for step in (1, 2):
-        run.outbox.document("trajectories", step, {"rows": [{"reward": 1.0}]})
-    run.outbox.document("summary", 2, {"bound": "Cores. " * 60})
-    run.outbox.end("FINISHED")
-    assert run.forward_here()
-
-    assert run.outbox.refusals() == []
-    tags = client.get_run(tracking_id(run)).data.tags
-    tables = [entry["path"] for entry in json.loads(tags["mlflow.loggedArtifacts"])]
-    assert tables == ["trajectories/step-000001.json", "trajectories/step-000002.json"]
-    assert tags["mlflow.note.content"].endswith("nn...\n\n" + ("Cores. " * 60).strip())

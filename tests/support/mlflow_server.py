@@ -14,9 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Literal
 
 PAUSE = threading.Event()  # never set: `PAUSE.wait` is the pause between two looks
 _TIMEOUT_S = 240.0
@@ -78,76 +76,3 @@ class Server:
         with closing(sqlite3.connect(f"file:{self.folder}/mlflow.db?mode=ro", uri=True)) as database:
             query = "SELECT key, step, value, timestamp FROM metrics WHERE run_uuid = ? ORDER BY key, step"
             return database.execute(query, (run_id,)).fetchall()
-
-
-# What becomes of a request: the server does not get it and the client a status of 400 or 500; the server takes it and
-# the client hears nothing; the server gets it twice; the server gets it after the client has given up.
-Fault = Literal["refuse", "fail", "lose", "repeat", "late"]
-
-
-class Proxy:
-    """Passes requests on to a server. `fault` is asked about each, by path and body. A context."""
-
-    def __init__(self, server: Server, fault: Callable[[str, bytes], Fault | None], *, late_s: float = 0.0) -> None:
-        """`late_s`: for how long a late request is held back."""
-        self._server = server
-        self._fault = fault
-        self._late_s = late_s
-        self.seen: list[Fault | None] = []
-        proxy = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, format: str, *args: object) -> None: ...
-
-            def _handle(self) -> None:
-                proxy._handle(self)
-
-            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _handle  # noqa: N815 - the names that it looks for
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.uri = f"http://127.0.0.1:{self._http.server_address[1]}"
-        self._thread = threading.Thread(target=self._http.serve_forever)
-
-    def __enter__(self) -> Proxy:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._thread.join()
-        self._http.server_close()  # once all requests, the late ones too, have been passed on
-
-    def _handle(self, request: BaseHTTPRequestHandler) -> None:
-        body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        fault = self._fault(request.path, body)
-        self.seen.append(fault)
-        if fault == "refuse":
-            self._respond(request, 400, b'{"error_code": "INVALID_PARAMETER_VALUE", "message": "refused"}')
-            return
-        if fault == "fail":
-            self._respond(request, 500, b"Internal Server Error")
-            return
-        if fault == "late":
-            PAUSE.wait(self._late_s)
-        status, answer = self._forward(request, body)
-        if fault == "repeat":
-            status, answer = self._forward(request, body)
-        if fault not in ("lose", "late"):
-            self._respond(request, status, answer)
-
-    def _forward(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
-        headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
-        forwarded = urllib.request.Request(
-            self._server.uri + request.path, body or None, headers, method=request.command
-        )
-        try:
-            with urllib.request.urlopen(forwarded, timeout=_TIMEOUT_S) as response:
-                return response.status, response.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read()
-
-    def _respond(self, request: BaseHTTPRequestHandler, status: int, answer: bytes) -> None:
-        request.send_response(status)
-        request.send_header("Content-Length", str(len(answer)))
-        request.end_headers()
-        request.wfile.write(answer)
