@@ -66,7 +66,10 @@ def test_minibatches_are_keyed_by_seed_and_step():
     ("groups", "shares"),
     [
         # Of single completions: 9 -> rank 0, 7 -> 1, 5 -> 1 (12), 4 -> 0 (13), 3 -> 1 (15), 2 -> 0 (15)
-        ([(0, [cost]) for cost in (4, 9, 2, 7, 3, 5)], [[(i, (0,)) for i in (0, 1, 2)], [(i, (0,)) for i in (3, 4, 5)]]),
+        (
+            [(0, [cost]) for cost in (4, 9, 2, 7, 3, 5)],
+            [[(i, (0,)) for i in (0, 1, 2)], [(i, (0,)) for i in (3, 4, 5)]],
+        ),
         # No further than balance gains.
         ([(0, [8, 2]), (0, [3, 7])], [[(0, (0, 1))], [(1, (0, 1))]]),
         # Halves, each the dearest first to the cheaper one: 8 | 7, 3 -> 7, 2 -> 8.

@@ -35,16 +35,9 @@ PAYLOAD, CHECKSUMS = pack_group(
     )
 )
 GROUP = BatchGroup(
-    group_id=4,
-    lengths=LENGTHS,
-    rewards=(0.0,) * len(LENGTHS),
-    truncated=(False,) * len(LENGTHS),
-    ready_version=0,
-    prompt_tokens=2,
-    checksums=CHECKSUMS,
-    segment="000001-000001",
-    start=6,
-)
+    group_id=4, lengths=LENGTHS, rewards=(0.0,) * 3, truncated=(False,) * 3, ready_version=0, prompt_tokens=2,
+    checksums=CHECKSUMS, segment="000001-000001", start=6,
+)  # fmt: skip
 
 
 class Controller(ControllerClient):
@@ -133,25 +126,18 @@ def test_one_connection_serves_many_groups(copy: RunDir, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("segment")
-def test_files_that_are_served_again_elsewhere_are_found(copy: RunDir, head_node: HeadNode) -> None:
+def test_files_that_are_served_again_elsewhere_are_found(
+    copy: RunDir, head_node: HeadNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, controller = Trajectories(copy), Controller()
     assert reader.read(GROUP, [1], controller).tokens.tolist() == [3]
     head_node.close()
-
-    def come_back() -> None:
-        write_json(copy.ready_file("files"), {"url": head_node.serve()})
-
-    later = threading.Timer(0.5, come_back)
-    later.start()
+    come_back = threading.Timer(0.2, lambda: write_json(copy.ready_file("files"), {"url": head_node.serve()}))
+    come_back.start()
     assert reader.read(GROUP, [1], controller).tokens.tolist() == [3]
-    later.join()
+    come_back.join()
     assert controller.asked == []
-
-
-def test_a_head_node_that_stays_away_is_named(
-    copy: RunDir, head_node: HeadNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
     head_node.close()
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
     with pytest.raises(ProcessError, match=r"^no trajectories within 0 s: the head node at http://\S+ does not answer"):
-        read(copy, Controller())
+        read(copy, controller)
