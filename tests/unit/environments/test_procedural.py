@@ -217,23 +217,6 @@ EVALUATING = (  # data sets whose own scores evaluate an answer as Python
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dataset", EVALUATING)
-def test_answers_are_never_executed(tmp_path, dataset):
-    mark = tmp_path / "executed"
-    task, gold = task_of(dataset)
-    for answer in (
-        f"__import__('os').system('touch {mark}')",
-        f"open('{mark}', 'w')",
-        "__import__('os').write(6, b'[\"done\", 1.0]') + __import__('os')._exit(0)",
-        "parse_expr(sstr(chr))(57)",  # by SymPy's names, Python's own functions would be in reach
-        "9**9**9**9",
-        "exit()",
-    ):
-        assert procedural(task, f"<answer>{answer}</answer>").score in (0.0, 0.01), answer
-    assert procedural(task, f"<answer>{gold}</answer>").score == 1.0
-    assert not mark.exists()
-
-
 def test_no_other_scorer_evaluates_answers():
     """A new version of reasoning-gym may have others: the modules that call eval, exec or SymPy's parser."""
     import reasoning_gym
