@@ -91,7 +91,7 @@ async def test_a_version_that_the_server_does_not_hold_can_not_be_asked_of_it(cl
 
 
 @pytest.mark.parametrize("interruption", ["recompute", "resubmit"])
-async def test_what_an_update_interrupts_goes_on_under_the_new_version(client, adapters, server, interruption):
+async def test_interrupted_completions_go_on_under_the_new_version(client, adapters, server, interruption):
     await client.load_version(adapters.versions[1], "resubmit")
     pool = GenerationPool(completions_per_server=SLOTS, interruption=interruption, token=TOKEN, adapters=True)
     await pool.join("server", server.url, lambda: adapters.versions[1])

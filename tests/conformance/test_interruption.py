@@ -158,7 +158,7 @@ async def test_the_context_ends_a_completion_that_was_interrupted(client, server
         assert deviations(published.reference, item, completion).max() < EXACT
 
 
-async def test_what_follows_a_seam_is_sampled_anew(client, server, pool_of, published):
+async def test_tokens_after_a_seam_are_sampled_anew(client, server, pool_of, published):
     """A server that is asked for the rest with the seed of the whole uses the first random numbers again. At a high
     temperature they decide more than the context does: many of the first tokens come again."""
     pool = await pool_of("resubmit")

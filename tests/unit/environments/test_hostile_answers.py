@@ -75,7 +75,7 @@ def check(attacked: Attacked, dataset: str, entry: dict[str, Any]) -> tuple[int,
     return contained, attacked.judged(task, str(entry["answer"])) == before
 
 
-def test_all_data_sets_but_one_are_made(entries: dict[str, dict[str, Any]]) -> None:
+def test_reasoning_gym_makes_every_data_set_but_one(entries: dict[str, dict[str, Any]]) -> None:
     assert {name for name, entry in entries.items() if "why" in entry} == NOT_MADE
 
 

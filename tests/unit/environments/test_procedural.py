@@ -68,7 +68,7 @@ def test_held_out_prompts_are_distinct_reserved_and_the_same_for_every_seed(toke
         ),
     ],
 )
-def test_what_cannot_be_made_is_refused(tokenizer, settings, told):
+def test_bad_data_sets_and_options_are_refused(tokenizer, settings, told):
     with pytest.raises(ConfigError, match=f"^{told}"):
         source(tokenizer, **settings)
 
@@ -138,7 +138,7 @@ def test_gold_answers_are_right_in_tags_and_as_last_lines(dataset, draw):
 
 
 @pytest.mark.parametrize("dataset", ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"])
-def test_none_is_not_paid_where_there_is_no_gold_answer(dataset):
+def test_the_answer_none_earns_nothing_without_a_gold_answer(dataset):
     task, gold = task_of(dataset)
     assert gold is None
     assert procedural(task, "<answer>None</answer>").score in (0.0, 0.01)  # as their rules give to what they can't read

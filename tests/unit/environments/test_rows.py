@@ -111,7 +111,7 @@ def test_a_file_that_is_absent_or_broken_is_named(tmp_path):
     assert refused(folder).startswith(f"task.path: can't read {folder}: ")
 
 
-def test_of_several_splits_one_is_to_be_named(tmp_path):
+def test_a_data_set_of_several_splits_needs_a_name(tmp_path):
     one = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
     both = f"{tmp_path}/both"

@@ -73,7 +73,7 @@ def test_time_is_the_programs_from_its_start_on(monkeypatch, tmp_path):
 
 
 @needs_sandbox
-def test_what_does_not_start_or_is_ended_from_outside_says_nothing_about_the_program(monkeypatch):
+def test_a_sandbox_that_does_not_start_or_is_killed_has_failed(monkeypatch):
     with BOX.start({"kind": "run", "sources": ["import time; time.sleep(1000)"]}, LIMITS, b"") as running:
         while not psutil.Process(running._process.pid).children(recursive=True)[1:]:
             time.sleep(0.01)

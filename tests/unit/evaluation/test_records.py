@@ -35,7 +35,7 @@ def written(file, *problems, synced=True):
     return file.read_bytes()
 
 
-def test_what_was_written_is_read_again_in_the_order_of_problems(tmp_path):
+def test_records_are_read_again_in_the_order_of_problems(tmp_path):
     file = tmp_path / "new" / "b.jsonl"
     with RecordFile(file, ABOUT) as records:
         records.add(record(1, Outcome.TIMED_OUT, [Outcome.WRONG, Outcome.RIGHT]))

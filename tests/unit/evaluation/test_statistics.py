@@ -221,7 +221,7 @@ def of_verdicts(won: int, lost: int, both: int) -> Difference:
         (1050, 950, 2 * sum(math.comb(2000, lost) for lost in range(951)) / 2**2000),
     ],
 )
-def test_of_verdicts_it_is_mcnemars_exact_test(won: int, lost: int, by_hand: float) -> None:
+def test_verdicts_are_compared_by_mcnemars_exact_test(won: int, lost: int, by_hand: float) -> None:
     found = of_verdicts(won, lost, 20)
     assert found.p_value == pytest.approx(by_hand, rel=1e-9)
     assert found.value == pytest.approx((won - lost) / (won + lost + 20))

@@ -218,7 +218,7 @@ async def test_vllm_gets_a_request_for_each_completion_with_the_seeds_that_it_wo
     assert [(params["n"], params["seed"]) for params in sent] == [(1, 7), (1, 8), (1, 9)]
 
 
-async def test_what_vllm_gets_in_parts_is_aborted_in_parts(vllm, vllm_client):
+async def test_a_request_sent_in_parts_is_aborted_in_parts(vllm, vllm_client):
     vllm.release.clear()
     call = asyncio.ensure_future(vllm_client.complete(request("group-1-0", n=2)))
     await vllm.started("group-1-0.0", "group-1-0.1")
@@ -238,7 +238,7 @@ async def test_tokens_of_others_than_the_rollout_are_taken_from_what_vllm_counts
     assert (load.generated_tokens, load.rollout_tokens) == (100, 100 - 2 * 24)
 
 
-async def test_what_a_server_may_have_sampled_since_its_last_report_is_bounded(vllm, vllm_client):
+async def test_tokens_since_the_last_report_are_bounded(vllm, vllm_client):
     await vllm_client.complete(request("group-1-0", n=3))
     await generated(vllm_client, request("held-out-1"))
     assert vllm_client.unreported_tokens == 3 * 24

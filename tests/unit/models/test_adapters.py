@@ -43,7 +43,7 @@ def test_the_layers_that_are_named_have_an_adapter() -> None:
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "input_layernorm", "proj", "model"])
-def test_what_is_no_linear_layer_of_the_decoder_is_refused(target: str) -> None:
+def test_targets_beyond_the_linear_layers_are_refused(target: str) -> None:
     named = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     with pytest.raises(
         ConfigError, match=f"^training.lora.targets: must name linear layers of {named}, got '{target}'$"
@@ -88,7 +88,7 @@ def test_peft_finds_the_base_model(tmp_path: Path) -> None:
     assert torch.equal(found(torch.arange(9)[None]).logits, expected(torch.arange(9)[None]).logits)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_adapter_is_read_again(tmp_path: Path) -> None:
     mine, file = adapter(SPEC, TWO), tmp_path / ADAPTER
     written = write_adapter(file, mine, TWO)
     assert read_lora(file) == TWO

@@ -124,7 +124,7 @@ def test_sharded_weights_and_older_rope_field_are_read(folder):
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type"),
     ],
 )
-def test_what_our_passes_lack_is_for_transformers_and_says_why(folder, changes, named):
+def test_other_architectures_are_left_to_transformers(folder, changes, named):
     edit_config(folder, **changes)
     spec = read_spec(folder)
     assert spec.transformers is not None

@@ -167,7 +167,7 @@ def test_a_prompt_begins_as_the_file_says(tmp_path, pre, fields, begins):
         ({"omit": "token_embd.weight"}, "it has no token_embd.weight"),
     ],
 )
-def test_what_is_not_supported_is_named(tmp_path, fields, said):
+def test_unsupported_fields_are_named(tmp_path, fields, said):
     file = write(tmp_path / "x.gguf", LLAMA, "llama", **fields)
     with pytest.raises(ModelError) as caught:
         convert(file, tmp_path / "x")

@@ -210,7 +210,7 @@ def test_trajectories_that_can_not_be_trained_on_are_refused(give, said):
 
 
 @pytest.mark.parametrize("asked", [{"max_tokens": 22}, {"max_tokens": 0}, {"n": 0}])
-def test_what_there_is_no_room_for_is_refused(asked):
+def test_a_request_beyond_the_limit_is_refused(asked):
     class Greedy:
         async def rollout_group(self, task, policy, n):
             assert policy.room(task.token_ids) == 21

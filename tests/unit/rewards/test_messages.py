@@ -89,7 +89,7 @@ def test_numbers_of_numpys() -> None:
 
 
 @pytest.mark.parametrize("limit", [2**26, 10])
-def test_what_can_t_be_sent_costs_its_group(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_that_can_not_be_sent_costs_its_group(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "ANSWER_BYTES", limit)
     given = scored(rewards=(cast(float, 1j), None)) if limit > 10 else scored()
     monkeypatch.setattr(messages, "encode_outcome", lambda outcome: str(outcome).encode())  # of the error that follows

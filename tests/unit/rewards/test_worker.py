@@ -169,7 +169,7 @@ async def test_the_pool_scores_in_processes_of_its_own(model):
     assert scored.summary.correct == 1
 
 
-async def test_what_workers_do_is_written_down_with_what_it_cost(tmp_path):
+async def test_the_timeline_holds_the_cpu_time_of_every_score(tmp_path):
     pool = RewardPool(
         workers=2, timeout_s=30.0, function=obey, timeline=lambda place: tmp_path / f"rewards-{place}.jsonl"
     )
@@ -313,7 +313,7 @@ async def test_a_group_that_waits_for_completions_takes_no_worker(model):
     await pool.close()
 
 
-async def test_what_a_suspended_group_does_beside_the_policy_goes_on(model, monkeypatch):
+async def test_a_suspended_group_goes_on_beside_the_policy(model, monkeypatch):
     """Its worker is asked nothing meanwhile."""
     monkeypatch.setenv("NOTED", str(model / "noted"))
     environment = EnvironmentConfig(name="tests.unit.rewards.test_worker:Noting")

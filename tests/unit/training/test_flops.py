@@ -91,7 +91,7 @@ def total(cost: GroupCost) -> float:
     return cost.prompt + sum(cost.completions)
 
 
-def test_what_is_shared_costs_once() -> None:
+def test_a_shared_prompt_costs_once() -> None:
     alone, twice = (training_cost(SPEC, 300, completions, shared=True) for completions in ([9], [9, 9]))
     assert total(alone) == total(training_cost(SPEC, 300, [9], shared=False))
     assert total(twice) < 1.1 * total(alone)

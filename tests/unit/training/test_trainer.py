@@ -125,7 +125,7 @@ def test_skipping_goes_on_with_the_batch_saved_but_not_for_ever(tmp_path: Path) 
         pytest.param(1, ([2, 0], [1], [1, 0], [0]), 2, id="another one leaves that to it"),
     ],
 )
-def test_what_another_rank_finds_damaged_no_rank_takes(
+def test_resume_skips_a_checkpoint_that_another_rank_finds_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, others: tuple[list[int], ...], newest: int
 ) -> None:
     """`others`: what is the largest of the other ranks, at each of the collectives."""

@@ -207,7 +207,7 @@ def test_aborted_completions_keep_their_tokens() -> None:
     assert (served.running, served.waiting) == (0, 0)
 
 
-def test_what_the_real_engine_refuses_is_refused() -> None:
+def test_bad_requests_are_refused() -> None:
     served = engine(Clock())
     served.add(request("a"))
     with pytest.raises(GenerationError, match=r"^request_id: a is already being served$"):

@@ -78,7 +78,7 @@ def test_a_batch_that_cannot_be_laid_out_is_the_steps_failure() -> None:
         feed(Controller(), build=build).next()
 
 
-def test_what_else_fails_while_a_batch_is_waited_for_is_raised() -> None:
+def test_a_failure_elsewhere_ends_the_wait_for_a_batch() -> None:
     never = threading.Event()
 
     class Waiting(Controller):

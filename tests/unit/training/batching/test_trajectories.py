@@ -84,7 +84,7 @@ def test_beside_a_copy_they_come_from_the_head_node_and_not_of_its_controller(co
     assert controller.asked == []
 
 
-def test_in_the_runs_own_folder_they_are_read_there(head_node: HeadNode, segment: Path) -> None:
+def test_trajectories_are_read_in_the_runs_own_folder(head_node: HeadNode, segment: Path) -> None:
     """Also where the head node serves its files to others, which are not asked."""
     write_json(head_node.run.ready_file("files"), {"pid": 1, "url": "http://127.0.0.1:1"})
     controller = Controller()

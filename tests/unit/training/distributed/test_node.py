@@ -44,7 +44,7 @@ def test_settings(tmp_path: Path) -> None:
         assert settings.shutdown_timeout < config.launch.stop_timeout_s
 
 
-def test_where_the_rendezvous_is(tmp_path: Path) -> None:
+def test_the_agent_awaits_the_rendezvous(tmp_path: Path) -> None:
     run, _ = prepared(tmp_path)
     with pytest.raises(ProcessError, match=r"^no rendezvous in 0\.1 s \(launch\.start_timeout_s\)"):
         node.await_rendezvous(run, 0.1)

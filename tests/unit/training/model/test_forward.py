@@ -225,7 +225,7 @@ def test_layers_computed_again_keep_their_inputs_alone():
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", [False, True])
-def test_what_is_computed_stays_on_the_device(
+def test_the_forward_pass_stays_on_the_device(
     kernel: bool, dtype: torch.dtype, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """On torch's device without numbers, which refuses those of another as a GPU does: shapes and types alone, through
