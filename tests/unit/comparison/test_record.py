@@ -23,7 +23,7 @@ def _comparison(
     return Comparison(name="study", experiment=experiment, arms=arms, seeds=list(seeds), overrides=list(overrides))
 
 
-def test_a_written_adapter_is_read_again(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path: Path) -> None:
     comparison = _comparison(overrides=[f"state_dir={tmp_path}"])
     assert comparison.folder() == tmp_path / "comparisons" / "study"
     assert read_comparison(comparison.folder()) is None
