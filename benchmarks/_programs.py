@@ -236,7 +236,9 @@ class Machine:
         began = time.monotonic()
         result = self._sandbox.run(program, b"1\n", Limits(cpu_s=1, wall_s=4, output_bytes=2**20))
         outcomes = {
-            form: self._verify(task, f"```python\n{program}\n```").outcome for form, task in self.tasks().items()
+            form: self._verify(task, f"```python\n{program}\n```").outcome
+            for form, task in self.tasks().items()
+            if form in forms
         }
         harm = [f"right as {form}" for form, outcome in outcomes.items() if outcome is Outcome.RIGHT]
         harm += [f"no result as {form}" for form, outcome in outcomes.items() if outcome is Outcome.FAILED]

@@ -1,5 +1,6 @@
 """One server of each kind for all tests here: vLLM's takes half a minute to start."""
 
+import contextlib
 from dataclasses import replace
 
 import aiohttp
@@ -20,13 +21,23 @@ def published(tmp_path_factory):
     return publish(tmp_path_factory.mktemp("generation"), SPEC, SEEDS)
 
 
-@pytest.fixture(scope="package", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
-def server(request, published, tmp_path_factory):
-    ready = tmp_path_factory.mktemp("ready") / f"{request.param}.json"
-    token = ready.with_name("token")
+KINDS = ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+@contextlib.contextmanager
+def guarded(kind, base, folder, *options):
+    """A server of this kind, which takes the run's token."""
+    token = folder / "token"
     token.write_text(f"{TOKEN}\n")
-    with serving(request.param, published.base, ready, "--slots", SLOTS, "--token-file", token) as server:
+    ready = folder / f"{kind}.json"
+    with serving(kind, base, ready, "--slots", SLOTS, "--token-file", token, *options) as server:
         yield replace(server, token=TOKEN)
+
+
+@pytest.fixture(scope="package", params=KINDS)
+def server(request, published, tmp_path_factory):
+    with guarded(request.param, published.base, tmp_path_factory.mktemp("ready")) as server:
+        yield server
 
 
 @pytest.fixture
@@ -44,17 +55,15 @@ async def client(server, published):
 @pytest.fixture
 async def pool_of(client, server, published):
     """Makes pools of that one server."""
-    pools = []
+    async with contextlib.AsyncExitStack() as pools:
 
-    async def make(interruption):
-        pool = GenerationPool(completions_per_server=4 * SLOTS, interruption=interruption, token=TOKEN)
-        pools.append(pool)
-        await pool.join("server", server.url, lambda: published.versions[0])
-        return pool
+        async def make(interruption):
+            pool = GenerationPool(completions_per_server=4 * SLOTS, interruption=interruption, token=TOKEN)
+            pools.push_async_callback(pool.close)
+            await pool.join("server", server.url, lambda: published.versions[0])
+            return pool
 
-    yield make
-    for pool in pools:
-        await pool.close()
+        yield make
 
 
 @pytest.fixture

@@ -61,6 +61,6 @@ async def test_a_web_socket_is_refused(server: Server) -> None:
     assert refused.value.status in (401, 403)
 
 
-async def test_it_serves_those_who_have_it(http: aiohttp.ClientSession) -> None:
+async def test_a_request_with_the_token_is_served(http: aiohttp.ClientSession) -> None:
     async with http.get("/health") as response:
         assert response.status == 200

@@ -6,11 +6,9 @@ import asyncio
 import copy
 import dataclasses
 
-import aiohttp
 import numpy as np
 import pytest
 
-from areal_core.api.access import authorization
 from areal_core.api.transcript import Transcript
 from areal_core.api.wire import MODEL_NAME, join_completions, version_name
 from areal_core.controller.pool import GenerationPool
@@ -18,11 +16,11 @@ from areal_core.errors import ServerLostError
 from areal_core.generation.client import GenerationClient
 from areal_core.storage import weights as versions
 from areal_core.types import PolicyVersion
+from tests.conformance.conftest import KINDS, TOKEN, guarded
 from tests.support.generation import Reference, request, write
-from tests.support.live_servers import SLOTS, SPEC, Published, body, digest, get, post, serving, until
+from tests.support.live_servers import SLOTS, SPEC, Published, body, digest, get, post, until
 from tests.support.lora import adapter, by_peft, form
 
-TOKEN = "a-token-of-this-run"
 TOLERANCE = 1e-4  # nats
 
 
@@ -48,14 +46,11 @@ def adapters(tmp_path_factory) -> Published:
     return Published(base=base, versions=published, reference=PeftReference(base, published))
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(scope="module", params=KINDS)
 def server(request, adapters, tmp_path_factory):
-    ready = tmp_path_factory.mktemp("ready") / f"{request.param}.json"
-    token = ready.with_name("token")
-    token.write_text(f"{TOKEN}\n")
     lora = ("--lora-rank", form().rank) if request.param == "vllm" else ()
-    with serving(request.param, adapters.base, ready, "--slots", SLOTS, "--token-file", token, *lora) as server:
-        yield dataclasses.replace(server, token=TOKEN)
+    with guarded(request.param, adapters.base, tmp_path_factory.mktemp("ready"), *lora) as server:
+        yield server
 
 
 @pytest.fixture
@@ -78,28 +73,25 @@ async def test_every_version_has_the_log_probabilities_of_peft(client, adapters)
             np.testing.assert_allclose(completion.logprobs, wanted, rtol=0, atol=TOLERANCE)
 
 
-async def test_a_version_that_the_server_does_not_hold_can_not_be_asked_of_it(client, adapters, server):
+async def test_a_version_that_the_server_does_not_hold_can_not_be_asked_of_it(client, adapters, server, http):
     one, two, three = (adapters.versions[number] for number in (1, 2, 3))
     again = dataclasses.replace(three, sha256=digest(adapters.base / "config.json"))  # of other weights
-    await client.load_version(one, "resubmit")
-    await client.load_version(two, "resubmit")
-    await client.load_version(three, "resubmit")
-    async with aiohttp.ClientSession(server.url, headers=authorization(TOKEN)) as http:
-        for version in (one, again, dataclasses.replace(three, version=4)):
-            name = version_name(version)
-            status, answer = await post(http, "/inference/v1/generate", body() | {"model": name})
-            assert (status, answer["error"]["code"]) == (404, 404)
-            assert name in answer["error"]["message"]
-            assert "\n" not in answer["error"]["message"]
-        status, answer = await post(http, "/inference/v1/generate", body() | {"model": version_name(three)})
-        assert status == 200
-        if server.kind == "vllm":  # the one before stays for requests that are on their way
-            models = (await get(http, "/v1/models"))[1]["data"]
-            assert {model["id"] for model in models} == {MODEL_NAME, version_name(two), version_name(three)}
+    for version in (one, two, three):
+        await client.load_version(version, "resubmit")
+    for version in (one, again, dataclasses.replace(three, version=4)):
+        name = version_name(version)
+        status, answer = await post(http, "/inference/v1/generate", body() | {"model": name})
+        assert (status, answer["error"]["code"]) == (404, 404)
+        assert name in answer["error"]["message"]
+        assert "\n" not in answer["error"]["message"]
+    assert (await post(http, "/inference/v1/generate", body() | {"model": version_name(three)}))[0] == 200
+    if server.kind == "vllm":  # the one before stays for requests that are on their way
+        models = (await get(http, "/v1/models"))[1]["data"]
+        assert {model["id"] for model in models} == {MODEL_NAME, version_name(two), version_name(three)}
 
 
 @pytest.mark.parametrize("interruption", ["recompute", "resubmit"])
-async def test_what_an_update_interrupts_goes_on_under_the_new_version(client, adapters, server, interruption):
+async def test_interrupted_completions_go_on_under_the_new_version(client, adapters, server, interruption):
     await client.load_version(adapters.versions[1], "resubmit")
     pool = GenerationPool(completions_per_server=SLOTS, interruption=interruption, token=TOKEN, adapters=True)
     await pool.join("server", server.url, lambda: adapters.versions[1])

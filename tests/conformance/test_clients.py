@@ -77,26 +77,7 @@ async def test_a_client_that_reads_slowly_holds_up_nobody(server, client, publis
     assert deviations(published.reference, asked, completions[-1]).max() < EXACT
 
 
-async def test_more_completions_than_slots_wait_for_their_turn(client):
-    completions = await client.complete(request("many", n=SLOTS + 3, stop_token_ids=()))
-    assert [len(completion.token_ids) for completion in completions] == [24] * (SLOTS + 3)
-
-
-async def test_what_a_client_asked_for_ends_with_it(client):
-    vanishing = asyncio.ensure_future(
-        client.complete(request("vanishing", n=SLOTS, max_tokens=LONG, stop_token_ids=()))
-    )
-    await until(client, lambda load: load.running == SLOTS)
-    waiting = asyncio.ensure_future(client.complete(request("waiting", n=2)))
-    await until(client, lambda load: load.waiting == 2)
-    vanishing.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await vanishing
-    assert len(await waiting) == 2  # the slots are free
-    await until(client, lambda load: (load.running, load.waiting) == (0, 0))
-
-
-async def test_a_waiting_request_ends_with_its_client(client):
+async def test_requests_end_with_their_client(client):
     running = asyncio.ensure_future(client.complete(request("running", n=SLOTS, max_tokens=LONG, stop_token_ids=())))
     await until(client, lambda load: load.running == SLOTS)
     vanishing = asyncio.ensure_future(client.complete(request("vanishing", n=3, max_tokens=LONG)))
@@ -104,6 +85,13 @@ async def test_a_waiting_request_ends_with_its_client(client):
     vanishing.cancel()
     await until(client, lambda load: load.waiting == 0)
     assert not running.done()
+    waiting = asyncio.ensure_future(client.complete(request("waiting", n=2)))
+    await until(client, lambda load: load.waiting == 2)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    assert len(await waiting) == 2  # the slots are free
+    await until(client, lambda load: (load.running, load.waiting) == (0, 0))
 
 
 async def test_the_load_counts_tokens_to_the_last(client):

@@ -21,9 +21,14 @@ async def begun(client, pool, asked):
     transcripts = [Transcript(item) for item in asked]
     most = min(SLOTS, sum(item.n for item in asked))
     calls = [asyncio.ensure_future(pool.generate(transcript)) for transcript in transcripts]
-    full = await until(client, lambda load: any_over(calls) or load.running == most)
-    await until(client, lambda load: any_over(calls) or load.generated_tokens > full.generated_tokens + 20 * most)
+    await until(client, lambda load: any_over(calls) or load.running == most)
+    await sampled_further(client, calls, 20 * most)
     return transcripts, calls
+
+
+async def sampled_further(client, calls, tokens):
+    before = (await client.load()).generated_tokens
+    await until(client, lambda load: any_over(calls) or load.generated_tokens > before + tokens)
 
 
 async def interrupted(client, server, pool, asked, *events):
@@ -33,8 +38,7 @@ async def interrupted(client, server, pool, asked, *events):
         transcripts, calls = await begun(client, pool, asked)
         for event in events:
             await event()
-            before = (await client.load()).generated_tokens
-            await until(client, lambda load: any_over(calls) or load.generated_tokens > before + 20 * SLOTS)  # noqa: B023 - awaited here
+            await sampled_further(client, calls, 20 * SLOTS)
     return start, transcripts, calls
 
 
@@ -154,7 +158,7 @@ async def test_the_context_ends_a_completion_that_was_interrupted(client, server
         assert deviations(published.reference, item, completion).max() < EXACT
 
 
-async def test_what_follows_a_seam_is_sampled_anew(client, server, pool_of, published):
+async def test_tokens_after_a_seam_are_sampled_anew(client, server, pool_of, published):
     """A server that is asked for the rest with the seed of the whole uses the first random numbers again. At a high
     temperature they decide more than the context does: many of the first tokens come again."""
     pool = await pool_of("resubmit")

@@ -35,12 +35,13 @@ def made() -> dict[str, dict[str, Any]]:
 
 
 def hostile_answers(mark: Path, secret: Path, port: int) -> dict[str, str]:
-    """Nineteen, by name. None may make `mark`, or tell anybody at `port` what is in `secret`."""
+    """By name. None may make `mark`, or tell anybody at `port` what is in `secret`."""
     return {
         "tower": "9**9**9**9",
         "long power": "10**10**8",
         "symbolic tower": "x**x**x**x",
         "open brackets": "(" * 3000,
+        "names of SymPy": "parse_expr(sstr(chr))(57)",  # by which Python's own functions would be in reach
         "many digits": "1" * 5000,
         "infinity": "-1e999",
         "cut list": "[[1,2],[3",

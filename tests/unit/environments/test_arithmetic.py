@@ -8,15 +8,9 @@ from areal_core.environments.held_out import is_held_out
 from areal_core.errors import ConfigError
 
 
-def test_the_documented_example():
+def test_chains_are_worked_from_left_to_right():
     chain = Chain((1, 1, 7), "--")
-    assert chain.prompt == "1-1-7="
-    assert chain.worked == "1-1=0;0-7=3#3"
-    assert chain.direct == "#3"
-    assert chain.answer == "3"
-
-
-def test_operators_have_no_precedence():
+    assert (chain.prompt, chain.worked, chain.direct, chain.answer) == ("1-1-7=", "1-1=0;0-7=3#3", "#3", "3")
     assert Chain((2, 3, 4), "+*").worked == "2+3=5;5*4=0#0"
 
 
@@ -51,15 +45,11 @@ def test_training_chains_are_a_pure_function_of_seed_and_index():
     assert len({c.prompt for c in first(1)} & {c.prompt for c in first(2)}) < 25
 
 
-def test_training_never_sees_what_is_held_out():
+def test_training_sees_no_held_out_prompt():
     prompts = {training_chain(1, i, 4, 0.85).prompt for i in range(3000)}
     assert not any(map(is_held_out, prompts))
     assert not prompts & {chain.prompt for chain in held_out_chains(1024, 4, 0.85)}
-
-
-def test_a_tenth_is_held_out():
-    rng = random.Random(2)
-    texts = [draw(rng, 16, 1.0).prompt for _ in range(5000)]
+    texts = [draw(random.Random(seed), 16, 1.0).prompt for seed in range(5000)]
     assert sum(map(is_held_out, texts)) / len(texts) == pytest.approx(0.1, abs=0.015)
 
 
@@ -67,8 +57,5 @@ def test_held_out_chains_are_distinct_and_a_shorter_list_is_their_beginning():
     chains = held_out_chains(1024, 16, 0.85)
     assert len({chain.prompt for chain in chains}) == 1024
     assert held_out_chains(100, 16, 0.85) == chains[:100]
-
-
-def test_more_held_out_prompts_than_the_task_has_is_refused():
     with pytest.raises(ConfigError, match=r"^task\.held_out: .*max_operations=1"):
         held_out_chains(1024, 1, 0.85)

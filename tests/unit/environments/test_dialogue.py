@@ -94,7 +94,7 @@ def test_completions_end_as_the_template_ends_turns(tmp_path, template, named, e
     assert Dialogue(ChatConfig(), tokenizer).stop_token_ids(tmp_path) == stop_token_ids(tmp_path)
 
 
-def test_what_a_model_cannot_do_is_refused(tmp_path):
+def test_a_chat_without_a_usable_template_is_refused(tmp_path):
     bare = Tokenizer.from_folder(chat_folder(tmp_path / "bare", None))
     with pytest.raises(ConfigError, match=r"^task\.chat\.enabled: must be false, .* no chat template; got true"):
         Dialogue(ChatConfig(enabled=True), bare)

@@ -27,12 +27,12 @@ class Attacked:
     """A server, and what attacks on it must not reach."""
 
     def __init__(self, folder: Path, scorer: str) -> None:
-        self.secret, self.mark = folder / "secret", folder / "mark"
-        self.secret.write_text("secret")
+        secret, self.mark = folder / "secret", folder / "mark"
+        secret.write_text("secret")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.setblocking(False)
         self.server = ForkServer(scorer, cpu_s=0.3)
-        self.answers = hostile_answers(self.mark, self.secret, self.listener.getsockname()[1])
+        self.answers = hostile_answers(self.mark, secret, self.listener.getsockname()[1])
 
     def judged(self, task: Any, answer: str) -> Reply:
         """By a new fork: no reply that is kept."""
@@ -67,18 +67,15 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def check(attacked: Attacked, dataset: str, entry: dict[str, Any]) -> tuple[int, bool]:
-    """How many attacks on a data set are contained, and whether its right answer has the same score after each."""
+    """How many attacks on a data set are contained, and whether its right answer has the same score after them."""
     task = {"dataset": dataset, "options": "", "seed": 7, "draw": 0, "answer": entry["answer"]}
     before = attacked.judged(task, str(entry["answer"]))
     assert before.status == "done"
-    contained, same = 0, True
-    for answer in attacked.answers.values():
-        contained += attacked.contained(task, answer)
-        same &= attacked.judged(task, str(entry["answer"])) == before
-    return contained, same
+    contained = sum(attacked.contained(task, answer) for answer in attacked.answers.values())
+    return contained, attacked.judged(task, str(entry["answer"])) == before
 
 
-def test_all_data_sets_but_one_are_made(entries: dict[str, dict[str, Any]]) -> None:
+def test_reasoning_gym_makes_every_data_set_but_one(entries: dict[str, dict[str, Any]]) -> None:
     assert {name for name, entry in entries.items() if "why" in entry} == NOT_MADE
 
 
@@ -103,15 +100,5 @@ def test_hostile_answers_that_are_executed_change_no_later_verdict(tmp_path: Pat
 def test_hostile_answers_to_every_data_set_are_contained(
     attacked: Attacked, entries: dict[str, dict[str, Any]]
 ) -> None:
-    """Prints a table, which `-s` shows."""
-    missed = []
-    for dataset, entry in entries.items():
-        if "why" in entry:
-            print(f"{dataset:28} not made: {entry['why']}")
-            continue
-        contained, same = check(attacked, dataset, entry)
-        print(
-            f"{dataset:28} contained {contained} of {len(attacked.answers)}, later verdicts {['changed', 'same'][same]}"
-        )
-        missed += [dataset] if contained < len(attacked.answers) or not same else []
-    assert missed == []
+    found = {name: check(attacked, name, entry) for name, entry in entries.items() if "why" not in entry}
+    assert {name for name, kept in found.items() if kept != (len(attacked.answers), True)} == set()

@@ -43,7 +43,7 @@ def test_a_verifier_is_chosen_by_the_configuration_and_defaults_to_the_tasks_own
         ({"name": "two_turn", "retry_message": "again!"}, r"environment: the model's tokenizer can't spell 'again!'"),
     ],
 )
-def test_what_can_not_be_found_is_refused_by_the_field(settings, said):
+def test_an_unknown_environment_or_verifier_is_refused_by_field(settings, said):
     with pytest.raises(ConfigError, match=said):
         opened(**settings)
 

@@ -6,15 +6,10 @@ import pytest
 
 from areal_core.config.schema import TaskConfig
 from areal_core.environments.census import LeftOut, Reason
-from areal_core.environments.row_filters import SuccessRates, overlapping, same
+from areal_core.environments.row_filters import SuccessRates, overlapping
 from areal_core.errors import ConfigError
 
 THIRTEEN = "one two three four five six seven eight nine ten eleven twelve thirteen"
-
-
-def test_case_and_blanks_make_no_difference():
-    assert same("  What is\n X? ") == same("what IS x?")
-    assert same("What is x?") != same("What is x")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +39,12 @@ def test_a_run_that_more_than_ten_texts_have_says_nothing():
 # -- success rates -----------------------------------------------------------------------------------------------------
 
 
+def rates_file(folder, *rows):
+    file = folder / "rates.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(file)
+
+
 def reason(rates, row, *names):
     try:
         rates.check(row, names)
@@ -66,21 +67,14 @@ def test_a_rate_is_a_number_from_0_to_1(rate):
 
 
 def test_a_file_of_rates_names_prompts_by_id_or_by_text(tmp_path):
-    file = tmp_path / "rates.jsonl"
     rows = [{"prompt_id": "a1", "rate": 0.5}, {"prompt": "What is\nX?", "rate": 0, "tries": 8}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rates = SuccessRates(TaskConfig(success_path=str(file), min_success=0.1))
+    spellings = [{"prompt": "f(x)", "rate": 0}, {"prompt": "f(X)", "rate": 1}]
+    file = rates_file(tmp_path, *rows, *spellings)
+    rates = SuccessRates(TaskConfig(success_path=file, min_success=0.4, max_success=0.6))
     assert reason(rates, {}, "a1", "anything") is None
     assert reason(rates, {}, "a2", "what is x?") == (Reason.TOO_HARD, "")
     said = f"task.success_path: {file} has no rate of this prompt"
     assert reason(rates, {}, "a2", "What is y?") == (Reason.NO_RATE, said)
-
-
-def test_the_exact_spelling_of_a_prompt_has_its_own_rate(tmp_path):
-    file = tmp_path / "rates.jsonl"
-    rows = [{"prompt": "f(x)", "rate": 0}, {"prompt": "f(X)", "rate": 1}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rates = SuccessRates(TaskConfig(success_path=str(file), min_success=0.4, max_success=0.6))
     assert [reason(rates, {}, name)[0] for name in ("f(x)", "f(X)")] == [Reason.TOO_HARD, Reason.TOO_EASY]
 
 
@@ -94,8 +88,7 @@ def test_the_exact_spelling_of_a_prompt_has_its_own_rate(tmp_path):
     ],
 )
 def test_a_bad_file_of_rates_is_named(tmp_path, line, wrong):
-    file = tmp_path / "rates.jsonl"
-    file.write_text(f'{{"prompt_id": "a1", "rate": 0.5}}\n{line}\n')
+    file = rates_file(tmp_path, {"prompt_id": "a1", "rate": 0.5}, line)
     with pytest.raises(ConfigError) as caught:
-        SuccessRates(TaskConfig(success_path=str(file)))
+        SuccessRates(TaskConfig(success_path=file))
     assert str(caught.value).startswith(f"task.success_path: {file}, line 2: {wrong}")

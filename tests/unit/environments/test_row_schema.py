@@ -26,16 +26,10 @@ def refused(call, *arguments):
 def test_a_field_may_lie_in_others():
     nested = schema(prompt_field="data.ask", answer_field="reward_model.ground_truth")
     row = {"data": {"ask": "1 + 1"}, "reward_model": {"ground_truth": "2"}}
-    assert nested.asked(row) == "1 + 1"
-    assert nested.gold_answer(row) == "2"
+    assert (nested.asked(row), nested.gold_answer(row)) == ("1 + 1", "2")
+    said = "task.prompt_field=data.ask must be text, or messages of a chat that end on the user's, got nothing"
     for other in ({}, {"data": "1 + 1"}, {"data": {"asks": "1"}}):
-        said = "task.prompt_field=data.ask must be text, or messages of a chat that end on the user's, got nothing"
         assert refused(nested.asked, other) == said
-
-
-def test_messages_keep_role_and_content():
-    row = {"question": [MESSAGES[0], {**MESSAGES[1], "name": None}]}
-    assert schema().asked(row) == tuple(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -56,59 +50,52 @@ def test_messages_keep_role_and_content():
         ([*MESSAGES, {"role": "assistant", "content": "Because."}], "a list"),
     ],
 )
-def test_what_asks_nothing_is_described(content, got):
+def test_a_row_without_a_question_is_refused(content, got):
     assert refused(schema().asked, {"question": content}).endswith(f", got {got}")
 
 
-# -- templates ---------------------------------------------------------------------------------------------------------
+def test_messages_keep_role_and_content():
+    row = {"question": [MESSAGES[0], {**MESSAGES[1], "name": None}]}
+    assert schema().asked(row) == tuple(MESSAGES)
+    assert schema(prompt_template="{{ question[-1].content }}").worded(row, ()) == "Why?"
 
 
 def test_a_template_words_the_fields_of_a_row():
     boxed = schema(prompt_template="{{ question }} ({{ of.subject | upper }})\nEnd on \\boxed{}.\n")
     row = {"question": "1 + 1?", "of": {"subject": "sums"}}
-    assert boxed.asked(row) == "1 + 1?"
-    assert boxed.worded(row, "1 + 1?") == "1 + 1? (SUMS)\nEnd on \\boxed{}.\n"
-    assert schema().worded(row, "1 + 1?") == "1 + 1?"
-    of_messages = schema(prompt_template="{{ question[-1].content }}")
-    assert of_messages.worded({"question": MESSAGES}, ()) == "Why?"
-
-
-def test_what_is_no_template_is_refused_at_once():
-    said = refused(lambda: schema(prompt_template="{{ question"))
-    assert said.startswith("task.prompt_template: must be a Jinja template: ")
-    assert said.endswith("in '{{ question'")
+    assert boxed.worded(row, boxed.asked(row)) == "1 + 1? (SUMS)\nEnd on \\boxed{}.\n"
 
 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ questions }}", "task.prompt_template fails: 'questions' is undefined"),
-        ("{{ question.subject.name }}", "task.prompt_template fails: 'str object' has no attribute 'subject'"),
-        ("{{ 1 / 0 }}", "task.prompt_template fails: division by zero"),
-        ("{{ ''.__class__.mro() }}", "task.prompt_template fails: access to attribute '__class__' of 'str' object is"),
-        ("{% if 0 %}{{ question }}{% endif %} ", "task.prompt_template must give a text, got none"),
+        ("{{ question", ": must be a Jinja template: "),
+        ("{{ questions }}", " fails: 'questions' is undefined"),
+        ("{{ question.subject.name }}", " fails: 'str object' has no attribute 'subject'"),
+        ("{{ 1 / 0 }}", " fails: division by zero"),
+        ("{{ ''.__class__.mro() }}", " fails: access to attribute '__class__' of 'str' object is"),
+        ("{% if 0 %}{{ question }}{% endif %} ", " must give a text, got none"),
     ],
 )
-def test_a_template_that_fails_with_a_row_is_one_line(template, said):
-    row = {"question": "1 + 1?"}
-    assert refused(schema(prompt_template=template).worded, row, "1 + 1?").startswith(said)
+def test_a_template_that_fails_is_one_line(template, said):
+    found = refused(lambda: schema(prompt_template=template).worded({"question": "1 + 1?"}, "1 + 1?"))
+    assert found.startswith(f"task.prompt_template{said}")
 
 
 def test_the_held_out_file_may_have_fields_of_its_own():
-    settings = {"prompt_field": "a", "answer_field": "b", "prompt_template": "{{ a }}!"}
     row = {"a": "1", "b": "2", "c": "3", "d": "4"}
-    shared = schema(held_out=True, **settings)
-    assert (shared.worded(row, shared.asked(row)), shared.gold_answer(row)) == ("1!", "2")
-    settings |= {"held_out_prompt_field": "c", "held_out_answer_field": "d", "held_out_prompt_template": "{{ c }}?"}
-    own, trained = schema(held_out=True, **settings), schema(**settings)
-    assert (own.worded(row, own.asked(row)), own.gold_answer(row)) == ("3?", "4")
-    assert (trained.worded(row, trained.asked(row)), trained.gold_answer(row)) == ("1!", "2")
-    assert refused(own.asked, {"a": "1"}).startswith("task.held_out_prompt_field=c must be text")
-    assert refused(own.worded, {"a": "1"}, "1").startswith("task.held_out_prompt_template fails")
-    assert refused(own.gold_answer, {"b": "1"}).startswith("task.held_out_answer_field=d must be text or a number")
-
-
-# -- gold answers ------------------------------------------------------------------------------------------------------
+    shared = {"prompt_field": "a", "answer_field": "b", "prompt_template": "{{ a }}!"}
+    own = {"held_out_prompt_field": "c", "held_out_answer_field": "d", "held_out_prompt_template": "{{ c }}?"}
+    for made, text, answer in (
+        (schema(held_out=True, **shared), "1!", "2"),
+        (schema(held_out=True, **shared, **own), "3?", "4"),
+        (schema(**shared, **own), "1!", "2"),
+    ):
+        assert (made.worded(row, made.asked(row)), made.gold_answer(row)) == (text, answer)
+    made = schema(held_out=True, **shared, **own)
+    assert refused(made.asked, {"a": "1"}).startswith("task.held_out_prompt_field=c must be text")
+    assert refused(made.worded, {"a": "1"}, "1").startswith("task.held_out_prompt_template fails")
+    assert refused(made.gold_answer, {"b": "1"}).startswith("task.held_out_answer_field=d must be text or a number")
 
 
 @pytest.mark.parametrize(
@@ -126,30 +113,30 @@ def test_mathematics_wants_the_conclusion(content, answer):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("verifier", "content", "said"),
     [
-        (None, "must be text or a number, got null"),
-        (False, "must be text or a number, got false"),
-        (math.inf, "must be text or a number, got Infinity"),
-        ("", "must be text or a number, got empty text"),
-        (["7"], "must be text or a number, got a list"),
-        ("so\nnone", "must hold an answer, or end on one"),
-        ("(1", "must hold an answer, or end on one"),
+        ("mathematics", None, "must be text or a number, got null"),
+        ("mathematics", False, "must be text or a number, got false"),
+        ("mathematics", math.inf, "must be text or a number, got Infinity"),
+        ("mathematics", "", "must be text or a number, got empty text"),
+        ("mathematics", ["7"], "must be text or a number, got a list"),
+        ("mathematics", "so\nnone", "must hold an answer, or end on one"),
+        ("mathematics", "(1", "must hold an answer, or end on one"),
+        ("code", [], "must hold a test"),
     ],
 )
-def test_what_is_no_answer_is_described(content, said):
-    assert refused(schema().gold_answer, {"answer": content}) == f"task.answer_field=answer {said}"
+def test_a_row_without_an_answer_is_refused(verifier, content, said):
+    assert refused(schema(verifier).gold_answer, {"answer": content}) == f"task.answer_field=answer {said}"
 
 
 def test_code_wants_unit_tests():
-    code = schema("code", answer_field="tests")
-    assert code.gold_answer({"tests": '{"inputs": ["1"], "outputs": ["2"]}'}) == '{"inputs": ["1"], "outputs": ["2"]}'
-    assert refused(code.gold_answer, {"tests": []}) == "task.answer_field=tests must hold a test"
+    tests = '{"inputs": ["1"], "outputs": ["2"]}'
+    assert schema("code", answer_field="tests").gold_answer({"tests": tests}) == tests
 
 
-def test_other_verifiers_want_the_field_as_it_stands():
-    for verifier in ("exact_match", "package.module:mine"):
-        own = schema(verifier)
-        given = [own.gold_answer({"answer": content}) for content in (" so\nnone ", 7, ["a", 1], {"b": None})]
-        assert given == [" so\nnone ", "7", '["a", 1]', '{"b": null}']
-        assert refused(own.gold_answer, {}) == "task.answer_field=answer must be text or a number, got nothing"
+@pytest.mark.parametrize("verifier", ["exact_match", "package.module:mine"])
+def test_other_verifiers_want_the_field_as_it_stands(verifier):
+    own = schema(verifier)
+    given = [own.gold_answer({"answer": content}) for content in (" so\nnone ", 7, ["a", 1], {"b": None})]
+    assert given == [" so\nnone ", "7", '["a", 1]', '{"b": null}']
+    assert refused(own.gold_answer, {}) == "task.answer_field=answer must be text or a number, got nothing"

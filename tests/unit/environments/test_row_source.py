@@ -1,3 +1,5 @@
+"""Prompts of files: which rows become prompts, in which order, and what the others are counted as."""
+
 import json
 import logging
 from pathlib import Path
@@ -22,19 +24,12 @@ def tokenizer():
     return word_tokenizer()
 
 
-def task(path=SAMPLES / "questions.jsonl", held_out=SAMPLES / "questions_held_out.jsonl", count=1024, **settings):
-    return TaskConfig(
-        name="rows",
-        path=None if path is None else str(path),
-        held_out_path=str(held_out),
-        held_out=count,
-        **settings,
-    )
-
-
-def opened(tokenizer, *arguments, seed=1, verifier="mathematics", **settings):
-    environment = EnvironmentConfig(verifier=verifier)
-    return RowSource(RunConfig(task=task(*arguments, **settings), environment=environment, seed=seed), tokenizer)
+def opened(tokenizer, path=SAMPLES / "questions.jsonl", held_out=SAMPLES / "questions_held_out.jsonl", **settings):
+    seed = settings.pop("seed", 1)
+    files = {"path": None if path is None else str(path), "held_out_path": str(held_out)}
+    task = TaskConfig(name="rows", held_out=settings.pop("count", 1024), **files, **settings)
+    environment = EnvironmentConfig(verifier="mathematics")
+    return RowSource(RunConfig(task=task, environment=environment, seed=seed), tokenizer)
 
 
 def write(path, *rows):
@@ -47,65 +42,52 @@ def files(folder, *rows):
     return write(folder / "train.jsonl", *rows), write(folder / "test.jsonl", OTHER)
 
 
+def row(question, answer=1, **fields):
+    return {"question": question, "answer": answer, **fields}
+
+
 def asked(source):
     """The training prompts, in the order of their texts."""
     return sorted(source.prompt(index).text for index in range(source.census.training.prompts))
 
 
-def test_the_sample_gives_every_prompt_once_an_epoch_in_a_new_order(tokenizer):
+def test_every_prompt_comes_once_an_epoch_in_an_order_of_the_seed(tokenizer):
     source = opened(tokenizer)
     first, second = ([source.prompt(6 * epoch + i) for i in range(6)] for epoch in range(2))
-    answers = {p.text: p.answer for p in first}
-    assert sorted(answers.values()) == sorted(["11", "50", "4,500", "41", "-7", "2.5"])
-    assert {p.text for p in second} == set(answers)
-    assert [p.text for p in first] != [p.text for p in second]
-    assert [p.index for p in first + second] == list(range(12))
-
-
-def test_any_index_at_any_time_gives_the_same_prompt(tokenizer):
-    late = opened(tokenizer).prompt(1000)
-    assert opened(tokenizer).prompt(1000) == late
+    assert sorted(prompt.answer for prompt in first) == sorted(["11", "50", "4,500", "41", "-7", "2.5"])
+    assert {prompt.text for prompt in second} == {prompt.text for prompt in first}
+    assert [prompt.text for prompt in first] != [prompt.text for prompt in second]
+    assert [prompt.index for prompt in first + second] == list(range(12))
+    assert opened(tokenizer).prompt(1000) == source.prompt(1000)
     orders = {tuple(opened(tokenizer, seed=seed).prompt(i).text for i in range(6)) for seed in range(5)}
     assert len(orders) > 1
 
 
-# -- held-out prompts --------------------------------------------------------------------------------------------------
-
-
 def test_held_out_prompts_are_the_first_of_their_file(tokenizer):
-    assert [p.answer for p in opened(tokenizer).held_out()] == ["36", "5"]
-    assert [p.answer for p in opened(tokenizer, count=1, seed=2).held_out()] == ["36"]
+    assert [prompt.answer for prompt in opened(tokenizer).held_out()] == ["36", "5"]
+    assert [prompt.answer for prompt in opened(tokenizer, count=1, seed=2).held_out()] == ["36"]
 
 
-def test_a_benchmark_stays_whole(tokenizer, tmp_path):
-    row = {"question": "a b", "answer": 1}
-    held_out = write(tmp_path / "test", row, row)
-    assert len(opened(tokenizer, held_out=held_out, min_prompt_tokens=3).held_out()) == 2
-
-
-def test_without_a_training_file_there_is_something_to_evaluate(tokenizer):
-    source = opened(tokenizer, path=None)
+def test_a_benchmark_stays_whole_and_can_be_alone(tokenizer, tmp_path):
+    held_out = write(tmp_path / "test", row("a b"), row("a b"))
+    source = opened(tokenizer, None, held_out, min_prompt_tokens=3)
     assert len(source.held_out()) == 2
     assert source.census.training is None
 
 
 def test_a_held_out_prompt_is_never_trained_on(tokenizer, tmp_path):
-    rows = [{"question": f"what is {i} ?", "answer": i} for i in range(4)]
-    train = write(tmp_path / "train", {"question": "What  is 0 ?", "answer": 0}, *rows)
-    source = opened(tokenizer, train, write(tmp_path / "test", *rows[:2]), count=1)
+    rows = [row(f"what is {i} ?", i) for i in range(4)]
+    train = write(tmp_path / "train", row("What  is 0 ?", 0), *rows)
+    source = opened(tokenizer, train, write(tmp_path / "test", *rows[:2]))
     assert {source.prompt(i).answer for i in range(20)} == {"2", "3"}
     assert source.census.training.left_out == {Reason.DUPLICATE: 1, Reason.OVERLAPPING: 2}
-
-
-def test_the_words_of_a_template_are_no_overlap(tokenizer, tmp_path):
-    rows = [{"question": f"what is {i} ?", "answer": i} for i in range(3)]
-    paths = write(tmp_path / "train", *rows), write(tmp_path / "test", rows[0])
     template = "{{ question }}\nReason step by step, and after that put the answer that you have found into a box."
-    assert opened(tokenizer, *paths, prompt_template=template).census.training.prompts == 2
+    worded = opened(tokenizer, train, write(tmp_path / "test", rows[0]), prompt_template=template)
+    assert worded.census.training.prompts == 3  # the words of a template are no overlap
 
 
 def test_prompts_of_benchmarks_are_not_trained_on(tokenizer, tmp_path):
-    paths = files(tmp_path, *({"question": f"q {i}", "answer": i} for i in range(6)))
+    paths = files(tmp_path, *(row(f"q {i}", i) for i in range(6)))
     one = write(tmp_path / "one.jsonl", {"problem": "Q 1"}, {"prompt": [{"role": "user", "content": "q 2"}]})
     two = write(tmp_path / "two.jsonl", {"question": "q 3"})
     source = opened(tokenizer, *paths, benchmark_paths=f"{one}, {two}")
@@ -116,146 +98,107 @@ def test_prompts_of_benchmarks_are_not_trained_on(tokenizer, tmp_path):
         opened(tokenizer, *paths, benchmark_paths=f"{one},{two}")
 
 
-def test_files_that_are_the_same_leave_nothing_to_train_on(tokenizer):
-    said = r"^task\.path: there is no prompt in .*: 6 rows: 0 prompts; left out: 6 overlapping with held-out prompts$"
-    with pytest.raises(ConfigError, match=said):
-        opened(tokenizer, held_out=SAMPLES / "questions.jsonl")
+NO_ANSWER = {"question": "a b"}
+TEMPLATES = {"prompt_template": "{{ question }} {{ about }}", "held_out_prompt_template": "{{ question }}"}
 
 
-# -- filters -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "settings", "prompts", "left_out"),
+    [
+        ([NO_ANSWER, row("A  B"), row("a b")], {}, ["A  B"], {Reason.NO_ANSWER: 1, Reason.DUPLICATE: 1}),
+        # Another answer, or another field of the template, makes another prompt.
+        ([row("f ( X )", 1), row("f ( x )", 2), row("f ( X )", 1)], {}, ["f ( X )", "f ( x )"], {Reason.DUPLICATE: 1}),
+        ([row("who?", about=name) for name in "aba"], TEMPLATES, ["who? a", "who? b"], {Reason.DUPLICATE: 1}),
+        (
+            [row(" ".join("abcdef"[:words])) for words in range(1, 7)],
+            {"min_prompt_tokens": 2, "max_prompt_tokens": 5},
+            ["a b", "a b c", "a b c d", "a b c d e"],
+            {Reason.TOO_SHORT: 1, Reason.TOO_LONG: 1},
+        ),
+        (["{\n", row("a b"), row("a b"), OTHER, {"question": "c"}], {}, ["a b"],
+         {Reason.UNREADABLE: 1, Reason.DUPLICATE: 1, Reason.NO_ANSWER: 1, Reason.OVERLAPPING: 1}),
+    ],
+)  # fmt: skip
+def test_rows_that_are_no_prompts_are_counted_by_reason(tokenizer, tmp_path, rows, settings, prompts, left_out):
+    source = opened(tokenizer, *files(tmp_path, *rows), **settings)
+    census = source.census.training
+    assert (asked(source), census.left_out) == (prompts, left_out)
+    assert (census.path, census.rows, census.prompts) == (str(tmp_path / "train.jsonl"), len(rows), len(prompts))
 
 
-def test_duplicates_are_left_out_after_the_first_that_is_a_prompt(tokenizer, tmp_path):
-    rows = [{"question": "a b"}, {"question": "A  B", "answer": 1}, {"question": "a b", "answer": 1}]
-    source = opened(tokenizer, *files(tmp_path, *rows))
-    assert [source.prompt(i).answer for i in range(2)] == ["1", "1"]
-    assert source.census.training.left_out == {Reason.NO_ANSWER: 1, Reason.DUPLICATE: 1}
-
-
-def test_what_has_another_answer_is_no_duplicate(tokenizer, tmp_path):
-    rows = [{"question": question, "answer": answer} for question, answer in (("f ( X )", 1), ("f ( x )", 2))]
-    source = opened(tokenizer, *files(tmp_path, *rows, rows[0], {"question": "F ( x )", "answer": 2}))
-    assert {source.prompt(i).answer for i in range(2)} == {"1", "2"}
-    assert source.census.training.left_out == {Reason.DUPLICATE: 2}
-
-
-def test_what_differs_in_another_field_of_the_template_is_no_duplicate(tokenizer, tmp_path):
-    rows = [{"question": "who?", "about": name, "answer": 1} for name in ("a", "b", "a")]
-    templates = {"prompt_template": "{{ question }} {{ about }}", "held_out_prompt_template": "{{ question }}"}
-    source = opened(tokenizer, *files(tmp_path, *rows), **templates)
-    assert asked(source) == ["who? a", "who? b"]
-
-
-def test_prompts_have_a_least_length_too(tokenizer, tmp_path):
-    rows = [{"question": " ".join("abcd"[:words]), "answer": 1} for words in range(1, 5)]
-    source = opened(tokenizer, *files(tmp_path, *rows), min_prompt_tokens=2, max_prompt_tokens=5)
-    assert asked(source) == ["a b", "a b c", "a b c d"]
-    assert source.census.training.left_out == {Reason.TOO_SHORT: 1}
-
-
-def test_what_is_never_or_always_solved_is_left_out(tokenizer, tmp_path):
-    rows = [{"question": f"q {rate}", "answer": 1, "rate": rate} for rate in (0, 0.5, 1)]
-    paths = files(tmp_path, *rows, {"question": "q -", "answer": 1})
-    bounds = {"min_success": 0.05, "max_success": 0.95}
-    source = opened(tokenizer, *paths, success_field="rate", **bounds)
-    assert asked(source) == ["q 0.5"]
-    counted = {Reason.TOO_HARD: 1, Reason.TOO_EASY: 1, Reason.NO_RATE: 1}
-    assert source.census.training.left_out == counted
-    ids = {p.text: p.prompt_id for p in map(opened(tokenizer, *paths).prompt, range(4))}
+def test_prompts_that_are_never_or_always_solved_are_left_out(tokenizer, tmp_path):
+    paths = files(tmp_path, *(row(f"q {rate}", rate=rate) for rate in (0, 0.5, 1)), row("q -"))
+    ids = {prompt.text: prompt.prompt_id for prompt in map(opened(tokenizer, *paths).prompt, range(4))}
     rates = write(
         tmp_path / "rates.jsonl",
         {"prompt_id": ids["q 0"], "rate": 0},
         {"prompt_id": ids["q 0.5"], "rate": 0.5},
         {"prompt": "Q 1", "rate": 1},
     )
-    source = opened(tokenizer, *paths, success_path=str(rates), **bounds)
-    assert (asked(source), source.census.training.left_out) == (["q 0.5"], counted)
-
-
-# -- bad rows ----------------------------------------------------------------------------------------------------------
+    for settings in ({"success_field": "rate"}, {"success_path": str(rates)}):
+        source = opened(tokenizer, *paths, min_success=0.05, max_success=0.95, **settings)
+        assert asked(source) == ["q 0.5"]
+        assert source.census.training.left_out == {Reason.TOO_HARD: 1, Reason.TOO_EASY: 1, Reason.NO_RATE: 1}
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("bad", "message"),
     [
         ("{\n", "not JSON"),
         ("[1]\n", "must be a JSON object"),
-        (
-            {"answer": "1"},
-            "task.prompt_field=question must be text, or messages of a chat that end on the user's, got no",
-        ),
-        ({"question": None, "answer": "1"}, "task.prompt_field=question must be text"),
+        ({"answer": "1"}, "task.prompt_field=question must be text, or messages of a chat that end on the user's"),
         ({"question": "1 ?", "answer": "so\nnone"}, "task.answer_field=answer must hold an answer, or end on one"),
-        ({"question": "1 ?", "answer": "(1"}, "task.answer_field=answer must hold an answer, or end on one"),
-        ({"question": "1 ?"}, "task.answer_field=answer must be text or a number, got nothing"),
-        ({"question": "1 ?", "answer": True}, "task.answer_field=answer must be text or a number, got true"),
-        ({"question": "a b c d", "answer": 1}, "a prompt of 4 tokens, more than task.max_prompt_tokens=3"),
-        ({"question": "a " * 10**6, "answer": 1}, "a prompt of 1000000 tokens, more than task.max_prompt_tokens=3"),
-        ({"question": "\ud800", "answer": 1}, "a text without spelling in UTF-8: "),
-        ({"question": "c", "answer": "\ud800"}, "a text without spelling in UTF-8: "),
+        (row("a b c d"), "a prompt of 4 tokens, more than task.max_prompt_tokens=3"),
+        (row("a " * 10**6), "a prompt of 1000000 tokens, more than task.max_prompt_tokens=3"),
+        (row("\ud800"), "a text without spelling in UTF-8: "),
+        (row("c", "\ud800"), "a text without spelling in UTF-8: "),
     ],
 )
-def test_a_bad_line_is_named_with_its_file(tokenizer, tmp_path, row, message):
-    file, held_out = files(tmp_path, {"question": "a b", "answer": 1}, "\n", row)
+def test_a_bad_line_is_refused_on_request_with_its_file(tokenizer, tmp_path, bad, message):
+    file, held_out = files(tmp_path, row("a b"), "\n", bad)
+    write(held_out, row("x"))
     with pytest.raises(ConfigError) as caught:
-        opened(tokenizer, file, write(held_out, {"question": "x", "answer": 1}), max_prompt_tokens=3, bad_rows="refuse")
+        opened(tokenizer, file, held_out, max_prompt_tokens=3, bad_rows="refuse")
     assert str(caught.value).startswith(f"task.path: {file}, line 3: {message}")
     assert "\n" not in str(caught.value)
 
 
 def test_refusing_bad_rows_refuses_no_filter(tokenizer, tmp_path):
-    row = {"question": "a b", "answer": 1}
-    assert opened(tokenizer, *files(tmp_path, row, row), bad_rows="refuse").census.training.prompts == 1
+    assert opened(tokenizer, *files(tmp_path, row("a b"), row("a b")), bad_rows="refuse").census.training.prompts == 1
 
 
-def test_a_prompt_that_the_vocabulary_has_not_is_unspellable(tmp_path):
-    held_out = write(tmp_path / "test", {"question": "1+1=", "answer": 2}, {"question": "What?", "answer": 1})
+def test_a_prompt_beyond_the_vocabulary_is_unspellable(tmp_path):
+    held_out = write(tmp_path / "test", row("1+1=", 2), row("What?"))
     census = opened(char_tokenizer(), None, held_out).census.held_out
     assert census.left_out == {Reason.UNSPELLABLE: 1}
     assert census.bad[0].startswith("line 2: the model's tokenizer can't spell 'What?'")
 
 
-def test_bad_lines_are_skipped_counted_and_named(tokenizer, tmp_path, caplog):
+def test_bad_lines_are_skipped_and_the_first_are_named_in_a_warning(tokenizer, tmp_path, caplog):
     bad = [f"[{i}]\n" for i in range(4)]
-    row = {"question": "a b", "answer": 1}
-    file, held_out = files(tmp_path, row, *bad, {"question": "c", "answer": "\\pi"}, row)
+    file, held_out = files(tmp_path, row("a b"), *bad, row("c", "\\pi"), row("a b"))
     with caplog.at_level(logging.INFO):
         source = opened(tokenizer, file, held_out)
     assert sorted(source.prompt(index).answer for index in range(2)) == ["1", "\\pi"]
     lines = "; ".join(f"line {number}: must be a JSON object" for number in (2, 3, 4))
-    assert caplog.messages == [
-        f"task.held_out_path: {held_out}: 1 rows: 1 prompts",
-        f"task.path: {file}: 7 rows: 2 prompts; left out: 4 unreadable, 1 duplicate; {lines}; ...",
-    ]
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert caplog.messages[1].endswith(f"2 prompts; left out: 4 unreadable, 1 duplicate; {lines}; ...")
 
 
-def test_the_census_accounts_for_every_row(tokenizer, tmp_path):
-    rows = ["{\n", {"question": "a b", "answer": 1}, {"question": "a b", "answer": 1}, OTHER, {"question": "c"}]
-    census = opened(tokenizer, *files(tmp_path, *rows)).census.training
-    assert (census.path, census.rows, census.prompts) == (str(tmp_path / "train.jsonl"), 5, 1)
-    left_out = {Reason.UNREADABLE: 1, Reason.DUPLICATE: 1, Reason.NO_ANSWER: 1, Reason.OVERLAPPING: 1}
-    assert census.left_out == left_out
-    assert [line.partition(":")[0] for line in census.bad] == ["line 1", "line 5"]
-
-
-def test_a_file_of_bad_lines_alone_is_refused_with_the_first(tokenizer, tmp_path):
-    file = write(tmp_path / "train.jsonl", "[1]\n", "{\n")
-    said = (
-        r"^task\.path: there is no prompt in .*: 2 rows: 0 prompts; left out: 2 unreadable; line 1: must be a JSON ob"
-    )
-    with pytest.raises(ConfigError, match=said):
-        opened(tokenizer, file)
-
-
-def test_a_missing_and_an_empty_file_are_named(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=r"^task\.path: can't read .*absent"):
-        opened(tokenizer, tmp_path / "absent")
-    with pytest.raises(ConfigError, match=r"^task\.held_out_path: there is no prompt in .*: 0 rows: 0 prompts$"):
-        opened(tokenizer, held_out=write(tmp_path / "empty"))
-
-
-# -- messages ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "held_out", "said"),
+    [
+        (None, [OTHER], r"task\.path: can't read .*train"),
+        ([OTHER], [], r"task\.held_out_path: there is no prompt in .*: 0 rows: 0 prompts$"),
+        (["[1]\n", "{\n"], [OTHER], r"task\.path: there is no .*: 2 rows: .*; left out: 2 unreadable; line 1: must be"),
+        ([OTHER], [OTHER], r"task\.path: there is no .*: 1 rows: 0 prompts; left out: 1 overlapping with held-out pro"),
+    ],
+)
+def test_files_without_a_prompt_are_refused(tokenizer, tmp_path, rows, held_out, said):
+    if rows is not None:
+        write(tmp_path / "train", *rows)
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        opened(tokenizer, tmp_path / "train", write(tmp_path / "test", *held_out))
 
 
 def test_messages_of_a_chat_are_fed_as_such_or_as_their_text(tmp_path):

@@ -25,36 +25,24 @@ def refused(path):
     return str(caught.value)
 
 
-def lines(folder):
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+def write(folder, kind):
+    """ROWS as a file, or a folder, of this kind."""
+    file = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif kind == "json":
+        file.write_text(json.dumps(ROWS))
+    elif kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), file, row_group_size=1)
+    else:
+        datasets.Dataset.from_list(ROWS).save_to_disk(file)
     return file
 
 
-def listed(folder):
-    file = folder / "rows.json"
-    file.write_text(json.dumps(ROWS))
-    return file
-
-
-def columns(folder):
-    file = folder / "rows.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), file, row_group_size=1)
-    return file
-
-
-def saved(folder):
-    datasets.Dataset.from_list(ROWS).save_to_disk(folder / "rows")
-    return folder / "rows"
-
-
-@pytest.mark.parametrize("write", [lines, listed, columns, saved])
-def test_every_format_gives_the_same_rows(tmp_path, write):
-    found = read(write(tmp_path))
-    assert [row.fields for row in found] == ROWS
-    unit = "line" if write is lines else "row"
-    assert [row.place for row in found] == [f"{unit} 1", f"{unit} 2"]
-    assert [row.wrong for row in found] == [None, None]
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved"])
+def test_every_format_gives_the_same_rows(tmp_path, kind):
+    unit = "line" if kind == "jsonl" else "row"
+    assert read(write(tmp_path, kind)) == [Row(f"{unit} {number}", row) for number, row in enumerate(ROWS, 1)]
 
 
 def test_empty_lines_are_no_rows_but_count_as_lines(tmp_path):
@@ -63,9 +51,9 @@ def test_empty_lines_are_no_rows_but_count_as_lines(tmp_path):
     assert read(file) == [Row("line 2", {"a": 1}), Row("line 4", {"a": "\u2028"})]
 
 
-@pytest.mark.parametrize("write", [lines, listed])
-def test_a_byte_order_mark_costs_no_row(tmp_path, write):
-    file = write(tmp_path)
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_a_byte_order_mark_costs_no_row(tmp_path, kind):
+    file = write(tmp_path, kind)
     file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
     assert [(row.fields, row.wrong) for row in read(file)] == [(row, None) for row in ROWS]
 
@@ -91,49 +79,44 @@ def test_a_bad_line_spoils_no_other(tmp_path, line, wrong):
     assert bad.wrong.startswith(wrong)
 
 
-def test_a_json_file_is_a_list_of_objects(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"data": []}', "{file} must hold a list of JSON objects"),
+        (b'{"a": 1}\n{"a": 2}\n', "{file} must be JSON, or end on .jsonl if it holds an object a line: "),
+        (b'["\xff"]', "can't read {file}: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_json_file_is_a_list_of_objects(tmp_path, content, said):
     file = tmp_path / "rows.json"
     file.write_text('[{"a": 1}, 2]')
     assert read(file) == [Row("row 1", {"a": 1}), Row("row 2", wrong="must be a JSON object")]
-    file.write_text('{"data": []}')
-    assert refused(file) == f"task.path: {file} must hold a list of JSON objects"
-    file.write_text('{"a": 1}\n{"a": 2}\n')
-    assert refused(file).startswith(f"task.path: {file} must be JSON, or end on .jsonl if it holds an object a line: ")
-    file.write_bytes(b'["\xff"]')
-    assert refused(file).startswith(f"task.path: can't read {file}: 'utf-8' codec can't decode")
+    file.write_bytes(content)
+    assert refused(file).startswith(f"task.path: {said.format(file=file)}")
 
 
-def test_what_is_absent_or_broken_is_named(tmp_path):
+def test_a_file_that_is_absent_or_broken_is_named(tmp_path):
     for name in ("absent.jsonl", "absent.json", "absent.parquet"):
         assert refused(tmp_path / name).startswith(f"task.path: can't read {tmp_path}/{name}: ")
-    whole = columns(tmp_path)
-    broken = tmp_path / "broken.parquet"
-    broken.write_bytes(whole.read_bytes()[:-20])
-    assert refused(broken).startswith(f"task.path: can't read {broken}: Parquet magic bytes not found")
+    file = write(tmp_path, "parquet")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    assert refused(file).startswith(f"task.path: can't read {file}: Parquet magic bytes not found")
+    file.write_bytes(whole[:4] + b"\xff" * 56 + whole[60:])  # in the first rows
+    assert refused(file).startswith(f"task.path: can't read {file}: ")
     (tmp_path / "folder").mkdir()
     assert "is neither a `Dataset` directory nor" in refused(tmp_path / "folder")
-    folder = saved(tmp_path)
+    folder = write(tmp_path, "saved")
     next(folder.glob("*.arrow")).write_bytes(b"nothing")
     assert refused(folder).startswith(f"task.path: can't read {folder}: ")
 
 
-def test_a_parquet_file_that_breaks_in_its_middle_is_named(tmp_path):
-    file = columns(tmp_path)
-    data = bytearray(file.read_bytes())
-    data[4:60] = b"\xff" * 56
-    file.write_bytes(data)
-    assert refused(file).startswith(f"task.path: can't read {file}: ")
-
-
-def test_of_several_splits_one_is_to_be_named(tmp_path):
+def test_a_data_set_of_several_splits_needs_a_name(tmp_path):
     one = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
     both = f"{tmp_path}/both"
     assert refused(both) == f"task.path: {both} holds several splits; name one of them: {both}/train, {both}/test"
     assert [row.fields for row in read(f"{both}/test")] == ROWS
-
-
-# -- the cache of the Hub's data sets ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -152,19 +135,12 @@ def cache(tmp_path, monkeypatch):
 def test_a_data_set_of_the_hub_is_read_from_the_cache():
     for name in ("datasets:owner/tiny:train", "datasets:owner/tiny:default:train"):
         assert [row.fields for row in read(name)] == ROWS
-
-
-@pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
+    for name, call in (
         ("datasets:owner/tiny:test", "datasets.load_dataset('owner/tiny')"),
         ("datasets:owner/tiny:other:train", "datasets.load_dataset('owner/tiny', 'other')"),
         ("datasets:owner/other:train", "datasets.load_dataset('owner/other')"),
-    ],
-)
-def test_what_the_cache_has_not_is_one_line(name, call):
-    assert refused(name).startswith(f"task.path: {name} is not in the cache of this machine, which {call} fills: ")
+    ):
+        assert refused(name).startswith(f"task.path: {name} is not in the cache of this machine, which {call} fills: ")
 
 
 @pytest.mark.parametrize("name", ["datasets:owner/tiny", "datasets:", "datasets:a/b::train", "datasets:a/b:c:d:e"])

@@ -46,7 +46,7 @@ def test_the_policy_is_told_what_the_configuration_says():
     assert trajectory.reward == 0.5
 
 
-def test_where_there_is_no_room_the_first_try_stands():
+def test_the_first_try_stands_without_room_for_a_second():
     """Prompt 4, first try 3, message 1 tokens: nothing could follow."""
     policy = ScriptedPolicy({"1+1=": [completion("#7")]}, limit=8)
     [trajectory] = roll_out(policy, 1)

@@ -27,7 +27,15 @@ def record(problem, greedy=Outcome.RIGHT, samples=()):
     )
 
 
-def test_what_was_written_is_read_again_in_the_order_of_problems(tmp_path):
+def written(file, *problems, synced=True):
+    """The bytes of a file of these problems' records."""
+    with RecordFile(file, ABOUT, synced=synced) as records:
+        for problem in problems:
+            records.add(record(problem))
+    return file.read_bytes()
+
+
+def test_records_are_read_again_in_the_order_of_problems(tmp_path):
     file = tmp_path / "new" / "b.jsonl"
     with RecordFile(file, ABOUT) as records:
         records.add(record(1, Outcome.TIMED_OUT, [Outcome.WRONG, Outcome.RIGHT]))
@@ -43,45 +51,27 @@ def test_what_was_written_is_read_again_in_the_order_of_problems(tmp_path):
 @pytest.mark.parametrize("lost", [1, 30])
 def test_a_line_that_was_cut_off_is_dropped_and_written_again(tmp_path, lost):
     file = tmp_path / "b.jsonl"
-    with RecordFile(file, ABOUT) as records:
-        records.add(record(0))
-        records.add(record(1))
-    whole = file.read_bytes()
+    whole = written(file, 0, 1)
     file.write_bytes(whole[:-lost])
     with RecordFile(file, ABOUT) as again:
         assert [one.problem for one in again.records] == [0]
-        again.add(record(1))
-    assert file.read_bytes() == whole
+    assert written(file, 1) == whole
+    file.write_bytes(b'{"benchm')
+    assert written(file, 0, 1) == whole
 
 
 @pytest.mark.parametrize("torn", [0, 1])
-def test_what_a_loss_of_power_has_torn_is_begun_anew_where_nothing_is_synced(tmp_path, torn):
+def test_a_torn_file_is_begun_anew_where_nothing_is_synced(tmp_path, torn):
     file = tmp_path / "b.jsonl"
-    with RecordFile(file, ABOUT, synced=False) as records:
-        records.add(record(0))
-        records.add(record(1))
-    whole = file.read_bytes()
+    whole = written(file, 0, 1, synced=False)
     lines = whole.splitlines(keepends=True)
     lines[torn] = bytes(len(lines[torn]) - 1) + b"\n"
     file.write_bytes(b"".join(lines))
     with pytest.raises(StorageError):
         RecordFile(file, ABOUT)
-    with RecordFile(file, ABOUT, synced=False) as again:
-        assert again.records == []
-        again.add(record(0))
-        again.add(record(1))
-    assert file.read_bytes() == whole
+    assert written(file, 0, 1, synced=False) == whole
     with pytest.raises(ConfigError, match="seed"):
         RecordFile(file, {**ABOUT, "seed": 2}, synced=False)
-
-
-def test_a_first_line_that_was_cut_off_is_written_again(tmp_path):
-    file = tmp_path / "b.jsonl"
-    file.write_bytes(b'{"benchm')
-    with RecordFile(file, ABOUT) as records:
-        assert records.records == []
-        records.add(record(0))
-    assert [one.problem for one in RecordFile(file, ABOUT).records] == [0]
 
 
 @pytest.mark.parametrize(
@@ -94,16 +84,14 @@ def test_a_first_line_that_was_cut_off_is_written_again(tmp_path):
 )
 def test_records_of_another_evaluation_are_refused_and_kept(tmp_path, about, told):
     file = tmp_path / "b.jsonl"
-    with RecordFile(file, ABOUT) as records:
-        records.add(record(0))
-    before = file.read_bytes()
+    before = written(file, 0)
     with pytest.raises(ConfigError, match=f"^{told}; another --name keeps both"):
         RecordFile(file, about)
     assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("content", [b"nonsense\n", b"[1]\n", b'{"seed":1}\n{"problem":0}\n'])
-def test_a_file_of_something_else_is_refused(tmp_path, content):
+def test_a_file_of_something_else_is_refused_and_kept(tmp_path, content):
     file = tmp_path / "b.jsonl"
     file.write_bytes(content)
     with pytest.raises((StorageError, ConfigError), match=r"b\.jsonl"):

@@ -45,21 +45,14 @@ def test_scores_are_means_over_problems():
     assert scores.pass_at[1].low < scores.pass_at[1].value < scores.pass_at[1].high
 
 
-def test_lengths_and_cut_offs_are_counted():
-    long = Record(
-        problem=0, prompt_id="0", prompt="?", gold="4",
-        greedy=sample(WRONG, tokens=30, truncated=True), samples=(sample(RIGHT, tokens=10),),
-    )  # fmt: skip
-    scores = scored([long])
-    assert (scores.truncated, scores.mean_tokens) == (1, 20.0)
-    assert scores.metrics()["truncated"] == 0.5
-    assert scores.metrics()["outcome_right"] == 0.5
-
-
 def test_without_samples_there_is_less_to_tell():
     greedy = scored([record(0, RIGHT), record(1, WRONG)])
     assert (greedy.greedy.value, greedy.pass_at, greedy.majority_at) == (0.5, {}, {})
     assert scored([record(0, FAILED)]).greedy.value == 0.0
+    long = sample(WRONG, tokens=30, truncated=True)
+    scores = scored([Record(problem=0, prompt_id="0", prompt="?", gold="4", greedy=long, samples=(sample(RIGHT),))])
+    assert (scores.truncated, scores.mean_tokens) == (1, 20.0)
+    assert (scores.metrics()["truncated"], scores.metrics()["outcome_right"]) == (0.5, 0.5)
 
 
 def test_two_models_are_compared_problem_by_problem():
@@ -67,20 +60,16 @@ def test_two_models_are_compared_problem_by_problem():
     worse = [record(p, WRONG if p < 10 else RIGHT, RIGHT, WRONG) for p in range(20)]
     found = compared(better, worse)
     assert (found["greedy"].value, found["pass_at_1"].value) == (0.5, 0.5)
-    assert found["greedy"].p_value == pytest.approx(2 * 0.5**10)
     assert compared(worse, better)["greedy"].value == -0.5
     assert list(compared([record(0, RIGHT)], [record(0, WRONG)])) == ["greedy"]
     assert compared([record(0, FAILED)], [record(0, RIGHT)])["greedy"].value == -1.0
+    with pytest.raises(ConfigError, match="the same problems"):
+        compared([record(0, RIGHT)], [record(1, RIGHT)])
 
 
 def test_rates_are_of_samples_where_there_are_some():
     assert rates(RECORDS) == {"0": 0.5, "1": 0.25, "2": 0.75, "3": 0.0}
     assert rates([record(0, RIGHT), record(1, FAILED)]) == {"0": 1.0, "1": 0.0}
-
-
-def test_other_problems_are_not_compared():
-    with pytest.raises(ConfigError, match="the same problems"):
-        compared([record(0, RIGHT)], [record(1, RIGHT)])
 
 
 def test_the_page_shows_every_problem_and_escapes_what_was_written(tmp_path):

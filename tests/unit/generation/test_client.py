@@ -2,8 +2,6 @@
 
 import asyncio
 import hashlib
-import subprocess
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,17 +37,32 @@ async def vllm():
 
 
 @pytest.fixture
-async def client(server):
-    client = GenerationClient(server.url)
-    yield client
-    await client.close()
+async def connect():
+    """Make a client that has identified its server; all are closed at the end."""
+    clients = []
+
+    async def made(server, **options):
+        clients.append(GenerationClient(server.url, **options))
+        await clients[-1].identify()
+        return clients[-1]
+
+    yield made
+    for client in clients:
+        await client.close()
 
 
 @pytest.fixture
-async def vllm_client(vllm):
-    client = GenerationClient(vllm.url)
-    yield client
-    await client.close()
+async def client(server, connect):
+    client = await connect(server)
+    server.calls.clear()
+    return client
+
+
+@pytest.fixture
+async def vllm_client(vllm, connect):
+    client = await connect(vllm)
+    vllm.calls.clear()
+    return client
 
 
 @pytest.fixture
@@ -87,10 +100,13 @@ async def test_a_response_that_came_while_this_process_was_blocked_counts(slow_u
     await client.close()
 
 
-async def test_a_server_that_is_silent_is_lost(server, client):
-    server.hanging.add("/health")
+async def test_a_server_that_is_silent_is_lost(server, connect):
+    client = await connect(server, update_timeout_s=0.05)
+    server.hanging |= {"/health", "/finish_weight_update"}
     with pytest.raises(ServerLostError, match=r"/health: no response in 0\.2 s"):
         await client._control("GET", "/health", timeout_s=0.2)
+    with pytest.raises(ServerLostError, match=r"version 1 was not loaded in 0\.05 s"):
+        await client.load_version(version(1), "resubmit")
 
 
 @pytest.fixture
@@ -100,50 +116,38 @@ def weights(tmp_path):
     return PolicyVersion(version=7, path=str(tmp_path), sha256=hashlib.sha256(b"weights").hexdigest())
 
 
-@pytest.mark.parametrize(
-    ("interruption", "pause"),
-    [
-        ("recompute", "/pause?mode=keep&clear_cache=true"),
-        ("resubmit", "/pause?mode=abort&clear_cache=true"),
-        ("keep", "/pause?mode=keep&clear_cache=false"),
-        ("wait", "/pause?mode=wait&clear_cache=true"),
-    ],
-)
-async def test_an_update_goes_through_its_phases_in_order(server, client, interruption, pause):
-    await client.identify()
+PAUSES = {  # of the embedded server, and of vLLM where that is another
+    "recompute": ("/pause?mode=keep&clear_cache=true", "/pause?mode=abort&clear_cache=true"),
+    "resubmit": ("/pause?mode=abort&clear_cache=true",) * 2,
+    "keep": ("/pause?mode=keep&clear_cache=false",) * 2,
+    "wait": ("/pause?mode=wait&clear_cache=true",) * 2,
+}
+
+
+@pytest.mark.parametrize("interruption", PAUSES)
+async def test_an_update_goes_through_its_phases_in_order(server, client, interruption):
     await client.load_version(version(7), interruption)
     assert server.calls == [
-        ("/version", None),
         ("/start_weight_update", None),
         ("/update_weights", {"update_info": {"path": "/weights/7", "sha256": "hash-7"}}),
-        (pause, None),
+        (PAUSES[interruption][0], None),
         ("/finish_weight_update", {"weight_version": "7"}),
         ("/resume", None),
     ]
 
 
-@pytest.mark.parametrize(
-    ("interruption", "pause"),
-    [
-        ("recompute", "/pause?mode=abort&clear_cache=true"),
-        ("resubmit", "/pause?mode=abort&clear_cache=true"),
-        ("keep", "/pause?mode=keep&clear_cache=false"),
-        ("wait", "/pause?mode=wait&clear_cache=true"),
-    ],
-)
-async def test_vllm_shares_no_cache_between_versions(vllm, vllm_client, weights, interruption, pause):
-    await vllm_client.identify()
+@pytest.mark.parametrize("interruption", PAUSES)
+async def test_vllm_shares_no_cache_between_versions(vllm, vllm_client, weights, interruption):
     for name in ("before", "too"):
         await vllm_client.complete(request(name))
     await vllm_client.load_version(weights, interruption)
     await vllm_client.complete(request("after"))
     before, too, after = (vllm.requests[name]["cache_salt"] for name in ("before", "too", "after"))
     assert before == too != after
-    assert [call for call in vllm.calls if isinstance(call, tuple)] == [
-        ("/version", None),
+    assert vllm.updates() == [
         ("/start_weight_update", None),
         ("/update_weights", {"update_info": {"path": weights.path, "sha256": weights.sha256}}),
-        (pause, None),
+        (PAUSES[interruption][1], None),
         ("/finish_weight_update", {"weight_version": "7"}),
         ("/reset_prefix_cache", None),
         ("/resume", None),
@@ -158,33 +162,27 @@ async def test_vllm_shares_no_cache_between_versions(vllm, vllm_client, weights,
     ],
 )
 async def test_a_damaged_file_does_not_stop_vllm(vllm, vllm_client, weights, tmp_path, damage, said):
-    await vllm_client.identify()
     damage(tmp_path / "model.safetensors")
     with pytest.raises(ServerLostError, match=said) as caught:
         await vllm_client.load_version(weights, "resubmit")
     assert "\n" not in str(caught.value)
-    assert [path for path, _ in vllm.calls[1:]] == ["/start_weight_update", "/update_weights"]
+    assert [path for path, _ in vllm.calls] == ["/start_weight_update", "/update_weights"]
 
 
-async def test_a_version_is_hashed_once_however_many_servers_load_it(weights, tmp_path, monkeypatch):
+async def test_a_version_is_hashed_once_however_many_servers_load_it(weights, tmp_path, monkeypatch, connect, vllm):
     hashed = []
     monkeypatch.setattr(module, "weights_sha256", lambda path: hashed.append(path) or weights_sha256(path))
-    async with FakeServer("0.32.0") as one, FakeServer("0.32.0") as other:
-        clients = [GenerationClient(server.url) for server in (one, other, one)]
-        for client in clients:
-            await client.identify()
+    async with FakeServer("0.32.0") as other:
+        clients = [await connect(server) for server in (vllm, other, vllm)]
         await asyncio.gather(*(client.load_version(weights, "resubmit") for client in clients))
         assert hashed == [tmp_path]
         (tmp_path / "model.safetensors").write_bytes(b"damaged")  # as long as it was
         with pytest.raises(ServerLostError, match="sha256"):
             await clients[0].load_version(weights, "resubmit")
-        assert hashed == [tmp_path, tmp_path]
-        for client in clients:
-            await client.close()
+    assert hashed == [tmp_path, tmp_path]
 
 
 async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
-    await vllm_client.identify()
     metrics = (
         "# HELP vllm:num_requests_running Number of requests.\n"
         'vllm:num_requests_running{{engine="0",model_name="policy"}} 3.0\n'
@@ -211,7 +209,6 @@ async def test_the_load_of_vllm_is_what_its_metrics_say(vllm, vllm_client):
 
 async def test_vllm_gets_a_request_for_each_completion_with_the_seeds_that_it_would_give_them(vllm, vllm_client):
     """And each is taken when it ends; one that is refused keeps none of the others away."""
-    await vllm_client.identify()
     vllm.refused.add("group-1-0.1")
     taken = []
     with pytest.raises(GenerationError, match="refused"):
@@ -221,8 +218,7 @@ async def test_vllm_gets_a_request_for_each_completion_with_the_seeds_that_it_wo
     assert [(params["n"], params["seed"]) for params in sent] == [(1, 7), (1, 8), (1, 9)]
 
 
-async def test_what_vllm_gets_in_parts_is_aborted_in_parts(vllm, vllm_client):
-    await vllm_client.identify()
+async def test_a_request_sent_in_parts_is_aborted_in_parts(vllm, vllm_client):
     vllm.release.clear()
     call = asyncio.ensure_future(vllm_client.complete(request("group-1-0", n=2)))
     await vllm.started("group-1-0.0", "group-1-0.1")
@@ -235,7 +231,6 @@ async def test_what_vllm_gets_in_parts_is_aborted_in_parts(vllm, vllm_client):
 
 
 async def test_tokens_of_others_than_the_rollout_are_taken_from_what_vllm_counts(vllm, vllm_client):
-    await vllm_client.identify()
     assert len(await vllm_client.complete(request("held-out-1", n=2))) == 2
     await generated(vllm_client, request("group-1-0"))
     vllm.metrics = "vllm:generation_tokens_total 100.0\n"
@@ -243,8 +238,7 @@ async def test_tokens_of_others_than_the_rollout_are_taken_from_what_vllm_counts
     assert (load.generated_tokens, load.rollout_tokens) == (100, 100 - 2 * 24)
 
 
-async def test_what_a_server_may_have_sampled_since_its_last_report_is_bounded(vllm, vllm_client):
-    await vllm_client.identify()
+async def test_tokens_since_the_last_report_are_bounded(vllm, vllm_client):
     await vllm_client.complete(request("group-1-0", n=3))
     await generated(vllm_client, request("held-out-1"))
     assert vllm_client.unreported_tokens == 3 * 24
@@ -259,7 +253,6 @@ async def test_what_a_server_may_have_sampled_since_its_last_report_is_bounded(v
 
 
 async def test_a_server_whose_counter_has_fallen_is_another_one(vllm, vllm_client):
-    await vllm_client.identify()
     vllm.metrics = "vllm:generation_tokens_total 100.0\n"
     await vllm_client.load()
     vllm.metrics = "vllm:generation_tokens_total 99.0\n"
@@ -268,7 +261,6 @@ async def test_a_server_whose_counter_has_fallen_is_another_one(vllm, vllm_clien
 
 
 async def test_a_client_counts_the_time_without_requests_and_the_time_of_an_update(vllm, vllm_client, weights):
-    await vllm_client.identify()
     vllm.release.clear()
     before = await vllm_client.load()
     async with vllm.runs(generated(vllm_client, request("r"))):
@@ -288,12 +280,10 @@ async def test_a_client_counts_the_time_without_requests_and_the_time_of_an_upda
         ("0.32.0+areal", "has routes of areal, needed is areal.10: start it from the same installation"),
     ],
 )
-async def test_a_server_with_other_routes_is_refused_in_one_line(release, said):
+async def test_a_server_with_other_routes_is_refused_in_one_line(connect, release, said):
     async with FakeServer(release) as server:
-        client = GenerationClient(server.url)
         with pytest.raises(GenerationError) as caught:
-            await client.identify()
-        await client.close()
+            await connect(server)
     assert str(caught.value) == f"{server.url} {said}"
     assert not isinstance(caught.value, ServerLostError)
 
@@ -303,14 +293,6 @@ async def test_weights_without_a_name_have_no_version(server, client):
     assert await client.loaded_version() is None
     server.label = "12"
     assert await client.loaded_version() == 12
-
-
-async def test_a_phase_that_takes_too_long_is_a_lost_server(server):
-    client = GenerationClient(server.url, update_timeout_s=0.05)
-    server.hanging.add("/finish_weight_update")
-    with pytest.raises(ServerLostError, match=r"version 1 was not loaded in 0\.05 s"):
-        await client.load_version(version(1), "resubmit")
-    await client.close()
 
 
 class FakeStager:
@@ -350,11 +332,9 @@ async def stager(server):
 
 
 @pytest.fixture
-async def far(server, stager):
+async def far(server, stager, connect):
     """The client of a server on a machine that shares no folder with this one."""
-    client = GenerationClient(server.url, token="t", stager=stager.url, update_timeout_s=0.5)
-    yield client
-    await client.close()
+    return await connect(server, token="t", stager=stager.url, update_timeout_s=0.5)
 
 
 async def test_a_version_is_brought_to_the_server_before_it_hears_of_it(server, stager, far):
@@ -367,13 +347,11 @@ async def test_a_version_is_brought_to_the_server_before_it_hears_of_it(server, 
     ]
 
 
-async def test_what_was_brought_to_vllm_is_not_looked_for_here(vllm):
+async def test_a_version_brought_to_vllm_is_not_looked_for_here(vllm, connect):
     async with FakeStager(vllm) as stager:
-        client = GenerationClient(vllm.url, token="t", stager=stager.url)
-        await client.identify()
+        client = await connect(vllm, token="t", stager=stager.url)
         await client.load_version(version(3), "resubmit")
         await client.reload(version(4))
-        await client.close()
     assert ("/update_weights", {"update_info": {"path": "/here/3", "sha256": "hash-3"}}) in vllm.calls
     call = {"method": "reload_weights", "kwargs": {"weights_path": "/here/4"}}
     assert ("/collective_rpc", call) in vllm.calls
@@ -424,7 +402,7 @@ async def test_a_pause_ends_requests_with_the_tokens_that_they_have(server, clie
     assert server.updates() == [("/pause?mode=abort&clear_cache=false", None), ("/resume", None)]
 
 
-async def test_refusals_are_errors_and_server_errors_and_lost_connections_are_lost_servers(server, client):
+async def test_server_errors_and_lost_connections_are_lost_servers(server, client):
     for status, kind in (
         (400, GenerationError),
         (404, GenerationError),
@@ -443,31 +421,28 @@ async def test_refusals_are_errors_and_server_errors_and_lost_connections_are_lo
         await client.health()
 
 
-@pytest.mark.parametrize(
-    "module", ["generation.client", "controller.pool", "generation.vllm.server", "api.transcript", "controller.service"]
-)
-def test_what_talks_to_servers_imports_without_torch(module):
-    code = f"import areal_core.{module}, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-# -- adapters ------------------------------------------------------------------------------------------------------
-
-
 def published(tmp_path, number):
     return publish(tmp_path, number, adapter(SPEC, seed=number), lora=form())
 
 
-async def test_vllm_holds_adapters_under_names_of_their_own_and_requests_name_one(vllm, tmp_path):
-    client = GenerationClient(vllm.url, adapters=True)
-    await client.identify()
+def paths(server):
+    return [path for path, _ in server.updates()]
+
+
+@pytest.fixture
+async def adapting(vllm, connect):
+    """A client of vLLM, whose versions are adapters."""
+    return await connect(vllm, adapters=True)
+
+
+async def test_vllm_holds_adapters_under_names_of_their_own_and_requests_name_one(vllm, adapting, tmp_path):
     one, two, three = (published(tmp_path, number) for number in (1, 2, 3))
-    await client.complete(request("base"))
+    await adapting.complete(request("base"))
     assert vllm.requests["base"]["model"] == "policy"
     for each in (one, two, three):
-        await client.load_version(each, "recompute")
-        assert await client.loaded_version() == each.version
-    assert [path for path, _ in vllm.updates()[-6:]] == [
+        await adapting.load_version(each, "recompute")
+        assert await adapting.loaded_version() == each.version
+    assert paths(vllm)[-6:] == [
         "/v1/load_lora_adapter",
         "/pause?mode=abort&clear_cache=true",
         "/update_weight_version",
@@ -477,60 +452,48 @@ async def test_vllm_holds_adapters_under_names_of_their_own_and_requests_name_on
     ]
     assert ("/v1/load_lora_adapter", {"lora_name": version_name(two), "lora_path": two.path}) in vllm.updates()
     assert vllm.models == ["policy", version_name(two), version_name(three)]  # the one before stays
-    await client.complete(request("adapted"))
+    await adapting.complete(request("adapted"))
     assert vllm.requests["adapted"]["model"] == version_name(three)
-    await client.close()
 
 
-async def test_what_an_update_interrupts_is_requested_under_the_new_name(vllm, tmp_path):
+async def test_an_interrupted_request_goes_on_under_the_new_name(vllm, adapting, tmp_path):
     """Its rest may be sent before the update is over."""
-    client = GenerationClient(vllm.url, adapters=True)
-    await client.identify()
     version = published(tmp_path, 1)
     vllm.hanging.add("/pause")
-    update = asyncio.ensure_future(client.load_version(version, "recompute"))
+    update = asyncio.ensure_future(adapting.load_version(version, "recompute"))
     async with asyncio.timeout(5):
-        while not [path for path, _ in vllm.updates() if path.startswith("/pause")]:  # noqa: ASYNC110
+        while not [path for path in paths(vllm) if path.startswith("/pause")]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    await client.complete(request("rest"))
+    await adapting.complete(request("rest"))
     assert vllm.requests["rest"]["model"] == version_name(version)
     vllm.hanging.clear()
     await update
-    await client.close()
 
 
-async def test_an_adapter_that_is_held_is_not_loaded_again_and_version_0_is_the_base(vllm, tmp_path):
+async def test_an_adapter_that_is_held_is_not_loaded_again_and_version_0_is_the_base(vllm, connect, tmp_path):
     """By a client of its own, as the evaluator is."""
-    first, second = (GenerationClient(vllm.url, adapters=True) for _ in range(2))
+    first, second = [await connect(vllm, adapters=True) for _ in range(2)]
     version, base = published(tmp_path, 1), PolicyVersion(version=0, path=str(tmp_path), sha256="0" * 64)
     for client in (first, second):
-        await client.identify()
         await client.load_version(version, "wait")
-    assert [path for path, _ in vllm.updates()].count("/v1/load_lora_adapter") == 1
+    assert paths(vllm).count("/v1/load_lora_adapter") == 1
     await second.reload(base)
-    assert "/collective_rpc" not in [path for path, _ in vllm.updates()]
+    assert "/collective_rpc" not in paths(vllm)
     await second.complete(request("base"))
     assert (vllm.requests["base"]["model"], await second.loaded_version()) == ("policy", 0)
-    for client in (first, second):
-        await client.close()
 
 
-async def test_a_damaged_adapter_is_not_loaded(vllm, tmp_path):
-    client = GenerationClient(vllm.url, adapters=True)
-    await client.identify()
+async def test_a_damaged_adapter_is_not_loaded(vllm, adapting, tmp_path):
     version = published(tmp_path, 1)
     weights_file(tmp_path / "v000001").write_bytes(b"damaged")
     with pytest.raises(ServerLostError, match="version 1 was not loaded: sha256: "):
-        await client.load_version(version, "recompute")
-    assert [path for path, _ in vllm.updates()] == ["/v1/models"]
-    await client.close()
+        await adapting.load_version(version, "recompute")
+    assert paths(vllm) == ["/v1/models"]
 
 
-async def test_the_embedded_server_loads_an_adapter_as_it_loads_weights(server, tmp_path):
-    client = GenerationClient(server.url, adapters=True)
-    await client.identify()
+async def test_the_embedded_server_loads_an_adapter_as_it_loads_weights(server, connect, tmp_path):
+    client = await connect(server, adapters=True)
     await client.load_version(published(tmp_path, 1), "recompute")
-    assert [path for path, _ in server.updates()][:2] == ["/start_weight_update", "/update_weights"]
+    assert paths(server)[:2] == ["/start_weight_update", "/update_weights"]
     await client.complete(request("r"))
     assert server.requests["r"]["model"] == "policy"  # whatever it has loaded: it labels every token
-    await client.close()

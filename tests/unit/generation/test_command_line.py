@@ -15,12 +15,12 @@ def token(*options: object) -> str | None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_none_is_needed_on_this_machine_alone(host: str) -> None:
+def test_a_local_server_needs_no_token(host: str) -> None:
     assert token("--host", host) is None
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "example.org"])
-def test_one_is_needed_where_other_machines_reach_the_server(host: str, tmp_path: Path) -> None:
+def test_a_server_that_other_machines_reach_needs_a_token(host: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^--token-file: must be given where other machines reach .*, at {host}$"):
         token("--host", host)
     (tmp_path / "token").write_text("secret\n")

@@ -21,7 +21,7 @@ async def plane(request):
     assert "data plane" not in {thread.name for thread in threading.enumerate()}
 
 
-async def test_all_is_taken_in_order_before_the_work_is_over(plane):
+async def test_parts_are_taken_in_order_before_the_work_ends(plane):
     taken = []
 
     async def work(take):
@@ -34,7 +34,7 @@ async def test_all_is_taken_in_order_before_the_work_is_over(plane):
     assert taken == [((number,), threading.main_thread()) for number in range(1000)]
 
 
-async def test_what_the_work_fails_with_is_raised_after_what_came_before(plane):
+async def test_a_failure_of_the_work_comes_after_its_parts(plane):
     taken = []
 
     async def work(take):
@@ -46,7 +46,7 @@ async def test_what_the_work_fails_with_is_raised_after_what_came_before(plane):
     assert taken == [(0,)]
 
 
-async def test_what_taking_fails_with_is_raised_and_ends_the_work(plane):
+async def test_a_failure_of_the_taker_ends_the_work(plane):
     ended = threading.Event()
 
     def refuse(*_):
@@ -64,7 +64,7 @@ async def test_what_taking_fails_with_is_raised_and_ends_the_work(plane):
     assert await asyncio.to_thread(ended.wait, 10)
 
 
-async def test_who_waits_no_longer_takes_no_more(plane):
+async def test_a_cancelled_call_takes_no_more_parts(plane):
     taken, begun, ended = [], threading.Event(), threading.Event()
 
     async def work(take):

@@ -33,23 +33,16 @@ def test_tokens_are_those_of_transformers(tmp_path, messages, thinking, generati
     assert "<|im_start|>" not in tokenizer.decode(theirs)
 
 
-def test_a_template_of_its_own_file_comes_first(tmp_path):
-    chat_folder(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
-    template = ChatTemplate.from_folder(tmp_path)
-    assert template.render(TALK, generation_prompt=True) == "Answer in French.<|im_end|>"  # it has no bos_token
-
-
-def test_of_named_templates_it_is_the_default(tmp_path):
+def test_a_template_is_found_wherever_a_folder_holds_it(tmp_path):
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHAT}]
-    assert ChatTemplate.from_folder(chat_folder(tmp_path, named)).source == CHAT
+    assert ChatTemplate.from_folder(chat_folder(tmp_path / "named", named)).source == CHAT
     assert ChatTemplate.from_folder(chat_folder(tmp_path / "other", named[:1])) is None
-
-
-def test_tokens_that_are_objects_are_their_text(tmp_path):
-    settings = {"chat_template": "{{ eos_token }}", "eos_token": {"content": "</s>", "lstrip": False}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert ChatTemplate.from_folder(tmp_path).render(TALK, generation_prompt=False) == "</s>"
+    assert Tokenizer.from_folder(chat_folder(tmp_path / "none", None)).chat is None
+    assert ChatTemplate.from_folder(tmp_path) is None
+    own = chat_folder(tmp_path / "own")
+    (own / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+    template = ChatTemplate.from_folder(own)
+    assert template.render(TALK, generation_prompt=True) == "Answer in French.<|im_end|>"  # it has no bos_token
 
 
 @pytest.mark.parametrize("settings", [{}, {"bos_token": "<|endoftext|>"}, {"added_tokens_decoder": {}}])
@@ -62,20 +55,12 @@ def test_special_tokens_are_those_of_transformers(tmp_path, settings):
     assert ChatTemplate.from_folder(tmp_path).render(TALK, generation_prompt=False) == theirs
 
 
-def test_a_folder_without_template_has_none(tmp_path):
-    assert ChatTemplate.from_folder(tmp_path) is None
-    assert Tokenizer.from_folder(chat_folder(tmp_path, None)).chat is None
-
-
 @pytest.mark.parametrize(
     "template", ["{{ raise_exception('roles must alternate') }}", "{% if %}", "{{ nothing.at.all }}", "{{ 1 // 0 }}"]
 )
-def test_a_template_that_fails_is_one_error(template):
+def test_a_template_that_fails_is_one_error(tmp_path, template):
     with pytest.raises(ModelError, match=r"^the chat template fails: \w+: "):
         ChatTemplate(template, {}).render(TALK, generation_prompt=True)
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match="its chat template is not readable"):
         ChatTemplate.from_folder(tmp_path)

@@ -14,21 +14,10 @@ from tests.support.chat import CHAT, chat_folder
 from tests.support.transformers_models import write_transformers_model
 
 SPEC = ModelSpec(
-    architecture="Qwen2ForCausalLM",
-    vocab_size=23,
-    hidden_size=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    rope_theta=10000.0,
-    rms_eps=1e-6,
-    qkv_bias=True,
-    tie_embeddings=True,
-    context=64,
+    architecture="Qwen2ForCausalLM", vocab_size=23, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8,
+    intermediate_size=48, rope_theta=10000.0, rms_eps=1e-6, qkv_bias=True, tie_embeddings=True, context=64,
     eos_token_ids=(1,),
-)
+)  # fmt: skip
 LLAMA = dataclasses.replace(
     SPEC, architecture="LlamaForCausalLM", qkv_bias=False, tie_embeddings=False, rope_theta=5e5, eos_token_ids=(1, 4)
 )
@@ -86,8 +75,7 @@ def test_written_tokenizer_loads_in_transformers(tmp_path):
     Tokenizer(models.WordLevel({"a": 0, "<eos>": 1, "b": 2}, unk_token="a")).save(str(source))
     folders.write_model(tmp_path / "model", SPEC, folders.init_weights(SPEC, seed=0), source)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert tokenizer.eos_token_id == 1
-    assert tokenizer("b")["input_ids"] == [2]
+    assert (tokenizer.eos_token_id, tokenizer("b")["input_ids"]) == (1, [2])
 
 
 def test_rope_tables_are_those_of_transformers(folder):
@@ -100,20 +88,15 @@ def test_rope_tables_are_those_of_transformers(folder):
     assert torch.equal(ours[1], sin[0])
 
 
-def test_init_weights_is_a_function_of_the_seed():
-    first, again, other = (folders.init_weights(SPEC, seed)["model.embed_tokens.weight"] for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-def test_fresh_norms_and_nothing_else_are_ones():
-    ones = {name for name, tensor in folders.init_weights(QWEN3, 1).items() if (tensor == 1).all()}
-    assert ones == {name for name, shape in weight_shapes(QWEN3).items() if len(shape) == 1}  # without biases
+def test_fresh_weights_are_drawn_from_the_seed_and_norms_are_ones():
+    first, again, other = (folders.init_weights(QWEN3, seed) for seed in (1, 1, 2))
+    drawn = {name for name, shape in weight_shapes(QWEN3).items() if len(shape) > 1}  # without biases
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert {name for name in first if not torch.equal(first[name], other[name])} == drawn
+    assert {name for name, tensor in first.items() if (tensor == 1).all()} == first.keys() - drawn
 
 
 def test_sharded_weights_and_older_rope_field_are_read(folder):
-    from safetensors.torch import save_file
-
     weights = folders.read_weights(folder, SPEC)
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
@@ -123,7 +106,6 @@ def test_sharded_weights_and_older_rope_field_are_read(folder):
     weight_map = {name: file for file, part in halves.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     edit_config(folder, rope_parameters="remove", rope_theta=123.0)
-
     assert read_spec(folder).rope_theta == 123.0
     again = folders.read_weights(folder, SPEC)
     assert all(torch.equal(again[name], weights[name]) for name in names)
@@ -142,7 +124,7 @@ def test_sharded_weights_and_older_rope_field_are_read(folder):
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type"),
     ],
 )
-def test_what_our_passes_lack_is_for_transformers_and_says_why(folder, changes, named):
+def test_other_architectures_are_left_to_transformers(folder, changes, named):
     edit_config(folder, **changes)
     spec = read_spec(folder)
     assert spec.transformers is not None
@@ -203,6 +185,15 @@ def test_a_head_is_the_embedding_where_transformers_ties_them(folder, kind, stor
 
 
 def test_missing_and_broken_files_are_refused(folder):
+    weights, name = folders.init_weights(SPEC, seed=0), "model.layers.1.mlp.up_proj.weight"
+    missing = {other: tensor for other, tensor in weights.items() if other != name}
+    for found, said in (
+        (weights | {name: torch.zeros(32, 48)}, rf"{name}.*\[48, 32\]"),
+        (weights | {"extra": torch.zeros(1)}, "extra"),
+        (missing, rf"{name}.*missing"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            check_weights(SPEC, found)
     with pytest.raises(ModelError, match=r"nowhere.*config\.json"):
         read_spec(folder / "nowhere")
     (folder / "config.json").write_text("{")
@@ -214,18 +205,6 @@ def test_missing_and_broken_files_are_refused(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="no such file"):
         folders.read_weights(folder, SPEC)
-
-
-def test_check_weights_names_the_tensor():
-    weights = folders.init_weights(SPEC, seed=0)
-    name = "model.layers.1.mlp.up_proj.weight"
-    with pytest.raises(ModelError, match=rf"{name}.*\[48, 32\]"):
-        check_weights(SPEC, weights | {name: torch.zeros(32, 48)})
-    with pytest.raises(ModelError, match="extra"):
-        check_weights(SPEC, weights | {"extra": torch.zeros(1)})
-    del weights[name]
-    with pytest.raises(ModelError, match=rf"{name}.*missing"):
-        check_weights(SPEC, weights)
 
 
 def test_a_chat_template_and_generation_settings_go_with_the_tokenizer(tmp_path):

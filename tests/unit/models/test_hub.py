@@ -25,30 +25,28 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["hub:someone/tiny", "hub:someone/tiny@v1", f"hub:someone/tiny@{COMMIT}"])
-def test_what_the_cache_has_is_taken_from_it(cache, name):
+def test_a_cached_model_is_taken_from_the_cache(cache, name):
     folder = fetch(name)
     assert folder.name == COMMIT
     assert check_folder(folder).architecture == "Qwen2ForCausalLM"
 
 
-@pytest.mark.parametrize("name", ["hub:someone/other", "hub:someone/tiny@v2"])
-def test_what_cannot_be_had_is_one_line(cache, name):
-    with pytest.raises(
-        ModelError, match=f"^{name}: it is not in the cache .* can't be reached, or must not be"
-    ) as told:
-        fetch(name)
-    assert "\n" not in str(told.value)
-
-
-def test_a_hub_that_does_not_respond_is_one_line(cache, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("name", "offline", "said"),
+    [
+        ("hub:someone/other", True, "hub:someone/other: it is not in the cache .* can't be reached, or must not be"),
+        ("hub:someone/tiny@v2", True, "hub:someone/tiny@v2: it is not in the cache .* can't be reached"),
+        ("hub:someone/other", False, "hub:someone/other: "),
+        *(
+            (name, True, ".*must be of the form hub:owner/name")
+            for name in ("hub:tiny", "hub:a/b/c", "hub:a/b@", "hub:")
+        ),
+    ],
+)
+def test_a_model_that_can_not_be_fetched_is_one_line(monkeypatch, name, offline, said):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelError, match=r"^hub:someone/other: ") as told:
-        fetch("hub:someone/other")
-    assert "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize("name", ["hub:tiny", "hub:a/b/c", "hub:a/b@", "hub:"])
-def test_a_name_has_an_owner(name):
-    with pytest.raises(ModelError, match="must be of the form hub:owner/name"):
+    with pytest.raises(ModelError, match=f"^{said}") as told:
         fetch(name)
+    assert "\n" not in str(told.value)

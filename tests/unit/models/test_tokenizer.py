@@ -9,56 +9,37 @@ from areal_core.models.tokenizer import CHARACTERS, EOS, PAD, Tokenizer, char_to
 from tests.support.chat import chat_folder
 
 
-def test_every_character_is_a_token_and_comes_back():
+def test_every_character_is_a_token_and_comes_back(tmp_path):
     tokenizer = char_tokenizer()
-    ids = tokenizer.encode(CHARACTERS)
-    assert len(ids) == len(set(ids)) == len(CHARACTERS)
-    assert tokenizer.decode(ids) == CHARACTERS
-    assert tokenizer.vocab_size == len(CHARACTERS) + 2
-
-
-def test_nothing_is_added_and_special_tokens_are_left_out_of_the_text():
-    tokenizer = char_tokenizer()
-    end, pad = tokenizer.token_id(EOS), tokenizer.token_id(PAD)
-    assert end not in tokenizer.encode("1+1=")
-    assert tokenizer.decode([*tokenizer.encode("#2"), end, pad]) == "#2"
-
-
-def test_a_character_outside_the_vocabulary_is_an_error():
+    ids, end, pad = tokenizer.encode(CHARACTERS), tokenizer.token_id(EOS), tokenizer.token_id(PAD)
+    assert len(ids) == len(set(ids)) == len(CHARACTERS) == tokenizer.vocab_size - 2
+    assert not {end, pad} & set(ids)
+    assert tokenizer.decode([*ids, end, pad]) == CHARACTERS
     with pytest.raises(Exception, match="UNK"):
-        char_tokenizer().encode("1/2=")
+        tokenizer.encode("1/2=")
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert Tokenizer.from_folder(tmp_path).encode(CHARACTERS) == ids
 
 
-def test_a_folder_gives_back_what_was_saved(tmp_path):
-    char_tokenizer().save(tmp_path / "tokenizer.json")
-    assert Tokenizer.from_folder(tmp_path).encode("1-1-7=") == char_tokenizer().encode("1-1-7=")
-
-
-def test_a_folder_without_tokenizer_is_named(tmp_path):
+def test_a_missing_or_broken_tokenizer_is_named(tmp_path):
     with pytest.raises(ModelError, match="no such file"):
         Tokenizer.from_folder(tmp_path)
-
-
-def test_a_broken_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="not a tokenizer"):
         Tokenizer.from_folder(tmp_path)
+
+
+PADDING = {
+    "strategy": {"Fixed": 99}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 256, "pad_type_id": 0,
+    "pad_token": "<|endoftext|>",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}},
-        {
-            "padding": {
-                "strategy": {"Fixed": 99},
-                "direction": "Left",
-                "pad_to_multiple_of": None,
-                "pad_id": 256,
-                "pad_type_id": 0,
-                "pad_token": "<|endoftext|>",
-            }
-        },
+        {"padding": PADDING},
         {"dropout": 0.9},
     ],
 )

@@ -3,7 +3,7 @@
 from areal_core.models import vectors
 
 
-def test_what_is_cached_is_of_these_intrinsics(monkeypatch):
+def test_the_kernel_cache_depends_on_the_intrinsics(monkeypatch):
     """They end up inside of functions of other files, whose own text is all that numba compares."""
 
     def twice(x):

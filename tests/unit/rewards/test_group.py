@@ -143,19 +143,6 @@ def test_further_requests_go_out_while_the_first_ones_are_still_generated():
     assert [TOKENIZER.decode(each.tolist()) for each in tokens] == ["96", "78"]
 
 
-def test_what_an_environment_does_beside_the_policy_is_waited_for():
-    """Once it has all its completions: what it does may take any number of turns of the event loop."""
-
-    class Slow(Judging):
-        async def _rollout(self, task, policy):
-            found = await super()._rollout(task, policy)
-            await asyncio.sleep(0.05)
-            return found
-
-    scored = advance_all(Slow([]), [served(completion("1"), completion("2"))])[-1]
-    assert scored.summary.rewards == (1.0, 1.0)
-
-
 def test_a_completion_whose_waiting_was_just_cancelled_can_still_be_had():
     """Its future is cancelled at once, and forgotten a turn of the event loop later."""
 
@@ -202,29 +189,19 @@ def whole(task, one, **changes):
     return trajectory(given(task.token_ids), dataclasses.replace(sampled(one), **changes))
 
 
+def unsampled_end(task, one):
+    return whole(task, one, versions=np.array([0] * (len(one.token_ids) - 1) + [-1], np.int32))
+
+
 @pytest.mark.parametrize(
     ("give", "said"),
     [
         (lambda task, two: [whole(task, two[0])], "must give 2 trajectories, got 1"),
         (lambda task, two: [trajectory(sampled(one)) for one in two], "first segment must be its prompt"),
-        (
-            lambda task, two: [trajectory(given(task.token_ids)) for _ in two],
-            "must hold tokens that the policy sampled",
-        ),
-        (
-            lambda task, two: [trajectory(given(task.token_ids), given([5])) for _ in two],
-            "must hold tokens that the policy sampled",
-        ),
-        (
-            lambda task, two: [trajectory(given([4 + place]), sampled(one)) for place, one in enumerate(two)],
-            "must begin with the same prompt",
-        ),
-        (
-            lambda task, two: [
-                whole(task, one, versions=np.array([0] * (len(one.token_ids) - 1) + [-1], np.int32)) for one in two
-            ],
-            "loss_mask must be False where the policy did not sample",
-        ),
+        (lambda task, two: [trajectory(given(task.token_ids))] * 2, "must hold tokens that the policy sampled"),
+        (lambda task, two: [trajectory(given(task.token_ids), given([5]))] * 2, "must hold tokens that the policy"),
+        (lambda task, two: [trajectory(given([4 + i]), sampled(two[i])) for i in (0, 1)], "begin with the same prompt"),
+        (lambda task, two: [unsampled_end(task, one) for one in two], "must be False where the policy did not sample"),
     ],
 )
 def test_trajectories_that_can_not_be_trained_on_are_refused(give, said):
@@ -233,7 +210,7 @@ def test_trajectories_that_can_not_be_trained_on_are_refused(give, said):
 
 
 @pytest.mark.parametrize("asked", [{"max_tokens": 22}, {"max_tokens": 0}, {"n": 0}])
-def test_what_there_is_no_room_for_is_refused(asked):
+def test_a_request_beyond_the_limit_is_refused(asked):
     class Greedy:
         async def rollout_group(self, task, policy, n):
             assert policy.room(task.token_ids) == 21
@@ -249,17 +226,15 @@ def unsure(task, text):
 
 
 def scored(*texts, **settings):
-    environment = SingleTurn(
-        Setting(
-            environment=EnvironmentConfig(**settings),
-            task=TaskConfig(),
-            algorithm=AlgorithmConfig(),
-            tokenizer=TOKENIZER,
-            dialogue=Dialogue(ChatConfig(), TOKENIZER),
-            verify=unsure,
-        )
+    setting = Setting(
+        environment=EnvironmentConfig(**settings),
+        task=TaskConfig(),
+        algorithm=AlgorithmConfig(),
+        tokenizer=TOKENIZER,
+        dialogue=Dialogue(ChatConfig(), TOKENIZER),
+        verify=unsure,
     )
-    [group] = advance_all(environment, [served(*(completion(text) for text in texts))], n=len(texts))
+    [group] = advance_all(SingleTurn(setting), [served(*map(completion, texts))], n=len(texts))
     return group
 
 
@@ -272,7 +247,7 @@ def test_a_completion_without_result_has_no_reward_and_is_not_trained_on():
     assert [(part.all(), part.any()) for part in trained] == [(True, True), (True, True), (False, False), (True, True)]
 
 
-def test_a_group_can_be_tried_again_instead_and_one_without_any_result_always_is():
+def test_a_group_without_a_result_is_tried_again():
     with pytest.raises(RewardError, match="the verifier found no result: failed"):
         scored("1", "2", no_result="try_again")
     with pytest.raises(RewardError, match="the verifier found no result for any completion of the group"):

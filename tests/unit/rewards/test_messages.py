@@ -11,7 +11,7 @@ from areal_core.api.scored_groups import ScoredGroup
 from areal_core.api.wire import Arrival, SampledCompletion
 from areal_core.errors import ConfigError, GenerationError, RewardError, RewardTimeoutError
 from areal_core.rewards import messages
-from areal_core.rewards.messages import BEGIN_ANEW, decode_outcome, decode_work, encode_outcome, encode_work
+from areal_core.rewards.messages import decode_outcome, decode_work, encode_outcome, encode_work
 from areal_core.rewards.worker import Arrived
 from areal_core.types import GroupSummary, Outcome, Prompt, SampleRequest
 
@@ -51,10 +51,6 @@ def test_work(prompt: Prompt | None) -> None:
     assert first.completion.segments[0][0] is second.completion.segments[0][0]
 
 
-def test_no_work() -> None:
-    assert decode_work(BEGIN_ANEW) is None
-
-
 @pytest.mark.parametrize(
     "outcome",
     [
@@ -73,17 +69,11 @@ def test_errors_are_returned_and_those_that_cost_the_worker_are_raised() -> None
     assert (type(returned), str(returned)) == (GenerationError, "no body")
     with pytest.raises(RewardTimeoutError, match="too long"):
         decode_outcome(encode_outcome(RewardTimeoutError("too long"), lost=True))
-
-
-@pytest.mark.parametrize("answer", [b"", b"{}x\n", b'{"scores": 1}\n', b'{"says": "\xff"}\n'])
-def test_what_is_no_answer(answer: bytes) -> None:
-    outcome = decode_outcome(answer)
-    assert isinstance(outcome, RewardError)
-    assert str(outcome).startswith("a reward worker's answer is none: ")
-
-
-def test_errors_that_say_nothing_of_a_group_are_not_anothers() -> None:
-    assert type(decode_outcome(encode_outcome(ConfigError("environment: none")))) is RewardError
+    assert type(decode_outcome(encode_outcome(ConfigError("environment: none")))) is RewardError  # not another's
+    for answer in (b"", b"{}x\n", b'{"scores": 1}\n', b'{"says": "\xff"}\n'):
+        outcome = decode_outcome(answer)
+        assert isinstance(outcome, RewardError)
+        assert str(outcome).startswith("a reward worker's answer is none: ")
 
 
 def test_numbers_of_numpys() -> None:
@@ -99,7 +89,7 @@ def test_numbers_of_numpys() -> None:
 
 
 @pytest.mark.parametrize("limit", [2**26, 10])
-def test_what_can_t_be_sent_costs_its_group(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_that_can_not_be_sent_costs_its_group(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "ANSWER_BYTES", limit)
     given = scored(rewards=(cast(float, 1j), None)) if limit > 10 else scored()
     monkeypatch.setattr(messages, "encode_outcome", lambda outcome: str(outcome).encode())  # of the error that follows

@@ -49,47 +49,67 @@ class Played:
         answer = b"" if outcome is None else encode_outcome(outcome, lost=lost)
         return await self._pool.exchange(*self._at, self.answered, answer, wait_s, lambda: self.is_gone)
 
-    async def works(self, outcome: Any = None, *, lost: bool = False) -> Work:
+    async def works(self, outcome: Any = None) -> Work:
         """Bring an outcome, and take the next work."""
-        message = await self.asks(outcome, lost=lost)
-        assert message is not None
-        work = decode_work(message)
+        work = decode_work(await self.asks(outcome) or b"")
         assert work is not None
         self.answered = work.number
         return work
 
-    async def is_given_up(self, outcome: Any = None, *, lost: bool = False) -> bool:
-        return await self.asks(outcome, lost=lost) == BEGIN_ANEW
+    async def waits(self) -> asyncio.Task[bytes | None]:
+        """Ask for work, of which there is none."""
+        asking = asyncio.create_task(self.asks())
+        await asyncio.sleep(0)
+        return asking
+
+    async def is_given_up(self, outcome: Any = None) -> bool:
+        return await self.asks(outcome) == BEGIN_ANEW
 
 
 def begun(pool: RewardPool, answer: str = "") -> GroupSession:
     return pool.begin(Prompt(index=0, prompt_id="", text="", token_ids=(1,), answer=answer))
 
 
-def arrived(body: bytes = b"body") -> list[Arrival]:
-    return [Arrival(0, 0, SampledCompletion(segments=((body, 0),)))]
+def advance(session: GroupSession, body: bytes = b"body") -> asyncio.Task[Any]:
+    return asyncio.create_task(session.advance([Arrival(0, 0, SampledCompletion(segments=((body, 0),)))]))
+
+
+async def at_work(pool: RewardPool, worker: Played) -> asyncio.Task[Any]:
+    """A new group, which the worker works on."""
+    advancing = advance(begun(pool))
+    await worker.works()
+    return advancing
 
 
 async def suspended(pool: RewardPool, worker: Played) -> tuple[GroupSession, asyncio.Task[Any]]:
-    """A group that is suspended in the worker, which asks for more."""
+    """A group that is suspended in the worker, and a second one that it works on."""
     session = begun(pool)
-    advancing = asyncio.create_task(session.advance(arrived()))
+    advancing = advance(session)
     await worker.works()
-    asking = asyncio.create_task(worker.asks(REQUESTS))
+    asking = asyncio.create_task(worker.works(REQUESTS))
     assert await advancing == REQUESTS
-    return session, asking
+    working = advance(begun(pool))
+    await asking
+    return session, working
 
 
-async def test_groups_are_worked_on_and_go_on_where_they_were_suspended(pool: RewardPool) -> None:
+async def assert_lost(session: GroupSession, working: asyncio.Task[Any], error: type[ArealError]) -> None:
+    with pytest.raises(error, match="gone with its machine"):
+        await working
+    with pytest.raises(SessionLostError, match="suspended"):
+        await advance(session, b"more")
+
+
+async def test_groups_go_on_where_they_were_suspended(pool: RewardPool) -> None:
     here, there = Played(pool), Played(pool, place=2)
     sessions = [begun(pool, answer) for answer in "xy"]
-    advancing = [asyncio.create_task(session.advance(arrived())) for session in sessions]
+    advancing = [advance(session) for session in sessions]
     works = [await here.works(), await there.works()]
     assert [work.arrived.prompt.answer for work in works if work.arrived.prompt] == ["x", "y"]
     assert len(pool._remote) == 2
     asking = [asyncio.create_task(worker.works(REQUESTS)) for worker in (here, there)]
     assert await asyncio.gather(*advancing) == [REQUESTS, REQUESTS]
-    going_on = [asyncio.create_task(session.advance(arrived(b"more"))) for session in reversed(sessions)]
+    going_on = [advance(session, b"more") for session in reversed(sessions)]
     assert [work.arrived.group for work in await asyncio.gather(*asking)] == [work.arrived.group for work in works]
     last = [asyncio.create_task(worker.asks(())) for worker in (here, there)]
     assert await asyncio.gather(*going_on) == [(), ()]
@@ -97,14 +117,13 @@ async def test_groups_are_worked_on_and_go_on_where_they_were_suspended(pool: Re
     assert await asyncio.gather(*last) == [BEGIN_ANEW] * 2
 
 
-async def test_workers_take_turns(pool: RewardPool) -> None:
-    """The one that has been idle for longest is next."""
+async def test_the_worker_that_has_been_idle_for_longest_is_next(pool: RewardPool) -> None:
     workers = [Played(pool, place=place) for place in (1, 2, 3)]
     asking = [asyncio.create_task(worker.works()) for worker in workers]
     await asyncio.sleep(0)
     order: list[int] = []
     for turn in (0, 1, 2, 0, 1):
-        advancing = asyncio.create_task(begun(pool).advance(arrived()))
+        advancing = advance(begun(pool))
         done, _ = await asyncio.wait(asking, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         order += [asking.index(one) for one in done]
         asking[turn] = asyncio.create_task(workers[turn].works(()))
@@ -114,18 +133,14 @@ async def test_workers_take_turns(pool: RewardPool) -> None:
         one.cancel()
 
 
-async def test_no_work_for_a_while(pool: RewardPool) -> None:
-    assert await Played(pool).asks(wait_s=0.0) is None
-
-
 async def test_a_request_that_comes_twice_is_answered_twice_and_counts_once(pool: RewardPool) -> None:
     worker = Played(pool)
-    advancing = asyncio.create_task(begun(pool).advance(arrived()))
+    advancing = advance(begun(pool))
     assert await worker.asks() == await worker.asks()
     await worker.works()
     assert await worker.asks(REQUESTS, wait_s=0.0) is None
     assert await advancing == REQUESTS
-    second = asyncio.create_task(begun(pool).advance(arrived()))
+    second = advance(begun(pool))
     await asyncio.sleep(0)
     work = await worker.works(REQUESTS)  # the answer to the first one, once more
     assert (work.number, second.done()) == (2, False)
@@ -133,28 +148,29 @@ async def test_a_request_that_comes_twice_is_answered_twice_and_counts_once(pool
     assert await second == ()
 
 
-async def test_a_group_that_is_given_up_is_named_with_the_next_work(pool: RewardPool) -> None:
+@pytest.mark.parametrize("waits", [False, True], ids=["suspended", "waits for its worker"])
+async def test_a_group_that_is_given_up_is_named_with_the_next_work(pool: RewardPool, waits: bool) -> None:
     worker = Played(pool)
-    session, asking = await suspended(pool, worker)
+    session, working = await suspended(pool, worker)
+    if waits:
+        waiting = advance(session, b"more")
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
     session.close()
-    advancing = asyncio.create_task(begun(pool).advance(arrived()))
-    message = await asking
-    work = decode_work(message or b"")
-    assert work is not None
-    assert (work.forgotten, work.number) == ([1], 2)
-    advancing.cancel()
+    asking = asyncio.create_task(worker.works(()))
+    assert await working == ()
+    last = advance(begun(pool))
+    assert (await asking).forgotten == [1]
+    last.cancel()
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_an_error(pool: RewardPool, lost: bool) -> None:
-    """One that has cost the worker its process loses what is suspended there."""
+async def test_an_error_that_costs_a_worker_its_process_loses_its_groups(pool: RewardPool, lost: bool) -> None:
     worker = Played(pool)
-    session, asking = await suspended(pool, worker)
-    failing = asyncio.create_task(begun(pool).advance(arrived()))
-    message = await asking
-    assert message is not None
-    worker.answered = 2
-    going_on = asyncio.create_task(session.advance(arrived(b"more")))
+    session, failing = await suspended(pool, worker)
+    going_on = advance(session, b"more")
     answer = asyncio.create_task(worker.asks(RewardTimeoutError("too long"), lost=lost))
     with pytest.raises(RewardTimeoutError, match="too long"):
         await failing
@@ -170,22 +186,24 @@ async def test_an_error(pool: RewardPool, lost: bool) -> None:
         going_on.cancel()
 
 
-async def test_a_new_incarnation_loses_what_the_one_before_had(pool: RewardPool) -> None:
-    """Its process has died, or its machine: what it worked on and what was suspended there begin again."""
+async def test_a_new_incarnation_loses_the_groups_of_the_one_before(pool: RewardPool) -> None:
     worker = Played(pool)
-    session, asking = await suspended(pool, worker)
-    working = asyncio.create_task(begun(pool).advance(arrived()))
-    assert decode_work(await asking or b"")
+    session, working = await suspended(pool, worker)
     fresh = asyncio.create_task(Played(pool, incarnation="b").works())
-    with pytest.raises(RewardWorkerError, match="gone with its machine"):  # it may have been this group's doing
-        await working
-    with pytest.raises(SessionLostError, match="suspended"):
-        await session.advance(arrived(b"more"))
-    again = asyncio.create_task(session.advance(arrived()))
-    work = await fresh
-    assert work.arrived.prompt is not None
+    await assert_lost(session, working, RewardWorkerError)  # it may have been this group's doing
+    again = advance(session)
+    assert (await fresh).arrived.prompt is not None
     assert await worker.is_given_up(())
     again.cancel()
+
+
+async def test_workers_that_leave_cost_no_group_a_try(pool: RewardPool) -> None:
+    session, working = await suspended(pool, Played(pool, "ab"))
+    waiting = await Played(pool, "b", place=2).waits()
+    pool.leave("a")
+    assert len(pool._remote) == 1
+    await assert_lost(session, working, SessionLostError)
+    waiting.cancel()
 
 
 async def test_a_worker_that_an_earlier_controller_knew_begins_anew(pool: RewardPool) -> None:
@@ -195,77 +213,38 @@ async def test_a_worker_that_an_earlier_controller_knew_begins_anew(pool: Reward
     assert len(pool._remote) == 0
 
 
-async def test_workers_that_leave_cost_no_group_a_try(pool: RewardPool) -> None:
-    leaves, stays = Played(pool, "ab"), Played(pool, "b", place=2)
-    session, asking = await suspended(pool, leaves)
-    working = asyncio.create_task(begun(pool).advance(arrived()))
-    assert decode_work(await asking or b"")
-    waiting = asyncio.create_task(stays.asks())
-    await asyncio.sleep(0)
-    pool.leave("a")
-    assert len(pool._remote) == 1
-    with pytest.raises(SessionLostError, match="gone with its machine"):
-        await working
-    with pytest.raises(SessionLostError, match="suspended"):
-        await session.advance(arrived(b"more"))
-    waiting.cancel()
-
-
-async def test_two_workers_in_one_place(pool: RewardPool) -> None:
+async def test_a_place_has_one_worker(pool: RewardPool) -> None:
     """The one that is there stays, as long as its connection is."""
     first, second = Played(pool, "a"), Played(pool, "b")
-    waiting = asyncio.create_task(first.asks())
-    await asyncio.sleep(0)
+    waiting = await first.waits()
     with pytest.raises(ValueError, match=r"place: 1 is another reward worker's \(--first\)"):
         await second.asks()
     first.is_gone = True
     assert await second.asks(wait_s=0.0) is None
     assert await waiting == BEGIN_ANEW
+    with pytest.raises(ValueError, match="place: must be at least 1, the first of other machines, got 0"):
+        await Played(pool, place=0).asks()
 
 
-async def test_work_that_a_broken_connection_took_is_not_taken(
+async def test_work_that_a_broken_connection_took_is_sent_again(
     pool: RewardPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its worker asks once more, or is gone before it had the group."""
     monkeypatch.setattr(remote, "SILENT_S", 0.2)
     worker = Played(pool)
-    asking = asyncio.create_task(worker.asks())
-    await asyncio.sleep(0)
-    worker.is_gone = True
-    working = asyncio.create_task(begun(pool).advance(arrived()))
-    assert decode_work(await asking or b"")
-    worker.is_gone = False
-    work = await worker.works()
-    assert work.number == 1
-    assert await worker.asks(REQUESTS, wait_s=0.0) is None
-    assert await working == REQUESTS
-    asking = asyncio.create_task(worker.asks())
-    await asyncio.sleep(0)
-    worker.is_gone = True
-    working = asyncio.create_task(begun(pool).advance(arrived()))
-    assert decode_work(await asking or b"")
+    for comes_back in (True, False):
+        asking = await worker.waits()
+        worker.is_gone = True
+        working = advance(begun(pool))
+        assert decode_work(await asking or b"")
+        if comes_back:
+            worker.is_gone = False
+            assert (await worker.works()).number == 1
+            assert await worker.asks(REQUESTS, wait_s=0.0) is None
+            assert await working == REQUESTS
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(SessionLostError, match="gone with its machine"):
             await working
-
-
-async def test_a_group_that_waits_for_its_worker_and_is_given_up_leaves_it(pool: RewardPool) -> None:
-    worker = Played(pool)
-    session, asking = await suspended(pool, worker)
-    working = asyncio.create_task(begun(pool).advance(arrived()))
-    assert decode_work(await asking or b"")
-    worker.answered = 2
-    waiting = asyncio.create_task(session.advance(arrived(b"more")))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    session.close()
-    asking = asyncio.create_task(worker.works(()))
-    assert await working == ()
-    last = asyncio.create_task(begun(pool).advance(arrived()))
-    assert (await asking).forgotten == [1]
-    last.cancel()
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "at work"])
@@ -274,10 +253,8 @@ async def test_a_silent_worker_is_missed(pool: RewardPool, busy: bool, monkeypat
     monkeypatch.setattr(pool, "_timeout_s", 0.2)
     worker = Played(pool)
     if busy:
-        working = asyncio.create_task(begun(pool).advance(arrived()))
-        await worker.works()
         with pytest.raises(RewardWorkerError, match="gone with its machine"):
-            await working
+            await (await at_work(pool, worker))
         assert await worker.is_given_up(())
     else:
         assert await worker.asks(wait_s=0.0) is None
@@ -286,39 +263,33 @@ async def test_a_silent_worker_is_missed(pool: RewardPool, busy: bool, monkeypat
                 await asyncio.sleep(0.02)
 
 
-async def test_one_that_asks_again_and_again_is_not_missed(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "SILENT_S", 0.5)
+async def test_a_worker_that_asks_again_and_again_is_not_missed(
+    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 0.3)
     worker = Played(pool)
-    session, asking = await suspended(pool, worker)
-    asking.cancel()
-    worker.answered = 1
-    for _ in range(15):
-        assert await worker.asks(wait_s=0.1) is None
-    going_on = asyncio.create_task(session.advance(arrived(b"more")))
-    assert (await worker.works()).arrived.group == 1  # the same incarnation
+    session, working = await suspended(pool, worker)
+    for _ in range(10):
+        assert await worker.asks((), wait_s=0.1) is None
+    assert await working == ()
+    going_on = advance(session, b"more")
+    assert (await worker.works(())).arrived.group == 1  # the same incarnation
     going_on.cancel()
 
 
-async def test_a_group_that_is_no_longer_waited_for_costs_its_worker_an_incarnation(pool: RewardPool) -> None:
+async def test_a_group_that_is_cancelled_costs_its_worker_an_incarnation(pool: RewardPool) -> None:
     worker = Played(pool)
-    working = asyncio.create_task(begun(pool).advance(arrived()))
-    await worker.works()
+    working = await at_work(pool, worker)
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
     assert await worker.is_given_up(())
 
 
-async def test_places_of_this_machines_workers_are_not_for_others(pool: RewardPool) -> None:
-    with pytest.raises(ValueError, match="place: must be at least 1, the first of other machines, got 0"):
-        await Played(pool, place=0).asks()
-
-
-async def test_the_end_reaches_all_that_wait(pool: RewardPool) -> None:
+async def test_closing_reaches_all_that_wait(pool: RewardPool) -> None:
     worker = Played(pool)
-    working = asyncio.create_task(begun(pool).advance(arrived()))
-    await worker.works()
-    waiting = asyncio.create_task(begun(pool).advance(arrived()))
+    working = await at_work(pool, worker)
+    waiting = advance(begun(pool))
     await asyncio.sleep(0)
     await pool.close()
     for task in (working, waiting):
@@ -326,4 +297,4 @@ async def test_the_end_reaches_all_that_wait(pool: RewardPool) -> None:
             await task
     assert await worker.is_given_up()
     with pytest.raises(ArealError):
-        await begun(pool).advance(arrived())
+        await advance(begun(pool))

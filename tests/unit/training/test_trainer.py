@@ -28,12 +28,18 @@ from tests.support.training import batch
 PATIENCE_S = 20.0
 
 
-def trainer(root: Path, on_divergence: str) -> Trainer:
+def trainer(root: Path, on_divergence: str = "stop") -> Trainer:
     return Trainer(prepare(tiny(root, training={"on_divergence": on_divergence}), run_id="r"), 0)
 
 
 def times() -> StepTimes:
     return StepTimes(waiting_since=0.0, start=0.0)
+
+
+def sound(step: int) -> TrainingBatch:
+    """Its updates are finite."""
+    share = broken(step)
+    return replace(share, behaviour_logprobs=np.where(share.loss_mask, -1, 0).astype(np.float32))
 
 
 def broken(step: int) -> TrainingBatch:
@@ -46,7 +52,7 @@ def broken(step: int) -> TrainingBatch:
 def test_a_batch_that_diverges_is_saved_and_ends_the_run(tmp_path: Path) -> None:
     share = broken(7)
     with pytest.raises(DivergenceError, match=r"step 7, update 0: .*must be finite; its batch: ") as caught:
-        trainer(tmp_path, "stop")._learn(share, times())
+        trainer(tmp_path)._learn(share, times())
     path = Path(re.findall(r"its batch: (\S+)$", str(caught.value))[0])
     assert path == tmp_path / "runs/r/diverged/step-000007-rank-0.safetensors"
     arrays = load_file(path)
@@ -83,24 +89,15 @@ def test_the_next_step_trains_while_a_version_is_written_and_no_two_are_at_once(
     controller = SimpleNamespace(announce=lambda version: [], metrics=lambda rows: None, document=lambda *_: None)
     monkeypatch.setattr(publisher, "ControllerClient", lambda run: controller)
     monkeypatch.setattr(publisher.weights, "publish", publish)
-    one = trainer(tmp_path, "stop")
+    one = trainer(tmp_path)
     learns = one._learn
     monkeypatch.setattr(one, "_learn", learn)
     for step in (1, 2):
-        share = broken(step)
-        share = replace(share, behaviour_logprobs=np.where(share.loss_mask, -1, 0).astype(np.float32))
         group = BatchGroup(
-            group_id=step,
-            lengths=(4, 4),
-            rewards=(0.0, 1.0),
-            truncated=(False, False),
-            ready_version=step - 1,
-            prompt_tokens=1,
-            checksums=(),
-            segment="",
-            start=0,
-        )
-        one._train_step(BatchManifest(step=step, groups=(group,)), share, 0.0)
+            group_id=step, lengths=(4, 4), rewards=(0.0, 1.0), truncated=(False, False), ready_version=step - 1,
+            prompt_tokens=1, checksums=(), segment="", start=0,
+        )  # fmt: skip
+        one._train_step(BatchManifest(step=step, groups=(group,)), sound(step), 0.0)
     assert one.publisher is not None
     one.publisher.drain()
     assert done == [("trained", 1), ("trained", 2), ("written", 1), ("written", 2)]
@@ -111,9 +108,7 @@ def test_skipping_goes_on_with_the_batch_saved_but_not_for_ever(tmp_path: Path) 
     for step in (1, 2):
         stats = one._learn(broken(step), times())
         assert (stats.updates, stats.skipped) == (0, 2)
-    sound = broken(3)
-    mended = replace(sound, behaviour_logprobs=np.where(sound.loss_mask, -1, 0).astype(np.float32))
-    stats = one._learn(mended, times())
+    stats = one._learn(sound(3), times())
     assert (stats.updates, stats.skipped) == (2, 0)
     for step in (4, 5):
         one._learn(broken(step), times())
@@ -130,11 +125,11 @@ def test_skipping_goes_on_with_the_batch_saved_but_not_for_ever(tmp_path: Path) 
         pytest.param(1, ([2, 0], [1], [1, 0], [0]), 2, id="another one leaves that to it"),
     ],
 )
-def test_what_another_rank_finds_damaged_no_rank_takes(
+def test_resume_skips_a_checkpoint_that_another_rank_finds_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, others: tuple[list[int], ...], newest: int
 ) -> None:
     """`others`: what is the largest of the other ranks, at each of the collectives."""
-    one = trainer(tmp_path, "stop")
+    one = trainer(tmp_path)
     state = one.engine.state()
     assert one.publisher is not None
     for step in (1, 2):

@@ -127,7 +127,7 @@ def test_a_draw_refuses_logits_that_are_not_finite(number, place):
     assert draw(logits, [0.0], [0.5]) is None
 
 
-def test_what_a_slot_does_not_use_takes_no_memory():
+def test_unused_slots_take_no_memory():
     """24 layers and 128 slots of 2048 tokens are reserved; short sequences touch few of them."""
     spec = dataclasses.replace(LLAMA_GQA, layers=24, head_dim=64, context=2048)
     decoder = CpuDecoder(spec, weights(spec, 1), 2048)

@@ -39,9 +39,3 @@ def test_numbers_are_uniform_and_uncorrelated_between_neighbours():
     assert ((counts - expected) ** 2 / expected).sum() < 94  # chi-square, 49 degrees of freedom: p = 1e-4
     for first, second in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1])):
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02  # 4 standard errors
-
-
-def test_the_largest_number_times_any_total_stays_below_the_total():
-    largest = 1 - 2.0**-52
-    totals = np.random.default_rng(0).uniform(0.5, 2, 10_000)
-    assert (largest * totals < totals).all()

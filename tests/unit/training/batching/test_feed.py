@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -40,28 +41,23 @@ def following(batches: BatchFeed) -> int:
     return step
 
 
-def test_the_next_batch_is_fetched_while_this_one_trains_and_no_further() -> None:
-    controller = Controller()
-    batches = feed(controller)
-    assert controller.asked.get(timeout=PATIENCE_S) == 3
-    with pytest.raises(queue.Empty):
-        controller.asked.get(timeout=0.2)
-    manifest, share = batches.next()
-    assert (manifest.step, share.step) == (3, 3)
-    with pytest.raises(queue.Empty):  # not before it is told to: it may be assembled anew
-        controller.asked.get(timeout=0.2)
-    batches.ahead()
-    assert controller.asked.get(timeout=PATIENCE_S) == 4  # nobody has asked for it yet
-    with pytest.raises(queue.Empty):
-        controller.asked.get(timeout=0.2)
-    assert batches.next()[0].step == 4
+def fetched(controller: Controller) -> list[int]:
+    """The steps that it has been asked for, at least one, and those of a while more."""
+    steps = [controller.asked.get(timeout=PATIENCE_S)]
+    time.sleep(0.2)
+    return [*steps, *(controller.asked.get() for _ in range(controller.asked.qsize()))]
 
 
-def test_nothing_is_fetched_beyond_the_last_step() -> None:
+def test_the_next_batch_is_fetched_while_this_one_trains_and_none_beyond_the_last() -> None:
     controller = Controller()
     batches = feed(controller, last=4)
-    assert [following(batches) for _ in range(2)] == [3, 4]
-    assert [controller.asked.get(timeout=PATIENCE_S) for _ in range(2)] == [3, 4]
+    assert fetched(controller) == [3]
+    manifest, share = batches.next()
+    assert (manifest.step, share.step) == (3, 3)
+    assert controller.asked.empty()  # not before it is told to: it may be assembled anew
+    batches.ahead()
+    assert fetched(controller) == [4]  # nobody has asked for it yet
+    assert following(batches) == 4
     with pytest.raises(queue.Empty):
         controller.asked.get(timeout=0.2)
 
@@ -82,7 +78,7 @@ def test_a_batch_that_cannot_be_laid_out_is_the_steps_failure() -> None:
         feed(Controller(), build=build).next()
 
 
-def test_what_else_fails_while_a_batch_is_waited_for_is_raised() -> None:
+def test_a_failure_elsewhere_ends_the_wait_for_a_batch() -> None:
     never = threading.Event()
 
     class Waiting(Controller):

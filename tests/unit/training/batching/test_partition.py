@@ -3,7 +3,6 @@ import pytest
 from areal_core.errors import ConfigError
 from areal_core.training.batching.partition import (
     GroupCost,
-    Part,
     allocate,
     allocate_groups,
     cut_minibatches,
@@ -12,37 +11,43 @@ from areal_core.training.batching.partition import (
 )
 
 
-def test_algorithm_1_by_hand():
-    # Longest first: 9, 7, 5, 4, 3, 2 in capacity 12 with at least two micro-batches.
-    # 9 and 7 open one each; 5 fits only beside 7 (12); 4 fits nowhere and opens the third; 3 fits beside 9 and beside
-    # 4, which hold one sequence each: the first; 2 fits only beside 4.
-    assert allocate([4, 9, 2, 7, 3, 5], 12, 2) == [[1, 4], [3, 5], [0, 2]]
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "least", "microbatches"),
+    [
+        # Longest first: 9 and 7 open one each; 5 fits only beside 7 (12); 4 fits nowhere and opens the third; 3 fits
+        # beside 9 and beside 4, which hold one sequence each: the first; 2 fits only beside 4.
+        ([4, 9, 2, 7, 3, 5], 12, 2, [[1, 4], [3, 5], [0, 2]]),
+        # 8 and 6 don't fit together, 3 fits beside 6 only; both then have room for 1, and 8 is alone.
+        ([8, 6, 3, 1], 10, 1, [[0, 3], [1, 2]]),
+        ([2, 2, 2, 2], 100, 3, [[0, 3], [1], [2]]),  # more than capacity asks for
+        ([2, 2], 100, 5, [[0], [1]]),  # never an empty one
+        ([], 10, 1, []),
+    ],
+)
+def test_sequences_fill_microbatches_longest_first(lengths, capacity, least, microbatches):
+    assert allocate(lengths, capacity, least) == microbatches
+    if least == 1:
+        assert allocate(lengths, capacity) == microbatches
 
 
-def test_the_microbatch_with_the_fewest_sequences_is_preferred():
-    # 8 and 6 don't fit together, 3 fits beside 6 only; both then have room for 1, and 8 is alone.
-    assert allocate([8, 6, 3, 1], 10) == [[0, 3], [1, 2]]
-
-
-def test_min_microbatches_opens_more_than_capacity_asks_for():
-    assert allocate([2, 2, 2, 2], 100, 3) == [[0, 3], [1], [2]]
-    assert allocate([2, 2], 100, 5) == [[0], [1]]  # never an empty one
-
-
-def test_nothing_to_allocate():
-    assert allocate([], 10) == []
-
-
-def test_a_sequence_over_capacity_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"training\.microbatch_tokens: must hold the longest sequence, 11 tokens, got 10"
-    ):
-        allocate([3, 11], 10)
-
-
-def test_a_completion_over_capacity_with_its_prompt_is_refused():
-    with pytest.raises(ConfigError, match="must hold the longest sequence, 11 tokens, got 10"):
-        allocate_groups([5], [[2, 6]], 10)
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: allocate([3, 11], 10), "microbatch_tokens: must hold the longest sequence, 11 tokens, got 10"),
+        (lambda: allocate_groups([5], [[2, 6]], 10), "microbatch_tokens: must hold the longest sequence, 11 tokens"),
+        (
+            lambda: cut_minibatches(4, 0, seed=0, step=0),
+            r"minibatches: must be between 1 and the groups in a batch \(4",
+        ),
+        (
+            lambda: cut_minibatches(4, 5, seed=0, step=0),
+            r"minibatches: must be between 1 and the groups in a batch \(4",
+        ),
+    ],
+)
+def test_impossible_cuts_are_refused(call, said):
+    with pytest.raises(ConfigError, match=rf"^training\.{said}"):
+        call()
 
 
 def test_completions_fill_an_item_to_the_last_token_of_its_room():
@@ -57,42 +62,31 @@ def test_minibatches_are_keyed_by_seed_and_step():
     assert cut_minibatches(8, 3, seed=2, step=1) != cut_minibatches(8, 3, seed=1, step=1)
 
 
-@pytest.mark.parametrize("count", [0, 5])
-def test_impossible_minibatches_are_refused(count: int):
-    with pytest.raises(ConfigError, match=r"training\.minibatches: must be between 1 and the groups in a batch \(4\)"):
-        cut_minibatches(4, count, seed=0, step=0)
-
-
-def test_partition_by_hand():
-    # Of single completions: 9 -> rank 0, 7 -> 1, 5 -> 1 (12), 4 -> 0 (13), 3 -> 1 (15), 2 -> 0 (15)
-    costs = [GroupCost(0, [cost]) for cost in (4, 9, 2, 7, 3, 5)]
-    shares = partition(costs, 2)
-    assert [[part.group for part in share] for share in shares] == [[0, 1, 2], [3, 4, 5]]
-    assert {part.completions for share in shares for part in share} == {(0,)}
-
-
-def test_groups_are_cut_no_further_than_balance_gains():
-    assert partition([GroupCost(0, [8, 2]), GroupCost(0, [3, 7])], 2) == [[Part(0, (0, 1))], [Part(1, (0, 1))]]
-    # Halves, each the dearest first to the cheaper one: 8 | 7, 3 -> 7, 2 -> 8.
-    assert partition([GroupCost(0, [8, 7, 2, 3])], 2) == [[Part(0, (0, 2))], [Part(0, (1, 3))]]
-
-
-def test_a_prompt_that_costs_more_than_balance_gains_keeps_its_group_together():
-    # Whole, 112 and 104; halved, each rank pays for both prompts.
-    costs = [GroupCost(100, [3, 3, 3, 3]), GroupCost(100, [2, 2])]
-    assert partition(costs, 2) == [[Part(0, (0, 1, 2, 3))], [Part(1, (0, 1))]]
-    assert partition([GroupCost(2, [30, 30])], 2) == [[Part(0, (0,))], [Part(0, (1,))]]
-
-
-def test_a_rank_pays_for_a_prompt_once():
-    """Whole, 90 and 60. In halves 10 + 40 on one rank; on the other 10 + 40 as well, then one half of 60 each."""
-    costs = [GroupCost(10, [20, 20, 20, 20]), GroupCost(0, [30, 30])]
-    assert partition(costs, 2) == [[Part(0, (0, 2)), Part(1, (0,))], [Part(0, (1, 3)), Part(1, (1,))]]
-
-
-def test_completions_that_cost_nothing_go_with_their_group_or_where_the_fewest_are():
-    costs = [GroupCost(5, [9, 0, 0]), GroupCost(5, [0, 0]), GroupCost(5, [0])]
-    assert partition(costs, 2) == [[Part(0, (0, 1, 2))], [Part(1, (0, 1)), Part(2, (0,))]]
+@pytest.mark.parametrize(
+    ("groups", "shares"),
+    [
+        # Of single completions: 9 -> rank 0, 7 -> 1, 5 -> 1 (12), 4 -> 0 (13), 3 -> 1 (15), 2 -> 0 (15)
+        (
+            [(0, [cost]) for cost in (4, 9, 2, 7, 3, 5)],
+            [[(i, (0,)) for i in (0, 1, 2)], [(i, (0,)) for i in (3, 4, 5)]],
+        ),
+        # No further than balance gains.
+        ([(0, [8, 2]), (0, [3, 7])], [[(0, (0, 1))], [(1, (0, 1))]]),
+        # Halves, each the dearest first to the cheaper one: 8 | 7, 3 -> 7, 2 -> 8.
+        ([(0, [8, 7, 2, 3])], [[(0, (0, 2))], [(0, (1, 3))]]),
+        # Whole, 112 and 104; halved, each rank pays for both prompts.
+        ([(100, [3, 3, 3, 3]), (100, [2, 2])], [[(0, (0, 1, 2, 3))], [(1, (0, 1))]]),
+        ([(2, [30, 30])], [[(0, (0,))], [(0, (1,))]]),
+        # Whole, 90 and 60. In halves 10 + 40 on one rank; on the other 10 + 40 as well, then one half of 60 each.
+        ([(10, [20, 20, 20, 20]), (0, [30, 30])], [[(0, (0, 2)), (1, (0,))], [(0, (1, 3)), (1, (1,))]]),
+        # Completions that cost nothing go with their group, or to the rank with the fewest.
+        ([(5, [9, 0, 0]), (5, [0, 0]), (5, [0])], [[(0, (0, 1, 2))], [(1, (0, 1)), (2, (0,))]]),
+    ],
+)  # fmt: skip
+def test_groups_are_partitioned_by_cost(groups, shares):
+    """A rank pays once for the prompt of the completions that it has of a group."""
+    found = partition([GroupCost(*group) for group in groups], 2)
+    assert [[(part.group, part.completions) for part in share] for share in found] == shares
 
 
 def test_shard_cuts_the_same_minibatches_for_any_number_of_ranks():

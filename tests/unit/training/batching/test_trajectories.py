@@ -35,16 +35,9 @@ PAYLOAD, CHECKSUMS = pack_group(
     )
 )
 GROUP = BatchGroup(
-    group_id=4,
-    lengths=LENGTHS,
-    rewards=(0.0,) * len(LENGTHS),
-    truncated=(False,) * len(LENGTHS),
-    ready_version=0,
-    prompt_tokens=2,
-    checksums=CHECKSUMS,
-    segment="000001-000001",
-    start=6,
-)
+    group_id=4, lengths=LENGTHS, rewards=(0.0,) * 3, truncated=(False,) * 3, ready_version=0, prompt_tokens=2,
+    checksums=CHECKSUMS, segment="000001-000001", start=6,
+)  # fmt: skip
 
 
 class Controller(ControllerClient):
@@ -91,7 +84,7 @@ def test_beside_a_copy_they_come_from_the_head_node_and_not_of_its_controller(co
     assert controller.asked == []
 
 
-def test_in_the_runs_own_folder_they_are_read_there(head_node: HeadNode, segment: Path) -> None:
+def test_trajectories_are_read_in_the_runs_own_folder(head_node: HeadNode, segment: Path) -> None:
     """Also where the head node serves its files to others, which are not asked."""
     write_json(head_node.run.ready_file("files"), {"pid": 1, "url": "http://127.0.0.1:1"})
     controller = Controller()
@@ -133,25 +126,18 @@ def test_one_connection_serves_many_groups(copy: RunDir, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("segment")
-def test_files_that_are_served_again_elsewhere_are_found(copy: RunDir, head_node: HeadNode) -> None:
+def test_files_that_are_served_again_elsewhere_are_found(
+    copy: RunDir, head_node: HeadNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, controller = Trajectories(copy), Controller()
     assert reader.read(GROUP, [1], controller).tokens.tolist() == [3]
     head_node.close()
-
-    def come_back() -> None:
-        write_json(copy.ready_file("files"), {"url": head_node.serve()})
-
-    later = threading.Timer(0.5, come_back)
-    later.start()
+    come_back = threading.Timer(0.2, lambda: write_json(copy.ready_file("files"), {"url": head_node.serve()}))
+    come_back.start()
     assert reader.read(GROUP, [1], controller).tokens.tolist() == [3]
-    later.join()
+    come_back.join()
     assert controller.asked == []
-
-
-def test_a_head_node_that_stays_away_is_named(
-    copy: RunDir, head_node: HeadNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
     head_node.close()
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
     with pytest.raises(ProcessError, match=r"^no trajectories within 0 s: the head node at http://\S+ does not answer"):
-        read(copy, Controller())
+        read(copy, controller)

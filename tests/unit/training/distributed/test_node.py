@@ -44,7 +44,7 @@ def test_settings(tmp_path: Path) -> None:
         assert settings.shutdown_timeout < config.launch.stop_timeout_s
 
 
-def test_where_the_rendezvous_is(tmp_path: Path) -> None:
+def test_the_agent_awaits_the_rendezvous(tmp_path: Path) -> None:
     run, _ = prepared(tmp_path)
     with pytest.raises(ProcessError, match=r"^no rendezvous in 0\.1 s \(launch\.start_timeout_s\)"):
         node.await_rendezvous(run, 0.1)
@@ -56,36 +56,27 @@ def test_where_the_rendezvous_is(tmp_path: Path) -> None:
 @pytest.mark.recovery
 def test_ranks_that_fail_too_often_end_it_with_a_status_of_its_own(tmp_path: Path) -> None:
     run, _ = prepared(tmp_path, ranks=2, restarts=0)  # there is no model: every rank fails at once
-    module = "areal_core.training.distributed.rendezvous"
-    options = ("--address", "127.0.0.1", "--ready-file", str(run.ready_file("rendezvous")))
-    rendezvous = subprocess.Popen([sys.executable, "-m", module, *options])
-    command = [
-        sys.executable,
-        "-m",
-        "areal_core.training.distributed.node",
-        "--run-dir",
-        str(run.root),
-        "--address",
-        "127.0.0.1",
-    ]
+    ready = str(run.ready_file("rendezvous"))
+    module, address = [sys.executable, "-m"], ["--address", "127.0.0.1"]
+    rendezvous = [*module, "areal_core.training.distributed.rendezvous", *address, "--ready-file", ready]
+    agent = [*module, "areal_core.training.distributed.node", "--run-dir", str(run.root), *address, "--node"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     outputs = [tmp_path / f"agent-{index}.txt" for index in range(2)]
-    agents: list[subprocess.Popen[bytes]] = []
+    processes = [subprocess.Popen(rendezvous)]
     try:
         for number, path in enumerate(outputs):
-            argv = [*command, "--node", str(number)]
             with path.open("wb") as file:
-                agents.append(subprocess.Popen(argv, env=environment, stdout=file, stderr=subprocess.STDOUT))
+                started = subprocess.Popen([*agent, str(number)], env=environment, stdout=file, stderr=file)
+                processes.append(started)
         deadline = time.monotonic() + PATIENCE_S
-        while all(agent.poll() is None for agent in agents):  # once one is spent, the other may wait for it
+        while all(process.poll() is None for process in processes[1:]):  # once one is spent, the other may wait for it
             assert time.monotonic() < deadline, [path.read_text() for path in outputs]
             time.sleep(0.05)
     finally:
-        for process in (*agents, rendezvous):
+        for process in processes:
             process.kill()
             process.wait()
-    said = [path.read_text() for path in outputs]
-    codes = [agent.returncode for agent in agents]
+    codes, said = [process.returncode for process in processes[1:]], [path.read_text() for path in outputs]
     assert SPENT in codes, said
     last = said[codes.index(SPENT)].splitlines()[-1]
     assert re.fullmatch(r"areal: error: rank \d exited with code 1", last)

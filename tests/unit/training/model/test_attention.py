@@ -44,18 +44,14 @@ def reference(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest
 
 def of_torch_2_11(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
                   *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> Tensor:  # fmt: skip
-    assert window_size == (-1, 0)
-    assert cu_seq_q is cu_seq_k
-    assert max_q == max_k
+    assert (window_size, cu_seq_q.data_ptr(), max_q) == ((-1, 0), cu_seq_k.data_ptr(), max_k)
     assert key.shape[1] == query.shape[1]
     return reference(query, key, value, cu_seq_q, max_q)
 
 
 def of_torch_2_13(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
                   *, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False) -> Tensor:  # fmt: skip
-    assert window_size == (-1, 0)
-    assert cu_seq_q is cu_seq_k
-    assert max_q == max_k
+    assert (window_size, cu_seq_q.data_ptr(), max_q) == ((-1, 0), cu_seq_k.data_ptr(), max_k)
     assert enable_gqa == (query.shape[1] != key.shape[1])
     return reference(query, key, value, cu_seq_q, max_q)
 
@@ -85,13 +81,6 @@ def test_the_kernel_computes_what_one_call_a_length_does(
         torch.testing.assert_close(one, other)
 
 
-def test_bounds_are_where_sequences_begin():
-    made = bounds(BLOCKS, torch.device("cpu"))
-    assert made.tolist() == [0, 2, 4, 6, 11, 18, 25]
-    assert made.dtype == torch.int32
-    assert bounds(BLOCKS, torch.device("cpu")) is made  # once for all layers
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_installed_kernel_takes_these_arguments(kv_heads: int):
     from torch.nn.attention.varlen import varlen_attn
@@ -112,10 +101,6 @@ def test_the_installed_kernel_takes_these_arguments(kv_heads: int):
     else:  # torch 2.11: a key and a value for every query head
         assert call["key"].shape == call["value"].shape == call["query"].shape
     assert (call["max_q"], call["max_k"]) == (7, 7)
-
-
-def test_a_cpu_has_no_kernel_of_torchs():
-    assert not attention.has_kernel(torch.zeros(3, 4, 8, dtype=torch.bfloat16))
 
 
 def test_a_whole_model_over_the_kernel(monkeypatch: pytest.MonkeyPatch):

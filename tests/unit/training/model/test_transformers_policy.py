@@ -114,7 +114,7 @@ def changed(spec: ModelSpec, **config: object) -> TransformersModel:
     return replace(spec.transformers, config=json.dumps(json.loads(spec.transformers.config) | config))
 
 
-def test_what_transformers_does_not_have_is_refused_in_one_line() -> None:
+def test_architectures_that_transformers_lacks_are_refused() -> None:
     spec = run_by_transformers(SPEC)
     unknown = replace(spec, architecture="OursForCausalLM", transformers=changed(spec, model_type="ours"))
     with pytest.raises(ModelError, match=r"^architectures: OursForCausalLM \(model_type 'ours'\) is no causal .*$"):
