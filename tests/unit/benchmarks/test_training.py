@@ -10,7 +10,7 @@ import torch
 from benchmarks import _training_offline as offline
 from benchmarks._padded_training import sorted_cut
 from benchmarks._training_offline import SETTINGS, make_batch, same_update
-from benchmarks.training import fastest, figures, overhead_share
+from benchmarks.training import fastest, figures
 
 torch.set_num_threads(1)
 
@@ -38,11 +38,6 @@ def test_sorted_micro_batches_stay_within_their_size_and_hold_everything_once() 
     assert sorted(itertools.chain(*cut)) == list(range(len(lengths)))
     assert all(len(members) * max(lengths[each] for each in members) <= 512 for members in cut)
     assert sorted_cut([3, 700, 5], 8) == [[1], [2], [0]]  # one that is too long stands alone
-
-
-def test_overhead_is_what_is_left_of_the_steps_after_the_first() -> None:
-    history = {"time/compute_s": {1: 1.0, 2: 3.0, 3: 6.0}, "time/trainer_s": {1: 50.0, 2: 4.0, 3: 8.0}}
-    assert overhead_share(history) == pytest.approx(1 - 9 / 12)
 
 
 def test_ratios_are_within_rounds_and_baselines_are_the_best_and_the_most_alike(

@@ -104,9 +104,7 @@ def test_servers_that_the_environment_names_are_not_started(state: Path, monkeyp
 
 
 @pytest.mark.parametrize("variable", ["PREFECT_API_URL", "MLFLOW_TRACKING_URI"])
-def test_credentials_in_an_address_of_the_environment(
-    variable: str, state: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_in_an_address_are_refused(variable: str, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be in stack.json, and on the terminal."""
     monkeypatch.setenv(variable, "https://me:hunter2@theirs/api")
     with pytest.raises(ConfigError, match=f"^{variable}: must hold no user or password; ") as refused:
